@@ -1,0 +1,5 @@
+"""`python -m esmshard` is the command `esmshard`."""
+
+from esmshard.cli import main
+
+main()

@@ -1,0 +1,96 @@
+"""`TokenBatch`, the packed batch that travels from the loader to the model, and the legend of all tensor names.
+
+Letters at the end of a tensor's name are its logical dimensions, the same on one process and on 64:
+
+    T  packed tokens of a batch, `<cls>` and `<eos>` of each sequence included
+    N  sequences of a batch
+    L  residues of one sequence (without `<cls>` and `<eos>`)
+    D  width of the residual stream          F  width of the feed-forward layer
+    H  attention heads                       K  width of one head
+    C  channels of the pair representation   V  vocabulary (33)
+    B  sequences of a padded block           P  positions at which logits are asked for
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from esmshard.vocab import CLS, EOS
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """N sequences laid end to end, each `<cls> ... <eos>`, without any padding.
+
+    Two sequences `MK` and `T` give
+
+    >>> from esmshard.vocab import encode
+    >>> batch = pack([encode("MK"), encode("T")])
+    >>> batch.tokens_T.tolist()
+    [0, 20, 15, 2, 0, 11, 2]
+    >>> batch.position_T.tolist()
+    [0, 1, 2, 3, 0, 1, 2]
+    >>> batch.cu_seqlens.tolist()
+    [0, 4, 7]
+    """
+
+    tokens_T: torch.Tensor
+    """int64 [T]."""
+    position_T: torch.Tensor
+    """int64 [T]: place in the own sequence, 0 for `<cls>`. Rotary attention sees differences only."""
+    cu_seqlens: torch.Tensor
+    """int32 [N + 1]: where each sequence begins, and T at the end."""
+    max_seqlen: int
+    """Tokens of the longest sequence."""
+    record_ids: tuple[str, ...]
+    bounds: tuple[int, ...]
+    """`cu_seqlens` as Python ints. Reading the tensor back would stop the host until the device has caught up."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Residues of each sequence, `<cls>` and `<eos>` not counted."""
+        return [end - start - 2 for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    @property
+    def n_residues(self) -> int:
+        return self.bounds[-1] - 2 * len(self)
+
+    def residues(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
+        """Cut per-token values into one [L, ...] view a sequence, without `<cls>` and `<eos>`."""
+        return [x_TD[start + 1 : end - 1] for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    def to(self, device: torch.device) -> "TokenBatch":
+        """The same batch on another device. The copies do not wait for each other where the memory is pinned."""
+        return TokenBatch(
+            self.tokens_T.to(device, non_blocking=True),
+            self.position_T.to(device, non_blocking=True),
+            self.cu_seqlens.to(device, non_blocking=True),
+            self.max_seqlen,
+            self.record_ids,
+            self.bounds,
+        )
+
+
+def pack(tokens: Sequence[npt.NDArray[np.uint8]], record_ids: Sequence[str] | None = None) -> TokenBatch:
+    """Lay encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`; an empty list is an error."""
+    if not tokens:
+        raise ValueError("a batch needs at least one sequence")
+    for k, sequence in enumerate(tokens):
+        if len(sequence) < 3 or sequence[0] != CLS or sequence[-1] != EOS:
+            raise ValueError(f"sequence {k} of the batch is not <cls> residues <eos>")
+    lengths = [len(t) for t in tokens]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    return TokenBatch(
+        tokens_T=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+        position_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        max_seqlen=max(lengths),
+        record_ids=tuple(record_ids) if record_ids is not None else tuple(str(k) for k in range(len(tokens))),
+        bounds=tuple(int(b) for b in bounds),
+    )

@@ -1,0 +1,66 @@
+"""Labels beside a FASTA file, checked against it before anything is computed."""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.store import TokenStore
+from esmshard.errors import InputError
+from esmshard.vocab import decode
+
+UNRESOLVED = 65535
+"""In `cb_dA`: the residue has no coordinates."""
+
+
+class CoordinateLabels:
+    """Cb coordinates of the chains of a FASTA file, from the `.npz` of the same name (format: data/README.md).
+
+    Args:
+        fasta: the FASTA file; `train.fasta` is labelled by `train.npz` (`train.fasta.gz` too).
+        store: its records.
+
+    Raises:
+        InputError: naming the record whose chain is missing, of another length or of another sequence.
+    """
+
+    def __init__(self, fasta: Path, store: TokenStore) -> None:
+        path = fasta.with_name(fasta.name.split(".fa")[0] + ".npz")
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                names, seqs, offsets = file["names"], file["seqs"], file["offsets"]
+                self._cb_dA: npt.NDArray[np.uint16] = file["cb_dA"]
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file; the coordinates of {fasta.name} are expected there") from None
+        except KeyError as error:
+            raise InputError(f"{path}: has no array {error}; names, seqs, offsets and cb_dA are expected") from None
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise InputError(f"{path}: cannot be read ({error}); copy or make it again") from None
+        if self._cb_dA.dtype != np.uint16 or self._cb_dA.ndim != 2 or self._cb_dA.shape[1] != 3:
+            raise InputError(f"{path}: cb_dA is {self._cb_dA.dtype} {list(self._cb_dA.shape)}, not uint16 [residues, 3]")
+        if len(offsets) != len(names) + 1 or len(seqs) != len(names) or offsets[-1] != len(self._cb_dA):
+            raise InputError(f"{path}: names, seqs, offsets and cb_dA do not fit each other; make the file again")
+
+        row = {str(name): k for k, name in enumerate(names)}
+        self._rows: list[slice] = []
+        for n, record_id in enumerate(store.ids):
+            if record_id not in row:
+                raise InputError(f"{path}: has no chain '{record_id}', which {fasta} has; add it or remove the record")
+            k = row[record_id]
+            rows, length = slice(int(offsets[k]), int(offsets[k + 1])), int(store.lengths[n])
+            if rows.stop - rows.start != length:
+                raise InputError(
+                    f"{path}: record '{record_id}' has labels for {rows.stop - rows.start} residues, but {length} "
+                    f"residues in {fasta}; align the labels to the full sequence, {UNRESOLVED} where unresolved"
+                )
+            if str(seqs[k]) != decode(store.residues(n)):
+                raise InputError(f"{path}: the sequence of record '{record_id}' is not the one in {fasta}; make it again")
+            self._rows.append(rows)
+
+    def __getitem__(self, n: int) -> dict[str, npt.NDArray[np.float32]]:
+        """`cb`: float32 [L, 3] in Angstrom, NaN where unresolved, of record n of the FASTA file."""
+        cb_dA_L3 = self._cb_dA[self._rows[n]]
+        cb_L3 = cb_dA_L3.astype(np.float32) / 10
+        cb_L3[(cb_dA_L3 == UNRESOLVED).any(-1)] = np.nan
+        return {"cb": cb_L3}

@@ -1,0 +1,30 @@
+"""From coordinates to contacts."""
+
+import numpy as np
+import numpy.typing as npt
+
+CONTACT_DISTANCE = 8.0
+"""Angstrom between Cb atoms (Ca for glycine). A contact is strictly closer."""
+MIN_SEPARATION = 6
+"""Pairs nearer than this along the chain are neither trained on nor scored."""
+UNDEFINED = -1
+
+
+def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
+    """Contacts of one chain: int8 [L, L], 1 contact, 0 none, -1 undefined.
+
+    Args:
+        cb_L3: Cb coordinates in Angstrom; a residue without coordinates is NaN, and all its pairs are undefined.
+
+    The diagonal tells which residues are resolved: 1 with coordinates, -1 without. Loss and metrics leave out pairs
+    nearer than `MIN_SEPARATION`.
+
+    >>> contact_labels(np.array([[0, 0, 0], [7.9, 0, 0], [8, 0, 0], [np.nan, 0, 0]], dtype=np.float32))[0].tolist()
+    [1, 1, 0, -1]
+    """
+    # In double precision and by differences: the expanded square would lose the digits that decide at 8 A.
+    delta_LL3 = cb_L3[:, None, :].astype(np.float64) - cb_L3[None, :, :]
+    distance_LL = np.sqrt((delta_LL3**2).sum(-1))
+    labels_LL = (distance_LL < CONTACT_DISTANCE).astype(np.int8)
+    labels_LL[np.isnan(distance_LL)] = UNDEFINED
+    return labels_LL

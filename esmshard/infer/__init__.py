@@ -1,0 +1,1 @@
+"""Embeddings and predictions from a finished model, in one process."""

@@ -1,0 +1,107 @@
+"""Embeddings of every record of a FASTA file, in input order, in one process."""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from esmshard.batch import pack
+from esmshard.data.loader import Examples
+from esmshard.data.store import ingest
+from esmshard.errors import UsageError
+from esmshard.infer.writers import DEFAULT_POOL, WRITERS, Pool, check
+from esmshard.model.esm2 import ESM2
+from esmshard.model.weights import load_model
+from esmshard.progress import Progress, rate, say
+
+WINDOW = 512
+"""Records that are sorted by length together; their embeddings wait in memory until the window is done."""
+
+
+def embed(
+    model: str,
+    fasta: Path,
+    out: Path,
+    *,
+    fmt: str | None = None,
+    pool: Pool | None = None,
+    layer: int | None = None,
+    tokens: int = 4096,
+    overwrite: bool = False,
+) -> int:
+    """Write embeddings; the number of records.
+
+    Args:
+        model: see `esmshard.model.weights.read`.
+        fasta: plain or compressed.
+        out: the file to write.
+        fmt: a key of WRITERS; by default the ending of `out`.
+        pool: `mean` over residues ([D] a record) or `residue` ([L, D]); by default `mean` for npy, `residue` for h5.
+            `<cls>` and `<eos>` never enter.
+        layer: 0 (embedding) to the number of layers; the last, normed one by default.
+        tokens: tokens of a batch; a longer record goes alone.
+        overwrite: replace `out`.
+    """
+    fmt = fmt or out.suffix.removeprefix(".")
+    if fmt not in WRITERS:
+        raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(WRITERS)} (by ending, or --format)")
+    pool = pool or DEFAULT_POOL[fmt]
+    if fmt == "npy" and pool == "residue":
+        raise UsageError(f"{out}: records differ in length, so one .npy matrix cannot hold every residue; write .h5")
+    check(out, overwrite)
+    with tempfile.TemporaryDirectory(prefix="esmshard-embed-") as scratch:
+        # The whole input is read before the model: a bad record at the end costs seconds, not a night.
+        store = ingest([fasta], Path(scratch) / "store")
+        for notice in store.notices:
+            say(f"{fasta}: {notice}")
+        examples = Examples("input", fasta, store, None)
+        esm = load_model(model)
+        layer = esm.config.n_layers if layer is None else layer
+        if not 0 <= layer <= esm.config.n_layers:
+            raise UsageError(f"--layer {layer}: {model} has layers 0 to {esm.config.n_layers}")
+        attributes = {"model": model, "layer": layer, "pool": pool, "dtype": "float32"}
+        began, residues = time.monotonic(), 0
+        with (
+            WRITERS[fmt](out, len(store), esm.config.dim, attributes) as writer,
+            Progress("embed", len(store)) as progress,
+        ):
+            for n, values in enumerate(_embeddings(esm, examples, layer, pool, tokens)):
+                writer.add(store.ids[n], values)
+                residues += int(store.lengths[n])
+                progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
+        return len(store)
+
+
+@torch.no_grad()
+def _embeddings(
+    esm: ESM2, examples: Examples, layer: int, pool: Pool, tokens: int
+) -> Iterator[npt.NDArray[np.float32]]:
+    """One array a record, in order. Within a window records are batched by length, so that batches fill evenly."""
+    device = next(esm.parameters()).device
+    for first in range(0, len(examples), WINDOW):
+        window = range(first, min(first + WINDOW, len(examples)))
+        done: dict[int, npt.NDArray[np.float32]] = {}
+        for members in _by_length(list(window), examples.tokens, tokens):
+            batch = pack([examples.get(n).tokens for n in members]).to(device)
+            x_TD = esm(batch, layers=(layer,)).representations[layer]
+            for n, x_LD in zip(members, batch.residues(x_TD), strict=True):
+                # .clone(): a view would keep the whole batch alive for the length of the window.
+                done[n] = (x_LD.mean(0) if pool == "mean" else x_LD.clone()).float().cpu().numpy()
+        for n in window:
+            yield done.pop(n)
+
+
+def _by_length(records: list[int], lengths: npt.NDArray[np.int64], most: int) -> Iterator[list[int]]:
+    group: list[int] = []
+    total = 0
+    for n in sorted(records, key=lambda n: int(lengths[n])):
+        if group and total + lengths[n] > most:
+            yield group
+            group, total = [], 0
+        group.append(n)
+        total += int(lengths[n])
+    yield group

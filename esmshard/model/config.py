@@ -1,0 +1,46 @@
+"""The numbers that define an ESM-2, and the registry SIZES."""
+
+from dataclasses import dataclass
+
+from esmshard.vocab import VOCAB_SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class EsmConfig:
+    """Architecture of one ESM-2. Everything else (vocabulary, 4 x feed-forward, exact gelu, eps 1e-5) is fixed."""
+
+    n_layers: int
+    dim: int
+    n_heads: int
+    token_dropout: bool = True
+    """ESM-2 was trained with `<mask>` embeddings zeroed and the rest rescaled; released models have this on."""
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.n_heads):
+            raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads}): rotary turns pairs")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters of trunk, LM head (its matrix is the embedding's) and contact regression."""
+        d, norm = self.dim, 2 * self.dim
+        layer = 4 * (d * d + d) + (4 * d * d + 4 * d) + (4 * d * d + d) + 2 * norm
+        lm_head = d * d + d + norm + VOCAB_SIZE
+        return VOCAB_SIZE * d + self.n_layers * layer + norm + lm_head + self.n_layers * self.n_heads + 1
+
+
+SIZES: dict[str, EsmConfig] = {
+    # Ours, for tests and for training from scratch on a laptop; nothing is released under these names.
+    "nano": EsmConfig(n_layers=2, dim=32, n_heads=4),
+    "mini": EsmConfig(n_layers=6, dim=128, n_heads=8),
+    # Lin et al. 2023 (doi:10.1126/science.ade2574), as released in fair-esm.
+    "esm2_t6_8M_UR50D": EsmConfig(n_layers=6, dim=320, n_heads=20),
+    "esm2_t12_35M_UR50D": EsmConfig(n_layers=12, dim=480, n_heads=20),
+    "esm2_t30_150M_UR50D": EsmConfig(n_layers=30, dim=640, n_heads=20),
+    "esm2_t33_650M_UR50D": EsmConfig(n_layers=33, dim=1280, n_heads=20),
+    "esm2_t36_3B_UR50D": EsmConfig(n_layers=36, dim=2560, n_heads=40),
+    "esm2_t48_15B_UR50D": EsmConfig(n_layers=48, dim=5120, n_heads=40),
+}

@@ -1,0 +1,134 @@
+"""ESM-2 (Lin et al. 2023, doi:10.1126/science.ade2574) over packed sequences, under fair-esm's parameter names.
+
+No linear layer and no LayerNorm sees padding. The reference for every number is fair-esm 2.0.0
+(`esm/model/esm2.py`); `tests/parity/` holds the two together. Letters of tensor names: see `esmshard.batch`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esmshard.batch import TokenBatch
+from esmshard.model.attention import OnAttention, SelfAttention
+from esmshard.model.config import EsmConfig
+from esmshard.model.contacts import ContactRegression
+from esmshard.vocab import MASK, PAD, VOCAB_SIZE
+
+MASK_RATIO_TRAINED = 0.15 * 0.8
+"""Share of tokens that were `<mask>` in pre-training; the embeddings are scaled as if it always were."""
+
+
+class EsmOutput(NamedTuple):
+    """What one forward pass was asked for. A tuple, so that FSDP finds the tensors in it."""
+
+    representations: dict[int, torch.Tensor]
+    """Layer to x_TD. 0 is the scaled embedding; only the last layer's has gone through `emb_layer_norm_after`."""
+    logits_PV: torch.Tensor | None
+
+
+class TransformerLayer(nn.Module):
+    """Pre-LayerNorm block. `final_layer_norm` stands before the feed-forward part; the name is fair-esm's."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(dim, n_heads)
+        self.self_attn_layer_norm = nn.LayerNorm(dim)
+        self.fc1 = nn.Linear(dim, 4 * dim)
+        self.fc2 = nn.Linear(4 * dim, dim)
+        self.final_layer_norm = nn.LayerNorm(dim)
+
+    def forward(
+        self, x_TD: torch.Tensor, batch: TokenBatch, layer: int = 0, on_attention: OnAttention | None = None
+    ) -> torch.Tensor:
+        """[T, D] to [T, D]."""
+        on_map = partial(on_attention, layer) if on_attention is not None else None
+        x_TD = x_TD + self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_map)
+        h_TF = F.gelu(self.fc1(self.final_layer_norm(x_TD)))  # the exact erf form: the tanh one is off by 5e-4
+        return x_TD + self.fc2(h_TF)  # type: ignore[no-any-return]
+
+
+class LMHead(nn.Module):
+    """Masked-language-model head. `weight` is the token embedding's: one tensor under two names."""
+
+    def __init__(self, dim: int, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dim, dim)
+        self.layer_norm = nn.LayerNorm(dim)
+        self.weight = weight
+        self.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
+
+    def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
+        """[P, D] to logits [P, 33]."""
+        return F.linear(self.layer_norm(F.gelu(self.dense(x_PD))), self.weight, self.bias)
+
+
+class ESM2(nn.Module):
+    """The ESM-2 trunk with its two own heads. The promise to `esmshard.parallel`: `layers` is a ModuleList of blocks.
+
+    Build it under `torch.device("meta")` to get the shapes without the memory; `esmshard.model.weights` fills it.
+    """
+
+    def __init__(self, config: EsmConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(VOCAB_SIZE, config.dim, padding_idx=PAD)
+        self.layers = nn.ModuleList(TransformerLayer(config.dim, config.n_heads) for _ in range(config.n_layers))
+        self.contact_head = ContactRegression(config.n_layers * config.n_heads)
+        self.emb_layer_norm_after = nn.LayerNorm(config.dim)
+        self.lm_head = LMHead(config.dim, self.embed_tokens.weight)
+
+    def tie_weights(self) -> None:
+        """Make the LM head's matrix the embedding's again; `to_empty` gives each name a tensor of its own."""
+        self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self,
+        batch: TokenBatch,
+        layers: Sequence[int] | None = None,
+        logits_at: torch.Tensor | None = None,
+        on_attention: OnAttention | None = None,
+    ) -> EsmOutput:
+        """Run the trunk over a packed batch.
+
+        Args:
+            batch: N sequences, T tokens in all.
+            layers: which representations to return, 0 (embedding) to `n_layers`; the last one by default.
+            logits_at: int64 [P], places in the pack at which LM logits are wanted. None computes none.
+            on_attention: called as `on_attention(layer, sequence, probabilities_HLL)`; nothing is stacked.
+        """
+        wanted = {self.config.n_layers} if layers is None else set(layers)
+        if wanted - set(range(self.config.n_layers + 1)):
+            raise ValueError(f"layers {sorted(wanted)}: this model has 0 to {self.config.n_layers}")
+        x_TD = self._embed(batch)
+        found = {0: x_TD} if 0 in wanted else {}
+        for index, block in enumerate(self.layers):
+            x_TD = block(x_TD, batch, index, on_attention)
+            if index + 1 in wanted and index + 1 < self.config.n_layers:
+                found[index + 1] = x_TD
+        x_TD = self.emb_layer_norm_after(x_TD)
+        if self.config.n_layers in wanted:
+            found[self.config.n_layers] = x_TD
+        logits_PV = self.lm_head(x_TD[logits_at]) if logits_at is not None else None
+        return EsmOutput(found, logits_PV)
+
+    def _embed(self, batch: TokenBatch) -> torch.Tensor:
+        """Token embeddings with token dropout, which is active in evaluation too: without any `<mask>` they are x 0.88.
+
+        The ratio is counted per sequence, `<cls>` and `<eos>` included, never over the pack.
+        """
+        x_TD = self.embed_tokens(batch.tokens_T)
+        if not self.config.token_dropout:
+            return x_TD  # type: ignore[no-any-return]
+        masked_T = batch.tokens_T == MASK
+        lengths_N = batch.cu_seqlens.diff().long()
+        total = batch.bounds[-1]
+        # Masked tokens of a sequence as a difference of running sums: exact in integers, no loop over sequences.
+        running = F.pad(masked_T.long().cumsum(0), (1, 0))
+        ratio_N = running[batch.cu_seqlens.long()].diff().float() / lengths_N
+        scale_N = (1 - MASK_RATIO_TRAINED) / (1 - ratio_N)
+        scale_T = torch.repeat_interleave(scale_N, lengths_N, output_size=total).masked_fill(masked_T, 0.0)
+        return x_TD * scale_T[:, None].to(x_TD.dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Processes, sharding, memory. Knows modules and numbers, no model, task or recipe."""

@@ -1,0 +1,137 @@
+"""Shard a model in place with FSDP2: activation checkpointing, then each layer, then the root, then the weights.
+
+`model` needs `layers`, a ModuleList of blocks, and nothing else. Build it on the meta device: `materialise` then gives
+each rank its own slices only. The optimizer is made after all this; one made before would hold the unsharded
+parameters, and its steps would change nothing, without an error.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+_WRAPPER = "_checkpoint_wrapped_module."
+
+
+class Layered(Protocol):
+    """What can be sharded: an `nn.Module` with a ModuleList of blocks."""
+
+    @property
+    def layers(self) -> nn.ModuleList: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """How, beside the strategy."""
+
+    compute_dtype: torch.dtype = torch.float32
+    """Of the arithmetic and of gathered weights. Kept weights, gradient sums and optimizer state are fp32."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again."""
+
+
+def _fully_shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, *, reshard_layers: bool) -> None:
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList), "a model to shard promises `layers`"
+    if options.activation_checkpointing:
+        for n, layer in enumerate(layers):
+            layers[n] = checkpoint_wrapper(layer)
+    policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_layers)
+    # One group for all that is not a layer. Embedding and LM head share a tensor, so they must be together; the group
+    # is needed at both ends of the pass, so it stays gathered in between.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for _, module in _groups(model):
+        # Gradients are summed over ranks, not averaged: the loss is divided once, by its global count.
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        module.set_gradient_divide_factor(1.0)
+    check_ties(model)
+
+
+Strategy = Callable[[nn.Module, DeviceMesh, ShardOptions], None]
+
+STRATEGIES: dict[str, Strategy] = {
+    "full_shard": partial(_fully_shard, reshard_layers=True),
+    "shard_grad_op": partial(_fully_shard, reshard_layers=False),
+}
+"""Recipe name to function; each shards in place. ZeRO 3 and ZeRO 2."""
+
+
+def check_ties(model: nn.Module) -> None:
+    """Raise `AssertionError` if a tensor with two names lies in two FSDP groups.
+
+    Before torch 2.13 nothing else notices, and the last rank's rows of such a tensor are never updated.
+    """
+    owner: dict[int, str] = {}
+    for group, module in _groups(model):
+        for name, parameter in _own_parameters(module):
+            first = owner.setdefault(id(parameter), group)
+            assert first == group, f"{name} is shared by the FSDP groups '{first}' and '{group}'; keep it in one"
+
+
+def _groups(model: nn.Module) -> list[tuple[str, FSDPModule]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def _own_parameters(module: FSDPModule) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of an FSDP module's own group: not those of FSDP modules below it. Both names of a tie are kept."""
+    assert isinstance(module, nn.Module)
+    below = [name + "." for name, child in module.named_modules() if name and isinstance(child, FSDPModule)]
+    everything = module.named_parameters(remove_duplicate=False)
+    return [(name, p) for name, p in everything if not name.startswith(tuple(below))]
+
+
+def materialise(model: nn.Module, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> None:
+    """Give a sharded model on the meta device its weights.
+
+    Each rank reads every tensor once, one at a time, and keeps its own slice: the peak is one full tensor, and no rank
+    sends anything to another. Strict: each name of the state dict, buffers too, is asked for, because `to_empty`
+    leaves garbage in what is not set.
+
+    Args:
+        model: sharded by one of STRATEGIES.
+        tensor_of: full tensor by clean name; the same on all ranks.
+        device: of this rank.
+    """
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, target in model.state_dict().items():
+            full = tensor_of(clean(name)).to(target.dtype)
+            assert full.shape == target.shape, f"{name}: {list(full.shape)} for {list(target.shape)}"
+            if isinstance(target, DTensor):
+                mine = distribute_tensor(full.to(device), target.device_mesh, target.placements, src_data_rank=None)
+                target.to_local().copy_(mine.to_local())
+            else:
+                target.copy_(full)
+    check_ties(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Put every group back into shards. After a forward pass without a backward one the root's is still gathered, and
+    the module's parameters are then not those that the optimizer holds.
+    """
+    for _, module in _groups(model):
+        module.reshard()
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return name.replace(_WRAPPER, "")
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that learn, by clean name, shared ones once."""
+    return {clean(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

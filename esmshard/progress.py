@@ -1,0 +1,83 @@
+"""Progress on stderr: a live line on a terminal, one line every few seconds elsewhere (a log of a batch job)."""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+
+INTERVAL = 5.0
+"""Seconds between two lines where stderr is no terminal."""
+
+
+class Progress:
+    """Counts to `total` and says what is left. With `show=False` (every rank but the first) it is silent.
+
+    >>> with Progress("embed", total=2, show=False) as progress:
+    ...     progress.update(1, "10 residues/s")
+    """
+
+    def __init__(self, title: str, total: int, *, done: int = 0, show: bool = True) -> None:
+        self._title, self._total, self._show = title, total, show
+        self._first, self._start = done, time.monotonic()
+        self._last_line = -INTERVAL
+        self._console = Console(stderr=True, highlight=False)
+        self._status = self._console.status(escape(title)) if show and self._console.is_terminal else None
+
+    def __enter__(self) -> "Progress":
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._status:
+            self._status.stop()
+
+    def update(self, done: int, text: str) -> None:
+        """`done` of `total` are finished; `text` says how it goes. The last one is always printed."""
+        if not self._show:
+            return
+        now = time.monotonic()
+        finished = done - self._first
+        left = (now - self._start) / finished * (self._total - done) if finished else float("nan")
+        line = f"{self._title} {done}/{self._total}  {text}  {duration(left)} left"
+        if self._status:
+            self._status.update(escape(line))
+        if done == self._total or (not self._status and now - self._last_line >= INTERVAL):
+            self._last_line = now
+            say(line)
+
+
+def say(message: str) -> None:
+    """One line on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `45s`, `12m05s` or `3h20m`; `?` where unknown.
+
+    >>> duration(725), duration(12000)
+    ('12m05s', '3h20m')
+    """
+    if not seconds >= 0 or seconds == float("inf"):
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def rate(per_second: float) -> str:
+    """A rate in three digits: `850`, `12.3k`, `1.20M`.
+
+    >>> rate(12345)
+    '12.3k'
+    """
+    for factor, unit in ((1e6, "M"), (1e3, "k")):
+        if per_second >= factor:
+            value = per_second / factor
+            return f"{value:.{2 - (value >= 10) - (value >= 100)}f}{unit}"
+    return f"{per_second:.0f}"

@@ -1,0 +1,109 @@
+"""Trunk and task head as one module: made from a recipe, or opened from a consolidated directory."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from esmshard.batch import TokenBatch
+from esmshard.errors import InputError, UsageError
+from esmshard.model import weights
+from esmshard.model.config import SIZES
+from esmshard.model.esm2 import ESM2
+from esmshard.model.weights import Weights
+from esmshard.recipe import Recipe, TaskSettings
+from esmshard.tasks import TASKS
+from esmshard.tasks.protocol import Task
+
+
+class FineTuner(nn.Module):
+    """Trunk and task head as one module, so that one FSDP root holds both. `forward` gives one tensor a record."""
+
+    def __init__(self, trunk: ESM2, head: nn.Module) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = head
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """What `esmshard.parallel` shards."""
+        return self.trunk.layers
+
+    def forward(self, batch: TokenBatch) -> list[torch.Tensor]:
+        """N outputs, fp32, whatever the precision of the arithmetic."""
+        x_TD = self.trunk(batch).representations[self.trunk.config.n_layers]
+        return [output.float() for output in self.head(x_TD, batch)]
+
+    def freeze_unused(self) -> None:
+        """Freeze what no output depends on: LM head (all but the tied embedding) and contact regression."""
+        self.trunk.contact_head.requires_grad_(False)
+        for name, parameter in self.trunk.lm_head.named_parameters():
+            parameter.requires_grad_(name == "weight")
+
+
+@dataclass(frozen=True)
+class FineTuned:
+    """A consolidated model with its task head."""
+
+    model: FineTuner
+    task: Task
+    about: Mapping[str, Any]
+    """`esmshard.json`."""
+
+
+def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
+    """A model directory that `consolidate` wrote, head included, in evaluation mode.
+
+    Raises `InputError` for a model without a fine-tuned head.
+    """
+    path = Path(model) / "esmshard.json"
+    try:
+        about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        settings = TaskSettings(**about["recipe"]["task"])
+    except FileNotFoundError:
+        weights.read(model)  # says so if it is no model at all
+        raise InputError(f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: damaged ({error}); consolidate the run again") from None
+    found = weights.read(model)
+    task = TASKS[settings.name](settings)
+    head = task.head(found.config)
+    expected = head.state_dict()
+    if expected.keys() != found.head.keys():
+        raise InputError(f"{model}: its head does not fit the task '{settings.name}'; consolidate the run again")
+    head.load_state_dict({name: found.head[name]() for name in expected})
+    return FineTuned(_assemble(found, head, device or weights.default_device()), task, about)
+
+
+def load_untrained(recipe: Recipe, device: torch.device | None = None) -> FineTuner:
+    """The model as it was before the first step of a run: its base weights under a new head of the same seed."""
+    found = initial_weights(recipe)
+    return _assemble(found, new_head(recipe, TASKS[recipe.task.name](recipe.task), found), device or weights.default_device())
+
+
+def initial_weights(recipe: Recipe) -> Weights:
+    """The weights that a recipe starts from. `InputError` if `init` does not go with `model.name`."""
+    name = recipe.model.name
+    if recipe.init == "random":
+        if name in SIZES:
+            return weights.fresh(SIZES[name], recipe.train.seed)
+        return weights.fresh(weights.read(name).config, recipe.train.seed)
+    return weights.read(name)
+
+
+def new_head(recipe: Recipe, task: Task, found: Weights) -> nn.Module:
+    """A new head, drawn from the recipe's seed whatever happened to the random state before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        return task.head(found.config)
+
+
+def _assemble(found: Weights, head: nn.Module, device: torch.device) -> FineTuner:
+    with torch.device("meta"):
+        trunk = ESM2(found.config)
+    weights.materialise(trunk, found, device)
+    return FineTuner(trunk, head.to(device)).eval()

@@ -1,0 +1,1 @@
+"""Fine-tuning from the recipe to the evaluated model."""

@@ -1,0 +1,122 @@
+"""What a recipe means: its files opened and checked before any weight is read."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esmshard import recipe as recipes
+from esmshard.data import store
+from esmshard.data.loader import Examples
+from esmshard.errors import InputError, UsageError
+from esmshard.model.weights import Weights
+from esmshard.recipe import Recipe
+from esmshard.tasks import TASKS
+from esmshard.tasks.finetuner import initial_weights
+from esmshard.tasks.protocol import Task
+
+RUN_FILES = (
+    *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv"),
+    *("checkpoints", "model", "figures"),
+)
+"""What a run leaves. `--overwrite` removes these and nothing else from the directory."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One fine-tuning run, ready to start."""
+
+    recipe: Recipe
+    task: Task
+    train: Examples
+    valid: Examples
+    test: Examples
+    weights: Weights
+    out: Path
+
+
+def prepare(recipe: Recipe, processes: int) -> Job:
+    """Open and check all that a recipe names. Every user's mistake that can be seen beforehand is raised here."""
+    task = TASKS[recipe.task.name](recipe.task)
+    weights = initial_weights(recipe)
+    train, valid, test = (open_split(recipe, task, name) for name in ("train", "valid", "test"))
+    for split in (train, valid):
+        if len(split) < processes:
+            raise InputError(
+                f"{split.path}: {split.name} has {len(split)} record{'s' if len(split) > 1 else ''}, fewer than the "
+                f"{processes} processes; use --nproc {len(split)} or less"
+            )
+    most, longest = recipe.batch.tokens_per_rank, int(train.tokens.max())
+    if isinstance(most, int) and most < longest:
+        raise InputError(
+            f"{train.path}: the longest training record has {longest} tokens, but batch.tokens_per_rank is {most}; "
+            "raise it, or lower data.max_length"
+        )
+    return Job(recipe, task, train, valid, test, weights, Path(recipe.out))
+
+
+def open_split(recipe: Recipe, task: Task, name: str) -> Examples:
+    """One split of a recipe: tokens (ingested on first use) and labels. Only training records are cut."""
+    path = recipes.sample(getattr(recipe.data, name))
+    tokens = store.cached(path)
+    labels = task.labels(path, tokens)
+    if name != "train":
+        return Examples(name, path, tokens, labels)
+    data, seed = recipe.data, recipe.train.seed
+    return Examples(name, path, tokens, labels, long=data.long, max_length=data.max_length, seed=seed)
+
+
+def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
+    """Refuse to write over an earlier run unless told what to do with it. Changes nothing."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
+    if resume is None and not overwrite and out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
+    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
+        raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
+
+
+def describe(job: Job, processes: int) -> str:
+    """What would be done, for `--dry-run`."""
+    recipe, config = job.recipe, job.weights.config
+    total = int(job.train.tokens.sum())
+    per_epoch = max(1, round(total / recipe.batch.global_tokens))
+    splits = ", ".join(f"{s.name} {len(s)}" for s in (job.train, job.valid, job.test))
+    return "\n".join(
+        [
+            f"task      {recipe.task.name}",
+            f"model     {recipe.model.name}: {config.n_layers} layers, dim {config.dim}, {config.n_heads} heads, "
+            f"{config.n_parameters:,} parameters ({job.weights.source})",
+            f"records   {splits}",
+            f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, "
+            f"{processes} process{'es' if processes > 1 else ''}, {recipe.parallel.strategy}",
+            f"training  {recipe.train.steps} steps, {recipe.train.steps / per_epoch:.1f} epochs",
+            f"out       {job.out}",
+        ]
+    )
+
+
+def versions() -> dict[str, Any]:
+    """Packages and machine, for the files that lie beside results."""
+    packages = ("esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython")
+    facts: dict[str, Any] = {name: version(name) for name in packages}
+    facts |= {"python": platform.python_version(), "platform": platform.platform()}
+    if torch.cuda.is_available():
+        facts |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name()}
+    return facts
+
+
+def provenance(job: Job) -> dict[str, Any]:
+    """Which data went in: path, records and the sha256 of the residues, split by split."""
+    return {
+        split.name: {
+            "path": str(split.path),
+            "records": len(split),
+            "residues": split.store.manifest["residues"],
+            "tokens_sha256": split.store.manifest["sha256"]["tokens.u8"],
+        }
+        for split in (job.train, job.valid, job.test)
+    }

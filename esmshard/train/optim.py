@@ -1,0 +1,87 @@
+"""AdamW with its parameter groups and schedule, and its state under names that survive resharding."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+from esmshard.parallel.shard import clean, reshard, trainable
+from esmshard.recipe import OptimSettings
+
+
+def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of a sharded model; call it after sharding.
+
+    Four groups: trunk and head have their own learning rates; biases, norms and embeddings have no weight decay. Each
+    group's `peak` is its learning rate at the top of the schedule.
+    """
+    plain = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm | nn.InstanceNorm2d | nn.Embedding)
+        for p in module.parameters(recurse=False)
+    }
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in trainable(model).items():
+        decays = id(parameter) not in plain and not name.endswith("bias")
+        groups.setdefault((name.startswith("head."), decays), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": parameters,
+                "lr": 0.0,
+                "peak": settings.head_lr if is_head else settings.lr,
+                "weight_decay": settings.weight_decay if decays else 0.0,
+            }
+            for (is_head, decays), parameters in groups.items()
+        ],
+        betas=settings.betas,
+        eps=1e-8,
+        fused=True,  # one kernel: the loop over DTensors takes longer than the layers of a small model
+    )
+
+
+def schedule(
+    step: int, steps: int, warmup: float, kind: Literal["cosine", "linear", "constant"]
+) -> float:
+    """Share of the peak learning rate in a step counted from 0: linear warm-up, then down to 0 (but for `constant`).
+
+    >>> [round(schedule(s, 10, 0.2, "linear"), 2) for s in range(10)]
+    [0.5, 1.0, 0.88, 0.75, 0.62, 0.5, 0.38, 0.25, 0.12, 0.0]
+    """
+    rising = math.ceil(steps * warmup)
+    if step < rising:
+        return (step + 1) / rising
+    if kind == "constant":
+        return 1.0
+    share = (step + 1 - rising) / max(1, steps - rising)
+    return 1 - share if kind == "linear" else (1 + math.cos(math.pi * share)) / 2
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Give every group `share` of its peak learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = share * group["peak"]
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state by clean name, as `model.NAME` and `optim.NAME.exp_avg`; the tensors themselves.
+
+    State that the optimizer would make in its first step is made here, as zeros, so that a checkpoint can be loaded
+    into it. A tied weight is one entry.
+    """
+    reshard(model)
+    weights = {id(p): name for name, p in model.named_parameters()}
+    tensors = {f"model.{clean(name)}": p.data for name, p in model.named_parameters()}
+    tensors |= {f"model.{clean(name)}": b for name, b in model.named_buffers()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            name = clean(weights[id(parameter)])
+            tensors |= {f"optim.{name}.{key}": value for key, value in state.items()}
+    return tensors
