@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from esmshard.batch import TokenBatch, pack
     from esmshard.data.fasta import read_fasta
     from esmshard.errors import InputError, UsageError
-    from esmshard.model.weights import load_model
     from esmshard.model.config import SIZES, EsmConfig
     from esmshard.model.contacts import predict_contacts
     from esmshard.model.esm2 import ESM2
+    from esmshard.model.weights import load_model
     from esmshard.vocab import encode
 
 

@@ -59,6 +59,7 @@ class TokenBatch:
 
     @property
     def n_residues(self) -> int:
+        """Residues of all sequences, `<cls>` and `<eos>` not counted."""
         return self.bounds[-1] - 2 * len(self)
 
     def residues(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
@@ -78,7 +79,7 @@ class TokenBatch:
 
 
 def pack(tokens: Sequence[npt.NDArray[np.uint8]], record_ids: Sequence[str] | None = None) -> TokenBatch:
-    """Lay encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`; an empty list is an error."""
+    """Lay encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`, and there must be one."""
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
     for k, sequence in enumerate(tokens):

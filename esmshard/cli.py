@@ -31,7 +31,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -39,11 +41,15 @@ def _options(
 @app.command()
 def finetune(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).")],
-    overrides: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")] = None,
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")
+    ] = None,
     nproc: Annotated[Optional[int], typer.Option(min=1, help="Local processes; all GPUs, or one, by default.")] = None,
     resume: Annotated[Optional[str], typer.Option(help="auto, never, or the path of a run or checkpoint.")] = None,
     overwrite: Overwrite = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, say what would be done, and stop.")
+    ] = False,
 ) -> None:
     """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
     from esmshard import recipe as recipes
@@ -74,7 +80,9 @@ def finetune(
                 raise SystemExit(code)
             return
     elif nproc is not None or dry_run:
-        raise UsageError("--nproc and --dry-run belong to a single command; a launcher has started this process already")
+        raise UsageError(
+            "--nproc and --dry-run belong to a single command; a launcher has started this process already"
+        )
 
     from esmshard.train import finetune as training
 
@@ -137,9 +145,15 @@ def embed(
     model: Annotated[str, typer.Argument(help="A model directory, or a fair-esm .pt file.")],
     fasta: Annotated[Path, typer.Argument(help="Sequences, plain or compressed FASTA.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="File to write: .h5 or .npy.")],
-    fmt: Annotated[Optional[str], typer.Option("--format", help="h5 or npy; by the ending of the file by default.")] = None,
-    pool: Annotated[Optional[str], typer.Option(help="mean or residue; by default mean for npy, residue for h5.")] = None,
-    layer: Annotated[Optional[int], typer.Option(help="Layer to take, 0 for the embedding; the last by default.")] = None,
+    fmt: Annotated[
+        Optional[str], typer.Option("--format", help="h5 or npy; by the ending of the file by default.")
+    ] = None,
+    pool: Annotated[
+        Optional[str], typer.Option(help="mean or residue; by default mean for npy, residue for h5.")
+    ] = None,
+    layer: Annotated[
+        Optional[int], typer.Option(help="Layer to take, 0 for the embedding; the last by default.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Write embeddings, without BOS and EOS, in input order."""

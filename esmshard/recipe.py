@@ -118,7 +118,7 @@ class ParallelSettings(Settings):
     """Of the arithmetic; weights, optimizer state and gradient sums stay fp32. `auto`: bf16 on NVIDIA GPUs from compute
     capability 8.0 on, else fp32."""
     activation_checkpointing: Literal["none", "full"] = "none"
-    """`full` keeps only the input of each layer and computes the rest again: about a third more work, far less memory."""
+    """`full` keeps only the input of each layer and computes the rest again: a third more work, far less memory."""
 
 
 class CheckpointSettings(Settings):
@@ -211,7 +211,9 @@ def schema() -> dict[str, Any]:
 def differences(old: Recipe, new: Recipe) -> list[str]:
     """Dotted keys whose values differ, as `optim.lr (0.001, was 0.002)`."""
     a, b = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
-    return [f"{key} ({b.get(key)}, was {a.get(key)})" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+    return [
+        f"{key} ({b.get(key)}, was {a.get(key)})" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
+    ]
 
 
 class _Where:
@@ -242,7 +244,9 @@ def _read(path: Path) -> CommentedMap:
     except DuplicateKeyError as error:
         mark = error.problem_mark
         key = re.search(r'duplicate key "([^"]*)"', str(error.problem))
-        raise UsageError(f"{path}:{mark.line + 1}:{mark.column + 1}: {key[1] if key else 'a key'}: given twice") from None
+        raise UsageError(
+            f"{path}:{mark.line + 1}:{mark.column + 1}: {key[1] if key else 'a key'}: given twice"
+        ) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark
         raise UsageError(f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}") from None
@@ -317,7 +321,7 @@ def _expand(node: dict[str, Any], loc: tuple[str, ...], base: Path, where: str, 
         text = text.replace(f"${{{name}}}", os.environ[name])
     is_name = text.startswith("sample:") or (loc == ("model", "name") and re.fullmatch(r"[\w-]+", text))
     if not is_name or (loc == ("model", "name") and (base / text).exists()):
-        text = str(Path(os.path.abspath(base / Path(text).expanduser())))
+        text = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
     node[loc[-1]] = text
 
 
@@ -364,7 +368,7 @@ def _is_key(keys: tuple[str, ...]) -> bool:
 
 
 def sample(path: str) -> Path:
-    """The file that a data path of a recipe means; `sample:contact/train` is `contact/train.fasta` of the shipped data."""
+    """The file that a data path means; `sample:contact/train` is `contact/train.fasta` of the shipped data."""
     if not path.startswith("sample:"):
         return Path(path)
     name = path.removeprefix("sample:")

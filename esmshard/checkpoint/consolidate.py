@@ -8,7 +8,6 @@ needed is that of the largest file (5 GB), not of the model.
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any, Literal
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from esmshard import __version__
@@ -67,7 +66,7 @@ def consolidate(
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".tmp-{out.name}-", dir=out.parent))
     try:
-        os.chmod(work, 0o755)  # mkdtemp's private mode is for secrets
+        work.chmod(0o755)  # mkdtemp's private mode is for secrets
         if to == "hf":
             digest = _write_transformers(checkpoint, work, config, DTYPES[dtype], max_file_bytes)
         else:
@@ -138,12 +137,12 @@ def _write_transformers(checkpoint: Path, work: Path, config: EsmConfig, dtype: 
         (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     for file in files:
         with safe_open(work / file, framework="pt") as written:
-            for key in written.keys():
+            for key in written.keys():  # noqa: SIM118  # not a dictionary
                 if _digest(written.get_tensor(key)) != digests.pop(key):
                     raise InputError(f"{work / file}: {key} was not written as it was read; check the disk")
     assert not digests, "every tensor is in one of the files"
-    names = {"torch_dtype": str(dtype).removeprefix("torch.")}
-    (work / "config.json").write_text(json.dumps(transformers_config(config) | names, indent=1) + "\n", encoding="utf-8")
+    settings = transformers_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (work / "config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     _write_tokenizer(work)
     return _files_digest(work, files)
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from esmshard.errors import InputError
 
@@ -53,7 +53,7 @@ def save(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], state:
         work.mkdir()
     dist.barrier()
     try:
-        dcp.save(dict(tensors), storage_writer=FileSystemWriter(work, overwrite=False))
+        state_dict_saver.save(dict(tensors), storage_writer=FileSystemWriter(work, overwrite=False))
     except CheckpointException as error:  # a BaseException: nothing else would catch it
         raise InputError(f"{work}: the checkpoint could not be written ({_cause(error)})") from None
     mine = {f.name: _fingerprint(f) for f in work.glob(f"__{dist.get_rank()}_*")}
@@ -70,7 +70,7 @@ def save(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], state:
         work.rename(final)
         _sync_directory(directory)
         _write_synced(directory / ".tmp-LATEST", final.name + "\n")
-        os.replace(directory / ".tmp-LATEST", directory / "LATEST")
+        (directory / ".tmp-LATEST").replace(directory / "LATEST")
         _sync_directory(directory)
         for old in complete(directory)[:-keep]:
             shutil.rmtree(old)
@@ -132,7 +132,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
         alone: read without the other ranks.
     """
     try:
-        dcp.load(tensors, storage_reader=FileSystemReader(path), no_dist=alone)
+        state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), no_dist=alone)
     except CheckpointException as error:
         raise InputError(f"{path}: does not fit this model or is damaged ({_cause(error)})") from None
 

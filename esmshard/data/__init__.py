@@ -1,1 +1,1 @@
-"""From FASTA to packed batches: records, token store, labels, packing. One process; rank and world size are two ints."""
+"""From FASTA to packed batches. No processes: rank and world size are two ints."""

@@ -52,6 +52,7 @@ class Edits:
     first: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, kind: str, record_id: str) -> None:
+        """Count one edit of a record."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         examples = self.first.setdefault(kind, [])
         if len(examples) < 3:
@@ -80,14 +81,15 @@ def read_fasta(path: Path, edits: Edits | None = None) -> Iterator[Record]:
     seen: dict[str, bytes] = {}
     try:
         with xopen(path, "rt", encoding="utf-8-sig", threads=0) as handle:
-            for ordinal, (header, raw) in enumerate(SimpleFastaParser(_checked(handle, path))):
+            parser = SimpleFastaParser(_checked(handle, path))  # type: ignore[no-untyped-call]
+            for ordinal, (header, raw) in enumerate(parser):
                 record_id = header.split(maxsplit=1)[0] if header.strip() else f"seqnum{ordinal:09d}"
                 sequence = _clean(raw, record_id, edits, path, ordinal)
                 digest = hashlib.blake2b(sequence.encode(), digest_size=16).digest()
                 if record_id in seen:
                     if seen[record_id] != digest:
                         raise InputError(
-                            f"{path}:{_line(path, ordinal)}: the id '{record_id}' was used before with another sequence; "
+                            f"{path}:{_line(path, ordinal)}: '{record_id}' was used before with another sequence; "
                             "rename one of the two"
                         )
                     edits.add("a record that came twice was read once", record_id)
@@ -99,7 +101,7 @@ def read_fasta(path: Path, edits: Edits | None = None) -> Iterator[Record]:
     except IsADirectoryError:
         raise InputError(f"{path}: is a directory; a FASTA file is expected") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a text file (byte {error.start} is not UTF-8); a FASTA file is expected") from None
+        raise InputError(f"{path}: not text (byte {error.start} is not UTF-8); a FASTA file is expected") from None
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise InputError(f"{path}: cannot be read to its end ({error}); copy or download it again") from None
     if not seen:

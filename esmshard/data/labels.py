@@ -38,7 +38,9 @@ class CoordinateLabels:
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(f"{path}: cannot be read ({error}); copy or make it again") from None
         if self._cb_dA.dtype != np.uint16 or self._cb_dA.ndim != 2 or self._cb_dA.shape[1] != 3:
-            raise InputError(f"{path}: cb_dA is {self._cb_dA.dtype} {list(self._cb_dA.shape)}, not uint16 [residues, 3]")
+            raise InputError(
+                f"{path}: cb_dA is {self._cb_dA.dtype} {list(self._cb_dA.shape)}, not uint16 [residues, 3]"
+            )
         if len(offsets) != len(names) + 1 or len(seqs) != len(names) or offsets[-1] != len(self._cb_dA):
             raise InputError(f"{path}: names, seqs, offsets and cb_dA do not fit each other; make the file again")
 
@@ -55,12 +57,14 @@ class CoordinateLabels:
                     f"residues in {fasta}; align the labels to the full sequence, {UNRESOLVED} where unresolved"
                 )
             if str(seqs[k]) != decode(store.residues(n)):
-                raise InputError(f"{path}: the sequence of record '{record_id}' is not the one in {fasta}; make it again")
+                raise InputError(
+                    f"{path}: the sequence of record '{record_id}' is not the one in {fasta}; make it again"
+                )
             self._rows.append(rows)
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[np.float32]]:
         """`cb`: float32 [L, 3] in Angstrom, NaN where unresolved, of record n of the FASTA file."""
         cb_dA_L3 = self._cb_dA[self._rows[n]]
-        cb_L3 = cb_dA_L3.astype(np.float32) / 10
+        cb_L3: npt.NDArray[np.float32] = cb_dA_L3.astype(np.float32) / np.float32(10)
         cb_L3[(cb_dA_L3 == UNRESOLVED).any(-1)] = np.nan
         return {"cb": cb_L3}

@@ -29,13 +29,15 @@ class MicroBatch:
     ghost: bool = False
 
 
-def epoch_steps(lengths: npt.NDArray[np.int64], global_tokens: int, seed: int, epoch: int) -> list[npt.NDArray[np.int64]]:
+def epoch_steps(
+    lengths: npt.NDArray[np.int64], global_tokens: int, seed: int, epoch: int
+) -> list[npt.NDArray[np.int64]]:
     """Cut one epoch into optimizer steps: record numbers, int64, step by step.
 
     Args:
         lengths: tokens of each record as trained on (crops applied, `<cls>` and `<eos>` counted).
-        global_tokens: tokens wanted in a step. An epoch has as many steps as make their mean nearest to it; each differs
-            from the mean by less than one record.
+        global_tokens: tokens wanted in a step. An epoch has as many steps as bring their mean nearest to it, and each
+            differs from the mean by less than one record.
         seed: of the recipe.
         epoch: counted from 0.
 

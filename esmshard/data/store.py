@@ -53,6 +53,7 @@ class TokenStore:
 
     @functools.cached_property
     def ids(self) -> list[str]:
+        """Ids in file order; read when they are first asked for."""
         return (self.path / "ids.txt").read_text(encoding="utf-8").split("\n")[:-1]
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:

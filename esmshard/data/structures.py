@@ -25,6 +25,6 @@ def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
     # In double precision and by differences: the expanded square would lose the digits that decide at 8 A.
     delta_LL3 = cb_L3[:, None, :].astype(np.float64) - cb_L3[None, :, :]
     distance_LL = np.sqrt((delta_LL3**2).sum(-1))
-    labels_LL = (distance_LL < CONTACT_DISTANCE).astype(np.int8)
+    labels_LL: npt.NDArray[np.int8] = (distance_LL < CONTACT_DISTANCE).astype(np.int8)
     labels_LL[np.isnan(distance_LL)] = UNDEFINED
     return labels_LL

@@ -38,12 +38,14 @@ class Writer(ABC):
 
     def commit(self) -> None:
         """Give the finished file its name."""
-        os.replace(self.work, self.out)
+        self.work.replace(self.out)
 
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self.close()
             if kind is None:
@@ -75,7 +77,7 @@ class NpyWriter(Writer):
         ids = self.out.with_suffix(".ids.txt")
         temporary = ids.with_name(f".tmp-{ids.name}")
         temporary.write_text("".join(f"{i}\n" for i in self._ids), encoding="utf-8")
-        os.replace(temporary, ids)
+        temporary.replace(ids)
         super().commit()
 
 

@@ -23,14 +23,15 @@ def attend(
     - CPU: one unmasked SDPA call per sequence; measured fastest there, and no other sequence can leak in.
     - elsewhere, or with `padded=True`: a block padded to the longest sequence, SDPA under a key mask.
     """
-    if q_THK.is_cuda and q_THK.dtype in (torch.bfloat16, torch.float16) and not padded:
-        if torch.cuda.get_device_capability(q_THK.device) >= (8, 0):
-            from torch.nn.attention.varlen import varlen_attn
+    half = q_THK.dtype in (torch.bfloat16, torch.float16)
+    if half and q_THK.is_cuda and not padded and torch.cuda.get_device_capability(q_THK.device) >= (8, 0):
+        from torch.nn.attention.varlen import varlen_attn
 
-            cu, longest = batch.cu_seqlens, batch.max_seqlen
-            # Seven positional arguments only: the keywords changed between torch releases.
-            out_THK: torch.Tensor = varlen_attn(q_THK, k_THK, v_THK, cu, cu, longest, longest)
-            return out_THK
+        cu, longest = batch.cu_seqlens, batch.max_seqlen
+        # Seven positional arguments only: the keywords changed between torch releases.
+        out_THK = varlen_attn(q_THK, k_THK, v_THK, cu, cu, longest, longest)
+        assert isinstance(out_THK, torch.Tensor)
+        return out_THK
     if q_THK.device.type == "cpu" and not padded:
         return _attend_slices(q_THK, k_THK, v_THK, batch)
     return _attend_padded(q_THK, k_THK, v_THK, batch)
@@ -47,9 +48,7 @@ def _attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
 def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
-    sequence_T = torch.repeat_interleave(
-        torch.arange(n, device=q_THK.device), lengths_N, output_size=batch.bounds[-1]
-    )
+    sequence_T = torch.repeat_interleave(torch.arange(n, device=q_THK.device), lengths_N, output_size=batch.bounds[-1])
     # Each token's place in the padded block; not position_T, which a caller may shift.
     column_T = torch.arange(batch.bounds[-1], device=q_THK.device) - batch.cu_seqlens[:-1].long()[sequence_T]
 
@@ -58,7 +57,9 @@ def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
         return block.index_put((sequence_T, column_T), x_THK).transpose(1, 2)
 
     key_mask_N11L = (torch.arange(longest, device=q_THK.device) < lengths_N[:, None])[:, None, None, :]
-    out_NHLK = F.scaled_dot_product_attention(to_block(q_THK), to_block(k_THK), to_block(v_THK), attn_mask=key_mask_N11L)
+    out_NHLK = F.scaled_dot_product_attention(
+        to_block(q_THK), to_block(k_THK), to_block(v_THK), attn_mask=key_mask_N11L
+    )
     return out_NHLK.transpose(1, 2)[sequence_T, column_T]
 
 
@@ -76,6 +77,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inverse_frequencies(head_dim))
 
     def forward(self, q_THK: torch.Tensor, k_THK: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn q and k [T, H, K] by their places in the sequence."""
         # Made here and not passed in: mixed precision casts the inputs of a sharded layer, and angles must stay fp32.
         angle_TK = batch.position_T[:, None].to(self.inv_freq.dtype) * self.inv_freq
         cos_T1K, sin_T1K = angle_TK.cos()[:, None, :], angle_TK.sin()[:, None, :]
@@ -119,7 +121,11 @@ class SelfAttention(nn.Module):
 
 
 def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Attention probabilities of one sequence, fp32 [H, L, L]: softmax over all tokens, then `<cls>` and `<eos>` cut off."""
+    """Attention probabilities of one sequence, fp32 [H, L, L].
+
+    The softmax runs over all tokens; `<cls>` and `<eos>` are cut off afterwards, without a new normalisation.
+    """
     q_HTK, k_HKT = q_THK.transpose(0, 1), k_THK.permute(1, 2, 0)
     scores_HTT = (q_HTK * q_THK.shape[-1] ** -0.5) @ k_HKT
-    return scores_HTT.float().softmax(dim=-1)[:, 1:-1, 1:-1]
+    probabilities_HTT: torch.Tensor = scores_HTT.float().softmax(dim=-1)
+    return probabilities_HTT[:, 1:-1, 1:-1]

@@ -21,6 +21,7 @@ class EsmConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of one attention head."""
         return self.dim // self.n_heads
 
     @property

@@ -55,7 +55,7 @@ class ContactRegression(nn.Module):
 
 
 def predict_contacts(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
-    """Contact probabilities of each sequence by the model's own regression: fp32 [L, L], as fair-esm's `predict_contacts`."""
+    """Contact probabilities of each sequence by the model's own regression, fp32 [L, L]."""
     regression = model.contact_head.regression
     sums = [ContactAccumulator(regression.weight[0], regression.bias, model.config.n_heads) for _ in range(len(batch))]
     model(batch, layers=(), on_attention=lambda layer, n, maps_HLL: sums[n].add(layer, maps_HLL))

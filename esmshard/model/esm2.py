@@ -54,11 +54,11 @@ class TransformerLayer(nn.Module):
 class LMHead(nn.Module):
     """Masked-language-model head. `weight` is the token embedding's: one tensor under two names."""
 
-    def __init__(self, dim: int, weight: nn.Parameter) -> None:
+    def __init__(self, dim: int, weight: torch.Tensor) -> None:
         super().__init__()
         self.dense = nn.Linear(dim, dim)
         self.layer_norm = nn.LayerNorm(dim)
-        self.weight = weight
+        self.weight: torch.Tensor = weight
         self.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
 
     def forward(self, x_PD: torch.Tensor) -> torch.Tensor:

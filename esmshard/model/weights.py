@@ -1,7 +1,7 @@
-"""Weights of ESM-2: read fair-esm `.pt` files and `transformers` directories, draw fresh ones, name them both ways.
+"""Weights of ESM-2: fair-esm `.pt` files, `transformers` directories, fresh ones, and the names of both worlds.
 
-Everything here speaks of a `Weights`: tensors by fair-esm name, read one at a time, so that nobody needs a second copy of
-the model. Key maps follow `transformers`' converter; every key of a file is accounted for.
+Everything here speaks of a `Weights`: tensors by fair-esm name, read one at a time, so that nobody needs a second
+copy of the model. Key maps follow `transformers`' converter; every key of a file is accounted for.
 """
 
 import argparse
@@ -257,7 +257,7 @@ def _complete(
     found: dict[str, Callable[[], torch.Tensor]],
     head: dict[str, Callable[[], torch.Tensor]],
 ) -> Weights:
-    """Account for every key. A missing LM head or contact regression is named and drawn anew; anything else is an error."""
+    """Account for every key. An LM head or contact regression may be missing: it is named and drawn anew."""
     wanted = shapes(config)
     found.pop(TIED, None)
     unexpected = sorted(found.keys() - wanted.keys())
@@ -339,13 +339,13 @@ def _safetensors(path: Path) -> dict[str, Callable[[], torch.Tensor]]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: reader(key) for key in file.keys()}
+            return {key: reader(key) for key in file.keys()}  # noqa: SIM118  # not a dictionary
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: not a readable safetensors file ({error}); copy or download it again") from None
 
 
 def _torch_load(path: Path) -> dict[str, Any]:
-    """Read a pickle of tensors without running code in it: nothing but tensors, containers and `Namespace` may occur."""
+    """Read a pickle without running code in it: only tensors, containers and `Namespace` may occur."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             try:

@@ -30,6 +30,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
+        """Whether this process speaks and writes for all."""
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -92,7 +93,8 @@ def world() -> Iterator[World]:
     if launched:
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     try:
         yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
     finally:

@@ -24,7 +24,9 @@ class Layered(Protocol):
     """What can be sharded: an `nn.Module` with a ModuleList of blocks."""
 
     @property
-    def layers(self) -> nn.ModuleList: ...
+    def layers(self) -> nn.ModuleList:
+        """Blocks, in the order in which they run."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +44,14 @@ def contact_figure(run: Path, data: Examples) -> Path:
     return out
 
 
-def _draw(axes: object, probability_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> object:
+def _draw(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> Any:
     """Probabilities above the diagonal; below it true contacts, filled where they are among the L best predictions."""
     length = len(labels_LL)
     i, j = np.triu_indices(length, MIN_SEPARATION)
     best = np.argsort(-probability_LL[i, j], kind="stable")[:length]
     upper_LL = np.full((length, length), np.nan)
     upper_LL[i, j] = probability_LL[i, j]
-    image = axes.imshow(upper_LL, cmap="viridis_r", vmin=0, vmax=max(0.1, float(np.nanmax(upper_LL))))  # type: ignore[attr-defined]
+    image = axes.imshow(upper_LL, cmap="viridis_r", vmin=0, vmax=max(0.1, float(np.nanmax(upper_LL))))
     true = labels_LL[i, j] == 1
     hit = np.zeros(len(i), dtype=bool)
     hit[best] = True
@@ -59,10 +60,10 @@ def _draw(axes: object, probability_LL: npt.NDArray[np.float32], labels_LL: npt.
         (~true & hit, "tab:red", "predicted, no contact"),
         (true & hit, "tab:green", "contact, predicted"),
     ):
-        axes.scatter(i[chosen], j[chosen], s=6, c=colour, marker="s", label=label)  # type: ignore[attr-defined]
-    axes.legend(loc="lower left", fontsize="small", markerscale=2, title="lower triangle, L best")  # type: ignore[attr-defined]
-    axes.set_xlabel("residue")  # type: ignore[attr-defined]
-    axes.set_ylabel("residue")  # type: ignore[attr-defined]
+        axes.scatter(i[chosen], j[chosen], s=6, c=colour, marker="s", label=label)
+    axes.legend(loc="lower left", fontsize="small", markerscale=2, title="lower triangle, L best")
+    axes.set_xlabel("residue")
+    axes.set_ylabel("residue")
     return image
 
 

@@ -83,7 +83,7 @@ class PairwiseHead(nn.Module):
 class ContactTask:
     """Contacts: Cb-Cb < 8 A (Ca for glycine), six or more residues apart."""
 
-    columns = ("long P@L", "long P@L/2", "long P@L/5", "medium P@L", "short P@L", "all P@L/5", "AUPRC")
+    columns: tuple[str, ...] = ("long P@L", "long P@L/2", "long P@L/5", "medium P@L", "short P@L", "all P@L/5", "AUPRC")
 
     def __init__(self, settings: TaskSettings) -> None:
         self._settings = settings
@@ -108,8 +108,8 @@ class ContactTask:
         """
         total = torch.stack([o.sum() for o in outputs]).sum() * 0.0  # keeps the graph when no pair is valid
         count = torch.zeros((), device=total.device)
-        for logits_LL, labels_LL in zip(outputs, targets, strict=True):
-            labels_LL = labels_LL.to(logits_LL.device)
+        for logits_LL, target_LL in zip(outputs, targets, strict=True):
+            labels_LL = target_LL.to(logits_LL.device)
             valid_LL = (labels_LL >= 0).triu(MIN_SEPARATION)
             n_valid = valid_LL.sum()
             losses_LL = F.binary_cross_entropy_with_logits(logits_LL, labels_LL.clamp(min=0).float(), reduction="none")
@@ -120,10 +120,7 @@ class ContactTask:
 
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[np.int8]]) -> list[Row]:
         """See `contact_precision`."""
-        return [
-            contact_precision(logits_LL, labels_LL)
-            for logits_LL, labels_LL in zip(outputs, targets, strict=True)
-        ]
+        return [contact_precision(logits_LL, labels_LL) for logits_LL, labels_LL in zip(outputs, targets, strict=True)]
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Probabilities, float32 [L, L], symmetric."""

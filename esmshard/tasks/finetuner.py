@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
@@ -66,7 +66,9 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
         settings = TaskSettings(**about["recipe"]["task"])
     except FileNotFoundError:
         weights.read(model)  # says so if it is no model at all
-        raise InputError(f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate") from None
+        raise InputError(
+            f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: damaged ({error}); consolidate the run again") from None
     found = weights.read(model)
@@ -82,7 +84,9 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
 def load_untrained(recipe: Recipe, device: torch.device | None = None) -> FineTuner:
     """The model as it was before the first step of a run: its base weights under a new head of the same seed."""
     found = initial_weights(recipe)
-    return _assemble(found, new_head(recipe, TASKS[recipe.task.name](recipe.task), found), device or weights.default_device())
+    return _assemble(
+        found, new_head(recipe, TASKS[recipe.task.name](recipe.task), found), device or weights.default_device()
+    )
 
 
 def initial_weights(recipe: Recipe) -> Weights:

@@ -1,8 +1,9 @@
 """The protocol that every task fulfils."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,8 @@ Row = dict[str, float]
 """Metrics of one record; NaN where undefined."""
 
 
-class LossSum(NamedTuple):
+@dataclass(frozen=True)
+class LossSum:
     """A loss is a sum and a count: divided once, by the count over all ranks and micro-batches of a step."""
 
     sum: torch.Tensor
@@ -27,16 +29,13 @@ class LossSum(NamedTuple):
     """Scalar, how many terms the sum has. May be 0."""
 
 
-class Headline(NamedTuple):
-    """The one number that a run is judged by."""
-
-    metric: str
-    value: float
-    higher_is_better: bool
-
-
 class Task(Protocol):
     """One kind of fine-tuning. Objects are made from the recipe's `task` section and hold settings only."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The metrics worth a column in the final table; the first one is the headline, higher is better."""
+        ...
 
     def labels(self, fasta: Path, store: TokenStore) -> Labels:
         """Open the labels that belong to a FASTA file and check them against its records."""
@@ -79,9 +78,6 @@ class Task(Protocol):
     def head_bytes(self, tokens: int) -> int:
         """Estimate of the head's activations for a record of that many tokens, in fp32."""
         ...
-
-    columns: tuple[str, ...]
-    """The metrics worth a column in the final table; the first one is the headline, higher is better."""
 
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:

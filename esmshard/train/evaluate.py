@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +26,9 @@ Outputs = Callable[[TokenBatch], Sequence[torch.Tensor]]
 """From a batch to one output a record."""
 
 
-def validate(model: nn.Module, task: Task, data: Examples, tokens_per_rank: int, world: World) -> tuple[float, list[Row]]:
+def validate(
+    model: nn.Module, task: Task, data: Examples, tokens_per_rank: int, world: World
+) -> tuple[float, list[Row]]:
     """Loss and one row of metrics a record, in the order of the split, on every rank. Whole records, no gradient."""
     model.eval()
     longest = max(tokens_per_rank, int(data.tokens.max()))
@@ -57,6 +58,8 @@ def evaluate(
 
     Args:
         models: name to a function from a batch to one output a record.
+        task: what they were trained for.
+        data: the split; its records are taken whole.
         known: the numbers that the task's baselines took from the training split (`Task.baselines`).
     """
     table: dict[str, list[Row]] = {name: [] for name in models}
@@ -125,7 +128,7 @@ def write(
     temporary = directory / ".tmp-per_protein.csv"
     with open(temporary, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)
-    os.replace(temporary, directory / "per_protein.csv")
+    temporary.replace(directory / "per_protein.csv")
     return intervals
 
 
@@ -152,4 +155,4 @@ def _finite(node: Any) -> Any:
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)

@@ -1,6 +1,7 @@
-"""The main job: recipe, data, model, shard, optimizer, loop, checkpoint, consolidate, evaluate. Read it top to bottom."""
+"""The main job, from the recipe to the evaluated model. Read it top to bottom."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -114,7 +115,9 @@ def _train(job: Job, start: Path | None, ranks: World) -> None:
             set_learning_rate(optimizer, share)
             epoch, records = plan.step(step)
             mine = deal(records, job.train.tokens, tokens_per_rank, ranks.rank, ranks.size)
-            result = train_step(model, task, optimizer, _batches(task, job.train, mine, epoch), recipe.optim.clip, ranks)
+            result = train_step(
+                model, task, optimizer, _batches(task, job.train, mine, epoch), recipe.optim.clip, ranks
+            )
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             too_many_skipped(skipped_in_a_row, step + 1)
             speed, peak = result.residues / (time.monotonic() - began), _peak_memory(ranks.device)
@@ -175,8 +178,8 @@ def _starting_point(job: Job, resume: str | None, overwrite: bool) -> Path | Non
     changed = [line for line in changed if not line.startswith(_FREE)]
     if changed:
         raise UsageError(
-            f"{start}: was written under another recipe: {'; '.join(changed)}; go on with the old values, or start again "
-            "with --overwrite or out=DIR"
+            f"{start}: was written under another recipe: {'; '.join(changed)}; go on with the old values, or start "
+            "again with --overwrite or out=DIR"
         )
     return start
 
@@ -211,7 +214,7 @@ def _step_of(line: str) -> float:
 
 def _append(out: Path, line: Mapping[str, Any], ranks: World) -> None:
     if ranks.is_first:
-        known = {k: None if v != v else v for k, v in line.items()}  # JSON has no NaN
+        known = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in line.items()}  # JSON has no NaN
         with open(out / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(known) + "\n")
 

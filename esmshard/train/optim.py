@@ -42,9 +42,7 @@ def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
     )
 
 
-def schedule(
-    step: int, steps: int, warmup: float, kind: Literal["cosine", "linear", "constant"]
-) -> float:
+def schedule(step: int, steps: int, warmup: float, kind: Literal["cosine", "linear", "constant"]) -> float:
     """Share of the peak learning rate in a step counted from 0: linear warm-up, then down to 0 (but for `constant`).
 
     >>> [round(schedule(s, 10, 0.2, "linear"), 2) for s in range(10)]

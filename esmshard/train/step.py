@@ -40,8 +40,12 @@ def train_step(
     """Gradients of all micro-batches of all ranks, one clipped AdamW step.
 
     Args:
+        model: sharded.
+        task: whose loss it is.
+        optimizer: over the shards, its learning rates set.
         micro_batches: (batch, targets, is a ghost): the same number of them on every rank.
         clip: longest allowed gradient.
+        world: the ranks that take the step together.
 
     Losses are added up unscaled, and FSDP sums gradients over ranks; both are divided once, by the global count. So it
     makes no difference how the records were dealt to ranks and micro-batches. One small all-reduce a step carries loss,
@@ -51,10 +55,9 @@ def train_step(
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     residues = 0
     for batch, targets, ghost in micro_batches:
-        batch = batch.to(world.device)
-        part = task.loss(model(batch), targets)
+        part = task.loss(model(batch.to(world.device)), targets)
         weight = 0.0 if ghost else 1.0
-        (part.sum * weight).backward()
+        torch.autograd.backward(part.sum * weight)
         sums += torch.stack([part.sum.detach(), part.count]).double() * weight
         residues += 0 if ghost else batch.n_residues
 
@@ -75,6 +78,6 @@ def too_many_skipped(in_a_row: int, step: int) -> None:
     """End the run when steps keep failing: going on would burn the allocation on a model that does not move."""
     if in_a_row >= MAX_SKIPPED:
         raise InputError(
-            f"step {step}: loss or gradient was not finite {in_a_row} times in a row; lower optim.lr, or resume from an "
-            "earlier checkpoint"
+            f"step {step}: loss or gradient was not finite {in_a_row} times in a row; lower optim.lr, or resume from "
+            "an earlier checkpoint"
         )
