@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from esmshard import __version__
 from esmshard.checkpoint import sharded
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights import TIED, to_transformers, transformers_config
 from esmshard.vocab import CLS, EOS, MASK, PAD, TOKENS, UNK
@@ -56,10 +56,11 @@ def consolidate(
         max_file_bytes: above this the weights are split over several files with an index.
 
     Raises:
-        InputError: if there is no good checkpoint, or `out` exists, or what was written does not read back equal.
+        InputError: if there is no good checkpoint, or what was written does not read back equal.
+        UsageError: if `out` exists.
     """
     if out.exists() and not overwrite:
-        raise InputError(f"{out}: exists already; choose another directory or pass --overwrite")
+        raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     checkpoint = sharded.locate(source, warn)
     state = sharded.read_state(checkpoint)
     config = EsmConfig(**state["config"])

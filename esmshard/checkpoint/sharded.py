@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,9 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
         alone: read without the other ranks.
     """
     try:
-        state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `alone` asks for
+            state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), no_dist=alone)
     except CheckpointException as error:
         raise InputError(f"{path}: does not fit this model or is damaged ({_cause(error)})") from None
 

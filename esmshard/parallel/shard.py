@@ -40,7 +40,7 @@ class ShardOptions:
 
 
 def _fully_shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, *, reshard_layers: bool) -> None:
-    layers = model.layers
+    layers, shared = model.layers, ties(model)
     assert isinstance(layers, nn.ModuleList), "a model to shard promises `layers`"
     if options.activation_checkpointing:
         for n, layer in enumerate(layers):
@@ -55,7 +55,7 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, *, r
         # Gradients are summed over ranks, not averaged: the loss is divided once, by its global count.
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         module.set_gradient_divide_factor(1.0)
-    check_ties(model)
+    check_ties(model, shared)
 
 
 Strategy = Callable[[nn.Module, DeviceMesh, ShardOptions], None]
@@ -67,28 +67,26 @@ STRATEGIES: dict[str, Strategy] = {
 """Recipe name to function; each shards in place. ZeRO 3 and ZeRO 2."""
 
 
-def check_ties(model: nn.Module) -> None:
-    """Raise `AssertionError` if a tensor with two names lies in two FSDP groups.
+def ties(model: nn.Module) -> list[list[str]]:
+    """Names that mean one and the same parameter, by clean name: for ESM-2 the embedding and the LM head's matrix."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean(name))
+    return [shared for shared in names.values() if len(shared) > 1]
 
-    Before torch 2.13 nothing else notices, and the last rank's rows of such a tensor are never updated.
+
+def check_ties(model: nn.Module, expected: list[list[str]]) -> None:
+    """Raise `AssertionError` if names that meant one parameter no longer do.
+
+    That is what happens when they fall into two FSDP groups. Not every torch release notices by itself; each name then
+    trains a copy of its own, or the last rank's rows are never updated.
     """
-    owner: dict[int, str] = {}
-    for group, module in _groups(model):
-        for name, parameter in _own_parameters(module):
-            first = owner.setdefault(id(parameter), group)
-            assert first == group, f"{name} is shared by the FSDP groups '{first}' and '{group}'; keep it in one"
+    lost = [names for names in expected if names not in ties(model)]
+    assert not lost, f"{' and '.join(lost[0])} were shared and are now apart; keep them in one FSDP group"
 
 
 def _groups(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-
-
-def _own_parameters(module: FSDPModule) -> list[tuple[str, nn.Parameter]]:
-    """Parameters of an FSDP module's own group: not those of FSDP modules below it. Both names of a tie are kept."""
-    assert isinstance(module, nn.Module)
-    below = [name + "." for name, child in module.named_modules() if name and isinstance(child, FSDPModule)]
-    everything = module.named_parameters(remove_duplicate=False)
-    return [(name, p) for name, p in everything if not name.startswith(tuple(below))]
 
 
 def materialise(model: nn.Module, tensor_of: Callable[[str], torch.Tensor], device: torch.device) -> None:
@@ -103,6 +101,7 @@ def materialise(model: nn.Module, tensor_of: Callable[[str], torch.Tensor], devi
         tensor_of: full tensor by clean name; the same on all ranks.
         device: of this rank.
     """
+    shared = ties(model)
     model.to_empty(device=device)
     with torch.no_grad():
         for name, target in model.state_dict().items():
@@ -113,7 +112,7 @@ def materialise(model: nn.Module, tensor_of: Callable[[str], torch.Tensor], devi
                 target.to_local().copy_(mine.to_local())
             else:
                 target.copy_(full)
-    check_ties(model)
+    check_ties(model, shared)
 
 
 def reshard(model: nn.Module) -> None:

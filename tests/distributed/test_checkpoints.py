@@ -1,0 +1,109 @@
+"""Sharded checkpoints: complete or absent, the same tensors on another number of ranks, damage noticed."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from esmshard.checkpoint import sharded
+from esmshard.errors import InputError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import run_ranks
+
+
+@pytest.fixture
+def saved(tiny_recipe: Path, tmp_path: Path) -> Path:
+    run_ranks("work:save", 2, tmp_path, str(tiny_recipe), str(tmp_path / "run" / "checkpoints"), 0.5)
+    return tmp_path / "run" / "checkpoints" / "step_000007"
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_three(saved: Path, tiny_recipe: Path, tmp_path: Path) -> None:
+    one = run_ranks("work:restore", 1, tmp_path, str(tiny_recipe), str(saved))[0]
+    three = run_ranks("work:restore", 3, tmp_path, str(tiny_recipe), str(saved))
+    assert len(one) > 60
+    assert np.allclose(one["model.trunk.layers.0.fc1.bias"], 0.5)  # fresh biases are 0, the seed does not matter
+    assert np.allclose(one["optim.trunk.embed_tokens.weight.exp_avg"], 0.5)
+    assert "model.trunk.lm_head.weight" not in one, "the tied weight is stored once"
+    for rank in three:
+        assert rank.keys() == one.keys()
+        assert all(np.array_equal(rank[name], one[name]) for name in one)
+
+
+def test_what_a_checkpoint_leaves(saved: Path) -> None:
+    names = {p.name for p in saved.iterdir()}
+    assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "state.json", "MANIFEST.json"}
+    assert (saved.parent / "LATEST").read_text() == "step_000007\n"
+    assert sorted(p.name for p in saved.parent.iterdir()) == ["LATEST", "step_000007"]
+    manifest = json.loads((saved / "MANIFEST.json").read_text())
+    assert manifest["files"].keys() == names - {"MANIFEST.json"}
+    assert sharded.read_state(saved)["step"] == 7
+    sharded.verify(saved)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "says"),
+    [
+        (truncate, "__1_0.distcp", "truncated"),
+        (flip, "__0_0.distcp", "damaged"),
+        (Path.unlink, "__0_0.distcp", "missing"),
+        (flip, ".metadata", "damaged"),
+        (flip, "state.json", "damaged"),
+    ],
+)
+def test_damage_is_named_and_an_older_checkpoint_is_taken(saved: Path, damage, file: str, says: str) -> None:  # type: ignore[no-untyped-def]
+    older = saved.with_name("step_000004")
+    older.mkdir()
+    for part in saved.iterdir():
+        (older / part.name).write_bytes(part.read_bytes())
+    damage(saved / file)
+    warnings: list[str] = []
+    assert sharded.newest_good(saved.parent, warnings.append) == older
+    assert len(warnings) == 1
+    assert file in warnings[0]
+    assert says in warnings[0]
+    with pytest.raises(InputError, match=file):
+        sharded.locate(saved, warnings.append)
+    damage(older / file)
+    with pytest.raises(InputError, match="every checkpoint is damaged"):
+        sharded.newest_good(saved.parent, warnings.append)
+
+
+def test_an_unfinished_save_is_no_checkpoint(saved: Path) -> None:
+    saved.rename(saved.with_name(".tmp-step_000007"))
+    assert sharded.complete(saved.parent) == []
+    with pytest.raises(InputError, match="no complete checkpoint"):
+        sharded.locate(saved.parent.parent, print)
+
+
+def test_a_later_save_clears_leftovers_and_keeps_the_newest(saved: Path, tiny_recipe: Path, tmp_path: Path) -> None:
+    for step in (3, 5):
+        other = saved.with_name(f"step_{step:06d}")
+        other.mkdir()
+        (other / "MANIFEST.json").write_text("{}")
+    leftover = saved.with_name(".tmp-step_000009")
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    run_ranks("work:save", 1, tmp_path, str(tiny_recipe), str(saved.parent), 1.5)
+    assert sorted(p.name for p in saved.parent.iterdir()) == ["LATEST", "step_000005", "step_000007"]
+    again = run_ranks("work:restore", 1, tmp_path, str(tiny_recipe), str(saved))[0]
+    assert np.allclose(again["model.trunk.layers.0.fc1.bias"], 1.5)
+    assert not list(saved.glob("__1*")), "files of the earlier two-rank save are gone"
+
+
+def test_a_checkpoint_of_another_shape_is_one_sentence(saved: Path, tiny_recipe: Path, tmp_path: Path) -> None:
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("channels: 8", "channels: 12"))
+    with pytest.raises(AssertionError, match=r"InputError: .*step_000007: does not fit this model"):
+        run_ranks("work:restore", 1, tmp_path, str(tiny_recipe), str(saved))

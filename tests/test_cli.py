@@ -1,0 +1,397 @@
+"""The whole program as a user runs it: what it leaves, what it says, and what it refuses."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import esm
+import h5py
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import write_subset
+
+from esmshard import cli
+from esmshard import recipe as recipes
+from esmshard.batch import pack
+from esmshard.data.fasta import read_fasta
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.weights import load_model
+from esmshard.vocab import encode
+
+RUN_FILES = {
+    *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv"),
+    *(
+        f"checkpoints/step_{step:06d}/{name}"
+        for step in (4, 6)
+        for name in (".metadata", "__0_0.distcp", "__1_0.distcp")
+    ),
+    *(f"checkpoints/step_{step:06d}/{name}" for step in (4, 6) for name in ("state.json", "MANIFEST.json")),
+    "checkpoints/LATEST",
+    *(f"model/{name}" for name in ("model.safetensors", "config.json", "esmshard.json", "vocab.txt")),
+    *(f"model/{name}" for name in ("special_tokens_map.json", "tokenizer_config.json")),
+}
+
+
+def esmshard(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
+    command = [sys.executable, "-m", "esmshard", *map(str, arguments)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def files(directory: Path) -> set[str]:
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "split" not in line]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The tiny recipe on two ranks, to the end."""
+    from conftest import RECIPE
+
+    directory = tmp_path_factory.mktemp("finished")
+    write_subset(directory, "train", "train", range(24), unresolved=5)
+    write_subset(directory, "valid", "valid", range(5))
+    (directory / "tiny.yaml").write_text(RECIPE.format(tokens_per_rank=130, out=directory / "run"))
+    done = esmshard("finetune", directory / "tiny.yaml", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    return directory, done
+
+
+def test_a_run_leaves_exactly_these_files(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run = finished[0] / "run"
+    left = files(run)
+    figures = {name for name in left if name.startswith("figures/")}
+    assert left - figures == RUN_FILES
+    assert len(figures) == 1
+    assert (run / figures.pop()).read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "split" not in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if line.get("split") == "valid"] == [3, 6]
+    assert {"loss", "lr", "grad_norm", "residues_per_s", "peak_memory_bytes"} <= lines[0].keys()
+    assert lines[0]["residues_per_s"] > 0
+
+
+def test_a_run_says_how_it_goes_and_ends_with_a_table(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    directory, done = finished
+    assert "step 6/6  loss " in done.stderr
+    for word in ("residues/s", "MiB", "left", "valid long P@L"):
+        assert word in done.stderr
+    table = done.stdout.splitlines()
+    assert [line.split("  ")[0] for line in table[1:]] == ["fine-tuned", "untrained", "base rate", "separation prior"]
+    evaluation = json.loads((directory / "run" / "evaluation.json").read_text())
+    interval = evaluation["metrics"]["fine-tuned"]["long P@L"]
+    assert interval["low"] <= interval["mean"] <= interval["high"]
+    assert f"{interval['mean']:.3f} [" in table[1]
+    with open(directory / "run" / "per_protein.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == [r.id for r in read_fasta(directory / "valid.fasta")]
+    values = [float(row["long P@L"]) for row in rows if row["long P@L"]]
+    assert interval["n"] == len(values)
+    assert interval["mean"] == pytest.approx(sum(values) / len(values), abs=1e-6)
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Steps 5 and 6 again from the checkpoint of step 4: the same bits on two ranks, within 1e-4 on one."""
+    directory, _ = finished
+    whole = losses(directory / "run")
+    for nproc, tolerance in (("2", 0.0), ("1", 1e-4)):
+        out = tmp_path / f"run{nproc}"
+        subprocess.run(["cp", "-r", directory / "run", out], check=True)
+        subprocess.run(["rm", "-r", out / "checkpoints" / "step_000006", out / "model"], check=True)
+        (out / "checkpoints" / ".tmp-step_000006").mkdir()
+        done = esmshard("finetune", directory / "tiny.yaml", f"out={out}", "--nproc", nproc, "--resume", "auto")
+        assert done.returncode == 0, done.stderr
+        assert "going on after step 4 of 6" in done.stderr
+        assert np.allclose(losses(out), whole, rtol=0, atol=tolerance)
+        first, second = (load_model(str(r / "model")).state_dict() for r in (directory / "run", out))
+        assert all(torch.allclose(first[k], second[k], rtol=0, atol=tolerance) for k in first)
+
+
+def test_resuming_under_another_recipe_is_refused(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    directory, _ = finished
+    done = esmshard("finetune", directory / "tiny.yaml", "optim.lr=1e-5", "--resume", "auto")
+    assert done.returncode == 2
+    assert "optim.lr (1e-05, was 0.003)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_model_loads_in_transformers_and_fair_esm(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    directory, _ = finished
+    model_dir = directory / "run" / "model"
+    sequence = "MKTAYIAKQRQISFVKSHFSRQ"
+    ours = load_model(str(model_dir), torch.device("cpu"))
+    batch = pack([encode(sequence)])
+    with torch.no_grad():
+        expected = ours(batch, logits_at=torch.arange(24)).logits_PV
+        contacts = predict_contacts(ours, batch)[0]
+
+    theirs, info = transformers.EsmForMaskedLM.from_pretrained(model_dir, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert all(key.startswith("head.") for key in info["unexpected_keys"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    inputs = tokenizer(sequence, return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == batch.tokens_T.tolist()
+    with torch.no_grad():
+        assert torch.allclose(theirs.eval()(**inputs).logits[0], expected, rtol=0, atol=1e-5)
+
+    done = esmshard("consolidate", directory / "run", "-o", tmp_path / "esm2_tiny", "--to", "fair-esm")
+    assert done.returncode == 0, done.stderr
+    assert {"esm2_tiny.pt", "esm2_tiny-contact-regression.pt"} <= files(tmp_path / "esm2_tiny")
+    with torch.serialization.safe_globals([__import__("argparse").Namespace]):
+        oracle, alphabet = esm.pretrained.load_model_and_alphabet_local(tmp_path / "esm2_tiny" / "esm2_tiny.pt")
+    _, _, tokens = alphabet.get_batch_converter()([("x", sequence)])
+    with torch.no_grad():
+        result = oracle.eval()(tokens, return_contacts=True)
+    assert torch.allclose(result["logits"][0], expected, rtol=0, atol=1e-5)
+    assert torch.allclose(result["contacts"][0], contacts, rtol=0, atol=1e-6)
+
+
+def test_consolidate_cuts_large_models_and_casts(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    from esmshard.checkpoint.consolidate import consolidate
+
+    directory, _ = finished
+    out = consolidate(directory / "run", tmp_path / "cut", dtype="bf16", max_file_bytes=20_000)
+    parts = sorted(p.name for p in out.glob("*.safetensors"))
+    assert len(parts) > 2
+    assert json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    cut, whole = load_model(str(out)).state_dict(), load_model(str(directory / "run" / "model")).state_dict()
+    assert all(torch.equal(cut[k], whole[k].bfloat16().float() if "inv_freq" not in k else whole[k]) for k in whole)
+    one = esmshard("consolidate", directory / "run" / "checkpoints" / "step_000004", "-o", tmp_path / "four")
+    assert one.returncode == 0, one.stderr
+    assert json.loads((tmp_path / "four" / "esmshard.json").read_text())["step"] == 4
+
+
+def test_embed_predict_and_evaluate(finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    directory, _ = finished
+    model, fasta = directory / "run" / "model", directory / "valid.fasta"
+    records = list(read_fasta(fasta))
+
+    done = esmshard("embed", model, fasta, "-o", tmp_path / "x.h5")
+    assert done.returncode == 0, done.stderr
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert list(file) == [r.id for r in records]
+        assert [file[r.id].shape for r in records] == [(len(r.sequence), 32) for r in records]
+        means = np.stack([file[r.id][:].mean(0) for r in records])
+    done = esmshard("embed", model, fasta, "-o", tmp_path / "x.npy")
+    assert done.returncode == 0, done.stderr
+    assert np.allclose(np.load(tmp_path / "x.npy"), means, atol=1e-5)
+    assert (tmp_path / "x.ids.txt").read_text().splitlines() == [r.id for r in records]
+
+    done = esmshard("predict", model, fasta, "-o", tmp_path / "x.npz")
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "x.npz") as maps:
+        assert list(maps) == [r.id for r in records]
+        for record in records:
+            p = maps[record.id]
+            assert p.shape == (len(record.sequence),) * 2
+            assert p.dtype == np.float32
+            assert np.array_equal(p, p.T)
+            assert 0 <= p.min() < p.max() <= 1
+
+    done = esmshard("evaluate", model, fasta, "-o", tmp_path / "scores")
+    assert done.returncode == 0, done.stderr
+    again = json.loads((tmp_path / "scores" / "evaluation.json").read_text())["metrics"]
+    first = json.loads((directory / "run" / "evaluation.json").read_text())["metrics"]
+    assert again.keys() == first.keys()
+    for name in ("base rate", "separation prior"):
+        assert again[name] == first[name]
+    for name in ("fine-tuned", "untrained"):  # another number of threads adds up in another order
+        assert again[name]["AUPRC"]["mean"] == pytest.approx(first[name]["AUPRC"]["mean"], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_shipped_recipe_runs_two_steps(name: str, tiny_recipe: Path, tmp_path: Path) -> None:
+    """Shrunk by overrides only; records and labels are read as they are shipped."""
+    small = ("model.name=nano", "task.channels=8", "task.blocks=1", "train.steps=2", f"out={tmp_path / 'run'}")
+    splits = [f"data.{split}={tiny_recipe.with_name('valid.fasta')}" for split in ("valid", "test")]
+    done = esmshard("finetune", name, *small, *splits, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_torchrun_joins_instead_of_starting(tiny_recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "esmshard"]
+    done = subprocess.run(
+        [*command, "finetune", tiny_recipe, "train.steps=2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "long P@L" in done.stdout
+    assert json.loads((tmp_path / "run" / "versions.json").read_text())["processes"] == 2
+
+
+# What a user gets wrong. Everything below fails before any process is started, so it runs in this one.
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Exit code and stderr of a command run in this process."""
+
+    def call(*arguments: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["esmshard", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0), capsys.readouterr().err
+
+    return call
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def shorten_labels(directory: Path) -> None:
+    with np.load(directory / "train.npz") as file:
+        arrays = dict(file)
+    arrays["cb_dA"] = arrays["cb_dA"][1:]
+    arrays["offsets"][1:] -= 1
+    np.savez(directory / "train.npz", **arrays)
+
+
+BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
+    "missing data file": (lambda d: (d / "train.fasta").unlink(), [], 1, "train.fasta: no such file"),
+    "missing recipe": (lambda d: (d / "tiny.yaml").unlink(), [], 2, "tiny.yaml: no such recipe file"),
+    "unknown key": (
+        lambda d: replace(d / "tiny.yaml", "head_lr", "hed_lr"),
+        [],
+        2,
+        "tiny.yaml:6:21: optim.hed_lr: unknown key; did you mean 'head_lr'?",
+    ),
+    "wrong type": (
+        lambda d: replace(d / "tiny.yaml", "steps: 6", "steps: six"),
+        [],
+        2,
+        "tiny.yaml:7:16: train.steps: must",
+    ),
+    "bad override": (lambda d: None, ["optim.lr=fast"], 2, "optim.lr=fast: optim.lr: must be a valid number"),
+    "unknown residue": (
+        lambda d: (d / "train.fasta").write_text(">a\nMKT\nAY1A\n"),
+        [],
+        1,
+        "train.fasta:1: record 'a' has '1' at position 6",
+    ),
+    "empty FASTA": (lambda d: (d / "valid.fasta").write_text(""), [], 1, "valid.fasta: holds no record"),
+    "duplicate id": (
+        lambda d: (d / "train.fasta").write_text(">a\nMKT\n\n>a\nMKV\n"),
+        [],
+        1,
+        "train.fasta:4: 'a' was used before with another sequence",
+    ),
+    "labels of another length": (shorten_labels, [], 1, "residues in"),
+    "missing labels": (lambda d: (d / "valid.npz").unlink(), [], 1, "valid.npz: no such file"),
+    "more ranks than sequences": (
+        lambda d: None,
+        ["--nproc", "6"],
+        1,
+        "valid has 5 records, fewer than the 6 processes",
+    ),
+    "out is taken": (lambda d: (d / "run" / "x").mkdir(parents=True), [], 2, "run: exists already; pass --resume auto"),
+    "no such checkpoint": (lambda d: None, ["--resume", "nowhere"], 2, "--resume nowhere: no such directory"),
+    "weights that are not here": (
+        lambda d: replace(d / "tiny.yaml", "init: random", "init: pretrained"),
+        ["model.name=esm2_t6_8M_UR50D"],
+        1,
+        "esm2_t6_8M_UR50D: the weights are not here",
+    ),
+    "a batch smaller than a record": (lambda d: None, ["batch.tokens_per_rank=30"], 1, "62 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    case: str, tiny_recipe: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    spoil, arguments, expected, sentence = BAD_INPUT[case]
+    spoil(tmp_path)
+    before = files(tmp_path)
+    code, err = run("finetune", tiny_recipe, *arguments)
+    assert sentence in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert code == expected
+    assert files(tmp_path) == before
+
+
+def test_a_bad_recipe_names_all_its_problems(tiny_recipe: Path, run: Callable[..., tuple[int, str]]) -> None:
+    replace(tiny_recipe, "head_lr", "hed_lr")
+    replace(tiny_recipe, "steps: 6", "steps: six")
+    code, err = run("recipes", "validate", tiny_recipe)
+    assert code == 2
+    assert err.count("tiny.yaml:") == 2
+
+
+def test_a_truncated_checkpoint_is_one_sentence(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    copy = tmp_path / "step_000006"
+    subprocess.run(["cp", "-r", finished[0] / "run" / "checkpoints" / "step_000006", copy], check=True)
+    shard = copy / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:1000])
+    code, err = run("consolidate", copy, "-o", tmp_path / "model")
+    assert code == 1
+    assert "__1_0.distcp: truncated or altered (1000 bytes instead of" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "model").exists()
+
+
+def test_results_are_never_replaced_unasked(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    directory, _ = finished
+    model, fasta = directory / "run" / "model", directory / "valid.fasta"
+    for name in ("x.npy", "x.npz"):
+        (tmp_path / name).write_text("mine")
+    for arguments in (
+        ("finetune", directory / "tiny.yaml"),
+        ("consolidate", directory / "run", "-o", model),
+        ("embed", model, fasta, "-o", tmp_path / "x.npy"),
+        ("predict", model, fasta, "-o", tmp_path / "x.npz"),
+        ("evaluate", model, str(fasta), "-o", directory / "run"),
+    ):
+        code, err = run(*arguments)
+        assert code == 2, arguments
+        assert "exists already" in err
+    assert (tmp_path / "x.npy").read_text() == "mine"
+
+
+def test_help_needs_neither_torch_nor_half_a_second() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "esmshard", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "finetune" in done.stdout
+    imported = [line.split("|")[-1].strip() for line in done.stderr.splitlines()]
+    assert "typer" in imported
+    assert not {"torch", "numpy", "pydantic", "Bio"} & set(imported)
+    # The best of three: what the command needs, not what else the machine was doing.
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "esmshard", "--help"], capture_output=True, check=True)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.5
