@@ -1,5 +1,6 @@
 """Labels beside a FASTA file, checked against it before anything is computed."""
 
+import re
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,9 @@ UNRESOLVED = 65535
 """In `cb_dA`: the residue has no coordinates."""
 
 
+_FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")
+
+
 class CoordinateLabels:
     """Cb coordinates of the chains of a FASTA file, from the `.npz` of the same name (format: data/README.md).
 
@@ -26,7 +30,7 @@ class CoordinateLabels:
     """
 
     def __init__(self, fasta: Path, store: TokenStore) -> None:
-        path = fasta.with_name(fasta.name.split(".fa")[0] + ".npz")
+        path = fasta.with_name(_FASTA_ENDING.sub("", fasta.name) + ".npz")
         try:
             with np.load(path, allow_pickle=False) as file:
                 names, seqs, offsets = file["names"], file["seqs"], file["offsets"]
