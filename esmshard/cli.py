@@ -54,8 +54,10 @@ def finetune(
     """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
     from esmshard import recipe as recipes
 
-    resolved = recipes.load(recipes.resolve(recipe), overrides or [])
     resume = None if resume == "never" else resume
+    if resume and overwrite:
+        raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
+    resolved = recipes.load(recipes.resolve(recipe), overrides or [])
 
     import torch
 
@@ -256,7 +258,9 @@ def main() -> None:
     try:
         app()
     except InputError as error:
-        if not (error.shared and os.environ.get("RANK", "0") != "0"):
+        # A wrong command or recipe is wrong on every rank alike; one of them says so.
+        everywhere = error.shared or isinstance(error, UsageError)
+        if os.environ.get("RANK", "0") == "0" or not everywhere:
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except OSError as error:

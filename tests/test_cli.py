@@ -229,7 +229,7 @@ def test_every_shipped_recipe_runs_two_steps(name: str, tiny_recipe: Path, tmp_p
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_torchrun_joins_instead_of_starting(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_processes_of_a_launcher_are_joined(tiny_recipe: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "esmshard"]
     done = subprocess.run(
         [*command, "finetune", tiny_recipe, "train.steps=2"],
@@ -312,6 +312,12 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
         "valid has 5 records, fewer than the 6 processes",
     ),
     "out is taken": (lambda d: (d / "run" / "x").mkdir(parents=True), [], 2, "run: exists already; pass --resume auto"),
+    "two minds": (
+        lambda d: None,
+        ["--resume", "auto", "--overwrite"],
+        2,
+        "--resume goes on with a run, --overwrite removes",
+    ),
     "no such checkpoint": (lambda d: None, ["--resume", "nowhere"], 2, "--resume nowhere: no such directory"),
     "weights that are not here": (
         lambda d: replace(d / "tiny.yaml", "init: random", "init: pretrained"),

@@ -106,5 +106,5 @@ _DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def is_launched() -> bool:
-    """Whether a launcher (torchrun, srun with these variables, accelerate launch) started this process."""
+    """Whether a launcher, such as torchrun, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -33,9 +33,10 @@ def contact_figure(run: Path, data: Examples) -> Path:
     with torch.no_grad():
         batch = pack([example.tokens]).to(next(found.model.parameters()).device)
         probability_LL = found.task.predict(found.model(batch)[0].cpu().numpy())
-    figure, axes = pyplot.subplots(figsize=(6.4, 5.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6.4, 6.0), layout="constrained")
     image = _draw(axes, probability_LL, found.task.targets(example))
-    axes.set_title(f"{record_id}, {len(probability_LL)} residues, long-range P@L {value:.2f} (median of {data.name})")
+    about = f"{len(probability_LL)} residues, long-range P@L {value:.2f}, the median of {data.name}"
+    axes.set_title(f"{record_id[:60]}\n{about}", fontsize="medium")
     figure.colorbar(image, ax=axes, label="predicted probability (upper triangle)")
     out = run / "figures" / f"contacts_{_file_name(record_id)}.png"
     out.parent.mkdir(exist_ok=True)
@@ -56,12 +57,12 @@ def _draw(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.NDA
     hit = np.zeros(len(i), dtype=bool)
     hit[best] = True
     for chosen, colour, label in (
-        (true & ~hit, "0.75", "contact, missed"),
-        (~true & hit, "tab:red", "predicted, no contact"),
-        (true & hit, "tab:green", "contact, predicted"),
+        (true & ~hit, "0.75", "contact, not among the L best"),
+        (~true & hit, "tab:red", "L best, no contact"),
+        (true & hit, "tab:green", "L best, contact"),
     ):
         axes.scatter(i[chosen], j[chosen], s=6, c=colour, marker="s", label=label)
-    axes.legend(loc="lower left", fontsize="small", markerscale=2, title="lower triangle, L best")
+    axes.figure.legend(loc="outside lower center", ncols=3, fontsize="small", markerscale=2)
     axes.set_xlabel("residue")
     axes.set_ylabel("residue")
     return image

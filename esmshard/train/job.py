@@ -73,10 +73,11 @@ def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
     """Refuse to write over an earlier run unless told what to do with it. Changes nothing."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
-    if resume is None and not overwrite and out.is_dir() and any(out.iterdir()):
-        raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
     if resume not in (None, "auto") and not Path(str(resume)).is_dir():
         raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
+    goes_on = resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(out.resolve()))
+    if not goes_on and not overwrite and out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
 
 
 def describe(job: Job, processes: int) -> str:
