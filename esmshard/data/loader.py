@@ -74,14 +74,14 @@ class Examples:
     def __len__(self) -> int:
         return len(self.store)
 
-    def get(self, n: int, epoch: int = 0) -> Example:
-        """Record n, cropped for this epoch.
+    def get(self, n: int, epoch: int | None = None) -> Example:
+        """Record n: whole, or as it is trained on in an epoch.
 
         A crop keeps `<cls>` and `<eos>`, although its ends are no protein ends: every sequence of a batch has them.
         """
         record_id, residues = self.store.ids[n], self.store.residues(n)
         labels = {} if self._labels is None else self._labels[n]
-        if self._max_length is not None and len(residues) > self._max_length:
+        if epoch is not None and self._max_length is not None and len(residues) > self._max_length:
             digest = hashlib.sha256(f"{self._seed}:{epoch}:{record_id}".encode()).digest()
             start = int.from_bytes(digest[:8], "little") % (len(residues) - self._max_length + 1)
             window = slice(start, start + self._max_length)

@@ -33,6 +33,9 @@ from esmshard.train.metrics import mean
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.step import too_many_skipped, train_step
 
+BASELINE_RECORDS = 2000
+"""Training records, evenly spread, that the baselines learn from: enough for a histogram, and seconds at any size."""
+
 # A resumed run may differ in these: where and how it runs, not what it computes.
 _FREE = ("out", "data.test", "checkpoint.", "train.eval_every", "batch.tokens_per_rank", "parallel.strategy")
 
@@ -102,7 +105,8 @@ def _train(job: Job, start: Path | None, ranks: World) -> None:
         "baselines": {},
     }
     if ranks.is_first:
-        state["baselines"] = dict(task.baselines([task.targets(job.train.get(n)) for n in range(len(job.train))]))
+        some = range(0, len(job.train), -(-len(job.train) // BASELINE_RECORDS))
+        state["baselines"] = dict(task.baselines([task.targets(job.train.get(n)) for n in some]))
         _open_run(job, resolved, done, ranks)
 
     # Every rank plans the same records for a step and takes its own share of them.
