@@ -14,13 +14,14 @@ import re
 from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.reader import ReaderError
 
 from esmshard.errors import InputError, UsageError
 
@@ -78,6 +79,9 @@ class BatchSettings(Settings):
     gradients add up. `auto` estimates what the free memory allows and takes the least over all processes."""
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimSettings(Settings):
     """AdamW and its schedule."""
 
@@ -85,7 +89,7 @@ class OptimSettings(Settings):
     """Peak learning rate of the language model."""
     head_lr: float = Field(2.0e-4, gt=0)
     """Peak learning rate of the head."""
-    betas: tuple[float, float] = Field((0.9, 0.98), strict=False)
+    betas: tuple[Decay, Decay] = Field((0.9, 0.98), strict=False)
     """Decay of the running means of gradient and squared gradient; ESM-2 was trained with these."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay. None on biases, LayerNorms and embeddings."""
@@ -232,8 +236,10 @@ class _Where:
         for key in loc:
             if not isinstance(node, CommentedMap) or key not in node:
                 break
-            position = node.lc.value(key) if on_value and key == loc[-1] else node.lc.key(key)
-            line, column = position
+            if key in (node.lc.data or {}):  # what an override put there has no place in the file
+                # A key with nothing after it has its value on the next line, as YAML sees it.
+                of_value = on_value and key == loc[-1] and node[key] is not None
+                line, column = node.lc.value(key) if of_value else node.lc.key(key)
             node = node[key]
         return f"{self.file}:{line + 1}:{column + 1}"
 
@@ -250,7 +256,7 @@ def _read(path: Path) -> CommentedMap:
     except MarkedYAMLError as error:
         mark = error.problem_mark
         raise UsageError(f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}") from None
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, ReaderError):
         raise UsageError(f"{path}: not a text file") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
@@ -287,7 +293,7 @@ def _override(tree: CommentedMap, text: str, where: _Where, problems: list[str])
         return
     try:
         value = YAML().load(raw) if raw.strip() else ""
-    except MarkedYAMLError:
+    except YAMLError:
         value = raw
     where.overrides[loc] = text
     node: Any = tree
@@ -339,6 +345,8 @@ def _sentence(tree: CommentedMap, where: _Where, loc: tuple[Any, ...], kind: str
         dotted = ".".join(keys)
     if kind == "extra_forbidden":
         return f"{where.of(tree, keys)}: {dotted}: unknown key{_did_you_mean(keys[-1], _siblings(keys))}"
+    if kind == "missing" and keys != tuple(str(k) for k in loc):
+        return f"{where.of(tree, keys, on_value=True)}: {dotted}: has too few values"
     if kind == "missing":
         return f"{where.of(tree, keys[:-1])}: {dotted}: this key is required"
     message = re.sub(r"^Input should be ", "", message)

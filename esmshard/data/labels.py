@@ -2,6 +2,7 @@
 
 import re
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -32,14 +33,16 @@ class CoordinateLabels:
     def __init__(self, fasta: Path, store: TokenStore) -> None:
         path = fasta.with_name(_FASTA_ENDING.sub("", fasta.name) + ".npz")
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with zipfile.ZipFile(path):  # numpy would take a single array, or a pickle, for an answer too
+                file = np.load(path, allow_pickle=False)
+            with file:
                 names, seqs, offsets = file["names"], file["seqs"], file["offsets"]
                 self._cb_dA: npt.NDArray[np.uint16] = file["cb_dA"]
         except FileNotFoundError:
             raise InputError(f"{path}: no such file; the coordinates of {fasta.name} are expected there") from None
         except KeyError as error:
             raise InputError(f"{path}: has no array {error}; names, seqs, offsets and cb_dA are expected") from None
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(f"{path}: cannot be read ({error}); copy or make it again") from None
         if self._cb_dA.dtype != np.uint16 or self._cb_dA.ndim != 2 or self._cb_dA.shape[1] != 3:
             raise InputError(

@@ -42,7 +42,7 @@ def epoch_steps(
         epoch: counted from 0.
 
     >>> [s.tolist() for s in epoch_steps(np.array([10, 10, 10, 10]), 20, seed=0, epoch=0)]
-    [[2, 3], [0, 1]]
+    [[2, 0], [1, 3]]
     """
     order = np.random.default_rng((seed, epoch)).permutation(len(lengths))
     ends = np.cumsum(lengths[order])

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta import Edits, read_fasta
+from esmshard.data.fasta import Edits, Seen, read_fasta
 from esmshard.errors import InputError
 from esmshard.vocab import ALPHABET_HASH, encode_residues
 
@@ -35,12 +35,13 @@ class TokenStore:
         self.path = path
         self.manifest = _manifest(path)
         try:
+            sizes = {name: (path / name).stat().st_size for name in ("tokens.u8", "offsets.npy", "ids.txt")}
             self.offsets: npt.NDArray[np.int64] = np.load(path / "offsets.npy", mmap_mode="r", allow_pickle=False)
             self._tokens = np.memmap(path / "tokens.u8", dtype=np.uint8, mode="r")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise InputError(f"{path}: the token store is damaged ({error}); delete it and ingest again") from None
         whole = len(self.offsets) == self.manifest["records"] + 1 and self.offsets[-1] == len(self._tokens)
-        if not whole:
+        if not whole or sizes != self.manifest["bytes"]:
             raise InputError(f"{path}: the token store is truncated; delete it and ingest again")
 
     def __len__(self) -> int:
@@ -100,7 +101,7 @@ def cached(fasta: Path) -> TokenStore:
         raise InputError(f"{fasta}: {(error.strerror or 'cannot be read').lower()}") from None
     key = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{fasta.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
     out = cache_directory() / "stores" / hashlib.sha256(key.encode()).hexdigest()[:24]
-    if (out / "manifest.json").is_file():
+    if out.exists():
         try:
             return TokenStore(out)
         except InputError:
@@ -117,15 +118,11 @@ def cache_directory() -> Path:
 
 def _write(fastas: Sequence[Path], work: Path) -> None:
     edits, offsets, total = Edits(), [0], 0
-    origin: dict[str, Path] = {}
+    seen: Seen = {}
     tokens_hash, ids_hash = hashlib.sha256(), hashlib.sha256()
     with open(work / "tokens.u8", "wb") as tokens_file, open(work / "ids.txt", "wb") as ids_file:
         for fasta in fastas:
-            for record in read_fasta(fasta, edits):
-                if record.id in origin:
-                    raise InputError(f"{fasta}: the id '{record.id}' is in {origin[record.id]} too; rename one of them")
-                if len(fastas) > 1:
-                    origin[record.id] = fasta
+            for record in read_fasta(fasta, edits, seen):
                 tokens, line = encode_residues(record.sequence), f"{record.id}\n".encode()
                 tokens_file.write(tokens)
                 ids_file.write(line)
@@ -142,6 +139,7 @@ def _write(fastas: Sequence[Path], work: Path) -> None:
         "residues": total,
         "sources": [{"path": str(f.resolve()), "bytes": f.stat().st_size} for f in fastas],
         "edits": edits.notices(),
+        "bytes": {name: (work / name).stat().st_size for name in ("tokens.u8", "offsets.npy", "ids.txt")},
         "sha256": {
             "tokens.u8": tokens_hash.hexdigest(),
             "ids.txt": ids_hash.hexdigest(),
@@ -158,8 +156,8 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not a token store (it has no manifest.json)") from None
     except (OSError, ValueError):
         raise InputError(f"{path}/manifest.json: cannot be read; delete the store and ingest again") from None
-    if manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"{path}: not a token store")
-    if manifest["version"] != VERSION or manifest["alphabet"] != ALPHABET_HASH:
+    if manifest.get("version") != VERSION or manifest.get("alphabet") != ALPHABET_HASH:
         raise InputError(f"{path}: a token store of another version; delete it and ingest again")
     return manifest

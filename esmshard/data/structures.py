@@ -22,9 +22,10 @@ def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
     >>> contact_labels(np.array([[0, 0, 0], [7.9, 0, 0], [8, 0, 0], [np.nan, 0, 0]], dtype=np.float32))[0].tolist()
     [1, 1, 0, -1]
     """
-    # In double precision and by differences: the expanded square would lose the digits that decide at 8 A.
-    delta_LL3 = cb_L3[:, None, :].astype(np.float64) - cb_L3[None, :, :]
-    distance_LL = np.sqrt((delta_LL3**2).sum(-1))
-    labels_LL: npt.NDArray[np.int8] = (distance_LL < CONTACT_DISTANCE).astype(np.int8)
-    labels_LL[np.isnan(distance_LL)] = UNDEFINED
+    # Coordinates have three decimals, their squares six. Rounding to these takes binary noise away, which would
+    # otherwise decide at exactly 8 A, differently in each place of space.
+    exact_L3 = np.round(cb_L3.astype(np.float64), 3)
+    square_LL = np.round(((exact_L3[:, None, :] - exact_L3[None, :, :]) ** 2).sum(-1), 6)
+    labels_LL: npt.NDArray[np.int8] = (square_LL < CONTACT_DISTANCE**2).astype(np.int8)
+    labels_LL[np.isnan(square_LL)] = UNDEFINED
     return labels_LL

@@ -16,6 +16,10 @@ class EsmConfig:
     """ESM-2 was trained with `<mask>` embeddings zeroed and the rest rescaled; released models have this on."""
 
     def __post_init__(self) -> None:
+        for name in ("n_layers", "dim", "n_heads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive whole number, not {value!r}")
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads}): rotary turns pairs")
 

@@ -208,7 +208,10 @@ def _read_directory(path: Path) -> Weights:
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     found: dict[str, Callable[[], torch.Tensor]] = {}
     if index.is_file():
-        files = {k: path / Path(str(f)).name for k, f in _read_json(index)["weight_map"].items()}
+        try:
+            files = {k: path / Path(str(f)).name for k, f in _read_json(index)["weight_map"].items()}
+        except (KeyError, TypeError, AttributeError):
+            raise InputError(f"{index}: has no weight_map; copy or download the model again") from None
         for file in sorted(set(files.values())):
             found.update(_safetensors(file))
     elif single.is_file():
@@ -243,9 +246,16 @@ def _read_fair_esm(path: Path) -> Weights:
         state = data["model"]
     except (KeyError, TypeError, AttributeError):
         raise InputError(f"{path}: not an ESM-2 file of fair-esm (it has no cfg.model with encoder sizes)") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not an ESM-2: {error}") from None
     regression = path.with_name(f"{path.stem}-contact-regression.pt")
     if regression.is_file():
-        state = state | _torch_load(regression)["model"]
+        extra = _torch_load(regression).get("model")
+        if not isinstance(extra, dict):
+            raise InputError(
+                f"{regression}: not a contact regression of fair-esm (it has no 'model'); download it again"
+            )
+        state = state | extra
     # Released files keep the prefixes of the fairseq trainer.
     names = {re.sub(r"^(encoder\.sentence_encoder\.|encoder\.)", "", k): v for k, v in state.items()}
     return _complete(config, str(path), _tensors(names), {})
@@ -309,6 +319,8 @@ def _read_config(path: Path) -> EsmConfig:
             ("position_embedding_type", "rotary", "absolute"),
             ("emb_layer_norm_before", False, None),
             ("vocab_size", VOCAB_SIZE, None),
+            ("layer_norm_eps", 1e-5, 1e-12),
+            ("hidden_act", "gelu", "gelu"),
         )
         if (raw.get(key, default) or False) != value
     ]

@@ -70,6 +70,8 @@ class PairwiseHead(nn.Module):
         return [self._pair_logits(left_LC.T, right_LC.T) for left_LC, right_LC in pairs]
 
     def _pair_logits(self, left_CL: torch.Tensor, right_CL: torch.Tensor) -> torch.Tensor:
+        if left_CL.shape[1] == 1:  # one residue has no pair, and a map of one pixel no variance to normalise by
+            return self._pair_logits(left_CL.expand(-1, 2), right_CL.expand(-1, 2))[:1, :1]
         place_L = torch.arange(left_CL.shape[1], device=left_CL.device)
         separation_LL = (place_L[:, None] - place_L[None, :]).abs().clamp(max=MAX_SEPARATION)
         product_CLL = left_CL[:, :, None] * right_CL[:, None, :]

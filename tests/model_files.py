@@ -1,0 +1,97 @@
+"""Random ESM-2 models of fair-esm, and the same weights in our model and in files of each format.
+
+LayerNorms and biases are moved off 1 and 0, or swapping two of them would go unnoticed, and `inv_freq` is rounded
+as in released files. Attention is sharpened and the contact regression enlarged: contacts differ from pair to pair.
+The embedding is made small: with deviation 1 logits reach 50, and fair-esm itself is 4e-5 off its own double precision.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from esm.data import Alphabet
+from esm.model.esm2 import ESM2 as FairEsm
+from safetensors.torch import save_file
+from torch import nn
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.model import weights
+from esmshard.model.config import EsmConfig
+from esmshard.model.esm2 import ESM2
+from esmshard.model.weights import TIED, Weights, to_transformers, transformers_config
+
+TINY = EsmConfig(n_layers=2, dim=32, n_heads=4)
+RELEASED_PREFIXES = ("encoder.sentence_encoder.", "encoder.")
+"""Of the trunk and of the LM head."""
+ALPHABET = Alphabet.from_architecture("ESM-1b")
+
+
+def perturb(model: nn.Module, seed: int = 0, deviation: float = 0.03) -> None:
+    """Add a little noise to every parameter that starts at a constant."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1 or (parameter == 0).all():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=deviation)
+
+
+def fair_esm(config: EsmConfig, seed: int = 0) -> FairEsm:
+    """fair-esm's own model, perturbed, in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = FairEsm(config.n_layers, config.dim, config.n_heads, token_dropout=config.token_dropout)
+        nn.init.normal_(model.contact_head.regression.weight)
+    perturb(model, seed)
+    with torch.no_grad():
+        model.embed_tokens.weight *= 0.1
+        for layer in model.layers:
+            layer.self_attn.q_proj.weight *= 3
+            layer.self_attn.rot_emb.inv_freq.copy_(layer.self_attn.rot_emb.inv_freq.half().float())
+    return model.eval()
+
+
+def ours(reference: FairEsm, config: EsmConfig) -> ESM2:
+    """Our model with the weights of fair-esm's: every name of one is a name of the other."""
+    state = reference.state_dict()
+    assert state.keys() == weights.shapes(config).keys()
+    with torch.device("meta"):
+        model = ESM2(config)
+    found = Weights(config, "fair-esm", {name: lambda t=t: t for name, t in state.items() if name != TIED})
+    weights.materialise(model, found, torch.device("cpu"))
+    return model.eval()
+
+
+def tokenise(sequences: list[str]) -> tuple[torch.Tensor, TokenBatch]:
+    """fair-esm's right-padded block [N, longest], and the same tokens packed."""
+    _, _, block = ALPHABET.get_batch_converter()([(str(k), s) for k, s in enumerate(sequences)])
+    return block, pack([row[row != ALPHABET.padding_idx].numpy().astype("uint8") for row in block])
+
+
+def write_fair_esm(path: Path, model: FairEsm, prefixes: tuple[str, str] = RELEASED_PREFIXES) -> Path:
+    """`NAME.pt` and its contact regression as released: the trunk under one prefix, the LM head under another."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    regression = {name: state.pop(name) for name in list(state) if name.startswith("contact_head.")}
+    sizes = argparse.Namespace(
+        encoder_layers=model.num_layers,
+        encoder_embed_dim=model.embed_dim,
+        encoder_attention_heads=model.attention_heads,
+        token_dropout=model.token_dropout,
+    )
+    named = {prefixes[name.startswith("lm_head.")] + name: tensor for name, tensor in state.items()}
+    torch.save({"cfg": {"model": sizes}, "model": named}, path)
+    torch.save({"model": regression}, path.with_name(f"{path.stem}-contact-regression.pt"))
+    return path
+
+
+def write_transformers(
+    directory: Path, model: nn.Module, config: EsmConfig, head: Mapping[str, torch.Tensor] | None = None
+) -> Path:
+    """A directory in the layout of `transformers` 4, which is also ours; `model` has fair-esm's names."""
+    directory.mkdir()
+    state = {to_transformers(name): t.contiguous() for name, t in model.state_dict().items() if name != TIED}
+    state |= {f"head.{name}": tensor for name, tensor in (head or {}).items()}
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(transformers_config(config)))
+    return directory

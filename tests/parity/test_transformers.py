@@ -1,0 +1,215 @@
+"""Directories of `transformers` in every layout give the numbers that `transformers` computes; it reads ours as well.
+
+`inv_freq` of the model is not what anyone would compute anew: a reader that loses it gives other numbers.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from model_files import fair_esm, perturb, tokenise, write_transformers
+from safetensors.torch import load_file, save_file
+from transformers import EsmConfig as HfConfig
+from transformers import EsmForMaskedLM, EsmModel
+
+from esmshard.batch import TokenBatch
+from esmshard.model import weights
+from esmshard.model.attention import inverse_frequencies
+from esmshard.model.config import EsmConfig
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.esm2 import ESM2
+from esmshard.model.weights import TIED, load_model, to_transformers, transformers_config
+
+CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
+TOLERANCE = 1e-5
+INV_FREQ = (inverse_frequencies(CONFIG.head_dim) * 0.9).half().float()
+LITERAL = "esm.encoder.layer.*.attention.self.rotary_embeddings.inv_freq"
+SEQUENCES = ["M", "MKTAYIAKQRQISFVKSHFSRQ", "XBUZO<mask>LLGG<mask>AVW" * 7, "ACDEFGHIKLMNPQRSTVWY" * 2]
+
+State = dict[str, torch.Tensor]
+
+
+class Saved(NamedTuple):
+    model: EsmForMaskedLM
+    directory: Path
+    """As `save_pretrained` wrote it."""
+    state: State
+    """What is in its model.safetensors."""
+    block: torch.Tensor
+    batch: TokenBatch
+    hidden: tuple[torch.Tensor, ...]
+    logits: torch.Tensor
+    contacts: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    torch.manual_seed(0)
+    settings = HfConfig(**transformers_config(CONFIG), initializer_range=0.15, attn_implementation="eager")
+    model = EsmForMaskedLM(settings).eval()
+    perturb(model)
+    with torch.no_grad():
+        model.esm.rotary_embeddings.inv_freq.copy_(INV_FREQ)
+        model.esm.contact_head.regression.weight *= 30
+        block, batch = tokenise(SEQUENCES)
+        mask = (block != 1).long()
+        out = model(block, attention_mask=mask, output_hidden_states=True)
+        contacts = model.predict_contacts(block, mask)
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    model.save_pretrained(directory)
+    state = load_file(directory / "model.safetensors")
+    return Saved(model, directory, state, block, batch, out.hidden_states, out.logits, contacts)
+
+
+def differences(saved: Saved, model: ESM2) -> dict[str, float]:
+    """Largest absolute differences from `transformers`, over all sequences and layers."""
+    batch = saved.batch
+    with torch.no_grad():
+        out = model(batch, layers=range(CONFIG.n_layers + 1), logits_at=torch.arange(batch.bounds[-1]))
+        contacts = predict_contacts(model, batch)
+    kept = saved.block != 1
+    layers = [(out.representations[k] - x[kept]).abs().max() for k, x in enumerate(saved.hidden)]
+    assert len(layers) == CONFIG.n_layers + 1
+    pairs = zip(contacts, saved.contacts, batch.lengths, strict=True)
+    return {
+        "hidden": float(max(layers)),
+        "logits": float((out.logits_PV - saved.logits[kept]).abs().max()),
+        "contacts": float(max((mine - theirs[:n, :n]).abs().max() for mine, theirs, n in pairs)),
+    }
+
+
+def rewrite(saved: Saved, directory: Path, state: State) -> str:
+    directory.mkdir()
+    (directory / "config.json").write_bytes((saved.directory / "config.json").read_bytes())
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
+
+
+def without_inv_freq(state: State) -> State:
+    return {key: tensor for key, tensor in state.items() if not key.endswith("inv_freq")}
+
+
+def modern_norms(state: State) -> State:
+    """LayerNorms under `weight` and `bias`, as transformers 4 writes them."""
+    return {re.sub("gamma$", "weight", re.sub("beta$", "bias", key)): tensor for key, tensor in state.items()}
+
+
+def per_layer(state: State) -> State:
+    """transformers 4: a table in each layer, and what the converter of released models left in the file."""
+    return modern_norms(without_inv_freq(state)) | {
+        **{LITERAL.replace("*", str(n)): INV_FREQ.clone() for n in range(CONFIG.n_layers)},
+        "esm.embeddings.position_ids": torch.arange(1026)[None],
+        "esm.embeddings.position_embeddings.weight": torch.randn(1026, CONFIG.dim),
+        "lm_head.decoder.weight": state["esm.embeddings.word_embeddings.weight"].clone(),
+    }
+
+
+LAYOUTS: dict[str, tuple[Callable[[State], State], set[str]]] = {
+    "as transformers 5.23 writes it": (dict, {LITERAL, "esm.encoder.layer.0.attention.LayerNorm.gamma"}),
+    "one table at model level": (
+        lambda state: without_inv_freq(state) | {"esm.rotary_embeddings.inv_freq": INV_FREQ.clone()},
+        {"esm.rotary_embeddings.inv_freq", "esm.encoder.layer.2.LayerNorm.beta"},
+    ),
+    "a table in each layer": (
+        per_layer,
+        {LITERAL.replace("*", "2"), "esm.encoder.layer.0.attention.LayerNorm.weight", "lm_head.decoder.weight"},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_numbers_of_transformers(saved: Saved, tmp_path: Path, layout: str) -> None:
+    assert len(LAYOUTS) == 3
+    make, keys = LAYOUTS[layout]
+    state = make(saved.state)
+    assert keys <= state.keys()
+    path = rewrite(saved, tmp_path / "model", state)
+    assert weights.read(path).absent == ()
+    model = load_model(path)
+    for layer in model.layers:
+        assert torch.equal(layer.self_attn.rot_emb.inv_freq, INV_FREQ)
+    assert max(differences(saved, model).values()) <= TOLERANCE
+    assert saved.contacts[2, :98, :98].std() > 0.005
+
+
+def test_without_its_table_the_model_is_another_one(saved: Saved, tmp_path: Path) -> None:
+    """The control of the test above; such a file is read all the same, with the computed frequencies."""
+    model = load_model(rewrite(saved, tmp_path / "model", without_inv_freq(saved.state)))
+    assert torch.equal(model.layers[0].self_attn.rot_emb.inv_freq, inverse_frequencies(CONFIG.head_dim))
+    found = differences(saved, model)
+    assert found["hidden"] > 1e-2
+    assert found["logits"] > 1e-2
+    assert found["contacts"] > 1e-3
+
+
+def test_tables_that_differ_from_layer_to_layer_stay_apart(saved: Saved, tmp_path: Path) -> None:
+    state = per_layer(saved.state)
+    for n in range(CONFIG.n_layers):
+        state[LITERAL.replace("*", str(n))] = INV_FREQ + n
+    model = load_model(rewrite(saved, tmp_path / "model", state))
+    assert [float(layer.self_attn.rot_emb.inv_freq[0] - INV_FREQ[0]) for layer in model.layers] == [0, 1, 2]
+
+
+def test_one_by_one_equals_transformers_too(saved: Saved) -> None:
+    model = load_model(str(saved.directory))
+    for sequence in SEQUENCES:
+        block, batch = tokenise([sequence])
+        with torch.no_grad():
+            mine = model(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
+            theirs = saved.model(block, attention_mask=torch.ones_like(block)).logits[0]
+        assert (mine - theirs).abs().max() <= TOLERANCE
+
+
+def test_a_directory_with_pytorch_model_bin(saved: Saved, tmp_path: Path) -> None:
+    path = rewrite(saved, tmp_path / "model", saved.state)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(per_layer(saved.state), tmp_path / "model" / "pytorch_model.bin")
+    assert max(differences(saved, load_model(path)).values()) <= TOLERANCE
+
+
+def test_weights_in_several_files_with_an_index(saved: Saved, tmp_path: Path) -> None:
+    saved.model.save_pretrained(tmp_path, max_shard_size="200KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) >= 3
+    assert not (tmp_path / "model.safetensors").exists()
+    assert max(differences(saved, load_model(str(tmp_path))).values()) <= TOLERANCE
+
+
+def test_a_bare_model_has_no_lm_head_and_says_so(saved: Saved, tmp_path: Path) -> None:
+    bare = EsmModel(saved.model.config, add_pooling_layer=True)
+    bare.load_state_dict(saved.model.esm.state_dict(), strict=False)
+    bare.save_pretrained(tmp_path)
+    keys = load_file(tmp_path / "model.safetensors").keys()
+    assert not any(key.startswith("esm.") for key in keys)
+    assert "pooler.dense.weight" in keys
+    assert weights.read(str(tmp_path)).absent == ("lm_head",)
+    found = differences(saved, load_model(str(tmp_path)))
+    assert max(found["hidden"], found["contacts"]) <= TOLERANCE
+    assert found["logits"] > 1e-2, "its LM head is a new one"
+
+
+def test_our_names_are_those_of_transformers(saved: Saved) -> None:
+    ours = {to_transformers(name) for name in weights.shapes(CONFIG) if not name.endswith("inv_freq")}
+    theirs = {name for name, _ in saved.model.named_parameters(remove_duplicate=False)}
+    assert len(ours) > 50
+    assert ours - {to_transformers(TIED)} == theirs - {"lm_head.decoder.weight"}
+
+
+def test_transformers_reads_a_directory_of_ours(tmp_path: Path) -> None:
+    reference = fair_esm(CONFIG)
+    path = write_transformers(tmp_path / "model", reference, CONFIG)
+    theirs, info = EsmForMaskedLM.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    block, _ = tokenise(SEQUENCES)
+    with torch.no_grad():
+        mask = (block != 1).long()
+        expected = reference(block, return_contacts=True)
+        logits, contacts = theirs(block, attention_mask=mask).logits, theirs.predict_contacts(block, mask)
+    kept = block != 1
+    assert (logits - expected["logits"])[kept].abs().max() <= TOLERANCE
+    assert (contacts - expected["contacts"])[:, :40, :40].abs().max() <= TOLERANCE

@@ -1,0 +1,408 @@
+"""Recipes: what is read, what is refused and where the message points, and what paths mean."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+
+from esmshard import recipe as recipes
+from esmshard.errors import InputError, UsageError
+from esmshard.recipe import Recipe, differences, dump, load, resolve, sample, schema
+
+TEXT = """\
+# the line numbers below count from this comment
+task: {name: contact, blocks: 2}
+model: {name: mini}
+data:
+  train: train.fasta
+  valid: sample:contact/valid
+  test: /data/test.fasta
+optim:
+  lr: 1e-4
+  clip: 2
+train: {steps: 40, seed: 7}
+out: runs/x
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The recipe, in another directory than the working directory."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    file = tmp_path / "recipes" / "mine.yaml"
+    file.write_text(TEXT)
+    return file
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(UsageError) as error:
+        load(path, overrides)
+    assert str(error.value) == "\n".join(error.value.problems)
+    return list(error.value.problems)
+
+
+def problem(path: Path, *overrides: str) -> str:
+    found = problems(path, *overrides)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_recipes_are_shipped() -> None:
+    assert recipes.names() == sorted(p.stem for p in recipes.shipped("recipes").iterdir())
+    assert "contact" in recipes.names()
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_shipped_recipe_loads_anywhere(name: str, path: Path) -> None:
+    recipe, written = load(resolve(name)), YAML(typ="safe").load(resolve(name).read_text())
+    loaded = recipe.model_dump(mode="json")
+    assert recipe.out == str(path.parent.parent / "work" / written.pop("out"))
+    assert len(written) > 2
+    for section, value in written.items():
+        assert ({key: loaded[section][key] for key in value} if isinstance(value, dict) else loaded[section]) == value
+    for split in (recipe.data.train, recipe.data.valid, recipe.data.test):
+        assert sample(split).is_file()
+
+
+def test_values_are_those_written_and_others_the_defaults(path: Path) -> None:
+    recipe = load(path)
+    assert (recipe.task.name, recipe.task.blocks, recipe.task.channels) == ("contact", 2, 32)
+    assert (recipe.train.steps, recipe.train.seed, recipe.train.eval_every) == (40, 7, 50)
+    assert (recipe.optim.head_lr, recipe.optim.betas, recipe.init) == (2e-4, (0.9, 0.98), "pretrained")
+    assert recipe.batch.tokens_per_rank == "auto"
+
+
+@pytest.mark.parametrize(("written", "value"), [("1e-4", 1e-4), ("1E-4", 1e-4), ("2.5e-05", 2.5e-5), ("2", 2.0)])
+def test_a_learning_rate_is_a_number_however_it_is_written(path: Path, written: str, value: float) -> None:
+    edit(path, "lr: 1e-4", f"lr: {written}")
+    assert (load(path).optim.lr, type(load(path).optim.lr)) == (value, float)
+    path.write_text(TEXT)
+    assert load(path, [f"optim.lr={written}"]).optim.lr == value
+
+
+def test_an_unknown_key_is_refused_with_its_place_and_a_hint(path: Path) -> None:
+    edit(path, "  lr:", "  lrr:")
+    assert problem(path) == f"{path}:9:3: optim.lrr: unknown key; did you mean 'lr'?"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("{steps: 40,", "{stepz: 40,", "11:9: train.stepz: unknown key; did you mean 'steps'?"),
+        ("optim:", "optimm:", "8:1: optimm: unknown key; did you mean 'optim'?"),
+        ("  clip:", "  qqqqq:", "10:3: optim.qqqqq: unknown key"),
+    ],
+)
+def test_unknown_keys_are_found_in_every_style(path: Path, old: str, new: str, expected: str) -> None:
+    edit(path, old, new)
+    assert problem(path) == f"{path}:{expected}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("steps: 40", "steps: many", "11:16: train.steps: must be a valid integer, not 'many'"),
+        ("steps: 40", "steps: 40.0", "11:16: train.steps: must be a valid integer, not 40.0"),
+        ("steps: 40", "steps: '40'", "11:16: train.steps: must be a valid integer, not '40'"),
+        ("steps: 40", "steps: 0", "11:16: train.steps: must be greater than or equal to 1, not 0"),
+        ("lr: 1e-4", "lr: '1e-4'", "9:7: optim.lr: must be a valid number, not '1e-4'"),
+        ("lr: 1e-4", "lr: true", "9:7: optim.lr: must be a valid number, not True"),
+        ("lr: 1e-4", "lr: 0", "9:7: optim.lr: must be greater than 0, not 0"),
+        ("lr: 1e-4", "lr: .nan", "9:7: optim.lr: must be greater than 0, not nan"),
+        ("clip: 2", "schedule: sine", "10:13: optim.schedule: must be 'cosine', 'linear' or 'constant', not 'sine'"),
+        ("name: mini", "name: 3", "3:15: model.name: must be a valid string, not 3"),
+        ("out: runs/x", "out: [a]", "12:6: out: must be a valid string, not ['a']"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_place_of_the_value(path: Path, old: str, new: str, expected: str) -> None:
+    edit(path, old, new)
+    assert problem(path) == f"{path}:{expected}"
+
+
+@pytest.mark.parametrize(
+    "betas", ["[0.9]", "[0.9, 0.98, 0.99]", "[0.9, x]", "0.9", "[5, 7]", "[0.9, 1.0]", "[-0.1, 0.9]"]
+)
+def test_betas_are_two_numbers_below_one(path: Path, betas: str) -> None:
+    edit(path, "clip: 2", f"betas: {betas}")
+    found = problems(path)
+    assert all(p.startswith(f"{path}:10:") and ": optim.betas: " in p and "required" not in p for p in found)
+    path.write_text(TEXT)
+    assert load(path, ["optim.betas=[0.8, 0.9]"]).optim.betas == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("section", ["train: 3", "train: [1]", "train:"])
+def test_a_section_that_is_no_mapping_is_refused_in_its_line(path: Path, section: str) -> None:
+    edit(path, "train: {steps: 40, seed: 7}", section)
+    found = problem(path)
+    assert found.startswith(f"{path}:11:")
+    assert ": train: must be " in found
+
+
+@pytest.mark.parametrize(
+    ("old", "expected"),
+    [
+        ("out: runs/x\n", "1:1: out: this key is required"),
+        ("  valid: sample:contact/valid\n", "4:1: data.valid: this key is required"),
+        ("model: {name: mini}\n", "1:1: model: this key is required"),
+    ],
+)
+def test_a_missing_key_is_refused(path: Path, old: str, expected: str) -> None:
+    edit(path, old, "")
+    assert problem(path) == f"{path}:{expected}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [("  clip: 2", "  lr: 2", "10:3: lr: given twice"), ("model:", "task: 1\nmodel:", "3:1: task: given twice")],
+)
+def test_a_key_given_twice_is_refused(path: Path, old: str, new: str, expected: str) -> None:
+    edit(path, old, new)
+    assert problem(path) == f"{path}:{expected}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a: [1\nb: 2\n", 2), ("a: 1\n\tb: 2\n", 2), ("a: 'x\n", 2), ("a: 1\n---\nb: 2\n", 2), ("a: *x\n", 1)],
+)
+def test_what_is_not_yaml_is_refused_with_its_line(path: Path, text: str, line: int) -> None:
+    path.write_text(text)
+    found = problem(path)
+    assert found.startswith(f"{path}:{line}:")
+    assert ": not YAML: " in found
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n", "hello\n", "3\n"])
+def test_what_is_no_mapping_is_refused(path: Path, text: str) -> None:
+    path.write_text(text)
+    assert problem(path).startswith(f"{path}:1:1: a recipe is a YAML mapping with the keys task, model, ")
+
+
+@pytest.mark.parametrize("data", [b"out: \xff\xfe\n", b"out: a\x00b\n", b"out: a\x07b\n"])
+def test_what_is_no_text_is_refused(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    assert problem(path).startswith(f"{path}:")
+
+
+def test_a_missing_file_and_a_directory_are_refused(path: Path) -> None:
+    path.unlink()
+    assert problem(path) == f"{path}: cannot be read: No such file or directory"
+    assert problem(path.parent) == f"{path.parent}: cannot be read: Is a directory"
+
+
+def test_all_problems_are_reported_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNSET_HERE", raising=False)
+    edit(path, "  lr:", "  lrr:")
+    edit(path, "steps: 40", "steps: many")
+    edit(path, "out:", "outt:")
+    edit(path, "/data/test", "${UNSET_HERE}/test")
+    assert sorted(problems(path, "train.sed=1", "nonsense")) == sorted(
+        [
+            f"{path}:9:3: optim.lrr: unknown key; did you mean 'lr'?",
+            f"{path}:11:16: train.steps: must be a valid integer, not 'many'",
+            f"{path}:12:1: outt: unknown key; did you mean 'out'?",
+            f"{path}:1:1: out: this key is required",
+            f"{path}:7:9: data.test: the environment variable UNSET_HERE is not set",
+            "train.sed=1: train.sed: unknown key; did you mean 'seed'?",
+            "nonsense: an override is KEY=VALUE, such as optim.lr=1e-4",
+        ]
+    )
+
+
+def test_overrides_change_values_and_make_sections(path: Path) -> None:
+    recipe = load(path, ["optim.lr=3e-5", "train.steps = 9", "batch.global_tokens=64", "optim.schedule=linear"])
+    assert (recipe.optim.lr, recipe.train.steps, recipe.train.seed) == (3e-5, 9, 7)
+    assert (recipe.batch.global_tokens, recipe.optim.schedule) == (64, "linear")
+    assert load(path, ["optim.lr=1", "optim.lr=2"]).optim.lr == 2
+    assert load(path, ["train={steps: 3}"]).train.model_dump() == {"steps": 3, "seed": 0, "eval_every": 50}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lrr=1", "optim.lrr: unknown key; did you mean 'lr'?"),
+        ("batch.global_token=1", "batch.global_token: unknown key; did you mean 'global_tokens'?"),
+        ("qqqqq=1", "qqqqq: unknown key"),
+        ("train={stepz: 1}", "train.stepz: unknown key; did you mean 'steps'?"),
+        ("train.steps=x", "train.steps: must be a valid integer, not 'x'"),
+        ("train.steps=", "train.steps: must be a valid integer, not ''"),
+        ("optim.lr=-1", "optim.lr: must be greater than 0, not -1"),
+        ("optim.lr", "an override is KEY=VALUE, such as optim.lr=1e-4"),
+        ("=1", "an override is KEY=VALUE, such as optim.lr=1e-4"),
+        ("optim..lr=1", "an override is KEY=VALUE, such as optim.lr=1e-4"),
+        ("optim.lr.x=1", "lr has no keys of its own"),
+        ("out=${UNSET_HERE}/x", "out: the environment variable UNSET_HERE is not set"),
+    ],
+)
+def test_a_bad_override_is_refused_as_it_was_typed(path: Path, override: str, expected: str) -> None:
+    assert problem(path, override) == f"{override}: {expected}"
+
+
+def test_an_override_with_a_control_character_is_no_crash(path: Path) -> None:
+    assert problem(path, "train.steps=\x07").startswith("train.steps=\x07: ")
+
+
+def test_a_key_that_is_missing_beside_an_override_is_refused(path: Path) -> None:
+    edit(path, "task: {name: contact, blocks: 2}\n", "")
+    assert problem(path, "task.channels=8").endswith(": task.name: this key is required")
+
+
+def test_data_and_model_paths_are_relative_to_the_recipe(path: Path) -> None:
+    edit(path, "name: mini", "name: ../weights/esm.pt")
+    recipe = load(path)
+    assert recipe.data.train == str(path.parent / "train.fasta")
+    assert recipe.data.test == "/data/test.fasta"
+    assert recipe.data.valid == "sample:contact/valid"
+    assert recipe.model.name == str(path.parent.parent / "weights" / "esm.pt")
+
+
+def test_out_and_overrides_are_relative_to_the_working_directory(path: Path) -> None:
+    assert load(path).out == str(Path.cwd() / "runs" / "x")
+    recipe = load(path, ["data.train=a/t.fasta", "model.name=../m.pt", "out=o", "data.valid=sample:contact/test"])
+    assert Path.cwd() != path.parent
+    assert recipe.data.train == str(Path.cwd() / "a" / "t.fasta")
+    assert recipe.model.name == str(Path.cwd().parent / "m.pt")
+    assert recipe.out == str(Path.cwd() / "o")
+    assert recipe.data.valid == "sample:contact/test"
+
+
+def test_a_model_is_a_name_unless_it_lies_beside_the_recipe(path: Path) -> None:
+    assert load(path).model.name == "mini"
+    assert load(path, ["model.name=esm2_t6_8M_UR50D"]).model.name == "esm2_t6_8M_UR50D"
+    (path.parent / "mini").mkdir()
+    assert load(path).model.name == str(path.parent / "mini")
+
+
+def test_home_and_variables_expand(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    monkeypatch.setenv("SPLIT", "b")
+    edit(path, "/data/test.fasta", "~/data/test.fasta")
+    edit(path, "train.fasta", "${SCRATCH}/${SPLIT}/${SPLIT}.fasta")
+    edit(path, "runs/x", "${SCRATCH}/runs")
+    recipe = load(path, ["data.valid=~/v/${SPLIT}.fasta"])
+    assert recipe.data.test == "/home/someone/data/test.fasta"
+    assert recipe.data.train == "/scratch/b/b.fasta"
+    assert recipe.data.valid == "/home/someone/v/b.fasta"
+    assert recipe.out == "/scratch/runs"
+
+
+def test_an_unset_variable_is_refused_with_its_line(path: Path) -> None:
+    edit(path, "train.fasta", "${UNSET_HERE}/train.fasta")
+    assert problem(path) == f"{path}:5:10: data.train: the environment variable UNSET_HERE is not set"
+
+
+@pytest.mark.parametrize("change", [lambda r: setattr(r, "out", "x"), lambda r: setattr(r.optim, "lr", 1.0)])
+def test_a_recipe_is_frozen(path: Path, change: Callable[[Recipe], None]) -> None:
+    recipe = load(path)
+    with pytest.raises(ValidationError, match="frozen"):
+        change(recipe)
+    assert recipe == load(path)
+
+
+def test_a_dumped_recipe_loads_as_itself(path: Path) -> None:
+    recipe = load(path, ["optim.lr=1e-7", "optim.betas=[0.5, 0.75]", "batch.tokens_per_rank=99"])
+    other = path.parent / "deeper" / "resolved.yaml"
+    other.parent.mkdir()
+    other.write_text(dump(recipe))
+    assert load(other) == recipe
+    assert dump(load(other)) == dump(recipe)
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += keys_of(field.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def keys_in(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in tree.items():
+        keys += [prefix + name, *(keys_in(value, f"{prefix}{name}.") if isinstance(value, dict) else [])]
+    return keys
+
+
+def test_a_dumped_recipe_writes_every_key_out(path: Path) -> None:
+    tree = YAML(typ="safe").load(dump(load(path)))
+    assert keys_in(tree) == keys_of(Recipe)
+    assert len(keys_in(tree)) > 30
+
+
+def test_differences_name_the_keys_that_changed(path: Path) -> None:
+    old = load(path)
+    new = load(path, ["optim.lr=0.5", "train.steps=41", "data.train=sample:contact/train"])
+    assert differences(old, old) == []
+    assert differences(old, new) == [
+        f"data.train (sample:contact/train, was {path.parent / 'train.fasta'})",
+        "optim.lr (0.5, was 0.0001)",
+        "train.steps (41, was 40)",
+    ]
+
+
+def test_a_recipe_is_found_by_path_and_by_name(path: Path) -> None:
+    assert resolve(str(path)) == path
+    assert resolve("contact") == recipes.shipped("recipes") / "contact.yaml"
+    Path("contact").write_text(TEXT)
+    assert resolve("contact") == Path("contact")  # a file comes first
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("contct", "contct: neither a file nor a shipped recipe (contact); did you mean 'contact'?"),
+        ("zzz", "zzz: neither a file nor a shipped recipe (contact)"),
+        ("mine.yaml", "mine.yaml: no such recipe file"),
+        ("recipes/contact", "recipes/contact: no such recipe file"),
+    ],
+)
+@pytest.mark.usefixtures("path")
+def test_an_unknown_recipe_is_refused_with_a_hint(name: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as error:
+        resolve(name)
+    assert str(error.value) == sentence.replace("(contact)", f"({', '.join(recipes.names())})")
+
+
+def test_a_sample_is_a_shipped_file_and_a_path_stays_a_path() -> None:
+    assert sample("sample:contact/train") == recipes.shipped("data") / "contact" / "train.fasta"
+    assert sample("/data/x.fasta") == Path("/data/x.fasta")
+
+
+@pytest.mark.parametrize("name", ["sample:contact/trian", "sample:", "sample:contact/../contact/train"])
+def test_an_unknown_sample_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(InputError) as error:
+        sample(name)
+    known = "sample:contact/test, sample:contact/train, sample:contact/valid"
+    assert str(error.value) == f"{name}: no such sample; there are {known}"
+
+
+def test_the_schema_describes_every_key() -> None:
+    tree = schema()
+    described = []
+
+    def walk(node: dict[str, Any], prefix: str) -> None:
+        assert node["additionalProperties"] is False
+        for name, field in node["properties"].items():
+            section = tree["$defs"][field["$ref"].split("/")[-1]] if "$ref" in field else {}
+            assert len(field.get("description") or section.get("description", "")) > 10, prefix + name
+            described.append(prefix + name)
+            if section:
+                walk(section, f"{prefix}{name}.")
+
+    walk(tree, "")
+    assert described == keys_of(Recipe)
+    assert len(described) > 30
+    assert math.isclose(tree["$defs"]["OptimSettings"]["properties"]["lr"]["default"], 2e-5)
