@@ -13,9 +13,9 @@ from esmshard.batch import pack
 from esmshard.data.loader import Examples
 from esmshard.data.store import ingest
 from esmshard.errors import UsageError
-from esmshard.infer.writers import DEFAULT_POOL, WRITERS, Pool, check
+from esmshard.infer.writers import DEFAULT_POOL, WRITERS, Pool, check, ids_file
+from esmshard.model import weights
 from esmshard.model.esm2 import ESM2
-from esmshard.model.weights import load_model
 from esmshard.progress import Progress, rate, say
 
 WINDOW = 512
@@ -52,14 +52,14 @@ def embed(
     pool = pool or DEFAULT_POOL[fmt]
     if fmt == "npy" and pool == "residue":
         raise UsageError(f"{out}: records differ in length, so one .npy matrix cannot hold every residue; write .h5")
-    check(out, overwrite)
+    check(*([out, ids_file(out)] if fmt == "npy" else [out]), overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-embed-") as scratch:
         # The whole input is read before the model: a bad record at the end costs seconds, not a night.
         store = ingest([fasta], Path(scratch) / "store")
         for notice in store.notices:
             say(f"{fasta}: {notice}")
         examples = Examples("input", fasta, store, None)
-        esm = load_model(model)
+        esm = weights.build(weights.read(model), weights.default_device()).eval()
         layer = esm.config.n_layers if layer is None else layer
         if not 0 <= layer <= esm.config.n_layers:
             raise UsageError(f"--layer {layer}: {model} has layers 0 to {esm.config.n_layers}")

@@ -27,7 +27,7 @@ def predict(model: str, fasta: Path, out: Path, *, overwrite: bool = False) -> i
     """
     if out.suffix != ".npz":
         raise UsageError(f"{out}: predictions are written as .npz; give the file that ending")
-    check(out, overwrite)
+    check(out, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         store = ingest([fasta], Path(scratch) / "store")
         for notice in store.notices:

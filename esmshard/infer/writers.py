@@ -74,7 +74,7 @@ class NpyWriter(Writer):
 
     def commit(self) -> None:
         """Ids first: a matrix never lies there without them."""
-        ids = self.out.with_suffix(".ids.txt")
+        ids = ids_file(self.out)
         temporary = ids.with_name(f".tmp-{ids.name}")
         temporary.write_text("".join(f"{i}\n" for i in self._ids), encoding="utf-8")
         temporary.replace(ids)
@@ -137,9 +137,15 @@ WRITERS: dict[str, type[NpyWriter] | type[Hdf5Writer]] = {
 DEFAULT_POOL: dict[str, Pool] = {"npy": "mean", "h5": "residue"}
 
 
-def check(out: Path, overwrite: bool) -> None:
-    """Refuse to replace a file unless told to."""
-    if out.is_dir():
-        raise InputError(f"{out}: is a directory; name a file")
-    if out.exists() and not overwrite:
-        raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
+def check(*paths: Path, overwrite: bool) -> None:
+    """Refuse to replace files unless told to."""
+    for path in paths:
+        if path.is_dir():
+            raise InputError(f"{path}: is a directory; name a file")
+        if path.exists() and not overwrite:
+            raise UsageError(f"{path}: exists already; choose another name or pass --overwrite")
+
+
+def ids_file(out: Path) -> Path:
+    """Where the ids of the rows of a `.npy` file go."""
+    return out.with_suffix(".ids.txt")

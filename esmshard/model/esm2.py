@@ -75,7 +75,9 @@ class ESM2(nn.Module):
     def __init__(self, config: EsmConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(VOCAB_SIZE, config.dim, padding_idx=PAD)
+        # Not nn.Embedding's own normal draw: on the meta device that imports the compiler, two seconds of every start.
+        table = torch.empty(VOCAB_SIZE, config.dim).uniform_(-1, 1)
+        self.embed_tokens = nn.Embedding(VOCAB_SIZE, config.dim, padding_idx=PAD, _weight=table)
         self.layers = nn.ModuleList(TransformerLayer(config.dim, config.n_heads) for _ in range(config.n_layers))
         self.contact_head = ContactRegression(config.n_layers * config.n_heads)
         self.emb_layer_norm_after = nn.LayerNorm(config.dim)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,8 +80,9 @@ def shapes(config: EsmConfig) -> dict[str, torch.Size]:
 def fresh(config: EsmConfig, seed: int) -> Weights:
     """New random weights. Each tensor depends on the seed and its name only, so that every rank can draw its own.
 
-    Linear layers are Xavier-uniform (q, k and v with gain 1/sqrt 2) as in fair-esm; the embedding is normal with
-    deviation 1, biases are 0 and LayerNorms 1.
+    Linear layers are Xavier-uniform (q, k and v with gain 1/sqrt 2, as in fair-esm's attention); the embedding, which
+    is the LM head's matrix too, is normal with deviation 0.02, so that first logits are small; biases are 0 and
+    LayerNorms 1.
     """
     return Weights(config, f"fresh weights, seed {seed}", _fresh(config, shapes(config), seed))
 
@@ -96,7 +98,7 @@ def _fresh(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> di
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         if name == "embed_tokens.weight":
-            table = torch.randn(shape, generator=generator)
+            table = 0.02 * torch.randn(shape, generator=generator)
             table[PAD] = 0.0
             return table
         gain = 1 / math.sqrt(2) if re.search(r"\.[qkv]_proj\.", name) else 1.0
@@ -149,12 +151,21 @@ def load_model(model: str, device: torch.device | None = None) -> ESM2:
     Args:
         model: a directory of ours or in `transformers` layout, or a fair-esm `.pt`.
         device: the first GPU, else the CPU, by default.
+
+    Warns if the file has no LM head or no contact regression: logits or contacts are then random.
     """
     found = read(model)
+    if found.absent:
+        warnings.warn(f"{found.source}: has no {' and no '.join(found.absent)}; what they say is random", stacklevel=2)
+    return build(found, device or default_device()).eval()
+
+
+def build(found: Weights, device: torch.device) -> ESM2:
+    """An ESM-2 with these weights on one device. Says nothing of parts that the file does not have."""
     with torch.device("meta"):
         trunk = ESM2(found.config)
-    materialise(trunk, found, device or default_device())
-    return trunk.eval()
+    materialise(trunk, found, device)
+    return trunk
 
 
 def to_transformers(name: str) -> str:
@@ -248,6 +259,8 @@ def _read_fair_esm(path: Path) -> Weights:
         raise InputError(f"{path}: not an ESM-2 file of fair-esm (it has no cfg.model with encoder sizes)") from None
     except ValueError as error:
         raise InputError(f"{path}: not an ESM-2: {error}") from None
+    if not isinstance(state, dict):
+        raise InputError(f"{path}: not an ESM-2 file of fair-esm (its 'model' holds no weights)")
     regression = path.with_name(f"{path.stem}-contact-regression.pt")
     if regression.is_file():
         extra = _torch_load(regression).get("model")

@@ -33,7 +33,8 @@ class ConvBlock(nn.Module):
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
         self.norm1 = nn.InstanceNorm2d(channels, affine=True)
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=dilation, dilation=dilation)
+        # No bias: the normalisation after it would take it away again.
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=dilation, dilation=dilation, bias=False)
         self.norm2 = nn.InstanceNorm2d(channels, affine=True)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
 
@@ -56,7 +57,8 @@ class PairwiseHead(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.left = nn.Linear(dim, channels)
         self.right = nn.Linear(dim, channels)
-        self.separation = nn.Embedding(MAX_SEPARATION + 1, channels)
+        table = torch.empty(MAX_SEPARATION + 1, channels).uniform_(-1, 1)  # see ESM2 for why not nn.Embedding's own
+        self.separation = nn.Embedding(MAX_SEPARATION + 1, channels, _weight=table)
         self.blocks = nn.ModuleList(ConvBlock(channels, DILATIONS[n % len(DILATIONS)]) for n in range(blocks))
         self.out = nn.Conv2d(channels, 1, 1)
         nn.init.zeros_(self.out.weight)

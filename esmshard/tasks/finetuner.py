@@ -64,20 +64,21 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
     try:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         settings = TaskSettings(**about["recipe"]["task"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         weights.read(model)  # says so if it is no model at all
         raise InputError(
             f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: damaged ({error}); consolidate the run again") from None
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: damaged ({reason}); consolidate the run again") from None
     found = weights.read(model)
     task = TASKS[settings.name](settings)
     head = task.head(found.config)
-    expected = head.state_dict()
-    if expected.keys() != found.head.keys():
-        raise InputError(f"{model}: its head does not fit the task '{settings.name}'; consolidate the run again")
-    head.load_state_dict({name: found.head[name]() for name in expected})
+    tensors = {name: read() for name, read in found.head.items()}
+    if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in head.state_dict().items()}:
+        raise InputError(f"{model}: its head does not fit the task in esmshard.json; consolidate the run again")
+    head.load_state_dict(tensors)
     return FineTuned(_assemble(found, head, device or weights.default_device()), task, about)
 
 
@@ -107,7 +108,4 @@ def new_head(recipe: Recipe, task: Task, found: Weights) -> nn.Module:
 
 
 def _assemble(found: Weights, head: nn.Module, device: torch.device) -> FineTuner:
-    with torch.device("meta"):
-        trunk = ESM2(found.config)
-    weights.materialise(trunk, found, device)
-    return FineTuner(trunk, head.to(device)).eval()
+    return FineTuner(weights.build(found, device), head.to(device)).eval()

@@ -11,7 +11,7 @@ from esmshard.data.store import TokenStore, ingest
 from esmshard.errors import InputError
 from esmshard.vocab import encode_residues
 
-SIZES = [5, 30, 12, 13, 100, 31, 30, 64]
+SIZES = [5, 30, 12, 13, 100, 31, 30, 100]
 MAXIMUM = 30
 
 
@@ -86,8 +86,7 @@ def test_crops_change_with_epoch_seed_and_id(store: TokenStore) -> None:
     split = examples(store)
     assert len({starts(split, epoch)[4] for epoch in range(10)}) > 3
     assert len({starts(examples(store, seed=seed), 0)[4] for seed in range(10)}) > 3
-    modulo = [(s[4] % 35, s[7]) for s in (starts(split, epoch) for epoch in range(10))]
-    assert any(a != b for a, b in modulo)
+    assert any(first[4] != first[7] for first in (starts(split, epoch) for epoch in range(10)))  # of one length
 
 
 def test_every_window_comes_up(store: TokenStore) -> None:

@@ -186,6 +186,14 @@ def test_a_manifest_that_says_little_is_refused(store: TokenStore, text: str) ->
     assert refusal(lambda: TokenStore(store.path)).startswith(str(store.path))
 
 
+@pytest.mark.parametrize("key", ["format", "version", "alphabet", "records", "bytes"])
+def test_a_manifest_without_a_key_is_refused(store: TokenStore, key: str) -> None:
+    manifest = json.loads((store.path / "manifest.json").read_text())
+    del manifest[key]
+    (store.path / "manifest.json").write_text(json.dumps(manifest))
+    assert refusal(lambda: TokenStore(store.path)).startswith(str(store.path))
+
+
 def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         assert refusal(lambda path=path: TokenStore(path)).startswith(f"{path}: not a token store")

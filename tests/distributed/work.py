@@ -50,10 +50,7 @@ def plain_model(recipe: Recipe) -> tuple[FineTuner, Task]:
     """The same weights without any sharding."""
     task = ContactTask(recipe.task)
     base = weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
-    with torch.device("meta"):
-        trunk = ESM2(base.config)
-    weights.materialise(trunk, base, torch.device("cpu"))
-    model = FineTuner(trunk, task.head(base.config))
+    model = FineTuner(weights.build(base, torch.device("cpu")), task.head(base.config))
     model.head.load_state_dict(rough_head(recipe, task, base))
     model.freeze_unused()
     return model.train(), task

@@ -75,6 +75,16 @@ def test_logits_of_a_record_do_not_depend_on_its_batch(model: FineTuner) -> None
         assert (a - c).abs().max() <= 1e-5
 
 
+def test_pairs_are_multiplied_both_ways_round(model: FineTuner) -> None:
+    batch = tokenise(sequences())[1]
+    with torch.no_grad():
+        before = model(batch)
+        model.head.left, model.head.right = model.head.right, model.head.left
+        after = model(batch)
+    for a, b in zip(before, after, strict=True):
+        assert (a - b).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("blocks", [0, 1, 4])
 def test_a_new_head_starts_at_the_share_of_contacts(blocks: int) -> None:
     head = ContactTask(TaskSettings(name="contact", channels=4, blocks=blocks)).head(TINY)
