@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.fasta import Edits, Seen, read_fasta
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.vocab import ALPHABET_HASH, encode_residues
 
 FORMAT, VERSION = "esmshard-tokens", 1
@@ -71,13 +71,14 @@ class TokenStore:
 def ingest(fastas: Sequence[Path], out: Path) -> TokenStore:
     """Read FASTA files into a new store at `out`. An id in two files is a duplicate like any other.
 
-    Raises `InputError` if a file cannot be read or `out` exists; nothing is left behind then.
+    Raises `InputError` if a file cannot be read, `UsageError` if `out` exists; nothing is left behind then.
     """
     if out.exists():
-        raise InputError(f"{out}: exists already; choose another directory or delete it")
+        raise UsageError(f"{out}: exists already; choose another directory or delete it")
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".tmp-{out.name}-", dir=out.parent))
     try:
+        work.chmod(0o755)  # mkdtemp's private mode is for secrets
         _write(fastas, work)
         try:
             work.rename(out)

@@ -123,6 +123,8 @@ def read(model: str) -> Weights:
         return _read_fair_esm(path)
     if path.is_file():
         raise InputError(f"{path}: not a model; expected a fair-esm .pt file or a directory in transformers' layout")
+    if model in SIZES and not model.startswith("esm2_"):
+        raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
     if model in SIZES:
         raise InputError(
             f"{model}: the weights are not here; download {model}.pt of fair-esm or the directory facebook/{model} "

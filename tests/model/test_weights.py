@@ -437,3 +437,8 @@ def test_a_model_without_its_contact_regression_warns_that_contacts_are_random(t
     (tmp_path / "esm2_tiny-contact-regression.pt").unlink()
     with pytest.warns(UserWarning, match=r"esm2_tiny\.pt: has no contact_head; what they say is random"):
         load_model(str(file))
+
+
+def test_a_size_of_ours_has_no_weights_to_download() -> None:
+    with pytest.raises(InputError, match="mini: a size without trained weights"):
+        weights.read("mini")
