@@ -40,8 +40,8 @@ class TokenStore:
             self._tokens = np.memmap(path / "tokens.u8", dtype=np.uint8, mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise InputError(f"{path}: the token store is damaged ({error}); delete it and ingest again") from None
-        whole = len(self.offsets) == self.manifest["records"] + 1 and self.offsets[-1] == len(self._tokens)
-        if not whole or sizes != self.manifest["bytes"]:
+        whole = len(self.offsets) == self.manifest.get("records", -1) + 1 and self.offsets[-1] == len(self._tokens)
+        if not whole or sizes != self.manifest.get("bytes"):
             raise InputError(f"{path}: the token store is truncated; delete it and ingest again")
 
     def __len__(self) -> int:

@@ -87,7 +87,7 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
     assert "no such file" in refusal(tmp_path / "nowhere.pt")
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", RELEASED)
 def test_a_released_name_without_a_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "weights are not here" in refusal(name)
