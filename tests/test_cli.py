@@ -123,6 +123,18 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
         assert all(torch.allclose(first[k], second[k], rtol=0, atol=tolerance) for k in first)
 
 
+def test_a_model_without_checkpoints_is_not_lost_to_resume_auto(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    subprocess.run(["cp", "-r", finished[0] / "run", out], check=True)
+    subprocess.run(["rm", "-r", out / "checkpoints"], check=True)
+    done = esmshard("finetune", finished[0] / "tiny.yaml", f"out={out}", "--resume", "auto")
+    assert done.returncode == 2
+    assert "holds a model but no checkpoint" in done.stderr
+    assert (out / "model" / "model.safetensors").exists()
+
+
 def test_resuming_under_another_recipe_is_refused(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     directory, _ = finished
     done = esmshard("finetune", directory / "tiny.yaml", "optim.lr=1e-5", "--resume", "auto")

@@ -168,6 +168,8 @@ def _starting_point(job: Job, resume: str | None, overwrite: bool) -> Path | Non
         start = sharded.newest_good(job.out / "checkpoints", say)
     elif resume is not None:
         start = sharded.locate(Path(resume), say)
+    if start is None and not overwrite and (job.out / "model").exists():
+        raise UsageError(f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again")
     if start is None:
         for name in RUN_FILES:
             path = job.out / name

@@ -113,6 +113,7 @@ def test_coordinates_of_another_type_are_refused(fasta: Path, cb_dA: np.ndarray)
     "changed",
     [
         {"offsets": GOOD["offsets"][:-1]},
+        {"offsets": GOOD["offsets"][[0, 1, 3]]},
         {"offsets": GOOD["offsets"] + 1},
         {"seqs": GOOD["seqs"][:-1]},
         {"names": GOOD["names"][:-1]},

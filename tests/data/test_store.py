@@ -165,6 +165,11 @@ def test_a_damaged_store_is_one_input_error(store: TokenStore, name: str, damage
     assert "\n" not in message
 
 
+def test_offsets_beyond_the_tokens_are_refused(store: TokenStore) -> None:
+    np.save(store.path / "offsets.npy", np.array([0, 3, 6, 8]))
+    assert refusal(lambda: TokenStore(store.path)).startswith(f"{store.path}: the token store is truncated")
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
