@@ -82,6 +82,8 @@ def pack(tokens: Sequence[npt.NDArray[np.uint8]], record_ids: Sequence[str] | No
     """Lay encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`, and there must be one."""
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
+    if record_ids is not None and len(record_ids) != len(tokens):
+        raise ValueError(f"{len(record_ids)} ids for {len(tokens)} sequences")
     for k, sequence in enumerate(tokens):
         if len(sequence) < 3 or sequence[0] != CLS or sequence[-1] != EOS:
             raise ValueError(f"sequence {k} of the batch is not <cls> residues <eos>")

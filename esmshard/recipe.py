@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.constructor import DuplicateKeyError
@@ -31,7 +32,9 @@ RECIPE_VERSION = 1
 class Settings(BaseModel):
     """Base of all sections: frozen, no unknown keys, no silent conversion, field docstrings in the schema."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class TaskSettings(Settings):
@@ -186,13 +189,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     tree, where = _read(path), _Where(str(path))
     problems: list[str] = []
-    _expand_all(tree, path.parent, where, problems)
     for override in overrides:
         _override(tree, override, where, problems)
+    _expand_all(tree, path.parent, where, problems)
     try:
         recipe = Recipe.model_validate(_plain(tree))
     except ValidationError as error:
-        problems += [_sentence(tree, where, e["loc"], e["type"], e["msg"], e["input"]) for e in error.errors()]
+        found = {_key(e["loc"]): e for e in reversed(error.errors())}  # of a key with two problems, the first
+        problems += [_sentence(tree, where, key, e) for key, e in reversed(found.items())]
     if problems:
         raise UsageError(*problems)
     return recipe
@@ -303,8 +307,6 @@ def _override(tree: CommentedMap, text: str, where: _Where, problems: list[str])
             problems.append(f"{text}: {key} has no keys of its own")
             return
     node[loc[-1]] = value
-    if (loc in PATH_KEYS or loc == ("out",)) and isinstance(value, str):
-        _expand(node, loc, Path.cwd(), text, problems)
 
 
 def _expand_all(tree: CommentedMap, base: Path, where: _Where, problems: list[str]) -> None:
@@ -313,8 +315,8 @@ def _expand_all(tree: CommentedMap, base: Path, where: _Where, problems: list[st
         for key in loc[:-1]:
             node = node.get(key) if isinstance(node, dict) else None
         if isinstance(node, dict) and isinstance(node.get(loc[-1]), str):
-            place = where.of(tree, loc, on_value=True)
-            _expand(node, loc, Path.cwd() if loc == ("out",) else base, place, problems)
+            here = loc == ("out",) or loc in where.overrides  # typed in the shell, or made there
+            _expand(node, loc, Path.cwd() if here else base, where.of(tree, loc, on_value=True), problems)
 
 
 def _expand(node: dict[str, Any], loc: tuple[str, ...], base: Path, where: str, problems: list[str]) -> None:
@@ -336,20 +338,23 @@ def _did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def _sentence(tree: CommentedMap, where: _Where, loc: tuple[Any, ...], kind: str, message: str, value: Any) -> str:
+def _key(loc: tuple[Any, ...]) -> tuple[str, ...]:
+    """The key that the user wrote. A field of two types, or a list, reports each member by a name of its own."""
     keys = tuple(str(k) for k in loc)
-    dotted = ".".join(keys)
-    # An int-or-"auto" field reports one error a member, its name at the end: keep the key that the user wrote.
     while len(keys) > 1 and not _is_key(keys):
         keys = keys[:-1]
-        dotted = ".".join(keys)
-    if kind == "extra_forbidden":
+    return keys
+
+
+def _sentence(tree: CommentedMap, where: _Where, keys: tuple[str, ...], error: ErrorDetails) -> str:
+    dotted = ".".join(keys)
+    if error["type"] == "extra_forbidden":
         return f"{where.of(tree, keys)}: {dotted}: unknown key{_did_you_mean(keys[-1], _siblings(keys))}"
-    if kind == "missing" and keys != tuple(str(k) for k in loc):
+    if error["type"] == "missing" and len(keys) < len(error["loc"]):
         return f"{where.of(tree, keys, on_value=True)}: {dotted}: has too few values"
-    if kind == "missing":
+    if error["type"] == "missing":
         return f"{where.of(tree, keys[:-1])}: {dotted}: this key is required"
-    message = re.sub(r"^Input should be ", "", message)
+    message, value = error["msg"].removeprefix("Input should be "), error["input"]
     got = repr(value) if isinstance(value, str) else "nothing" if value is None else value
     return f"{where.of(tree, keys, on_value=True)}: {dotted}: must be {message}, not {got}"
 

@@ -72,3 +72,8 @@ def test_no_sequence_is_refused() -> None:
 def test_what_is_not_cls_residues_eos_is_refused_by_its_number(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="sequence 1 of the batch is not <cls> residues <eos>"):
         pack([encode("MK"), np.array(tokens, dtype=np.uint8)])
+
+
+def test_ids_and_sequences_must_be_as_many() -> None:
+    with pytest.raises(ValueError, match="1 ids for 2 sequences"):
+        pack([encode("MK"), encode("T")], ["a"])

@@ -120,7 +120,7 @@ def test_unknown_keys_are_found_in_every_style(path: Path, old: str, new: str, e
         ("lr: 1e-4", "lr: '1e-4'", "9:7: optim.lr: must be a valid number, not '1e-4'"),
         ("lr: 1e-4", "lr: true", "9:7: optim.lr: must be a valid number, not True"),
         ("lr: 1e-4", "lr: 0", "9:7: optim.lr: must be greater than 0, not 0"),
-        ("lr: 1e-4", "lr: .nan", "9:7: optim.lr: must be greater than 0, not nan"),
+        ("lr: 1e-4", "lr: .nan", "9:7: optim.lr: must be a finite number, not nan"),
         ("clip: 2", "schedule: sine", "10:13: optim.schedule: must be 'cosine', 'linear' or 'constant', not 'sine'"),
         ("name: mini", "name: 3", "3:15: model.name: must be a valid string, not 3"),
         ("out: runs/x", "out: [a]", "12:6: out: must be a valid string, not ['a']"),
@@ -406,3 +406,21 @@ def test_the_schema_describes_every_key() -> None:
     assert described == keys_of(Recipe)
     assert len(described) > 30
     assert math.isclose(tree["$defs"]["OptimSettings"]["properties"]["lr"]["default"], 2e-5)
+
+
+def test_an_unset_variable_does_no_harm_where_an_override_stands_in_for_it(path: Path) -> None:
+    text = path.read_text()
+    line = next(line for line in text.splitlines() if line.strip().startswith("valid:"))
+    path.write_text(text.replace(line, "  valid: ${NOT_SET_ANYWHERE}/x.fasta"))
+    assert "NOT_SET_ANYWHERE" in problem(path)
+    assert load(path, ["data.valid=mine.fasta"]).data.valid == str(Path.cwd() / "mine.fasta")
+
+
+def test_a_key_of_two_types_has_one_sentence(path: Path) -> None:
+    assert problem(path, "batch.tokens_per_rank=many").startswith(
+        "batch.tokens_per_rank=many: batch.tokens_per_rank: must"
+    )
+
+
+def test_infinity_is_no_learning_rate(path: Path) -> None:
+    assert "optim.lr: must be" in problem(path, "optim.lr=.inf")

@@ -42,13 +42,14 @@ class CoordinateLabels:
             raise InputError(f"{path}: no such file; the coordinates of {fasta.name} are expected there") from None
         except KeyError as error:
             raise InputError(f"{path}: has no array {error}; names, seqs, offsets and cb_dA are expected") from None
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(f"{path}: cannot be read ({error}); copy or make it again") from None
         if self._cb_dA.dtype != np.uint16 or self._cb_dA.ndim != 2 or self._cb_dA.shape[1] != 3:
             raise InputError(
                 f"{path}: cb_dA is {self._cb_dA.dtype} {list(self._cb_dA.shape)}, not uint16 [residues, 3]"
             )
-        if len(offsets) != len(names) + 1 or len(seqs) != len(names) or offsets[-1] != len(self._cb_dA):
+        flat = all(array.ndim == 1 for array in (names, seqs, offsets))
+        if not flat or len(offsets) != len(names) + 1 or len(seqs) != len(names) or offsets[-1] != len(self._cb_dA):
             raise InputError(f"{path}: names, seqs, offsets and cb_dA do not fit each other; make the file again")
 
         row = {str(name): k for k, name in enumerate(names)}

@@ -36,8 +36,8 @@ def epoch_steps(
 
     Args:
         lengths: tokens of each record as trained on (crops applied, `<cls>` and `<eos>` counted).
-        global_tokens: tokens wanted in a step. An epoch has as many steps as bring their mean nearest to it, and each
-            differs from the mean by less than one record.
+        global_tokens: tokens wanted in a step. An epoch has round(all tokens / this) steps, and each differs from
+            their mean by less than one record.
         seed: of the recipe.
         epoch: counted from 0.
 

@@ -40,7 +40,7 @@ class TokenStore:
             self._tokens = np.memmap(path / "tokens.u8", dtype=np.uint8, mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise InputError(f"{path}: the token store is damaged ({error}); delete it and ingest again") from None
-        whole = len(self.offsets) == self.manifest.get("records", -1) + 1 and self.offsets[-1] == len(self._tokens)
+        whole = len(self.offsets) - 1 == self.manifest.get("records") and self.offsets[-1] == len(self._tokens)
         if not whole or sizes != self.manifest.get("bytes"):
             raise InputError(f"{path}: the token store is truncated; delete it and ingest again")
 
@@ -55,7 +55,10 @@ class TokenStore:
     @functools.cached_property
     def ids(self) -> list[str]:
         """Ids in file order; read when they are first asked for."""
-        return (self.path / "ids.txt").read_text(encoding="utf-8").split("\n")[:-1]
+        try:
+            return (self.path / "ids.txt").read_text(encoding="utf-8").split("\n")[:-1]
+        except (OSError, ValueError):
+            raise InputError(f"{self.path}/ids.txt: cannot be read; delete the store and ingest again") from None
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
         """Residue tokens of record n, uint8 [L]."""

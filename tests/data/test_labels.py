@@ -182,3 +182,8 @@ def test_only_the_records_of_the_fasta_file_need_labels(tmp_path: Path) -> None:
     write(fasta)
     store: TokenStore = cached(fasta)
     np.testing.assert_allclose(CoordinateLabels(fasta, store)[0]["cb"][0], [1.5, 1.6, 1.7], atol=1e-6)
+
+
+def test_arrays_without_a_length_are_refused(fasta: Path) -> None:
+    write(fasta, names=np.array("a"))
+    assert "do not fit each other" in refusal(fasta)

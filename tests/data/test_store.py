@@ -261,3 +261,10 @@ def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: 
     assert cache_directory() == tmp_path / "xdg" / "esmshard"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory() == tmp_path / ".cache" / "esmshard"
+
+
+def test_ids_that_are_no_text_are_refused(store: TokenStore) -> None:
+    ids = store.path / "ids.txt"
+    ids.write_bytes(b"\xff" * ids.stat().st_size)
+    with pytest.raises(InputError, match=r"ids\.txt: cannot be read"):
+        _ = TokenStore(store.path).ids

@@ -232,7 +232,7 @@ def test_random_scores_reach_the_base_rate() -> None:
     _, labels_LL = protein(90, density=0.08)
     labels_LL = unresolve(labels_LL, [3, 4, 50])
     rng = np.random.default_rng(1)
-    rows = [contact_precision(rng.random((90, 90)), labels_LL) for _ in range(300)]
+    rows = [contact_precision(rng.random((90, 90)), labels_LL) for _ in range(150)]
     rate = base_rate(labels_LL)
     for name, (low, high) in NOTEBOOK_RANGES.items():
         hits = np.concatenate([labels_LL.diagonal(s) for s in range(low, high or 90)])
