@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import write_subset
+from model_files import TINY, fair_esm, write_fair_esm
 
 from esmshard import cli
 from esmshard import recipe as recipes
@@ -239,6 +240,24 @@ def test_every_shipped_recipe_runs_two_steps(name: str, tiny_recipe: Path, tmp_p
     done = esmshard("finetune", name, *small, *splits, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_training_starts_from_the_weights_that_the_recipe_names(tiny_recipe: Path, tmp_path: Path) -> None:
+    """With a learning rate of next to nothing the trunk ends as it began, tensor by tensor, over two ranks."""
+    base = fair_esm(TINY)
+    file = write_fair_esm(tmp_path / "esm2_tiny.pt", base)
+    text = tiny_recipe.read_text().replace("name: nano", "name: esm2_tiny.pt").replace("init: random\n", "")
+    tiny_recipe.write_text(text)
+    done = esmshard("finetune", tiny_recipe, "train.steps=2", "optim.lr=1e-12", "optim.head_lr=1e-2", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    state, expected = load_model(str(tmp_path / "run" / "model")).state_dict(), load_model(str(file)).state_dict()
+    assert len(state) > 40
+    assert all(torch.allclose(state[name], expected[name], rtol=0, atol=1e-7) for name in expected)
+    again = esmshard("finetune", tiny_recipe, "train.steps=2", "init=random", f"out={tmp_path / 'other'}")
+    assert again.returncode == 0, again.stderr
+    other = load_model(str(tmp_path / "other" / "model")).state_dict()
+    assert other["layers.0.fc1.weight"].shape == expected["layers.0.fc1.weight"].shape
+    assert not torch.allclose(other["layers.0.fc1.weight"], expected["layers.0.fc1.weight"], atol=1e-3)
 
 
 def test_processes_of_a_launcher_are_joined(tiny_recipe: Path, tmp_path: Path) -> None:

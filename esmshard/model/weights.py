@@ -11,7 +11,8 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,14 @@ class Weights:
     """Tensors of a fine-tuned task head, without the prefix `head.`."""
     absent: tuple[str, ...] = ()
     """Parts that the file does not have and that were drawn anew: `lm_head`, `contact_head`."""
+    left_out: tuple[str, ...] = ()
+    """Heads of another task in the file, which nothing here reads: `classifier` of `transformers`."""
+
+    @property
+    def notices(self) -> list[str]:
+        """What a user should know of this file, one sentence each."""
+        found = [f"{self.source}: has no {part}; what it says is random" for part in self.absent]
+        return found + [f"{self.source}: its {part} is of another task and left out" for part in self.left_out]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.read["embed_tokens.weight" if name == TIED else name]()
@@ -105,10 +114,7 @@ def _fresh(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> di
         bound = gain * math.sqrt(6 / (shape[0] + shape[1]))
         return torch.rand(shape, generator=generator) * 2 * bound - bound
 
-    def reader(name: str, shape: torch.Size) -> Callable[[], torch.Tensor]:
-        return lambda: draw(name, shape)
-
-    return {name: reader(name, shape) for name, shape in wanted.items()}
+    return {name: partial(draw, name, shape) for name, shape in wanted.items()}
 
 
 def read(model: str) -> Weights:
@@ -157,8 +163,8 @@ def load_model(model: str, device: torch.device | None = None) -> ESM2:
     Warns if the file has no LM head or no contact regression: logits or contacts are then random.
     """
     found = read(model)
-    if found.absent:
-        warnings.warn(f"{found.source}: has no {' and no '.join(found.absent)}; what they say is random", stacklevel=2)
+    for notice in found.notices:
+        warnings.warn(notice, stacklevel=2)
     return build(found, device or default_device()).eval()
 
 
@@ -235,6 +241,8 @@ def _read_directory(path: Path) -> Weights:
         raise InputError(f"{path}: holds no model.safetensors and no pytorch_model.bin; it is not a complete model")
 
     head = {k.removeprefix("head."): r for k, r in found.items() if k.startswith("head.")}
+    left_out = tuple(sorted({k.split(".")[0] for k in found if k.startswith("classifier.")}))
+    found = {k: r for k, r in found.items() if not k.startswith("classifier.")}
     trunk: dict[str, Callable[[], torch.Tensor]] = {}
     for key, reader in found.items():
         name = None if key.startswith("head.") else from_transformers(key)
@@ -243,7 +251,7 @@ def _read_directory(path: Path) -> Weights:
             trunk |= {f"layers.{n}.self_attn.rot_emb.inv_freq": reader for n in range(config.n_layers)}
         elif name is not None:
             trunk[name] = reader
-    return _complete(config, str(path), trunk, head)
+    return replace(_complete(config, str(path), trunk, head), left_out=left_out)
 
 
 def _read_fair_esm(path: Path) -> Weights:
@@ -388,7 +396,4 @@ def _torch_load(path: Path) -> dict[str, Any]:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
-    def reader(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: tensor
-
-    return {str(k): reader(v) for k, v in state.items() if isinstance(v, torch.Tensor)}
+    return {str(k): partial(torch.Tensor.detach, v) for k, v in state.items() if isinstance(v, torch.Tensor)}

@@ -204,8 +204,8 @@ def _open_run(job: Job, resolved: Recipe, done: int, ranks: World) -> None:
     for split in (job.train, job.valid, job.test):
         for notice in split.store.notices:
             say(f"{split.path}: {notice}")
-    if job.weights.absent:
-        say(f"{job.weights.source}: no {' and no '.join(job.weights.absent)} in it; this task does not need it")
+    for notice in job.weights.notices:
+        say(notice)
     if done:
         say(f"going on after step {done} of {job.recipe.train.steps}")
 

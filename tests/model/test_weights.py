@@ -435,10 +435,19 @@ def test_sizes_must_be_positive(size: str, value: int) -> None:
 def test_a_model_without_its_contact_regression_warns_that_contacts_are_random(tmp_path: Path) -> None:
     file = write_fair_esm(tmp_path / "esm2_tiny.pt", fair_esm(TINY))
     (tmp_path / "esm2_tiny-contact-regression.pt").unlink()
-    with pytest.warns(UserWarning, match=r"esm2_tiny\.pt: has no contact_head; what they say is random"):
+    with pytest.warns(UserWarning, match=r"esm2_tiny\.pt: has no contact_head; what it says is random"):
         load_model(str(file))
 
 
 def test_a_size_of_ours_has_no_weights_to_download() -> None:
     with pytest.raises(InputError, match="mini: a size without trained weights"):
         weights.read("mini")
+
+
+def test_a_classifier_of_transformers_is_left_out_with_a_word(tmp_path: Path) -> None:
+    directory = write_transformers(tmp_path / "model", fair_esm(TINY), TINY)
+    tensors = load((directory / "model.safetensors").read_bytes())
+    save_file(tensors | {"classifier.dense.weight": torch.zeros(2, 2)}, directory / "model.safetensors")
+    assert weights.read(str(directory)).left_out == ("classifier",)
+    with pytest.warns(UserWarning, match="its classifier is of another task and left out"):
+        load_model(str(directory))
