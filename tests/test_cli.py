@@ -142,6 +142,17 @@ def test_resuming_under_another_recipe_is_refused(finished: tuple[Path, subproce
     assert done.returncode == 2
     assert "optim.lr (1e-05, was 0.003)" in done.stderr
     assert done.stderr.count("\n") == 1
+    done = esmshard("finetune", directory / "tiny.yaml", "parallel.precision=bf16", "--resume", "auto")
+    assert done.returncode == 2
+    assert "parallel.precision (bf16, was fp32)" in done.stderr
+    fasta, labels = (directory / f"train.{end}" for end in ("fasta", "npz"))
+    before = fasta.read_bytes(), labels.read_bytes()
+    write_subset(directory, "train", "train", range(1, 25))
+    done = esmshard("finetune", directory / "tiny.yaml", "--resume", "auto")
+    fasta.write_bytes(before[0])
+    labels.write_bytes(before[1])
+    assert done.returncode == 2
+    assert "train.fasta holds other sequences than it did" in done.stderr
 
 
 def test_the_model_loads_in_transformers_and_fair_esm(

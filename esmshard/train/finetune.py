@@ -57,7 +57,7 @@ def run(recipe: Recipe, resume: str | None = None, overwrite: bool = False) -> P
     """
     with world() as ranks:
         job = ranks.agree(lambda: prepare(recipe, ranks.size))
-        start = ranks.from_first(lambda: _starting_point(job, resume, overwrite))
+        start = ranks.from_first(lambda: _starting_point(job, resume, overwrite, ranks.device))
         _train(job, start, ranks)
         if not ranks.is_first:
             return None
@@ -102,6 +102,7 @@ def _train(job: Job, start: Path | None, ranks: World) -> None:
         "config": {name: getattr(weights.config, name) for name in ("n_layers", "dim", "n_heads", "token_dropout")},
         "world_size": ranks.size,
         "versions": versions(),
+        "data": provenance(job),
         "baselines": {},
     }
     if ranks.is_first:
@@ -160,7 +161,7 @@ def _batches(
         yield batch, targets, micro.ghost
 
 
-def _starting_point(job: Job, resume: str | None, overwrite: bool) -> Path | None:
+def _starting_point(job: Job, resume: str | None, overwrite: bool, device: torch.device) -> Path | None:
     """The checkpoint to go on from; None for a new run, whose directory is then free of an old one's files."""
     check_out(job.out, resume, overwrite)
     start = None
@@ -178,10 +179,13 @@ def _starting_point(job: Job, resume: str | None, overwrite: bool) -> Path | Non
             else:
                 path.unlink(missing_ok=True)
         return None
-    saved = recipes.Recipe.model_validate(sharded.read_state(start)["recipe"])
-    precision = saved.parallel.precision if job.recipe.parallel.precision == "auto" else job.recipe.parallel.precision
-    changed = recipes.differences(saved, _resolved(job.recipe, job.recipe.batch.tokens_per_rank, precision))
+    state = sharded.read_state(start)
+    now = _resolved(job.recipe, job.recipe.batch.tokens_per_rank, _precision(job.recipe, device)[0])
+    changed = recipes.differences(Recipe.model_validate(state["recipe"]), now)
     changed = [line for line in changed if not line.startswith(_FREE)]
+    before, here = state["data"]["train"]["tokens_sha256"], provenance(job)["train"]["tokens_sha256"]
+    if before != here:  # the order of records and the crops follow from them
+        changed.append(f"data.train ({job.train.path} holds other sequences than it did)")
     if changed:
         raise UsageError(
             f"{start}: was written under another recipe: {'; '.join(changed)}; go on with the old values, or start "
