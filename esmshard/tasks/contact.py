@@ -61,7 +61,8 @@ class PairwiseHead(nn.Module):
         self.separation = nn.Embedding(MAX_SEPARATION + 1, channels, _weight=table)
         self.blocks = nn.ModuleList(ConvBlock(channels, DILATIONS[n % len(DILATIONS)]) for n in range(blocks))
         self.out = nn.Conv2d(channels, 1, 1)
-        nn.init.zeros_(self.out.weight)
+        # Nearly zero: the first loss is that of the prior. Not zero: an untrained head would score all pairs alike.
+        nn.init.uniform_(self.out.weight, -0.02, 0.02)
         nn.init.constant_(self.out.bias, math.log(PRIOR / (1 - PRIOR)))  # type: ignore[arg-type]
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:

@@ -7,7 +7,8 @@ taken; P@L/k is the share of them that are contacts. The reported number is the 
 
 - pairs without a label are never ranked, so the value cannot become negative;
 - a protein with fewer valid pairs than floor(L/k) has no value (NaN) and is left out of the mean;
-- only the upper triangle is scored: symmetrise first.
+- only the upper triangle is scored: symmetrise first;
+- of equal scores the pair that comes first (lower i, then lower j) ranks first.
 """
 
 import numpy as np

@@ -57,7 +57,7 @@ def plain_model(recipe: Recipe) -> tuple[FineTuner, Task]:
 
 
 def rough_head(recipe: Recipe, task: Task, base: weights.Weights) -> dict[str, torch.Tensor]:
-    """A new head whose last layer is not zero: behind a zero all other gradients would vanish, and any two be equal."""
+    """A new head with a large last layer: behind a tiny one all other gradients vanish, and any two are equal."""
     state = new_head(recipe, task, base).state_dict()
     return state | {"out.weight": torch.randn(state["out.weight"].shape, generator=torch.Generator().manual_seed(1))}
 
