@@ -68,7 +68,8 @@ def finetune(
 
         processes = nproc or max(1, torch.cuda.device_count())
         # Every mistake that can be seen is seen here, once, before any process is started.
-        check_out(Path(resolved.out), resume, overwrite)
+        if not dry_run:
+            check_out(Path(resolved.out), resume, overwrite)
         job = prepare(resolved, processes)
         if dry_run:
             print(describe(job, processes))

@@ -95,7 +95,7 @@ def describe(job: Job, processes: int) -> str:
             f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, "
             f"{processes} process{'es' if processes > 1 else ''}, {recipe.parallel.strategy}",
             f"training  {recipe.train.steps} steps, {recipe.train.steps / per_epoch:.1f} epochs",
-            f"out       {job.out}",
+            f"out       {job.out}{' (exists already)' if job.out.exists() else ''}",
         ]
     )
 
