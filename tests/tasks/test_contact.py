@@ -33,6 +33,7 @@ def model(trunk: ESM2) -> FineTuner:
     torch.manual_seed(0)
     head = TASK.head(TINY)
     perturb(head, deviation=0.3)
+    torch.nn.init.normal_(head.out.weight, std=0.3)  # a new one is tiny, and all logits nearly equal
     trunk.zero_grad()
     return FineTuner(trunk.requires_grad_(True), head).eval()
 
@@ -62,7 +63,7 @@ def test_logits_are_symmetric_and_differ(model: FineTuner) -> None:
     for logits_LL in outputs:
         assert logits_LL.dtype == torch.float32
         assert torch.equal(logits_LL, logits_LL.T)
-    assert outputs[2].std() > 0.01
+    assert outputs[2].std() > 0.1
 
 
 def test_logits_of_a_record_do_not_depend_on_its_batch(model: FineTuner) -> None:
@@ -240,6 +241,7 @@ def test_every_task_fulfils_the_protocol(name: str) -> None:
 
     head = task.head(TINY)
     perturb(head, deviation=0.3)
+    torch.nn.init.normal_(head.out.weight, std=0.3)  # a new one is tiny, and all logits nearly equal
     batch, targets = collate(task, [EXAMPLES[name]])
     outputs = head(torch.randn(batch.bounds[-1], TINY.dim, generator=torch.Generator().manual_seed(0)), batch)
     found = task.loss(outputs, targets)
