@@ -1,8 +1,10 @@
 """Run a function of a test module on several gloo ranks, each a process with a time limit."""
 
+import contextlib
 import importlib
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -13,9 +15,12 @@ TIMEOUT = 240
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port below the range from which the kernel gives ports to connections: nobody takes it before the ranks do."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(function: str, world_size: int, scratch: Path, *args: Any) -> list[Any]:
