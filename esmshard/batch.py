@@ -53,9 +53,14 @@ class TokenBatch:
         return len(self.bounds) - 1
 
     @property
+    def token_counts(self) -> list[int]:
+        """Tokens of each sequence, `<cls>` and `<eos>` included."""
+        return [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    @property
     def lengths(self) -> list[int]:
         """Residues of each sequence, `<cls>` and `<eos>` not counted."""
-        return [end - start - 2 for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
+        return [count - 2 for count in self.token_counts]
 
     @property
     def n_residues(self) -> int:

@@ -125,22 +125,42 @@ def ingest(
 
 @app.command()
 def consolidate(
-    source: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run, or one of its checkpoints.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="A run, one of its checkpoints, or a model to write in another layout."),
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
     to: Annotated[str, typer.Option(help="hf (transformers, and all commands here) or fair-esm.")] = "hf",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     overwrite: Overwrite = False,
 ) -> None:
-    """Make one model out of a sharded checkpoint."""
-    from esmshard.checkpoint import consolidate as module
+    """Make one model out of a sharded checkpoint, or of a model in another layout."""
+    from esmshard.checkpoint.consolidate import consolidate as run
+    from esmshard.model.export import DTYPES, Target
     from esmshard.progress import say
 
     if to not in ("hf", "fair-esm"):
         raise UsageError(f"--to {to}: hf or fair-esm is expected")
-    if dtype not in module.DTYPES:
-        raise UsageError(f"--dtype {dtype}: one of {', '.join(module.DTYPES)} is expected")
-    target: module.Target = "hf" if to == "hf" else "fair-esm"
-    print(module.consolidate(source, out, to=target, dtype=dtype, overwrite=overwrite, warn=say))
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
+    target: Target = "hf" if to == "hf" else "fair-esm"
+    print(run(source, out, to=target, dtype=dtype, overwrite=overwrite, warn=say))
+
+
+@app.command()
+def download(
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Released models, as esm2_t33_650M_UR50D.")],
+    to: Annotated[
+        Optional[Path], typer.Option(help="Make DIR/NAME of plain files; the Hugging Face cache by default.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Download released models, to be used by name or, with --to, by path where there is no network."""
+    from esmshard.model import hub
+
+    hub.check(names, to, overwrite)
+    for name in names:
+        print(hub.fetch(name, to, overwrite))
 
 
 @app.command()

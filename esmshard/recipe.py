@@ -126,6 +126,8 @@ class ParallelSettings(Settings):
     capability 8.0 on, else fp32."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """`full` keeps only the input of each layer and computes the rest again: a third more work, far less memory."""
+    compile: bool = False
+    """Compile each layer, once for all lengths. A minute at the start; on a CPU it does not pay (docs/devices.md)."""
 
 
 class CheckpointSettings(Settings):

@@ -29,6 +29,9 @@ out: {out}
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["ESMSHARD_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    # No test may find, or fetch, a released model by accident. Tests of downloads start processes of their own.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path_factory.mktemp("hf"))}
+    os.environ["TORCH_HOME"] = str(tmp_path_factory.mktemp("torch"))
 
 
 def write_subset(directory: Path, name: str, split: str, chains: range, unresolved: int | None = None) -> Path:

@@ -100,3 +100,49 @@ def test_public_names_are_there() -> None:
         assert getattr(esmshard, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = esmshard.nothing
+
+
+IMPORT_ALL = """
+import importlib, os, pkgutil, signal, sys
+import esmshard
+
+names = [m.name for m in pkgutil.walk_packages(esmshard.__path__, "esmshard.") if m.name != "esmshard.__main__"]
+assert len(names) > 30
+for name in names:  # what others need of this system, they may have; they are not imported again
+    importlib.import_module(name)
+for name in [name for name in sys.modules if name.partition(".")[0] == "esmshard"]:
+    del sys.modules[name]
+{without}
+for name in names:
+    importlib.import_module(name)
+"""
+
+NOT_ON_WINDOWS = """
+for name in ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog", "readline"):
+    sys.modules[name] = None
+for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGKILL", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGSTOP", "alarm"):
+    delattr(signal, name)
+missing = "sched_getaffinity fork getuid geteuid getgid getpgid setsid killpg uname sysconf sysconf_names statvfs chown"
+for name in [*missing.split(), "mkfifo", "getloadavg", "O_DIRECTORY", "O_CLOEXEC", "WNOHANG"]:
+    delattr(os, name)
+"""
+
+NO_DISTRIBUTED = """
+import torch
+
+for name in [name for name in sys.modules if name.startswith("torch.distributed.")]:
+    sys.modules[name] = None
+for name in [name for name in vars(torch.distributed) if not name.startswith("_") and name != "is_available"]:
+    delattr(torch.distributed, name)
+torch.distributed.is_available = lambda: False
+beyond = ("esmshard.checkpoint", "esmshard.parallel.shard", "esmshard.parallel.launch", "esmshard.train")
+names = [name for name in names if not name.startswith(beyond)] + ["esmshard.train.evaluate", "esmshard.train.job"]
+"""
+
+
+@pytest.mark.parametrize("without", [NOT_ON_WINDOWS, NO_DISTRIBUTED], ids=["windows", "torch.distributed"])
+def test_modules_import_without_what_other_systems_lack(without: str, tmp_path: Path) -> None:
+    """Windows has no `fcntl`, macOS no `sched_getaffinity`; torch may be built without torch.distributed."""
+    code = IMPORT_ALL.format(without=without)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ _NAME = re.compile(r"step_(\d{6,})$")
 
 
 def save(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], keep: int) -> Path:
-    """Write the checkpoint of a step; every rank calls this with its own shards.
+    """Write the checkpoint of a step; every rank calls this with its own shards, or a process that has no group.
 
     Args:
         directory: `checkpoints` of the run.
@@ -45,21 +45,28 @@ def save(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], state:
         state: what else is needed to go on; written as JSON.
         keep: how many of the newest checkpoints stay; older ones are removed once this one is complete.
     """
-    first = dist.get_rank() == 0
+    alone = not dist.is_initialized()
+    rank = 0 if alone else dist.get_rank()
+    first = rank == 0
     work, final = directory / f".tmp-step_{step:06d}", directory / f"step_{step:06d}"
     if first:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".tmp-step_*"):
             shutil.rmtree(leftover)
         work.mkdir()
-    dist.barrier()
+    if not alone:
+        dist.barrier()
     try:
-        state_dict_saver.save(dict(tensors), storage_writer=FileSystemWriter(work, overwrite=False))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` asks for
+            writer = FileSystemWriter(work, overwrite=False)
+            state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=alone)
     except CheckpointException as error:  # a BaseException: nothing else would catch it
         raise InputError(f"{work}: the checkpoint could not be written ({_cause(error)})") from None
-    mine = {f.name: _fingerprint(f) for f in work.glob(f"__{dist.get_rank()}_*")}
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    mine = {f.name: _fingerprint(f) for f in work.glob(f"__{rank}_*")}
+    everyone: list[dict[str, Any]] = [mine] * (1 if alone else dist.get_world_size())
+    if not alone:
+        dist.all_gather_object(everyone, mine)
     if first:
         state = {"format": FORMAT, "version": VERSION, "step": step, **state}
         _write_synced(work / "state.json", json.dumps(state, indent=1))
@@ -75,7 +82,8 @@ def save(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], state:
         _sync_directory(directory)
         for old in complete(directory)[:-keep]:
             shutil.rmtree(old)
-    dist.barrier()
+    if not alone:
+        dist.barrier()
     return final
 
 
@@ -130,11 +138,12 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
     Args:
         path: of a verified checkpoint.
         tensors: DTensors, plain tensors, or part of either.
-        alone: read without the other ranks.
+        alone: read without the other ranks; a process without a group always does.
     """
+    alone = alone or not dist.is_initialized()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `alone` asks for
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` asks for
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), no_dist=alone)
     except CheckpointException as error:
         raise InputError(f"{path}: does not fit this model or is damaged ({_cause(error)})") from None

@@ -1,6 +1,12 @@
-"""Rotary self-attention over packed sequences. Letters of tensor names: see `esmshard.batch`."""
+"""Self-attention over packed sequences. Letters of tensor names: see `esmshard.batch`; E is 3 x H x K (q, k and v).
+
+Only `attend` knows kernels. Only `rotate` knows positions: the projections of query and key are read with their rows
+reordered, so that the two numbers which rotary turns together lie side by side. That is a complex number, one
+multiplication turns all of them in place, and scores, being sums over K, do not see the order.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +14,12 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 
-OnAttention = Callable[[int, int, torch.Tensor], None]
-"""`on_attention(layer, sequence, probabilities_HLL)`: one map per head, rows and columns of residues only."""
+OnAttention = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+"""`on_attention(layer, sequence, q_THK, k_THK)`, turned already, `<cls>` and `<eos>` included.
+
+Queries and keys and not their maps: H maps of L x L are what memory goes to, so whoever wants them makes them with
+`attention_map`, for as many heads at a time as it likes.
+"""
 
 
 def attend(
@@ -33,18 +43,21 @@ def attend(
         assert isinstance(out_THK, torch.Tensor)
         return out_THK
     if q_THK.device.type == "cpu" and not padded:
-        return _attend_slices(q_THK, k_THK, v_THK, batch)
-    return _attend_padded(q_THK, k_THK, v_THK, batch)
+        return _attend_slices(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
+    return _attend_padded(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block would be compiled again for every new tuple of lengths
 def _attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     out = []
-    for start, end in zip(batch.bounds, batch.bounds[1:], strict=False):
-        q_1HTK, k_1HTK, v_1HTK = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q_THK, k_THK, v_THK))
+    # split and not slices: the backward of N slices fills N gradients of the whole pack with zeros.
+    for q, k, v in zip(*(torch.split(x_THK, batch.token_counts) for x_THK in (q_THK, k_THK, v_THK)), strict=True):
+        q_1HTK, k_1HTK, v_1HTK = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out.append(F.scaled_dot_product_attention(q_1HTK, k_1HTK, v_1HTK).squeeze(0).transpose(0, 1))
-    return torch.cat(out)
+    return torch.cat(out) if len(out) > 1 else out[0]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
@@ -64,10 +77,11 @@ def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864), base 10000, half-split as in GPT-NeoX and fair-esm.
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864), base 10000, pairs of GPT-NeoX and fair-esm.
 
     `inv_freq` is a buffer that checkpoints carry: released ESM-2 holds values rounded to fp16 there, and computing them
-    anew moves representations by up to 1e-3. It must stay fp32: in bf16 half of 1,024 positions coincide.
+    anew moves representations by up to 1e-3. It stays fp32 whatever the model is cast to: in bf16 half of 1,024
+    positions coincide.
     """
 
     inv_freq: torch.Tensor
@@ -76,12 +90,17 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("inv_freq", inverse_frequencies(head_dim))
 
-    def forward(self, q_THK: torch.Tensor, k_THK: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn q and k [T, H, K] by their places in the sequence."""
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        exact = self.inv_freq
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.inv_freq.dtype != torch.float32:
+            self.inv_freq = exact.to(self.inv_freq.device)
+        return self
+
+    def forward(self, batch: TokenBatch) -> torch.Tensor:
+        """fp32 [T, K / 2]: the angle of each token for each pair, in radians."""
         # Made here and not passed in: mixed precision casts the inputs of a sharded layer, and angles must stay fp32.
-        angle_TK = batch.position_T[:, None].to(self.inv_freq.dtype) * self.inv_freq
-        cos_T1K, sin_T1K = angle_TK.cos()[:, None, :], angle_TK.sin()[:, None, :]
-        return _rotate(q_THK, cos_T1K, sin_T1K), _rotate(k_THK, cos_T1K, sin_T1K)
+        return batch.position_T[:, None].to(torch.float32) * self.inv_freq
 
 
 def inverse_frequencies(head_dim: int) -> torch.Tensor:
@@ -90,42 +109,101 @@ def inverse_frequencies(head_dim: int) -> torch.Tensor:
         return 1.0 / (10000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
-def _rotate(x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
-    a, b = x_THK.float().chunk(2, dim=-1)
-    return torch.cat((a * cos_T1K - b * sin_T1K, b * cos_T1K + a * sin_T1K), dim=-1).to(x_THK.dtype)
+def rotate(qkv_TE: torch.Tensor, angle_TK: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """Turn the queries and keys of [T, 3 x H x K], whose pairs lie side by side, by the angles of their tokens.
+
+    In place on the CPU in fp32. Always computed in fp32.
+    """
+    if qkv_TE.device.type == "cpu" and qkv_TE.dtype == torch.float32 and not torch.compiler.is_compiling():
+        turn_T11K = torch.polar(torch.ones_like(angle_TK), angle_TK)[:, None, None, :]
+        rotated: torch.Tensor = _RotateInPlace.apply(qkv_TE, turn_T11K, n_heads)  # type: ignore[no-untyped-call]
+        return rotated
+    cos_T11K, sin_T11K = (f(angle_TK)[:, None, None, :] for f in (torch.cos, torch.sin))
+    qkv_T3HK = qkv_TE.view(len(qkv_TE), 3, n_heads, -1)
+    a, b = qkv_T3HK[:, :2].float().view(len(qkv_TE), 2, n_heads, -1, 2).unbind(-1)
+    turned = torch.stack((a * cos_T11K - b * sin_T11K, b * cos_T11K + a * sin_T11K), dim=-1).flatten(-2)
+    return torch.cat((turned.to(qkv_TE.dtype), qkv_T3HK[:, 2:]), dim=1).flatten(1)
+
+
+class _RotateInPlace(torch.autograd.Function):
+    """The linear layer before it does not need its own output for its gradient, so no copy of it has to live on."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv_TE: torch.Tensor, turn_T11K: torch.Tensor, n_heads: int) -> torch.Tensor:
+        ctx.n_heads = n_heads
+        ctx.save_for_backward(turn_T11K)  # and not on ctx, where activation checkpointing could not free it
+        ctx.mark_dirty(qkv_TE)
+        _complex(qkv_TE, n_heads).mul_(turn_T11K)
+        return qkv_TE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        grad_TE = grads[0].clone(memory_format=torch.contiguous_format)
+        _complex(grad_TE, ctx.n_heads).mul_(ctx.saved_tensors[0].conj())
+        return grad_TE, None, None
+
+
+def _complex(qkv_TE: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """View of the queries and keys as complex [T, 2, H, K / 2]."""
+    return torch.view_as_complex(qkv_TE.view(len(qkv_TE), 3, n_heads, -1, 2)[:, :2])
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention with biases and rotary positions; parameter names of fair-esm."""
+    """Multi-head self-attention with biases; parameter names of fair-esm.
 
-    def __init__(self, dim: int, n_heads: int) -> None:
+    The three projections are parameters of their own, as in every checkpoint, and one matrix product: they are laid
+    together anew in each forward pass. That costs about 1% of a pack of 1,000 tokens and saves 5%, and it needs no
+    second layout that sharding, checkpoints or adapters would have to know.
+    """
+
+    def __init__(self, dim: int, n_heads: int, *, rotary: bool = True) -> None:
         super().__init__()
-        self.n_heads, self.head_dim = n_heads, dim // n_heads
+        self.n_heads = n_heads
         self.k_proj = nn.Linear(dim, dim)
         self.v_proj = nn.Linear(dim, dim)
         self.q_proj = nn.Linear(dim, dim)
         self.out_proj = nn.Linear(dim, dim)
-        self.rot_emb = RotaryEmbedding(self.head_dim)
+        self.rot_emb = RotaryEmbedding(dim // n_heads) if rotary else None
 
     def forward(
-        self, x_TD: torch.Tensor, batch: TokenBatch, on_map: Callable[[int, torch.Tensor], None] | None = None
+        self,
+        x_TD: torch.Tensor,
+        batch: TokenBatch,
+        on_qk: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """[T, D] to [T, D]. `on_map(sequence, probabilities_HLL)` is called for each sequence where given."""
-        shape = (-1, self.n_heads, self.head_dim)
-        q_THK, k_THK, v_THK = (proj(x_TD).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q_THK, k_THK = self.rot_emb(q_THK, k_THK, batch)
-        if on_map is not None:
-            for n, (start, end) in enumerate(zip(batch.bounds, batch.bounds[1:], strict=False)):
-                on_map(n, attention_map(q_THK[start:end], k_THK[start:end]))
+        """[T, D] to [T, D]. `on_qk(sequence, q_THK, k_THK)` is called for each sequence where given."""
+        q, k, v = self.q_proj, self.k_proj, self.v_proj
+        if self.rot_emb is None:
+            weight_ED, bias_E = torch.cat((q.weight, k.weight, v.weight)), torch.cat((q.bias, k.bias, v.bias))
+            qkv_TE = F.linear(x_TD, weight_ED, bias_E)
+        else:
+            weight_ED = torch.cat((self._paired(q.weight), self._paired(k.weight), v.weight))
+            bias_E = torch.cat((self._paired(q.bias), self._paired(k.bias), v.bias))
+            qkv_TE = rotate(F.linear(x_TD, weight_ED, bias_E), self.rot_emb(batch), self.n_heads)
+        q_THK, k_THK, v_THK = qkv_TE.view(len(x_TD), 3, self.n_heads, -1).unbind(1)
+        if on_qk is not None:
+            _hand_out(on_qk, q_THK, k_THK, batch)
         return self.out_proj(attend(q_THK, k_THK, v_THK, batch).flatten(1))  # type: ignore[no-any-return]
+
+    def _paired(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of each head, first half and second half, as pairs: 0, K/2, 1, K/2 + 1, ..."""
+        return rows.view(self.n_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # for the same reason; and `on_qk` may do anything
+def _hand_out(
+    on_qk: Callable[[int, torch.Tensor, torch.Tensor], None],
+    q_THK: torch.Tensor,
+    k_THK: torch.Tensor,
+    batch: TokenBatch,
+) -> None:
+    counts = batch.token_counts
+    for n, (q, k) in enumerate(zip(torch.split(q_THK, counts), torch.split(k_THK, counts), strict=True)):
+        on_qk(n, q, k)
 
 
 def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Attention probabilities of one sequence, fp32 [H, L, L].
-
-    The softmax runs over all tokens; `<cls>` and `<eos>` are cut off afterwards, without a new normalisation.
-    """
-    q_HTK, k_HKT = q_THK.transpose(0, 1), k_THK.permute(1, 2, 0)
-    scores_HTT = (q_HTK * q_THK.shape[-1] ** -0.5) @ k_HKT
-    probabilities_HTT: torch.Tensor = scores_HTT.float().softmax(dim=-1)
-    return probabilities_HTT[:, 1:-1, 1:-1]
+    """Attention probabilities [H, T, T] of one sequence, `<cls>` and `<eos>` included, fp32 whatever q and k are."""
+    q_HTK, k_HKT = q_THK.float().transpose(0, 1), k_THK.float().permute(1, 2, 0)
+    probabilities_HTT: torch.Tensor = ((q_HTK * q_THK.shape[-1] ** -0.5) @ k_HKT).softmax(dim=-1)
+    return probabilities_HTT

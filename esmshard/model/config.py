@@ -1,23 +1,32 @@
-"""The numbers that define an ESM-2, and the registry SIZES."""
+"""The numbers that define one of the ESM models, and the registry SIZES."""
 
 from dataclasses import dataclass
 
-from esmshard.vocab import VOCAB_SIZE
+from esmshard.vocab import PAD, VOCAB_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
 class EsmConfig:
-    """Architecture of one ESM-2. Everything else (vocabulary, 4 x feed-forward, exact gelu, eps 1e-5) is fixed."""
+    """Architecture of one model: ESM-2, or ESM-1b and ESM-1v with `max_positions`.
+
+    Everything else (vocabulary, 4 x feed-forward, exact gelu, LayerNorm before each part, eps 1e-5) is fixed.
+    """
 
     n_layers: int
     dim: int
     n_heads: int
     token_dropout: bool = True
-    """ESM-2 was trained with `<mask>` embeddings zeroed and the rest rescaled; released models have this on."""
+    """They were trained with `<mask>` embeddings zeroed and the rest rescaled; all released models have this on."""
+    max_positions: int | None = None
+    """Tokens that a table of learned positions has room for (ESM-1b, ESM-1v: 1024); None for rotary (ESM-2)."""
+    emb_layer_norm_before: bool = False
+    """A LayerNorm on the embeddings, before the first layer."""
 
     def __post_init__(self) -> None:
-        for name in ("n_layers", "dim", "n_heads"):
+        for name in ("n_layers", "dim", "n_heads", "max_positions"):
             value = getattr(self, name)
+            if name == "max_positions" and value is None:
+                continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive whole number, not {value!r}")
         if self.dim % (2 * self.n_heads):
@@ -29,12 +38,25 @@ class EsmConfig:
         return self.dim // self.n_heads
 
     @property
+    def rotary(self) -> bool:
+        """Whether positions are rotary (ESM-2) and not learned (ESM-1b, ESM-1v)."""
+        return self.max_positions is None
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the table of learned positions: fairseq counts positions from `<pad>`'s number + 1."""
+        return (self.max_positions or 0) + PAD + 1
+
+    @property
     def n_parameters(self) -> int:
         """Parameters of trunk, LM head (its matrix is the embedding's) and contact regression."""
         d, norm = self.dim, 2 * self.dim
         layer = 4 * (d * d + d) + (4 * d * d + 4 * d) + (4 * d * d + d) + 2 * norm
         lm_head = d * d + d + norm + VOCAB_SIZE
-        return VOCAB_SIZE * d + self.n_layers * layer + norm + lm_head + self.n_layers * self.n_heads + 1
+        positions = 0 if self.rotary else self.position_rows * d
+        before = norm if self.emb_layer_norm_before else 0
+        contacts = self.n_layers * self.n_heads + 1
+        return VOCAB_SIZE * d + positions + before + self.n_layers * layer + norm + lm_head + contacts
 
 
 SIZES: dict[str, EsmConfig] = {
@@ -48,4 +70,12 @@ SIZES: dict[str, EsmConfig] = {
     "esm2_t33_650M_UR50D": EsmConfig(n_layers=33, dim=1280, n_heads=20),
     "esm2_t36_3B_UR50D": EsmConfig(n_layers=36, dim=2560, n_heads=40),
     "esm2_t48_15B_UR50D": EsmConfig(n_layers=48, dim=5120, n_heads=40),
+    # Rives et al. 2021 (doi:10.1073/pnas.2016239118) and Meier et al. 2021 (five models, for variant effects).
+    "esm1b_t33_650M_UR50S": EsmConfig(
+        n_layers=33, dim=1280, n_heads=20, max_positions=1024, emb_layer_norm_before=True
+    ),
+    **{
+        f"esm1v_t33_650M_UR90S_{n}": EsmConfig(n_layers=33, dim=1280, n_heads=20, max_positions=1024)
+        for n in range(1, 6)
+    },
 }

@@ -1,7 +1,8 @@
 """ESM-2 (Lin et al. 2023, doi:10.1126/science.ade2574) over packed sequences, under fair-esm's parameter names.
 
-No linear layer and no LayerNorm sees padding. The reference for every number is fair-esm 2.0.0
-(`esm/model/esm2.py`); `tests/parity/` holds the two together. Letters of tensor names: see `esmshard.batch`.
+ESM-1b and ESM-1v are the same blocks with learned positions. No linear layer and no LayerNorm sees padding. The
+reference for every number is fair-esm 2.0.0 (`esm/model/esm2.py`, `esm1.py`); `tests/parity/` holds them together.
+Letters of tensor names: see `esmshard.batch`.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch
+from esmshard.errors import InputError
 from esmshard.model.attention import OnAttention, SelfAttention
 from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import ContactRegression
@@ -33,9 +35,9 @@ class EsmOutput(NamedTuple):
 class TransformerLayer(nn.Module):
     """Pre-LayerNorm block. `final_layer_norm` stands before the feed-forward part; the name is fair-esm's."""
 
-    def __init__(self, dim: int, n_heads: int) -> None:
+    def __init__(self, dim: int, n_heads: int, *, rotary: bool = True) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(dim, n_heads)
+        self.self_attn = SelfAttention(dim, n_heads, rotary=rotary)
         self.self_attn_layer_norm = nn.LayerNorm(dim)
         self.fc1 = nn.Linear(dim, 4 * dim)
         self.fc2 = nn.Linear(4 * dim, dim)
@@ -45,8 +47,8 @@ class TransformerLayer(nn.Module):
         self, x_TD: torch.Tensor, batch: TokenBatch, layer: int = 0, on_attention: OnAttention | None = None
     ) -> torch.Tensor:
         """[T, D] to [T, D]."""
-        on_map = partial(on_attention, layer) if on_attention is not None else None
-        x_TD = x_TD + self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_map)
+        on_qk = partial(on_attention, layer) if on_attention is not None else None
+        x_TD = x_TD + self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
         h_TF = F.gelu(self.fc1(self.final_layer_norm(x_TD)))  # the exact erf form: the tanh one is off by 5e-4
         return x_TD + self.fc2(h_TF)  # type: ignore[no-any-return]
 
@@ -78,7 +80,14 @@ class ESM2(nn.Module):
         # Not nn.Embedding's own normal draw: on the meta device that imports the compiler, two seconds of every start.
         table = torch.empty(VOCAB_SIZE, config.dim).uniform_(-1, 1)
         self.embed_tokens = nn.Embedding(VOCAB_SIZE, config.dim, padding_idx=PAD, _weight=table)
-        self.layers = nn.ModuleList(TransformerLayer(config.dim, config.n_heads) for _ in range(config.n_layers))
+        if not config.rotary:
+            table = torch.empty(config.position_rows, config.dim).uniform_(-1, 1)
+            self.embed_positions = nn.Embedding(config.position_rows, config.dim, _weight=table)
+        if config.emb_layer_norm_before:
+            self.emb_layer_norm_before = nn.LayerNorm(config.dim)
+        self.layers = nn.ModuleList(
+            TransformerLayer(config.dim, config.n_heads, rotary=config.rotary) for _ in range(config.n_layers)
+        )
         self.contact_head = ContactRegression(config.n_layers * config.n_heads)
         self.emb_layer_norm_after = nn.LayerNorm(config.dim)
         self.lm_head = LMHead(config.dim, self.embed_tokens.weight)
@@ -100,7 +109,10 @@ class ESM2(nn.Module):
             batch: N sequences, T tokens in all.
             layers: which representations to return, 0 (embedding) to `n_layers`; the last one by default.
             logits_at: int64 [P], places in the pack at which LM logits are wanted. None computes none.
-            on_attention: called as `on_attention(layer, sequence, probabilities_HLL)`; nothing is stacked.
+            on_attention: called as `on_attention(layer, sequence, q_THK, k_THK)`; see `esmshard.model.attention`.
+
+        Raises:
+            InputError: for a sequence that is longer than a model with learned positions can take.
         """
         wanted = {self.config.n_layers} if layers is None else set(layers)
         if wanted - set(range(self.config.n_layers + 1)):
@@ -117,20 +129,39 @@ class ESM2(nn.Module):
         logits_PV = self.lm_head(x_TD[logits_at]) if logits_at is not None else None
         return EsmOutput(found, logits_PV)
 
-    def _embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Token embeddings with token dropout, which is active in evaluation too: without any `<mask>` they are x 0.88.
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Compile each block in place (names stay), once for all lengths."""
+        for block in self.layers:
+            block.compile(dynamic=True, backend=backend)
 
-        The ratio is counted per sequence, `<cls>` and `<eos>` included, never over the pack.
-        """
-        x_TD = self.embed_tokens(batch.tokens_T)
-        if not self.config.token_dropout:
-            return x_TD  # type: ignore[no-any-return]
-        masked_T = batch.tokens_T == MASK
-        lengths_N = batch.cu_seqlens.diff().long()
-        total = batch.bounds[-1]
-        # Masked tokens of a sequence as a difference of running sums: exact in integers, no loop over sequences.
-        running = F.pad(masked_T.long().cumsum(0), (1, 0))
-        ratio_N = running[batch.cu_seqlens.long()].diff().float() / lengths_N
-        scale_N = (1 - MASK_RATIO_TRAINED) / (1 - ratio_N)
-        scale_T = torch.repeat_interleave(scale_N, lengths_N, output_size=total).masked_fill(masked_T, 0.0)
-        return x_TD * scale_T[:, None].to(x_TD.dtype)  # type: ignore[no-any-return]
+    def _embed(self, batch: TokenBatch) -> torch.Tensor:
+        """Token embeddings [T, D]: token dropout, learned positions, LayerNorm, as far as the model has them."""
+        x_TD: torch.Tensor = self.embed_tokens(batch.tokens_T)
+        if self.config.token_dropout:
+            x_TD = _token_dropout(x_TD, batch)
+        if self.config.max_positions is not None:
+            if batch.max_seqlen > self.config.max_positions:
+                n = batch.token_counts.index(batch.max_seqlen)
+                raise InputError(
+                    f"record {batch.record_ids[n]}: {batch.lengths[n]} residues; this model has learned positions for "
+                    f"{self.config.max_positions - 2}; cut the sequence, or use an ESM-2"
+                )
+            x_TD = x_TD + self.embed_positions(batch.position_T + PAD + 1)
+        if self.config.emb_layer_norm_before:
+            x_TD = self.emb_layer_norm_before(x_TD)
+        return x_TD
+
+
+def _token_dropout(x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Zero `<mask>` embeddings and rescale the rest; active in evaluation too: without any `<mask>` they are x 0.88.
+
+    The ratio is counted per sequence, `<cls>` and `<eos>` included, never over the pack.
+    """
+    masked_T = batch.tokens_T == MASK
+    lengths_N = batch.cu_seqlens.diff().long()
+    # Masked tokens of a sequence as a difference of running sums: exact in integers, no loop over sequences.
+    running = F.pad(masked_T.long().cumsum(0), (1, 0))
+    ratio_N = running[batch.cu_seqlens.long()].diff().float() / lengths_N
+    scale_N = (1 - MASK_RATIO_TRAINED) / (1 - ratio_N)
+    scale_T = torch.repeat_interleave(scale_N, lengths_N, output_size=batch.bounds[-1]).masked_fill(masked_T, 0.0)
+    return x_TD * scale_T[:, None].to(x_TD.dtype)

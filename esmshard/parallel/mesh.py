@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from esmshard.errors import InputError
+
+if TYPE_CHECKING:  # torch may be built without any of this, and one process does without it
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -21,12 +23,13 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """What one process knows of the others. A single process is a world of one, on the same code path."""
+    """What one process knows of the others. A single process answers itself and starts no process group."""
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: "DeviceMesh | None"
+    """None for a single process."""
 
     @property
     def is_first(self) -> bool:
@@ -35,14 +38,16 @@ class World:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in double precision."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return [float(v) for v in values] if self.mesh is None else _reduce(values, dist.ReduceOp.SUM)
 
     def min(self, value: float) -> float:
         """Least value of all ranks."""
-        return self._reduce([value], dist.ReduceOp.MIN)[0]
+        return value if self.mesh is None else _reduce([value], dist.ReduceOp.MIN)[0]
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, in rank order, on every rank."""
+        if self.mesh is None:
+            return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
@@ -68,38 +73,47 @@ class World:
         result = self.agree(lambda: function() if self.is_first else None)
         return cast(T, self.gather(result)[0])
 
-    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-        # On the CPU over gloo, also beside NCCL: a few numbers are not worth a kernel, and the host needs them anyway.
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=op)
-        return tensor.tolist()
+
+def _reduce(values: Sequence[float], op: "dist.ReduceOp.RedOpType") -> list[float]:
+    # On the CPU over gloo, also beside NCCL: a few numbers are not worth a kernel, and the host needs them anyway.
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op=op)
+    return tensor.tolist()
 
 
 @contextmanager
 def world() -> Iterator[World]:
-    """Join the processes that a launcher started (a world of one without a launcher), and leave them at the end."""
-    launched = is_launched()
-    rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _DEFAULTS.items()) if launched else (0, 1, 0)
+    """Join the processes that a launcher started, and leave them at the end. One process has nobody to join."""
+    rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _DEFAULTS.items()) if is_launched() else (0, 1, 0)
+    device = own_device(local_rank, size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size == 1:
+        yield World(rank, size, device, None)
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    try:
+        yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
+    finally:
+        # No barrier: on the way out of an error the others may never come.
+        dist.destroy_process_group()
+
+
+def own_device(local_rank: int, size: int) -> torch.device:
+    """The device of a process: its own NVIDIA GPU; else Apple's, for a process that is alone; else the CPU.
+
+    Nothing carries collectives between Apple GPUs, and a machine has only one: several processes take the CPU.
+    """
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise InputError(
                 f"process {local_rank} of this machine finds no GPU: there are {torch.cuda.device_count()}; "
                 "start fewer processes (--nproc)"
             )
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    if launched:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
-    try:
-        yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
-    finally:
-        # No barrier: on the way out of an error the others may never come.
-        dist.destroy_process_group()
+        return torch.device("cuda", local_rank)
+    return torch.device("mps" if size == 1 and torch.backends.mps.is_available() else "cpu")
 
 
 _DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

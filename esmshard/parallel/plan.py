@@ -29,6 +29,8 @@ def free_bytes(device: torch.device, local_processes: int) -> int:
     """Memory that one process may count on: the free memory of its GPU, or its share of the machine's free memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":  # a part of the machine's memory; Metal says how much it is meant to take
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     if not hasattr(os, "sysconf"):  # Windows does not say; a share of what small machines have
         return 8 * 2**30 // local_processes
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"

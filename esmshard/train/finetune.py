@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from esmshard.errors import UsageError
 from esmshard.model.esm2 import ESM2
 from esmshard.parallel import plan as memory
 from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import STRATEGIES, ShardOptions, materialise
+from esmshard.parallel.shard import ShardOptions, materialise, shard
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe import Recipe
 from esmshard.tasks.finetuner import FineTuner, new_head
@@ -72,14 +73,14 @@ def _train(job: Job, start: Path | None, ranks: World) -> None:
     """Model, shards, optimizer, loop, checkpoints."""
     recipe, task, weights, out = job.recipe, job.task, job.weights, job.out
 
-    # Shapes first, then shards, then values: no rank ever holds the whole model.
+    # Shapes first, then shards, then values: of several ranks none ever holds the whole model.
     with torch.device("meta"):
         model = FineTuner(ESM2(weights.config), task.head(weights.config))
     model.freeze_unused()
     precision, dtype = _precision(recipe, ranks.device)
     checkpointing = recipe.parallel.activation_checkpointing == "full"
-    options = ShardOptions(compute_dtype=dtype, activation_checkpointing=checkpointing)
-    STRATEGIES[recipe.parallel.strategy](model, ranks.mesh, options)
+    options = ShardOptions(compute_dtype=dtype, activation_checkpointing=checkpointing, compile=recipe.parallel.compile)
+    shard(model, recipe.parallel.strategy, ranks, options)
     head = new_head(recipe, task, weights).state_dict()
     materialise(
         model,
@@ -99,7 +100,7 @@ def _train(job: Job, start: Path | None, ranks: World) -> None:
     resolved = _resolved(recipe, tokens_per_rank, precision)
     state: dict[str, Any] = {
         "recipe": resolved.model_dump(mode="json"),
-        "config": {name: getattr(weights.config, name) for name in ("n_layers", "dim", "n_heads", "token_dropout")},
+        "config": asdict(weights.config),
         "world_size": ranks.size,
         "versions": versions(),
         "data": provenance(job),

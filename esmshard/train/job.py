@@ -85,6 +85,7 @@ def describe(job: Job, processes: int) -> str:
     recipe, config = job.recipe, job.weights.config
     total = int(job.train.tokens.sum())
     per_epoch = max(1, round(total / recipe.batch.global_tokens))
+    layout = f"{processes} processes, {recipe.parallel.strategy}" if processes > 1 else "1 process, not sharded"
     splits = ", ".join(f"{s.name} {len(s)}" for s in (job.train, job.valid, job.test))
     return "\n".join(
         [
@@ -92,8 +93,7 @@ def describe(job: Job, processes: int) -> str:
             f"model     {recipe.model.name}: {config.n_layers} layers, dim {config.dim}, {config.n_heads} heads, "
             f"{config.n_parameters:,} parameters ({job.weights.source})",
             f"records   {splits}",
-            f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, "
-            f"{processes} process{'es' if processes > 1 else ''}, {recipe.parallel.strategy}",
+            f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, {layout}",
             f"training  {recipe.train.steps} steps, {recipe.train.steps / per_epoch:.1f} epochs",
             f"out       {job.out}{' (exists already)' if job.out.exists() else ''}",
         ]

@@ -6,12 +6,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from esmshard.parallel.shard import clean, reshard, trainable
+from esmshard.parallel.shard import reshard, trainable
 from esmshard.recipe import OptimSettings
 
 
 def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of a sharded model; call it after sharding.
+    """AdamW over the trainable parameters of a model; call it after `materialise`.
 
     Four groups: trunk and head have their own learning rates; biases, norms and embeddings have no weight decay. Each
     group's `peak` is its learning rate at the top of the schedule.
@@ -64,15 +64,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state by clean name, as `model.NAME` and `optim.NAME.exp_avg`; the tensors themselves.
+    """Weights and optimizer state by name, as `model.NAME` and `optim.NAME.exp_avg`; the tensors themselves.
 
     State that the optimizer would make in its first step is made here, as zeros, so that a checkpoint can be loaded
     into it. A tied weight is one entry.
     """
     reshard(model)
     weights = {id(p): name for name, p in model.named_parameters()}
-    tensors = {f"model.{clean(name)}": p.data for name, p in model.named_parameters()}
-    tensors |= {f"model.{clean(name)}": b for name, b in model.named_buffers()}
+    tensors = {f"model.{name}": p.data for name, p in model.named_parameters()}
+    tensors |= {f"model.{name}": b for name, b in model.named_buffers()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -80,6 +80,6 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-            name = clean(weights[id(parameter)])
+            name = weights[id(parameter)]
             tensors |= {f"optim.{name}.{key}": value for key, value in state.items()}
     return tensors

@@ -40,7 +40,7 @@ def train_step(
     """Gradients of all micro-batches of all ranks, one clipped AdamW step.
 
     Args:
-        model: sharded.
+        model: laid out over the ranks.
         task: whose loss it is.
         optimizer: over the shards, its learning rates set.
         micro_batches: (batch, targets, is a ghost): the same number of them on every rank.
@@ -48,23 +48,24 @@ def train_step(
         world: the ranks that take the step together.
 
     Losses are added up unscaled, and FSDP sums gradients over ranks; both are divided once, by the global count. So it
-    makes no difference how the records were dealt to ranks and micro-batches. One small all-reduce a step carries loss,
-    count and gradient norm, and it is the only place where the host waits for the device.
+    makes no difference how the records were dealt to ranks and micro-batches. The host waits for the device once a
+    step, for losses, counts and gradient norms; they are added up there in double precision, which Apple's GPUs lack.
+    One small all-reduce carries them over the ranks.
     """
     optimizer.zero_grad(set_to_none=True)
-    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-    residues = 0
+    parts, residues = [], 0
     for batch, targets, ghost in micro_batches:
         part = task.loss(model(batch.to(world.device)), targets)
         weight = 0.0 if ghost else 1.0
         torch.autograd.backward(part.sum * weight)
-        sums += torch.stack([part.sum.detach(), part.count]).double() * weight
+        parts.append(torch.stack([part.sum.detach(), part.count]) * weight)
         residues += 0 if ghost else batch.n_residues
 
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-    mine = torch.cat([sums, square[None]]).tolist()
-    total_loss, total_count, total_square, total_residues = world.sum([*mine, residues])
+    norms = torch.stack(torch._foreach_norm(gradients))
+    loss_sum, count = torch.stack(parts).cpu().double().sum(0).tolist()
+    square = norms.cpu().double().square().sum().item()
+    total_loss, total_count, total_square, total_residues = world.sum([loss_sum, count, square, residues])
     norm = math.sqrt(total_square) / max(total_count, 1)
     skipped = total_count == 0 or not math.isfinite(norm) or not math.isfinite(total_loss)
     if not skipped:

@@ -32,6 +32,23 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_three(saved: Path, tiny_r
         assert all(np.array_equal(rank[name], one[name]) for name in one)
 
 
+def test_a_checkpoint_of_one_process_loads_on_two_ranks(tiny_recipe: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run" / "checkpoints"
+    run_ranks("work:save", 1, tmp_path, str(tiny_recipe), str(directory), 0.5)
+    saved = directory / "step_000007"
+    names = {p.name for p in saved.iterdir()}
+    assert names == {".metadata", "__0_0.distcp", "state.json", "MANIFEST.json"}
+    assert json.loads((saved / "MANIFEST.json").read_text())["files"].keys() == names - {"MANIFEST.json"}
+    sharded.verify(saved)
+    one = run_ranks("work:restore", 1, tmp_path, str(tiny_recipe), str(saved))[0]
+    assert np.allclose(one["model.trunk.layers.0.fc1.bias"], 0.5)  # fresh biases are 0, the seed does not matter
+    assert np.allclose(one["optim.trunk.embed_tokens.weight.exp_avg"], 0.5)
+    assert "model.trunk.lm_head.weight" not in one, "the tied weight is stored once"
+    for rank in run_ranks("work:restore", 2, tmp_path, str(tiny_recipe), str(saved)):
+        assert rank.keys() == one.keys()
+        assert all(np.array_equal(rank[name], one[name]) for name in one)
+
+
 def test_what_a_checkpoint_leaves(saved: Path) -> None:
     names = {p.name for p in saved.iterdir()}
     assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "state.json", "MANIFEST.json"}

@@ -13,7 +13,7 @@ from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
 from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import STRATEGIES, ShardOptions, materialise, trainable
+from esmshard.parallel.shard import ShardOptions, materialise, shard, trainable
 from esmshard.recipe import Recipe
 from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuner import FineTuner, new_head
@@ -36,7 +36,7 @@ def sharded_model(recipe: Recipe, ranks: World, options: ShardOptions = DEFAULTS
     with torch.device("meta"):
         model = FineTuner(ESM2(base.config), task.head(base.config))
     model.freeze_unused()
-    STRATEGIES[recipe.parallel.strategy](model, ranks.mesh, options)
+    shard(model, recipe.parallel.strategy, ranks, options)
     head = rough_head(recipe, task, base)
     materialise(
         model,
@@ -92,7 +92,8 @@ def gradients(path: str, step: int, checkpointing: bool, mean_of_means: bool) ->
         epoch, records = Plan(data.tokens, recipe.batch.global_tokens, recipe.train.seed).step(step)
         most = int(recipe.batch.tokens_per_rank)
         micro = deal(records, data.tokens, most, ranks.rank, ranks.size)
-        count, losses = 0.0, 0.0
+        count, losses, passes = 0.0, 0.0, []
+        model.layers[0].fc1.register_forward_hook(lambda *_: passes.append(1))
         for m in micro:
             batch, targets = collate(task, [data.get(n, epoch) for n in m.records])
             part = task.loss(model(batch), targets)
@@ -109,6 +110,7 @@ def gradients(path: str, step: int, checkpointing: bool, mean_of_means: bool) ->
             "gradients": {n: full(p.grad) / divide for n, p in trainable(model).items()},
             "counts": count,
             "micro_batches": len(micro),
+            "passes": len(passes) / len(micro),
             "ghosts": sum(m.ghost for m in micro),
         }
 
@@ -214,7 +216,7 @@ def split_tie(device: str) -> str:
         with torch.device(device):
             model = TiedAcrossGroups()
         try:
-            STRATEGIES["full_shard"](model, ranks.mesh, ShardOptions())
+            shard(model, "full_shard", ranks, ShardOptions())
         except (ValueError, AssertionError) as error:
             return str(error)
         return ""

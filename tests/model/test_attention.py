@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from esm.modules import apc, symmetrize
+from esm.rotary_embedding import apply_rotary_pos_emb
 from model_files import fair_esm, ours, tokenise
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model.attention import attend
+from esmshard.model.attention import SelfAttention, attend, inverse_frequencies, rotate
 from esmshard.model.config import EsmConfig
-from esmshard.model.contacts import ContactAccumulator, predict_contacts
+from esmshard.model.contacts import predict_contacts
 from esmshard.model.esm2 import ESM2
 from esmshard.vocab import STANDARD, encode
 
@@ -106,103 +106,103 @@ def test_neighbours_of_a_changed_sequence_stay_as_they_are_in_attend(padded: boo
     assert same_T.all()
 
 
-def test_neighbours_of_a_changed_sequence_stay_as_they_are_in_the_model(model: ESM2) -> None:
+@pytest.mark.parametrize(
+    "change", ["<mask>" + "ACDEFGHIKL" * 8 + "AV", "AC", "W" * 200], ids=["residues", "less", "more"]
+)
+def test_neighbours_of_a_changed_sequence_stay_as_they_are_in_the_model(model: ESM2, change: str) -> None:
+    """To the bit, whatever is computed, also where the change moves them to other rows."""
     texts = sequences()
-    texts_changed = [*texts[:3], "<mask>" + texts[3][:0:-1], texts[4]]
-    with torch.no_grad():
-        before, after = (model(tokenise(t)[1]).representations[3] for t in (texts, texts_changed))
+    before, after = (everything(model, t) for t in (texts, [*texts[:3], change, texts[4]]))
+    assert len(before) == len(after) == len(LENGTHS)
+    for n, (own, other) in enumerate(zip(before, after, strict=True)):
+        assert len(own) == len(other) == CONFIG.n_layers + 3
+        for a, b in zip(own, other, strict=True):
+            assert torch.equal(a, b) is (n != 3)
+
+
+def everything(model: ESM2, texts: list[str]) -> list[list[torch.Tensor]]:
+    """Of each sequence in a pack: representations of all layers, logits and contacts."""
     _, batch = tokenise(texts)
-    changed = slice(batch.bounds[3], batch.bounds[4])
-    same_T = (before == after).all(1)
-    assert not same_T[changed].any()
-    same_T[changed] = True
-    assert same_T.all()
-
-
-def stacked(maps_CLL: torch.Tensor, weight_C: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """fair-esm's head on all maps at once."""
-    return torch.einsum("cij,c->ij", apc(symmetrize(maps_CLL)), weight_C) + bias
-
-
-def test_streamed_contacts_equal_stacked_ones_in_numpy(model: ESM2) -> None:
-    _, batch = tokenise(sequences())
-    maps: list[list[np.ndarray]] = [[] for _ in range(len(batch))]
     with torch.no_grad():
-        model(batch, on_attention=lambda layer, n, p_HLL: maps[n].append(p_HLL.double().numpy()))
+        out = model(batch, layers=range(CONFIG.n_layers + 1), logits_at=torch.arange(batch.bounds[-1]))
         contacts = predict_contacts(model, batch)
-    weight_C = model.contact_head.regression.weight[0].detach().double().numpy()
-    for length, layers, mine_LL in zip(LENGTHS, maps, contacts, strict=True):
-        p_CLL = np.concatenate(layers)
-        assert p_CLL.shape == (CONFIG.n_layers * CONFIG.n_heads, length, length)
-        logits_LL = np.full((length, length), model.contact_head.regression.bias.item())
-        for p_LL, weight in zip(p_CLL, weight_C, strict=True):
-            s_LL = p_LL + p_LL.T
-            logits_LL += weight * (s_LL - np.outer(s_LL.sum(1), s_LL.sum(0)) / s_LL.sum())
-        assert np.abs(mine_LL.numpy() - 1 / (1 + np.exp(-logits_LL))).max() <= 1e-6
-        assert torch.allclose(mine_LL, mine_LL.T, atol=1e-7)
-    assert contacts[3].std() > 0.005
+    parts = [x.split(batch.token_counts) for x in (*out.representations.values(), out.logits_PV)]
+    return [[*(part[n] for part in parts), contacts[n]] for n in range(len(batch))]
 
 
-def test_attention_maps_are_of_residues_and_not_normalised_again(model: ESM2) -> None:
+# Rotary
+
+
+def rotated(qkv_TE: torch.Tensor, position_T: torch.Tensor, how: str, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """q, k and v [T, 3, H, K] of rows whose halves are pairs, as fair-esm has them, turned as `how` says."""
+    qkv_T3HK = qkv_TE.view(len(qkv_TE), 3, N_HEADS, HEAD_DIM)
+    angle_TK = position_T[:, None] * inverse_frequencies(HEAD_DIM)
+    if how == "fair-esm":
+        cos, sin = (torch.cat((f(angle_TK), f(angle_TK)), dim=-1).double()[None] for f in (torch.cos, torch.sin))
+        q, k, v = (x.double().transpose(0, 1) for x in qkv_T3HK.unbind(1))
+        turned = [apply_rotary_pos_emb(q, cos, sin), apply_rotary_pos_emb(k, cos, sin), v]
+        return torch.stack([x.transpose(0, 1) for x in turned], dim=1)
+    halves = qkv_T3HK.unflatten(-1, (2, -1))
+    mixed = torch.cat((halves[:, :2].transpose(-1, -2), halves[:, 2:].flatten(-2).unflatten(-1, (-1, 2))), dim=1)
+    given = mixed.flatten(1) * 1  # not a leaf, which nothing may change in place
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: how == "compiled")
+    found = rotate(given, angle_TK, N_HEADS)
+    assert (found.data_ptr() == given.data_ptr()) is (how == "in place")
+    found = found.view(len(qkv_TE), 3, N_HEADS, HEAD_DIM // 2, 2)
+    return torch.cat((found[:, :2].transpose(-1, -2).flatten(-2), found[:, 2:].flatten(-2)), dim=1)
+
+
+@pytest.mark.parametrize("how", ["in place", "compiled"])
+def test_rotation_is_that_of_fair_esm_with_gradients(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    position_T = torch.tensor([0, 1, 2, 700, 1499, 0, 3])
+    weight = torch.randn(7, 3, N_HEADS, HEAD_DIM, generator=generator)
+    qkv_TE = torch.randn(7, 3 * N_HEADS * HEAD_DIM, generator=generator)
+    found = []
+    for each in (how, "fair-esm"):
+        leaf = qkv_TE.clone().requires_grad_()
+        out = rotated(leaf, position_T, each, monkeypatch)
+        (out * weight).sum().backward()
+        found.append((out.detach(), leaf.grad))
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-6
+    assert (found[0][0].flatten(1) - qkv_TE)[1:5].abs().max() > 1, "something was turned"
+    assert torch.equal(found[0][0][:, 2].flatten(1), qkv_TE[:, -N_HEADS * HEAD_DIM :]), "but not the values"
+
+
+def test_the_gradient_that_comes_in_is_not_changed_in_place() -> None:
+    """Whoever else holds it, a hook or another branch of the graph, must not see it turned."""
+    qkv_TE = torch.randn(5, 3 * N_HEADS * HEAD_DIM, requires_grad=True)
+    out = rotate(qkv_TE * 1, torch.ones(5, HEAD_DIM // 2), N_HEADS)
+    gradient = torch.randn_like(out)
+    before = gradient.clone()
+    out.backward(gradient)
+    assert torch.equal(gradient, before)
+    assert not torch.equal(qkv_TE.grad, before)
+
+
+def test_on_attention_gets_what_the_softmax_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys of each sequence, turned, as `attend` gets them."""
     _, batch = tokenise(sequences())
-    rows = {}
+    seen: dict[str, list[torch.Tensor]] = {"attend": [], "hook": []}
+
+    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        seen["attend"] += [q.clone(), k.clone()]
+        return attend(q, k, v, batch)
+
+    monkeypatch.setattr("esmshard.model.attention.attend", spy)
+    layer = SelfAttention(CONFIG.dim, CONFIG.n_heads)
+    numbers: list[int] = []
+
+    def hook(n: int, q: torch.Tensor, k: torch.Tensor) -> None:
+        numbers.append(n)
+        seen["hook"] += [q.clone(), k.clone()]
+
     with torch.no_grad():
-        model(batch, on_attention=lambda layer, n, p_HLL: rows.__setitem__((layer, n), p_HLL.sum(-1)))
-    assert rows.keys() == {(layer, n) for layer in range(3) for n in range(len(LENGTHS))}
-    for (_, n), sums_HL in rows.items():
-        assert sums_HL.shape == (N_HEADS, LENGTHS[n])
-        assert (sums_HL < 1).all(), "a part of each row went to <cls> and <eos>"
-
-
-def test_the_accumulator_has_the_gradients_of_the_stacked_head() -> None:
-    generator = torch.Generator().manual_seed(3)
-
-    def inputs() -> list[torch.Tensor]:
-        generator.manual_seed(3)
-        shapes = ((12, 20, 20), (12,), (1,))
-        return [torch.randn(s, generator=generator).double().requires_grad_() for s in shapes]
-
-    out_LL = torch.randn(20, 20, generator=generator)
-    maps, weight, bias = inputs()
-    # The accumulator computes in fp32 what it is given in fp32; maps are probabilities.
-    accumulator = ContactAccumulator(weight, bias, n_heads=4)
-    p_CLL = maps.softmax(-1).float()
-    for layer in range(3):
-        accumulator.add(layer, p_CLL[4 * layer : 4 * layer + 4])
-    logits_LL = accumulator.logits()
-    (logits_LL * out_LL).sum().backward()
-
-    maps_, weight_, bias_ = inputs()
-    reference_LL = stacked(maps_.softmax(-1), weight_, bias_)
-    (reference_LL * out_LL).sum().backward()
-    assert (logits_LL - reference_LL).abs().max() <= 1e-5
-    for mine, theirs in ((maps.grad, maps_.grad), (weight.grad, weight_.grad), (bias.grad, bias_.grad)):
-        assert theirs.abs().max() > 1e-2
-        assert (mine - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max())
-
-
-def test_contacts_train_the_trunk_as_stacked_maps_do(model: ESM2) -> None:
-    """Gradients of every parameter through `predict_contacts`, against fair-esm's head on stacked maps."""
-    _, batch = tokenise(sequences())
-    targets = [(torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.1).float() for n in LENGTHS]
-
-    def gradients(contacts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        losses = [torch.nn.functional.binary_cross_entropy(c, t) for c, t in zip(contacts, targets, strict=True)]
-        torch.stack(losses).sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    streamed = gradients(predict_contacts(model, batch))
-    maps: list[list[torch.Tensor]] = [[] for _ in range(len(batch))]
-    model(batch, on_attention=lambda layer, n, p_HLL: maps[n].append(p_HLL))
-    regression = model.contact_head.regression
-    reference = gradients([stacked(torch.cat(m), regression.weight[0], regression.bias).sigmoid() for m in maps])
-    assert streamed.keys() == reference.keys()
-    assert {"embed_tokens.weight", "layers.0.fc1.weight", "contact_head.regression.weight"} <= streamed.keys()
-    for name, gradient in reference.items():
-        assert (streamed[name] - gradient).abs().max() <= 1e-5 * max(1, float(gradient.abs().max())), name
-    assert sum(float(g.abs().max()) > 1e-3 for g in reference.values()) > 10
-    model.zero_grad()
+        layer(torch.randn(batch.bounds[-1], CONFIG.dim), batch, hook)
+    assert numbers == list(range(len(batch)))
+    for which in (0, 1):
+        assert torch.equal(torch.cat(seen["hook"][which::2]), seen["attend"][which])
 
 
 @pytest.mark.gpu

@@ -27,6 +27,12 @@ def test_estimates_move_the_right_way() -> None:
     assert plan.free_bytes(torch.device("cpu"), 4) < free
 
 
+def test_the_free_memory_of_an_apple_gpu_is_what_metal_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300)
+    assert plan.free_bytes(torch.device("mps"), 1) == 700
+
+
 def test_trunk_activations_are_about_what_is_estimated() -> None:
     """Bytes that autograd keeps for the backward pass, counted through its own hooks."""
     from esmshard.batch import pack

@@ -22,7 +22,8 @@ from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.esm2 import ESM2
-from esmshard.model.weights import TIED, load_model, to_transformers, transformers_config
+from esmshard.model.layouts import TIED, to_transformers, transformers_config
+from esmshard.model.weights import load_model
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
 TOLERANCE = 1e-5

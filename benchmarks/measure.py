@@ -1,0 +1,227 @@
+"""How everything here is measured: variants take turns, ratios are formed within a turn. See METHOD.md."""
+
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CEILING_SECONDS = 1.0
+"""Of matrix products before each run: long enough that a processor's short-lived top speed is over."""
+
+RESULTS = Path(__file__).parent / "results"
+
+# Dense bf16 tensor-core FLOP/s of data sheets, by a part of the device's name.
+DATA_SHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "L4": 121e12}
+
+
+@dataclass
+class Row:
+    """One variant of one workload."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    ceiling: list[float] = field(default_factory=list)
+    """FLOP/s of a large matrix product, measured right before each run."""
+    memory_bytes: int | None = None
+
+
+@dataclass
+class Table:
+    """One workload: the first variant is ours, ratios are how much slower the others are."""
+
+    title: str
+    residues: int
+    gemm_flops: float
+    """Of the linear layers; an exact count, forward only unless the title says training."""
+    attention_flops: float
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+
+    def ratios(self, row: Row) -> list[float]:
+        """Turn by turn: the other's time over ours."""
+        return [theirs / ours for ours, theirs in zip(self.rows[0].seconds, row.seconds, strict=True)]
+
+    def shares(self, row: Row) -> list[float]:
+        """Turn by turn: FLOP/s of the model over that of the matrix product."""
+        total = self.gemm_flops + self.attention_flops
+        return [total / t / c for t, c in zip(row.seconds, row.ceiling, strict=True)]
+
+
+def clock(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product: 2,048 wide on the CPU, 8,192 on a GPU."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < CEILING_SECONDS:
+        times.append(clock(lambda: a @ b, device))
+    return 2 * n**3 / statistics.median(times)
+
+
+def take_turns(
+    table: Table,
+    variants: Mapping[str, Callable[[], Callable[[], Any]]],
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    together: bool = True,
+) -> list[Any]:
+    """Make every variant, run it once to warm up, then `rounds` times in turns; what the warm-up runs returned.
+
+    With `together=False` a variant is made, run and dropped before the next one is made.
+    """
+    outputs: list[Any] = []
+    made: list[tuple[Row, Callable[[], Any]]] = []
+    table.rows = [Row(name) for name in variants]
+    for row, make in zip(table.rows, variants.values(), strict=True):
+        made.append((row, make()))
+        outputs.append(made[-1][1]())
+        print(f"  {table.title}: {row.name} is warm", file=sys.stderr, flush=True)
+        if not together:
+            _turns(table, made, rounds, device, dtype)
+            made.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
+    _turns(table, made, rounds if together else 0, device, dtype)
+    return outputs
+
+
+def _turns(
+    table: Table,
+    made: list[tuple[Row, Callable[[], Any]]],
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    for turn in range(rounds):
+        for row, function in made:
+            gc.collect()
+            row.ceiling.append(ceiling(device, dtype))
+            row.seconds.append(clock(function, device))
+        print(f"  {table.title}: turn {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+
+
+def memory_in_own_process(arguments: list[str]) -> int:
+    """Peak bytes above the loaded model: a process of its own, since a peak of the process can only rise."""
+    script = Path(__file__).with_name("model.py")
+    done = subprocess.run([sys.executable, str(script), *arguments], check=True, capture_output=True, text=True)
+    return int(done.stdout.split()[-1])
+
+
+def peak_above(prepare: Callable[[], Callable[[], object]], device: torch.device) -> int:
+    """Peak bytes of a call above what was held before it; `prepare` loads the model and makes a small first call."""
+    function = prepare()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        clock(function, device)
+        return torch.cuda.max_memory_allocated() - before
+    # Linux lets a process forget its peak, so that loading a model does not hide what the call needs.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _status("VmRSS")
+    function()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Hardware and versions."""
+    packages = ("torch", "esmshard", "fair-esm", "transformers", "numpy", "faesm", "esm-efficient", "flash-attn")
+    found: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else _cpu_name(),
+    }
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def markdown(tables: list[Table], about: Mapping[str, Any], command: str) -> str:
+    """The tables as they are printed and stored."""
+    lines = [f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
+    sheet = next((v for k, v in DATA_SHEET.items() if k in str(about["device"])), None)
+    for table in tables:
+        lines += [f"### {table.title}", ""]
+        head = ["", "residues/s", "time / ours, median [min, max]", "share of matrix product", "peak MB above model"]
+        head += ["MFU of data sheet"] if sheet else []
+        lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        for row in table.rows:
+            ratios, share = table.ratios(row), statistics.median(table.shares(row))
+            cells = [
+                row.name,
+                f"{table.residues / statistics.median(row.seconds):,.0f}",
+                f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]",
+                f"{share:.0%}",
+                "" if row.memory_bytes is None else f"{row.memory_bytes / 1e6:,.0f}{_times(table, row)}",
+            ]
+            if sheet:
+                cells.append(f"{share * statistics.median(c for row in table.rows for c in row.ceiling) / sheet:.0%}")
+            lines.append("| " + " | ".join(cells) + " |")
+        attention = table.attention_flops / (table.attention_flops + table.gemm_flops)
+        lines += [
+            "",
+            f"Matrix product: {statistics.median(c for row in table.rows for c in row.ceiling) / 1e9:,.0f} GFLOP/s. "
+            f"Attention is {attention:.0%} of the FLOPs. {' '.join(table.notes)}".rstrip(),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _times(table: Table, row: Row) -> str:
+    ours = table.rows[0].memory_bytes
+    return f" ({row.memory_bytes / ours:.2f} x ours)" if ours and row.memory_bytes and row is not table.rows[0] else ""
+
+
+def store(tables: list[Table], about: Mapping[str, Any], name: str, out: Path) -> None:
+    """Print the tables, and write them as dated JSON and Markdown."""
+    command = " ".join(["python benchmarks/model.py", *sys.argv[1:]])
+    text = markdown(tables, about, command)
+    print(text)
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"{about['date']}-{name}"
+    stem.with_suffix(".md").write_text(f"# {name}, {about['date']}\n\n{text}\n", encoding="utf-8")
+    raw = {"command": command, "about": dict(about), "tables": [asdict(table) for table in tables]}
+    stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,199 @@
+"""How fast the model is, beside fair-esm and `transformers`, in one run. `python benchmarks/model.py --help`."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import measure
+import peers
+import torch
+from measure import Table
+from peers import Variant, flops, in_file_order, protein_lengths, sequences
+
+from esmshard.model.config import SIZES
+from esmshard.parallel.shard import ShardOptions
+
+WORK = ("embed", "mlm", "contacts", "fixed")
+FIXED_LENGTH, FIXED_TURN = 286, 56
+CONTACT_LENGTHS = (256, 512, 1000)
+SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
+SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D"}
+
+
+class Bench:
+    """The variants of every workload on one device, each made when it is asked for."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.device, self.count = device, count
+        self.cuda = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.budget = 16384 if self.cuda else 4096
+        """Tokens of a batch; 4,096 is fair-esm's default."""
+
+    def embed(self, name: str) -> dict[str, Callable[[], Variant]]:
+        """Mean embeddings of `count` proteins."""
+        tokens, device, dtype = sequences(protein_lengths(self.count)), self.device, self.dtype
+
+        def esmshard(compiled: bool = False) -> Variant:
+            model = peers.ours(name, device, dtype)
+            if compiled:
+                model.compile_layers()
+            return peers.embed_ours(model, tokens, self.budget, device)
+
+        def fair_esm() -> Variant:
+            model = peers.fair_esm(name).to(device)
+            groups = peers.by_length_padded(tokens, self.budget)
+            return peers.embed_padded(lambda block: peers.forward_fair_esm(model, block), tokens, groups, device)
+
+        def transformers(groups: list[list[int]]) -> Variant:
+            model = peers.transformers(name, device, dtype)
+            return peers.embed_padded(lambda block: peers.forward_transformers(model, block), tokens, groups, device)
+
+        def faesm() -> Variant:
+            model = peers.faesm(name, device, dtype)
+            groups = peers.by_length_padded(tokens, self.budget)
+            return peers.embed_padded(lambda block: peers.forward_faesm(model, block), tokens, groups, device)
+
+        found: dict[str, Callable[[], Variant]] = {"esmshard": esmshard}
+        if self.cuda:
+            found["esmshard, compiled"] = lambda: esmshard(compiled=True)
+            if find_spec("faesm"):
+                found["FAESM, sorted"] = faesm
+        else:  # its rotary embedding does not work in bf16
+            found["fair-esm, extract.py"] = fair_esm
+        found["transformers SDPA, sorted"] = lambda: transformers(peers.by_length_padded(tokens, self.budget))
+        found["transformers SDPA, file order"] = lambda: transformers(in_file_order(tokens))
+        return found
+
+    def mlm(self, name: str) -> dict[str, Callable[[], Variant]]:
+        """One pass over `count` proteins, an AdamW step a batch."""
+        tokens, device = sequences(protein_lengths(self.count)), self.device
+
+        def esmshard(*, checkpointing: bool = False, compiled: bool = False) -> Variant:
+            options = ShardOptions(compute_dtype=self.dtype, activation_checkpointing=checkpointing, compile=compiled)
+            return peers.train_ours(peers.ours(name, device, torch.float32), tokens, self.budget, device, options)
+
+        def transformers(groups: list[list[int]]) -> Variant:
+            model = peers.transformers(name, device, torch.float32)
+            return peers.train_transformers(model, tokens, groups, device, autocast=self.cuda)
+
+        found: dict[str, Callable[[], Variant]] = {"esmshard": esmshard}
+        found["esmshard, checkpointing"] = lambda: esmshard(checkpointing=True)
+        if self.cuda:
+            found["esmshard, compiled"] = lambda: esmshard(compiled=True)
+        found["transformers SDPA, sorted"] = lambda: transformers(peers.by_length_padded(tokens, self.budget))
+        found["transformers SDPA, shuffled"] = lambda: transformers(in_file_order(tokens))
+        return found
+
+    def contacts(self, name: str, length: int) -> dict[str, Callable[[], Variant]]:
+        """The contact map of one protein."""
+        tokens = sequences([length])[0]
+        return {
+            "esmshard": lambda: peers.contacts_ours(peers.ours(name, self.device, self.dtype), tokens, self.device),
+            "fair-esm": lambda: peers.contacts_fair_esm(peers.fair_esm(name).to(self.device), tokens, self.device),
+        }
+
+    def fixed(self, name: str) -> dict[str, Callable[[], Variant]]:
+        """Mean embeddings of proteins of one length: nobody pads."""
+        tokens, device, dtype = sequences([FIXED_LENGTH] * FIXED_TURN), self.device, self.dtype
+
+        def transformers() -> Variant:
+            model, groups = peers.transformers(name, device, dtype), peers.by_length_padded(tokens, self.budget)
+            return peers.embed_padded(lambda block: peers.forward_transformers(model, block), tokens, groups, device)
+
+        return {
+            "esmshard": lambda: peers.embed_ours(peers.ours(name, device, dtype), tokens, self.budget, device),
+            "transformers SDPA": transformers,
+        }
+
+
+def tables_of(bench: Bench, work: str, model: str, rounds: int) -> list[Table]:
+    """Measure one workload of one model."""
+    name, config = SHORT[model], SIZES[SHORT[model]]
+    if work == "contacts":
+        tables = []
+        for length in CONTACT_LENGTHS:
+            table = Table(f"contact map, {model}, L = {length}", length, *flops(config, [length]), rows=[])
+            outputs = measure.take_turns(table, bench.contacts(name, length), rounds, bench.device, bench.dtype)
+            table.notes.append(f"Largest difference from ours: {_worst(outputs):.0e}.")
+            tables.append(table)
+        return tables
+    if work == "fixed":
+        turns, lengths = -(-2000 // FIXED_TURN), [FIXED_LENGTH] * FIXED_TURN
+        table = Table(f"embed, {model}, 2,000 x {FIXED_LENGTH}", sum(lengths), *flops(config, lengths), rows=[])
+        outputs = measure.take_turns(table, bench.fixed(name), turns, bench.device, bench.dtype)
+        table.notes.append(f"{FIXED_TURN} proteins a turn, {turns} turns.")
+    elif work == "embed":
+        lengths = protein_lengths(bench.count)
+        title = f"embed, {model}, {bench.count} proteins"
+        table = Table(title, sum(lengths), *flops(config, lengths), rows=[])
+        outputs = measure.take_turns(table, bench.embed(name), rounds, bench.device, bench.dtype)
+    else:
+        lengths = protein_lengths(bench.count)
+        gemm, attention = flops(config, lengths)
+        title = f"MLM training, {model}, {bench.count} proteins"
+        table = Table(title, sum(lengths), 3 * gemm, 3 * attention, rows=[])
+        # Five copies of a large model with its optimizer do not fit on a GPU, whose clock is steady anyway.
+        outputs = measure.take_turns(table, bench.mlm(name), rounds, bench.device, bench.dtype, together=not bench.cuda)
+        outputs = [torch.tensor(sum(losses)) for losses in outputs]
+        outputs = [loss / outputs[0] for loss in outputs]
+    table.notes.append(f"Largest difference from ours{', relative' if work == 'mlm' else ''}: {_worst(outputs):.0e}.")
+    return [table]
+
+
+def _worst(outputs: list[torch.Tensor]) -> float:
+    return max(float((outputs[0].double() - other.double()).abs().max()) for other in outputs[1:])
+
+
+def peak(bench: Bench, work: str, model: str, variant: str, length: int) -> int:
+    """Peak memory of one variant in this process; the first, small call loads what libraries load late."""
+    name = SHORT[model]
+
+    def prepare() -> Variant:
+        if work == "contacts":
+            return bench.contacts(name, length)[variant]()
+        return getattr(bench, work)(name)[variant]()
+
+    return measure.peak_above(prepare, bench.device)
+
+
+def main() -> None:
+    """Parse, measure, print, store."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
+    parser.add_argument("--models", nargs="+", choices=SHORT, help="8M 35M on the CPU, 150M 650M 3B on a GPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each workload")
+    parser.add_argument("--count", type=int, help="proteins; 100 on the CPU, 2000 on a GPU")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks, which need a process each")
+    parser.add_argument("--out", type=Path, default=measure.RESULTS)
+    parser.add_argument("--peak", nargs=2, metavar=("VARIANT", "LENGTH"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    bench = Bench(device, args.count or (2000 if device.type == "cuda" else 100))
+    models = args.models or (["150M", "650M", "3B"] if device.type == "cuda" else ["8M", "35M"])
+    if args.peak:
+        print(peak(bench, args.work[0], models[0], args.peak[0], int(args.peak[1])))
+        return
+    tables: list[Table] = []
+    for model in models:
+        for work in args.work:
+            if work == "mlm" and device.type == "cpu" and model != "8M":
+                continue
+            for k, table in enumerate(tables_of(bench, work, model, args.rounds)):
+                for row in table.rows:
+                    if args.no_memory or work == "fixed":
+                        break
+                    own = ["--work", work, "--models", model, "--device", args.device, "--count", str(bench.count)]
+                    row.memory_bytes = measure.memory_in_own_process(
+                        [*own, "--peak", row.name, str(CONTACT_LENGTHS[k])]
+                    )
+                tables.append(table)
+                print(measure.markdown([table], measure.facts(device), ""), file=sys.stderr)
+    measure.store(tables, measure.facts(device), f"model-{args.device}-{'-'.join(models)}", args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""The same work by esmshard and by the others: each variant is a function that does it all once.
+
+Sequences are token arrays made beforehand; tokenizing is not part of what is timed. All have the same weights, written
+from ours in the layout of each peer.
+"""
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.infer.embed import by_length, packs_at_once, side_by_side
+from esmshard.model import export, weights
+from esmshard.model.config import SIZES, EsmConfig
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.esm2 import ESM2
+from esmshard.parallel.mesh import World
+from esmshard.parallel.shard import ShardOptions, shard
+from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
+
+Tokens = npt.NDArray[np.uint8]
+Variant = Callable[[], Any]
+FILE_ORDER_BATCH = 8
+
+
+def sequences(lengths: Sequence[int], seed: int = 0) -> list[Tokens]:
+    """Random residues of these lengths, as tokens."""
+    rng = np.random.default_rng(seed)
+    residues = np.array([TOKENS.index(letter) for letter in STANDARD], dtype=np.uint8)
+    return [np.concatenate([[0], rng.choice(residues, n), [2]]).astype(np.uint8) for n in lengths]
+
+
+def protein_lengths(count: int, seed: int = 0) -> list[int]:
+    """Lognormal, median 270 and mean 330, clipped to 20 to 1,022: near those of UniRef50."""
+    rng = np.random.default_rng(seed)
+    sigma = np.sqrt(2 * np.log(330 / 270))
+    return [int(n) for n in np.clip(rng.lognormal(np.log(270), sigma, count), 20, 1022)]
+
+
+def flops(config: EsmConfig, lengths: Sequence[int]) -> tuple[float, float]:
+    """Forward FLOPs of the linear layers of the trunk, and of attention, `<cls>` and `<eos>` included."""
+    tokens = np.array(lengths, dtype=np.float64) + 2
+    gemm = config.n_layers * 24 * config.dim**2 * tokens.sum()
+    return float(gemm), float(config.n_layers * 4 * config.dim * (tokens**2).sum())
+
+
+def ours(name: str, device: torch.device, dtype: torch.dtype) -> ESM2:
+    """Random weights of a published shape, in evaluation mode."""
+    return weights.build(weights.fresh(SIZES[name], 0), device, dtype).eval()
+
+
+def fair_esm(name: str) -> Any:
+    """fair-esm's model with the same weights."""
+    from esm.pretrained import load_model_and_alphabet_local
+
+    found = weights.fresh(SIZES[name], 0)
+    with tempfile.TemporaryDirectory() as scratch, torch.serialization.safe_globals([argparse.Namespace]):
+        export.write_fair_esm(Path(scratch), "esm2_bench", found.config, *_all_of(found))
+        model, _ = load_model_and_alphabet_local(f"{scratch}/esm2_bench.pt")
+    return model.eval()
+
+
+def transformers(name: str, device: torch.device, dtype: torch.dtype, attention: str = "sdpa") -> Any:
+    """`EsmForMaskedLM` with the same weights."""
+    from transformers import EsmForMaskedLM
+
+    found = weights.fresh(SIZES[name], 0)
+    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        export.write_transformers(Path(scratch), found.config, *_all_of(found))
+        model = EsmForMaskedLM.from_pretrained(scratch, attn_implementation=attention, dtype=dtype)
+    return model.to(device).eval()
+
+
+def faesm(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """FAESM with the same weights; needs `pip install faesm` and a transformers below 5."""
+    from faesm.esm import FAEsmForMaskedLM
+
+    found = weights.fresh(SIZES[name], 0)
+    with tempfile.TemporaryDirectory() as scratch:
+        export.write_transformers(Path(scratch), found.config, *_all_of(found))
+        model = FAEsmForMaskedLM.from_pretrained(scratch, use_fa=find_spec("flash_attn") is not None)
+    return model.to(device, dtype).eval()
+
+
+def _all_of(found: weights.Weights) -> tuple[dict[str, torch.Size], export.Source]:
+    return weights.shapes(found.config), lambda names: {name: found[name] for name in names}
+
+
+# Batches
+
+
+def best_fit(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
+    """Members of packs of at most `most` tokens, best fit in the order given: training must not sort."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for n, one in enumerate(tokens):
+        fits = [k for k, left in enumerate(room) if left >= len(one)]
+        if fits:
+            best = min(fits, key=lambda k: room[k])
+            packs[best].append(n)
+            room[best] -= len(one)
+        else:
+            packs.append([n])
+            room.append(most - len(one))
+    return packs
+
+
+def by_length_padded(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
+    """Sorted by length; a batch's size times its longest is at most `most`: fair-esm's and the usual way."""
+    groups: list[list[int]] = [[]]
+    for n in sorted(range(len(tokens)), key=lambda n: len(tokens[n])):
+        if groups[-1] and (len(groups[-1]) + 1) * len(tokens[n]) > most:
+            groups.append([])
+        groups[-1].append(n)
+    return groups
+
+
+def in_file_order(tokens: Sequence[Tokens]) -> list[list[int]]:
+    """Eight at a time, as they come: what a default DataLoader does."""
+    return [list(range(n, min(n + FILE_ORDER_BATCH, len(tokens)))) for n in range(0, len(tokens), FILE_ORDER_BATCH)]
+
+
+def padded(tokens: Sequence[Tokens], members: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [B, longest], `<pad>` behind."""
+    block = np.full((len(members), max(len(tokens[n]) for n in members)), PAD, dtype=np.int64)
+    for row, n in enumerate(members):
+        block[row, : len(tokens[n])] = tokens[n]
+    return torch.from_numpy(block).to(device)
+
+
+# Embeddings: the mean over residues of the last layer, of every sequence
+
+
+def embed_ours(model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.device) -> Variant:
+    """As `esmshard embed` does it: packs by length, on the CPU a core each."""
+    groups = list(by_length([len(t) for t in tokens], most // packs_at_once(device)))
+    batches = [pack([tokens[n] for n in group]).to(device) for group in groups]
+    layer = model.config.n_layers
+
+    def means(batch: TokenBatch) -> list[torch.Tensor]:
+        x_TD = model(batch, layers=(layer,)).representations[layer]
+        return [x_LD.float().mean(0) for x_LD in batch.residues(x_TD)]
+
+    return lambda: _as_given(groups, chain.from_iterable(side_by_side(means, batches, device)))
+
+
+def _as_given(groups: Iterable[Iterable[int]], rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Rows of all groups as one [N, D], in the order of the sequences."""
+    by_number = dict(zip(chain.from_iterable(groups), rows, strict=True))
+    return torch.stack([by_number[n] for n in range(len(by_number))]).cpu()
+
+
+def embed_padded(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    tokens: Sequence[Tokens],
+    groups: Sequence[Sequence[int]],
+    device: torch.device,
+) -> Variant:
+    """In padded batches."""
+    batches = [(padded(tokens, group, device), [len(tokens[n]) for n in group]) for group in groups]
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        out: list[torch.Tensor] = []
+        for block, lengths in batches:
+            x_BLD = forward(block)
+            out += [x_BLD[k, 1 : length - 1].float().mean(0) for k, length in enumerate(lengths)]
+        return _as_given(groups, out)
+
+    return run
+
+
+def forward_fair_esm(model: Any, block: torch.Tensor) -> torch.Tensor:
+    """As `scripts/extract.py` calls it: logits are computed too."""
+    layer = model.num_layers
+    return model(block, repr_layers=[layer], return_contacts=False)["representations"][layer]
+
+
+def forward_transformers(model: Any, block: torch.Tensor) -> torch.Tensor:
+    """The trunk alone, as its users would."""
+    return model.esm(input_ids=block, attention_mask=(block != PAD).long()).last_hidden_state
+
+
+def forward_faesm(model: Any, block: torch.Tensor) -> torch.Tensor:
+    """Its only entry point computes logits too."""
+    return model(block, attention_mask=(block != PAD).long())["last_hidden_state"]
+
+
+# One masked-language-model pass with an AdamW step a batch
+
+
+def corrupt(tokens: Sequence[Tokens], seed: int = 1) -> tuple[list[Tokens], list[npt.NDArray[np.bool_]]]:
+    """15% of the residues become `<mask>`."""
+    rng = np.random.default_rng(seed)
+    chosen = [(rng.random(len(one)) < 0.15) & (np.arange(len(one)) % (len(one) - 1) != 0) for one in tokens]
+    return [np.where(mask, MASK, one).astype(np.uint8) for one, mask in zip(tokens, chosen, strict=True)], chosen
+
+
+def train_ours(
+    model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.device, options: ShardOptions
+) -> Variant:
+    """Laid out as the main job does it on one device; LM logits at the masked residues only."""
+    model.contact_head.requires_grad_(False)
+    shard(model, "full_shard", World(0, 1, device, None), options)
+    masked, chosen = corrupt(tokens)
+    work: list[tuple[TokenBatch, torch.Tensor, torch.Tensor]] = []
+    for group in best_fit(tokens, most):
+        at_P = np.flatnonzero(np.concatenate([chosen[n] for n in group]))
+        target_P = np.concatenate([tokens[n] for n in group])[at_P].astype(np.int64)
+        batch = pack([masked[n] for n in group]).to(device)
+        work.append((batch, torch.from_numpy(at_P).to(device), torch.from_numpy(target_P).to(device)))
+    return _trainer(model, [partial(_loss_ours, model, *one) for one in work], device, autocast=False)
+
+
+def _loss_ours(model: ESM2, batch: TokenBatch, at_P: torch.Tensor, target_P: torch.Tensor) -> torch.Tensor:
+    logits_PV = model(batch, layers=(), logits_at=at_P).logits_PV
+    return F.cross_entropy(logits_PV.float(), target_P, reduction="sum")
+
+
+def train_transformers(
+    model: Any,
+    tokens: Sequence[Tokens],
+    groups: Sequence[Sequence[int]],
+    device: torch.device,
+    *,
+    autocast: bool = False,
+) -> Variant:
+    """In padded batches; logits at every token, as the library computes them."""
+    masked, chosen = corrupt(tokens)
+    work = []
+    for group in groups:
+        labels = padded([np.where(c, t, 255) for c, t in zip(chosen, tokens, strict=True)], group, device)
+        block = padded(masked, group, device)
+        work.append((block, labels.masked_fill((labels == 255) | (block == PAD), -100)))
+    return _trainer(model, [partial(_loss_transformers, model, *one) for one in work], device, autocast)
+
+
+def _loss_transformers(model: Any, block: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=block, attention_mask=(block != PAD).long()).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def _trainer(model: torch.nn.Module, losses: Sequence[Variant], device: torch.device, autocast: bool) -> Variant:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, fused=True)
+
+    def run() -> list[float]:
+        model.train()
+        totals = []
+        for loss in losses:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                value = loss()
+            value.backward()
+            optimizer.step()  # with learning rate 0: all its work, and every turn sees the same weights
+            totals.append(float(value.detach()))
+        return totals
+
+    return run
+
+
+# Contact maps, one protein
+
+
+def contacts_ours(model: ESM2, tokens: Tokens, device: torch.device) -> Variant:
+    """Maps streamed."""
+    batch = pack([tokens]).to(device)
+    return lambda: _quiet(lambda: predict_contacts(model, batch)[0])
+
+
+def contacts_fair_esm(model: Any, tokens: Tokens, device: torch.device) -> Variant:
+    """Maps stacked."""
+    block = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
+    return lambda: _quiet(lambda: model.predict_contacts(block)[0])
+
+
+def _quiet(function: Variant) -> Any:
+    with torch.no_grad():
+        return function()

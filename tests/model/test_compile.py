@@ -1,0 +1,106 @@
+"""Compiled blocks: one compilation for all packs, the same numbers, the same names. With a backend that is quick."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from model_files import SMALL, fair_esm, ours, tokenise
+from torch._dynamo.utils import counters
+
+from esmshard.batch import TokenBatch
+from esmshard.model import attention
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.esm2 import ESM2
+
+PACKS = [(30, 40), (17,), (5, 6, 7, 100), (64, 64), (300,), (1,), (2, 2, 2, 2, 2), (1, 31)]
+Run = Callable[[ESM2, TokenBatch], list[torch.Tensor]]
+
+
+def packs() -> list[TokenBatch]:
+    texts = [("MKTAYIAKQRQISFVKSHFSRQ"[n % 5 :] * 14)[:n] for n in range(301)]
+    return [tokenise([texts[n] for n in pack])[1] for pack in PACKS]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def values(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return list(model(batch, layers=range(4)).representations.values())
+
+
+def contacts(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return predict_contacts(model, batch)
+
+
+def gradients(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
+    model.zero_grad()
+    places_P = torch.arange(batch.bounds[-1])
+    model(batch, logits_at=places_P).logits_PV.square().mean().backward()
+    return [p.grad for n, p in model.named_parameters() if not n.startswith("contact_head.")]
+
+
+def compiled_and_plain(family: str) -> tuple[ESM2, ESM2]:
+    reference = fair_esm(SMALL[family])
+    model, plain = (ours(reference, SMALL[family]) for _ in range(2))
+    model.compile_layers(backend="eager")
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    return model, plain
+
+
+@pytest.mark.parametrize(("family", "run"), [("ESM-2", contacts), ("ESM-2", gradients), ("ESM-1b", values)])
+def test_blocks_are_compiled_once_for_all_packs(family: str, run: Run) -> None:
+    model, plain = compiled_and_plain(family)
+    first, *others = packs()
+    run(model, first)
+    graphs = counters["stats"]["unique_graphs"]
+    assert 1 <= graphs < 6, "the four parts of one block, and not of each of three"
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in (first, *others):
+            mine, expected = run(model, batch), run(plain, batch)
+            assert len(mine) == len(expected) > 0
+            for a, b in zip(mine, expected, strict=True):
+                assert (a - b).abs().max() <= 1e-5 * max(1, float(b.abs().max()))
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@torch.library.custom_op("esmshard_tests::kernel", mutates_args=())
+def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+    assert int(cu_seqlens.diff().max()) == longest
+    return q + 2 * k + 3 * v
+
+
+@kernel.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+def test_with_a_kernel_for_packs_a_block_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where attention is one operation: no break in it, and lengths are no constants of the graph."""
+    monkeypatch.setattr(attention, "attend", lambda q, k, v, batch: kernel(q, k, v, batch.cu_seqlens, batch.max_seqlen))
+    model, plain = compiled_and_plain("ESM-2")
+    for batch in packs():
+        for a, b in zip(values(model, batch), values(plain, batch), strict=True):
+            assert (a - b).abs().max() <= 1e-5
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_the_compiler_that_is_used_gives_the_same_numbers() -> None:
+    reference = fair_esm(SMALL["ESM-2"])
+    model, plain = (ours(reference, SMALL["ESM-2"]) for _ in range(2))
+    model.compile_layers()
+    for run in (values, contacts, gradients):
+        run(model, packs()[0])
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for batch in packs():
+                for a, b in zip(run(model, batch), run(plain, batch), strict=True):
+                    assert (a - b).abs().max() <= 1e-5 * max(1, float(b.abs().max()))

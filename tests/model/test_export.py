@@ -1,0 +1,209 @@
+"""Models of one layout made models of the other: bit-equal there and back, and read by the libraries they are for."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from esm.model.esm2 import ESM2 as FairEsm
+from esm.pretrained import load_model_and_alphabet_local
+from model_files import SMALL, TINY, edit_tensors, fair_esm, write_fair_esm, write_transformers
+from transformers import EsmForMaskedLM
+
+from esmshard.checkpoint.consolidate import consolidate
+from esmshard.errors import InputError, UsageError
+from esmshard.model import hub, weights
+from esmshard.model.config import SIZES
+from esmshard.model.layouts import to_transformers
+
+NAMES = {"ESM-2": "esm2_it", "ESM-1b": "esm1b_it", "ESM-1v": "esm1v_it"}
+HEAD = {"out.weight": torch.arange(6.0).view(2, 3), "out.bias": torch.ones(2)}
+
+
+def same(reference: FairEsm, model: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    """Every tensor of a model as we read it, and no other."""
+    found, expected = weights.read(str(model)), reference.state_dict()
+    assert found.absent == found.left_out == ()
+    assert found.read.keys() | {"lm_head.weight"} == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].float(), (tensor if "inv_freq" in name else tensor.to(dtype)).float()), name
+
+
+def by_fair_esm(file: Path) -> FairEsm:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return load_model_and_alphabet_local(file)[0]
+
+
+def by_transformers(directory: Path) -> EsmForMaskedLM:
+    model, info = EsmForMaskedLM.from_pretrained(directory, output_loading_info=True)
+    assert not {kind: keys for kind, keys in info.items() if keys}
+    return model
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_there_and_back_every_bit_is_the_same(family: str, tmp_path: Path) -> None:
+    config, reference = SMALL[family], fair_esm(SMALL[family])
+    expected = reference.state_dict()
+    file = write_fair_esm(tmp_path / f"{NAMES[family]}.pt", reference)
+    directory = consolidate(file, tmp_path / "first", to="hf")
+    same(reference, directory)
+    same(reference, directory / "model.safetensors")
+
+    theirs = by_transformers(directory).state_dict()
+    compared = {name: theirs.pop(to_transformers(name)) for name in expected if "inv_freq" not in name}
+    for name, tensor in compared.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert {key.rsplit(".", 1)[1] for key in theirs} <= {"inv_freq", "position_ids"}, "nothing else is in it"
+    tables = [tensor for key, tensor in theirs.items() if key.endswith("inv_freq")]
+    assert bool(tables) is config.rotary
+    assert all(torch.equal(t, expected["layers.0.self_attn.rot_emb.inv_freq"]) for t in tables)
+
+    back = consolidate(directory, tmp_path / NAMES[family], to="fair-esm")
+    same(reference, back / f"{NAMES[family]}.pt")
+    read = by_fair_esm(back / f"{NAMES[family]}.pt").state_dict()
+    assert read.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # fair-esm knows no regression of an ESM-1v, and draws one.
+        assert torch.equal(read[name], tensor) or (family == "ESM-1v" and name.startswith("contact_head.")), name
+
+    again = consolidate(back / f"{NAMES[family]}.pt", tmp_path / "again", to="hf")
+    assert (again / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+    assert (again / "config.json").read_bytes() == (directory / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_what_transformers_saves_becomes_a_file_of_fair_esm(family: str, tmp_path: Path) -> None:
+    reference = fair_esm(SMALL[family])
+    model = by_transformers(write_transformers(tmp_path / "given", reference, SMALL[family]))
+    model.save_pretrained(tmp_path / "saved")
+    same(reference, tmp_path / "saved")
+    out = consolidate(tmp_path / "saved", tmp_path / NAMES[family], to="fair-esm")
+    same(reference, out / f"{NAMES[family]}.pt")
+
+
+@pytest.mark.parametrize("layout", ["in each layer", "at model level", "under a star"])
+def test_every_layout_of_frequencies_reaches_every_layer(layout: str, tmp_path: Path) -> None:
+    config = SMALL["ESM-2"]
+    reference = fair_esm(config)
+    keys = {
+        "in each layer": [f"esm.encoder.layer.{n}.attention.self.rotary_embeddings.inv_freq" for n in range(3)],
+        "at model level": ["esm.rotary_embeddings.inv_freq"],
+        "under a star": ["esm.encoder.layer.*.attention.self.rotary_embeddings.inv_freq"],
+    }[layout]
+    table = reference.layers[0].self_attn.rot_emb.inv_freq * 0.75
+
+    def rewrite(state: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in state if key.endswith("inv_freq")]:
+            del state[key]
+        state.update({key: table.clone() for key in keys})
+
+    directory = write_transformers(tmp_path / "given", reference, config)
+    edit_tensors(directory, rewrite)
+    found = by_fair_esm(consolidate(directory, tmp_path / "esm2_it", to="fair-esm") / "esm2_it.pt")
+    for layer in (*found.layers, *by_fair_esm(tmp_path / "esm2_it" / "esm2_it.pt").layers):
+        assert torch.equal(layer.self_attn.rot_emb.inv_freq, table)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_fair_esm_files_are_named_so_that_it_reads_them(family: str, tmp_path: Path) -> None:
+    directory = write_transformers(tmp_path / "given", fair_esm(SMALL[family]), SMALL[family])
+    out = consolidate(directory, tmp_path / "mine", to="fair-esm")
+    stem = f"{family.lower().replace('-', '')}_mine"
+    assert sorted(p.name for p in out.iterdir()) == [f"{stem}-contact-regression.pt", f"{stem}.pt"]
+    assert type(by_fair_esm(out / f"{stem}.pt")) is type(fair_esm(SMALL[family]))
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_model_in_half_precision_and_in_several_files(dtype: str, torch_dtype: torch.dtype, tmp_path: Path) -> None:
+    reference = fair_esm(TINY)
+    file = write_fair_esm(tmp_path / "esm2_it.pt", reference)
+    out = consolidate(file, tmp_path / "out", dtype=dtype, max_file_bytes=20_000)
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+    same(reference, out, torch_dtype)
+    stored = {reader().dtype for name, reader in weights.read(str(out)).read.items() if "inv_freq" not in name}
+    assert stored == {torch_dtype}
+    assert by_transformers(out).dtype == torch_dtype
+    assert "are missing" in str(refused(lambda: weights.read(str(next(iter(out.glob("*00001-of*")))))))
+    whole = consolidate(file, tmp_path / "whole", to="fair-esm", dtype=dtype)
+    same(reference, whole / "esm2_whole.pt", torch_dtype)
+
+
+def refused(call: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.fixture
+def fine_tuned(tmp_path: Path) -> Path:
+    """What a run left: a trunk, a head, and what is known of both."""
+    directory = write_transformers(tmp_path / "tuned", fair_esm(TINY), TINY, HEAD)
+    (directory / "esmshard.json").write_text(json.dumps({"format": "esmshard-model", "step": 7, "weights_sha256": "x"}))
+    return directory
+
+
+@pytest.mark.parametrize("source", ["directory", "file"])
+def test_a_fine_tuned_model_keeps_its_head_and_what_is_known_of_it(
+    source: str, fine_tuned: Path, tmp_path: Path
+) -> None:
+    out = consolidate(fine_tuned if source == "directory" else fine_tuned / "model.safetensors", tmp_path / "out")
+    same(fair_esm(TINY), out)
+    found = weights.read(str(out))
+    assert found.head.keys() == HEAD.keys()
+    for name, tensor in HEAD.items():
+        assert torch.equal(found.head[name](), tensor)
+    about = json.loads((out / "esmshard.json").read_text())
+    assert (about["format"], about["step"]) == ("esmshard-model", 7)
+    assert len(about["weights_sha256"]) == 64, "of the new files"
+
+
+def test_fair_esm_gets_the_trunk_of_a_fine_tuned_model(fine_tuned: Path, tmp_path: Path) -> None:
+    out = consolidate(fine_tuned, tmp_path / "esm2_tuned", to="fair-esm")
+    same(fair_esm(TINY), out / "esm2_tuned.pt")
+
+
+def test_a_model_is_not_converted_onto_itself(fine_tuned: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(fine_tuned)
+    before = {path.name: path.read_bytes() for path in fine_tuned.iterdir()}
+    cases = [(fine_tuned, fine_tuned), (fine_tuned / "model.safetensors", fine_tuned), (fine_tuned, tmp_path)]
+    for source, out in [*cases, (tmp_path / "link", fine_tuned), (fine_tuned, tmp_path / "link")]:
+        error = refused(lambda source=source, out=out: consolidate(source, out, overwrite=True))
+        assert isinstance(error, UsageError)
+        assert str(error).startswith(f"{out}: holds the model to read")
+    assert isinstance(refused(lambda: consolidate(fine_tuned, fine_tuned)), UsageError)
+    assert {path.name: path.read_bytes() for path in fine_tuned.iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]
+
+
+def test_a_released_name_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_fair_esm(tmp_path / "esm2_it.pt", fair_esm(TINY))
+    monkeypatch.setattr(hub, "fetch", lambda _: file)
+    monkeypatch.setitem(SIZES, "esm2_t6_8M_UR50D", TINY)
+    same(fair_esm(TINY), consolidate("esm2_t6_8M_UR50D", tmp_path / "out"))
+
+
+def test_a_bad_model_leaves_nothing_behind(tmp_path: Path) -> None:
+    directory = write_transformers(tmp_path / "given", fair_esm(TINY), TINY)
+    edit_tensors(directory, lambda state: state["lm_head.layer_norm.weight"][:1].fill_(torch.nan))
+    for to in ("hf", "fair-esm"):
+        error = refused(lambda to=to: consolidate(directory, tmp_path / "out", to=to))
+        assert str(error).startswith(f"{directory}: lm_head.layer_norm.weight holds a value that is not finite")
+    assert [p.name for p in tmp_path.iterdir()] == ["given"]
+
+
+@pytest.mark.parametrize("part", ["lm_head", "contact_head"])
+def test_what_a_model_lacks_is_said_and_not_made_up(part: str, tmp_path: Path) -> None:
+    """A random part that looks like a trained one would be believed by the next reader."""
+    directory = write_transformers(tmp_path / "given", fair_esm(TINY), TINY)
+    edit_tensors(directory, lambda state: [state.pop(key) for key in list(state) if part in key])
+    said: list[str] = []
+    out = consolidate(directory, tmp_path / "out", warn=said.append)
+    assert said == [f"{directory}: has no {part}; what it says is random"]
+    assert weights.read(str(out)).absent == (part,)
+    consolidate(directory, tmp_path / "esm2_it", to="fair-esm", warn=said.append)
+    assert len(said) == 2
+    by_fair_esm(tmp_path / "esm2_it" / "esm2_it.pt")

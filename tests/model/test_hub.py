@@ -1,0 +1,386 @@
+"""Released models by name, from a server on this machine that speaks as the Hugging Face hub does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_server import COMMIT, NAME, Hub, own_caches, sha256, snapshot
+from huggingface_hub import constants
+from model_files import TINY, fair_esm, write_transformers
+from safetensors.torch import load_file, save_file
+
+from esmshard.errors import InputError, UsageError
+from esmshard.model import hub
+from esmshard.model.weights import load_model
+
+
+def flip(body: bytes) -> bytes:
+    """One bit of the last byte, so that the file still opens."""
+    return body[:-1] + bytes([body[-1] ^ 1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in transformers' layout, with a vocabulary."""
+    directory = write_transformers(tmp_path_factory.mktemp("model") / "tiny", fair_esm(TINY), TINY)
+    (directory / "vocab.txt").write_text("<cls>\n<pad>\n")
+    return directory
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[Hub]:
+    """The tiny model under a released name, among files of other frameworks."""
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    others = dict.fromkeys(("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack"), b"another framework")
+    with Hub(files | others | {"README.md": b"a card"}) as running:
+        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield running
+        running.go.set()
+        running.shutdown()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache of this process; torch hub's is empty beside it."""
+    return own_caches(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def here(cache: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """The server, for fetches in this process."""
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    # Older releases of the library hold it under this name too.
+    monkeypatch.setattr("huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
+    return server
+
+
+def environment(tmp_path: Path, endpoint: str, **more: str) -> dict[str, str]:
+    """Nothing of the user's caches, tokens and proxies."""
+    prefixes = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH_HOME", "XDG_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and not k.lower().endswith("_proxy")}
+    homes = {"HF_HOME": str(tmp_path / "hf"), "TORCH_HOME": str(tmp_path / "torch")}
+    return kept | homes | {"HF_ENDPOINT": endpoint, "NO_PROXY": "*", "OMP_NUM_THREADS": "1"} | more
+
+
+def download(tmp_path: Path, endpoint: str, *arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """`esmshard download` in a process of its own, since huggingface_hub reads its variables when imported."""
+    command = [sys.executable, "-m", "esmshard", "download", *map(str, arguments)]
+    env = environment(tmp_path, endpoint, **more)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def left_in(directory: Path) -> list[Path]:
+    """Files with something in them, links that lead nowhere, and partial downloads."""
+    found = [path for path in directory.rglob("*") if not path.is_dir() and ".locks" not in path.parts]
+    return [path for path in found if path.is_symlink() or path.suffix == ".incomplete" or path.stat().st_size > 1000]
+
+
+def assert_same_model(path: Path, reference: Path) -> None:
+    found, wanted = (load_model(str(p), torch.device("cpu")).state_dict() for p in (path, reference))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def refused(**arguments: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        hub.fetch(NAME, **arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_name_is_downloaded_and_from_then_on_needs_no_network(server: Hub, model: Path, tmp_path: Path) -> None:
+    first = download(tmp_path, server.url, NAME)
+    assert first.returncode == 0, first.stderr
+    path = Path(first.stdout.strip())
+    assert path == tmp_path / "hf" / "hub" / f"models--facebook--{NAME}" / "snapshots" / COMMIT
+    # One format, and nothing that is not needed; the configuration last, since it makes the directory a model.
+    assert server.asked == ["list", "model.safetensors", "vocab.txt", "config.json"]
+    assert names(path) == {"model.safetensors", "vocab.txt", "config.json"}
+    said = first.stderr.splitlines()
+    size = sum(map(len, (server.files[name] for name in names(path)))) / 1e6
+    assert f"{NAME}: downloading {size:.2f} MB from {server.url}/facebook/{NAME}" in said
+    assert f"{NAME}: in {path}" in said
+    # Where transformers looks for it offline.
+    assert (path.parent.parent / "refs" / "main").read_text() == COMMIT
+
+    server.asked.clear()
+    for more in ({"HF_HUB_OFFLINE": "1"}, {}):
+        again = download(tmp_path, server.url, NAME, **more)
+        assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
+    assert server.asked == []
+    assert_same_model(path, model)
+
+
+def test_to_makes_a_directory_of_plain_files_and_leaves_the_cache_alone(server: Hub, tmp_path: Path) -> None:
+    out = tmp_path / "models"
+    done = download(tmp_path, server.url, NAME, "--to", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(out / NAME)
+    assert names(out) == {NAME}
+    assert {p.name: p.read_bytes() for p in (out / NAME).iterdir()} == {
+        name: server.files[name] for name in ("config.json", "model.safetensors", "vocab.txt")
+    }
+    assert not any(path.is_symlink() for path in (out / NAME).iterdir())
+    assert (out / NAME).stat().st_mode & 0o777 == 0o777 & ~_umask()
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+
+    (out / NAME / "mine").touch()
+    server.asked.clear()
+    again = download(tmp_path, server.url, "esm2_t12_35M_UR50D", NAME, "--to", out)
+    assert again.returncode == 2
+    assert again.stderr == f"error: {out / NAME}: exists already; choose another directory or pass --overwrite\n"
+    assert server.asked == []
+    assert names(out) == {NAME}
+    third = download(tmp_path, server.url, NAME, "--to", out, "--overwrite")
+    assert third.returncode == 0, third.stderr
+    assert names(out / NAME) == {"config.json", "model.safetensors", "vocab.txt"}
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_to_copies_from_the_cache_without_a_network(cache: Path, tmp_path: Path, model: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    blobs = tmp_path / "blobs"
+    found = snapshot(cache, {path.name: path.read_bytes() for path in model.iterdir()} | {"tf_model.h5": b"other"})
+    blobs.mkdir()
+    (found / "model.safetensors").rename(blobs / "abc")
+    (found / "model.safetensors").symlink_to(blobs / "abc")
+    made = hub.fetch(NAME, tmp_path / "out")
+    assert names(made) == {"config.json", "model.safetensors", "vocab.txt"}
+    assert not (made / "model.safetensors").is_symlink()
+    assert (made / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_a_flipped_bit_is_refused_and_nothing_of_it_stays(here: Hub, cache: Path, tmp_path: Path) -> None:
+    right = here.files["model.safetensors"]
+    here.sent["model.safetensors"] = flip(right)
+    for arguments in ({}, {"to": tmp_path / "out"}):
+        message = refused(**arguments)
+        for part in ("model.safetensors", here.url, sha256(right)[:12], sha256(flip(right))[:12], "proxy", "try again"):
+            assert part in message
+    assert left_in(tmp_path) == []
+    assert list((tmp_path / "out").iterdir()) == []
+    assert hub.find(NAME) is None
+    here.sent.clear()
+    assert (hub.fetch(NAME) / "model.safetensors").read_bytes() == right
+
+
+def test_weights_whose_checksum_was_not_announced_are_taken_with_a_word(here: Hub, capsys: Any, cache: Path) -> None:
+    here.announces = False
+    assert hub.fetch(NAME).is_dir()
+    said = capsys.readouterr().err
+    assert "announces no sha256 of model.safetensors" in said
+    assert "vocab.txt" not in said
+
+
+def test_a_file_that_ends_early_is_refused(here: Hub, cache: Path, tmp_path: Path) -> None:
+    here.sent["model.safetensors"] = here.files["model.safetensors"][:5000]
+    message = refused()
+    assert "model.safetensors did not come whole" in message
+    assert "try again" in message
+    assert "put fair-esm's" in message
+    assert left_in(tmp_path) == []
+    assert hub.find(NAME) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("config.json", "is a web page"), ("vocab.txt", "is a web page"), ("model.safetensors", "is a web page")],
+)
+def test_a_login_page_in_place_of_a_file_is_told_as_one(here: Hub, cache: Path, name: str, fault: str) -> None:
+    page = b"\n <!DOCTYPE html><html>log in</html>"
+    here.sent[name] = page + bytes(max(0, len(here.files[name]) - len(page)))
+    if name == "vocab.txt":
+        here.sent[name] = page
+    assert f"{name} from {here.url} {fault}" in refused()
+    assert hub.find(NAME) is None
+    assert not list(cache.rglob(name))
+
+
+def test_a_configuration_that_is_no_json_is_refused(here: Hub, cache: Path) -> None:
+    here.sent["config.json"] = b"x" * len(here.files["config.json"])
+    assert "config.json" in (message := refused())
+    assert "is not JSON" in message
+    assert hub.find(NAME) is None
+
+
+def test_a_login_page_in_place_of_the_hub_is_told_as_one(here: Hub) -> None:
+    here.info = b"<html>log in</html>"
+    assert f"{here.url} does not answer as a Hugging Face hub does" in refused()
+
+
+def test_a_repository_that_is_not_there(here: Hub, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no repository facebook/esm2_t12_35M_UR50D.*HF_TOKEN"):
+        hub.fetch("esm2_t12_35M_UR50D")
+    assert "list" not in here.asked
+
+
+def test_offline_mode_asks_nobody_and_says_where_to_put_the_file(server: Hub, tmp_path: Path) -> None:
+    done = download(tmp_path, server.url, NAME, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    point = tmp_path / "torch" / "hub" / "checkpoints" / f"{NAME}.pt"
+    assert line.startswith(f"error: {NAME}: neither {point} nor a whole copy in {tmp_path / 'hf' / 'hub'} is here")
+    assert "offline mode is on (HF_HUB_OFFLINE)" in line
+    assert f"put fair-esm's {NAME}.pt at {point}" in line
+    assert server.asked == []
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence_within_seconds(tmp_path: Path) -> None:
+    with Hub({}) as closed:
+        port = closed.server_port
+    started = time.monotonic()
+    done = download(tmp_path, f"http://127.0.0.1:{port}", NAME)
+    assert time.monotonic() - started < 20
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {NAME}: neither {tmp_path / 'torch'}")
+    assert f"http://127.0.0.1:{port} could not be reached" in line
+    assert "refused" in line
+    assert f"put fair-esm's {NAME}.pt at" in line
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = download(tmp_path, server.url, NAME, HF_HOME=str(tmp_path / "file" / "hf"))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"{tmp_path / 'file'}" in line
+    assert "cannot be written (not a directory); set HF_HOME to another directory" in line
+
+
+def test_a_full_disk_is_seen_before_the_download(here: Hub, cache: Path, tmp_path: Path) -> None:
+    here.sizes["model.safetensors"] = 10**18
+    assert f"needs 1000000000.00 GB, and {cache} has" in refused()
+    assert "choose another directory" in refused(to=tmp_path / "out")
+    assert "model.safetensors" not in here.asked
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_two_processes_download_once_and_the_second_says_that_it_waits(server: Hub, tmp_path: Path) -> None:
+    server.go.clear()
+    command = [sys.executable, "-m", "esmshard", "download", NAME]
+    env = environment(tmp_path, server.url)
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    processes = []
+    for log in logs:
+        with log.open("w") as file:
+            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=file, text=True))
+    _until(lambda: "waiting for another process" in "".join(log.read_text() for log in logs))
+    server.go.set()
+    paths = {process.communicate(timeout=60)[0] for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(paths) == 1
+    assert server.asked.count("model.safetensors") == 1
+    said = "".join(log.read_text() for log in logs)
+    assert said.count("waiting for another process") == said.count("downloading") == 1
+
+
+def test_ctrl_c_ends_a_download_at_once_and_leaves_nothing(server: Hub, tmp_path: Path) -> None:
+    server.go.clear()
+    env = environment(tmp_path, server.url)
+    command = [sys.executable, "-m", "esmshard", "download", NAME, "--to", str(tmp_path / "out")]
+    # A job in the background of a shell is born deaf to SIGINT, and so would be the process that it starts.
+    hearing = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, hearing)
+    _until(lambda: "model.safetensors" in server.asked)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def _until(happens: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def shards(model: Path) -> dict[str, bytes]:
+    """The tiny model in two files and an index."""
+    state = load_file(model / "model.safetensors")
+    files = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(sorted(state))}
+    parts = {}
+    for file in set(files.values()):
+        save_file({name: state[name] for name in files if files[name] == file}, model.parent / file)
+        parts[file] = (model.parent / file).read_bytes()
+    index = json.dumps({"metadata": {}, "weight_map": files}).encode()
+    return {"config.json": (model / "config.json").read_bytes(), "model.safetensors.index.json": index, **parts}
+
+
+def test_a_sharded_model_comes_with_all_its_shards(here: Hub, cache: Path, model: Path) -> None:
+    here.files = shards(model) | {"pytorch_model.bin": b"another format"}
+    path = hub.fetch(NAME)
+    assert names(path) == shards(model).keys()
+    assert_same_model(path, model)
+
+
+def test_a_shard_with_a_flipped_bit_is_refused(here: Hub, cache: Path, model: Path) -> None:
+    here.files = shards(model)
+    name = "model-00002-of-00002.safetensors"
+    here.sent[name] = flip(here.files[name])
+    assert f"{name} from {here.url} has sha256" in refused()
+    assert hub.find(NAME) is None
+
+
+def test_a_repository_without_one_of_its_shards_is_no_model(here: Hub, cache: Path, model: Path) -> None:
+    here.files = shards(model)
+    del here.files["model-00002-of-00002.safetensors"]
+    assert "lacks files after the download" in refused()
+
+
+def test_torch_weights_are_taken_where_there_are_no_safetensors(here: Hub, cache: Path) -> None:
+    del here.files["model.safetensors"]
+    assert names(hub.fetch(NAME)) == {"config.json", "vocab.txt", "pytorch_model.bin"}
+
+
+def test_a_form_that_is_not_read_here_is_not_downloaded(here: Hub, cache: Path) -> None:
+    here.files = {"config.json": b"{}", "tf_model.h5": b"", "pytorch_model-00001-of-00002.bin": b""}
+    message = refused()
+    assert "holds no weights in a form that is read here" in message
+    assert f"put fair-esm's {NAME}.pt at" in message
+    assert here.asked == ["list"]
+
+
+def test_an_unknown_name_is_told_the_names(tmp_path: Path) -> None:
+    done = download(tmp_path, "http://127.0.0.1:9", NAME, "esm2_t6", "esm3")
+    assert done.returncode == 2
+    for line, name in zip(done.stderr.splitlines(), ("error: esm2_t6", "esm3"), strict=True):
+        assert line.startswith(f"{name}: not a released model; one of esm2_t6_8M_UR50D, esm2_t12_35M_UR50D, ")
+    with pytest.raises(UsageError, match="esm1v_t33_650M_UR90S_5"):
+        hub.find("esm3")
+
+
+def test_the_released_names() -> None:
+    assert len(hub.RELEASED) == 12
+    assert {repository.split("/")[0] for repository in hub.RELEASED.values()} == {"facebook"}
+    assert hub.RELEASED["esm1v_t33_650M_UR90S_1"] == "facebook/esm1v_t33_650M_UR90S_1"
+    assert "esm1v_t33_650M_UR90S_6" not in hub.RELEASED
+
+
+def test_the_module_is_read_without_torch_and_without_the_library() -> None:
+    code = "import sys, esmshard.model.hub; sys.exit(bool({'torch', 'huggingface_hub', 'filelock'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

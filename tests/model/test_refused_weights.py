@@ -1,0 +1,350 @@
+"""Files that are no weights of ours: each is refused with one sentence that begins with its path."""
+
+import argparse
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from esm.model.esm2 import ESM2 as FairEsm
+from model_files import SMALL, TINY, edit_config, edit_pt, edit_tensors, fair_esm, write_fair_esm, write_transformers
+from safetensors.torch import load
+
+from esmshard.errors import InputError
+from esmshard.model import hub, weights
+from esmshard.model.config import SIZES
+from esmshard.model.layouts import fair_esm_settings
+from esmshard.model.weights import load_model
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 31384421\n"
+PAGE = "\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
+
+
+@pytest.fixture(scope="module")
+def reference() -> FairEsm:
+    return fair_esm(TINY)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, reference: FairEsm) -> Path:
+    return write_transformers(tmp_path / "model", reference, TINY)
+
+
+@pytest.fixture
+def file(tmp_path: Path, reference: FairEsm) -> Path:
+    return write_fair_esm(tmp_path / "esm2_tiny.pt", reference)
+
+
+def refusal(model: str | Path, named: Path | None = None) -> str:
+    """The one sentence with which `load_model` refuses. It begins with the path of the bad file, and has no advice to
+    load it in another way.
+    """
+    with pytest.raises(InputError) as caught:
+        load_model(str(model))
+    message = str(caught.value)
+    assert message.startswith(f"{named or model}: ")
+    assert "\n" not in message
+    assert "weights_only" not in message
+    assert len(message.removeprefix(f"{named or model}: ")) < 350
+    return message
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    assert "no such file" in refusal(tmp_path / "nowhere")
+    assert "no such file" in refusal(tmp_path / "nowhere.pt")
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "weights.txt").write_text("1 2 3")
+    assert "not a model" in refusal(tmp_path / "weights.txt")
+
+
+@pytest.mark.parametrize("name", ["esm2_t6_8M_UR50D", "esm1b_t33_650M_UR50S"])
+def test_a_released_name_whose_file_is_of_another_model(
+    name: str, file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "fetch", lambda asked: {name: file}[asked])
+    assert name in hub.RELEASED
+    with pytest.raises(InputError) as caught:
+        weights.read(name)
+    assert str(caught.value).startswith(f"{file}: not {name}, whose shape is another")
+
+
+def test_a_released_name_whose_file_is_its_own(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The control of the test above."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "fetch", lambda _: file)
+    monkeypatch.setitem(SIZES, "esm2_t6_8M_UR50D", TINY)
+    assert weights.read("esm2_t6_8M_UR50D").config == TINY
+
+
+# config.json
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "another model type": ({"model_type": "bert"}, "model_type is 'bert' and not 'esm'"),
+    "no model type": ({"model_type": ...}, "model_type is None and not 'esm'"),
+    "an ESMFold": ({"is_folding_model": True}, "it is an ESMFold"),
+    "other positions": ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+    "no room for positions": ({"position_embedding_type": ..., "max_position_embeddings": 2}, "max_positions"),
+    "positions as text": (
+        {"position_embedding_type": "absolute", "max_position_embeddings": "x"},
+        "max_position_embeddings is 'x'",
+    ),
+    "other positions without a number": (
+        {"position_embedding_type": "relative", "max_position_embeddings": None},
+        "position_embedding_type is 'relative'",
+    ),
+    "another vocabulary": ({"vocab_size": 64}, "vocab_size is 64"),
+    "another feed-forward": ({"intermediate_size": 100}, "intermediate_size is 100"),
+    "no number of layers": ({"num_hidden_layers": ...}, "num_hidden_layers"),
+    "heads that do not divide": ({"num_attention_heads": 5}, "multiple of"),
+    "odd head width": ({"num_attention_heads": 32}, "multiple of"),
+    "no head at all": ({"num_attention_heads": 0}, "n_heads must be"),
+    "layers as text": ({"num_hidden_layers": "2"}, "n_layers must be"),
+    "another epsilon": ({"layer_norm_eps": 1e-12}, "layer_norm_eps"),
+    "no epsilon": ({"layer_norm_eps": ...}, "layer_norm_eps"),
+    "another activation": ({"hidden_act": "relu"}, "hidden_act"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_is_not_of_such_a_model(case: str, directory: Path) -> None:
+    changes, reason = CONFIGS[case]
+    edit_config(directory, **changes)
+    assert reason in refusal(directory, directory / "config.json")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "", None])
+def test_a_config_that_is_no_object(text: str | None, directory: Path) -> None:
+    (directory / "config.json").unlink()
+    if text is not None:
+        (directory / "config.json").write_text(text)
+    refusal(directory, directory / "config.json")
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
+    "learned positions": ({"position_embedding_type": "absolute"}, "inv_freq"),
+    "no word on positions": ({"position_embedding_type": ...}, "inv_freq"),
+    "a LayerNorm before": ({"emb_layer_norm_before": True}, "emb_layer_norm_before.bias"),
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_config_of_another_family_than_the_weights(case: str, directory: Path) -> None:
+    changes, reason = FAMILIES[case]
+    edit_config(directory, **changes)
+    assert reason in refusal(directory)
+
+
+# Keys and values
+
+
+def test_a_missing_key(directory: Path) -> None:
+    edit_tensors(directory, lambda state: state.pop("esm.encoder.layer.1.output.dense.weight"))
+    assert "layers.1.fc2.weight are missing" in refusal(directory)
+
+
+@pytest.mark.parametrize("family", ["ESM-1b", "ESM-1v"])
+def test_missing_positions(family: str, tmp_path: Path) -> None:
+    directory = write_transformers(tmp_path / "model", fair_esm(SMALL[family]), SMALL[family])
+    edit_tensors(directory, lambda state: state.pop("esm.embeddings.position_embeddings.weight"))
+    assert "embed_positions.weight are missing" in refusal(directory)
+
+
+def test_half_an_lm_head(directory: Path) -> None:
+    edit_tensors(directory, lambda state: state.pop("lm_head.dense.bias"))
+    assert "lm_head.dense.bias are missing" in refusal(directory)
+
+
+UNEXPECTED = {
+    "esm.encoder.layer.2.output.dense.bias": "layers.2.fc2.bias",
+    "esm.encoder.layer.0.output.adapter.weight": "layers.0.output.adapter.weight",
+    "esm.embeddings.layer_norm.weight": "emb_layer_norm_before.weight",
+    "esm.embeddings.position_ids_too": "esm.embeddings.position_ids_too",
+    "esm.poolers.dense.weight": "esm.poolers.dense.weight",
+    "structure_head.weight": "esm.structure_head.weight",
+}
+
+
+@pytest.mark.parametrize("key", UNEXPECTED)
+def test_an_unexpected_key(key: str, directory: Path) -> None:
+    edit_tensors(directory, lambda state: state.update({key: torch.zeros(32)}))
+    assert f"{UNEXPECTED[key]} do not belong" in refusal(directory)
+
+
+def test_an_unexpected_key_in_a_pt_file(file: Path) -> None:
+    edit_pt(file, lambda data: data["model"].update({"encoder.embed_positions.weight": torch.zeros(3)}))
+    assert "embed_positions.weight do not belong" in refusal(file)
+
+
+def test_a_tensor_of_another_shape(directory: Path) -> None:
+    edit_tensors(directory, lambda state: state.update({"lm_head.bias": torch.zeros(64)}))
+    assert "lm_head.bias is [64], [33] was expected" in refusal(directory)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("key", ["encoder.layer.1.intermediate.dense.weight", "contact_head.regression.bias"])
+def test_a_value_that_is_not_finite(key: str, value: float, directory: Path) -> None:
+    edit_tensors(directory, lambda state: state[f"esm.{key}"].view(-1)[-1:].fill_(value))
+    name = "layers.1.fc1.weight" if "layer" in key else "contact_head.regression.bias"
+    assert f"{name} holds a value that is not finite" in refusal(directory)
+
+
+def test_a_value_that_is_not_finite_in_a_pt_file_and_in_its_regression(file: Path) -> None:
+    regression = file.with_name(f"{file.stem}-contact-regression.pt")
+    edit_pt(regression, lambda data: data["model"]["contact_head.regression.weight"].view(-1)[3:4].fill_(torch.nan))
+    assert "contact_head.regression.weight holds a value" in refusal(file)
+    edit_pt(file, lambda data: data["model"]["encoder.sentence_encoder.embed_tokens.weight"][5, :1].fill_(torch.inf))
+    assert "embed_tokens.weight holds a value" in refusal(file)
+
+
+def test_a_value_that_is_not_finite_in_a_task_head(tmp_path: Path, reference: FairEsm) -> None:
+    head = {"out.weight": torch.tensor([1.0, torch.nan]), "out.bias": torch.zeros(2)}
+    found = weights.read(str(write_transformers(tmp_path / "model", reference, TINY, head)))
+    assert torch.equal(found.head["out.bias"](), torch.zeros(2))
+    with pytest.raises(InputError, match=r"model: head\.out\.weight holds a value that is not finite"):
+        found.head["out.weight"]()
+
+
+# Files that are something else
+
+
+def test_a_directory_without_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    assert "no model.safetensors" in refusal(directory)
+
+
+@pytest.mark.parametrize("weight_map", [{"lm_head.bias": "model-2.safetensors"}, None])
+def test_an_index_that_is_not_true(weight_map: dict[str, str] | None, directory: Path) -> None:
+    """It names a file that is not there, or none at all."""
+    index = {"metadata": {}} | ({} if weight_map is None else {"weight_map": weight_map})
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    refusal(directory, directory / ("model-2.safetensors" if weight_map else "model.safetensors.index.json"))
+
+
+@pytest.fixture(params=["pt", "regression", "safetensors", "safetensors alone", "config.json", "bin"])
+def place(request: pytest.FixtureRequest, directory: Path, file: Path) -> tuple[Path, Path]:
+    """The model to ask for, and the one of its files in whose place something else is put."""
+    if request.param == "bin":
+        torch.save(load((directory / "model.safetensors").read_bytes()), directory / "pytorch_model.bin")
+        (directory / "model.safetensors").unlink()
+    one = directory / "model.safetensors"
+    return {
+        "pt": (file, file),
+        "regression": (file, file.with_name(f"{file.stem}-contact-regression.pt")),
+        "safetensors": (directory, one),
+        "safetensors alone": (one, one),
+        "config.json": (directory, directory / "config.json"),
+        "bin": (directory, directory / "pytorch_model.bin"),
+    }[request.param]
+
+
+@pytest.mark.parametrize("size", [0, 5, 400, -1000])
+def test_a_truncated_file(size: int, place: tuple[Path, Path]) -> None:
+    model, path = place
+    path.write_bytes(path.read_bytes()[: size if path.suffix != ".json" else size // 20])
+    message = refusal(model, path)
+    assert "copy or download it again" in message or path.suffix == ".json"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(LFS_POINTER, "it is a git-LFS pointer"), (PAGE, "it is an HTML page")]
+)
+def test_a_pointer_or_a_page_in_the_place_of_a_file(content: str, reason: str, place: tuple[Path, Path]) -> None:
+    model, path = place
+    path.write_text(content)
+    message = refusal(model, path)
+    assert reason in message
+    assert "code" not in message
+
+
+class Code:
+    """Whoever unpickles it makes a directory."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "bare pickle"])
+@pytest.mark.parametrize("name", ["esm2_tiny.pt", "esm2_tiny-contact-regression.pt", "pytorch_model.bin"])
+def test_code_in_a_pickle_is_not_run(name: str, form: str, directory: Path, reference: FairEsm) -> None:
+    (directory / "model.safetensors").unlink()
+    file = write_fair_esm(directory / "esm2_tiny.pt", reference)
+    path, trace = directory / name, directory / "trace"
+    content = {"cfg": Code(trace), "model": {"lm_head.bias": torch.zeros(33)}}
+    if form == "bare pickle":
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
+    message = refusal(file if name.endswith(".pt") else directory, path)
+    assert "holds code (posix.mkdir), and none of it was run" in message
+    assert not trace.exists()
+    if form == "bare pickle":
+        pickle.loads(path.read_bytes())
+    else:
+        torch.load(path, weights_only=False)
+    assert trace.exists(), "the code was in the file"
+
+
+def test_a_whole_model_in_a_pickle_is_code_too(tmp_path: Path, reference: FairEsm) -> None:
+    torch.save({"model": reference}, tmp_path / "esm.pt")
+    assert "holds code (esm.model.esm2.ESM2)" in refusal(tmp_path / "esm.pt")
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "no cfg": ({"model": {}}, "neither cfg.model nor args"),
+    "cfg is something else": ({"cfg": argparse.Namespace(), "model": {}}, "neither cfg.model nor args"),
+    "a fairseq file": ({"args": None, "cfg": {}, "model": {}}, "neither cfg.model nor args"),
+    "ESM-1": (
+        {"args": argparse.Namespace(arch="protein_bert_base"), "model": {}},
+        "architecture is 'protein_bert_base'",
+    ),
+    "MSA": ({"args": argparse.Namespace(arch="msa_transformer"), "model": {}}, "architecture is 'msa_transformer'"),
+    "ESM-IF": ({"args": argparse.Namespace(arch="gvp_invariant_gvp"), "model": {}}, "architecture is"),
+    "ESM-1b without sizes": (
+        {"args": argparse.Namespace(arch="roberta_large"), "model": {}},
+        "does not say its 'layers'",
+    ),
+    "no sizes": ({"cfg": {"model": argparse.Namespace(layers=2)}, "model": {}}, "does not say its 'embed_dim'"),
+    "no model": (fair_esm_settings(TINY), "'model' holds no weights"),
+    "no keys": (fair_esm_settings(TINY) | {"model": {}}, "are missing"),
+    "a list": ([1, 2], "not a dictionary"),
+    "a tensor": (torch.zeros(3), "not a dictionary"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_pt_file_of_something_else(case: str, tmp_path: Path) -> None:
+    content, reason = OTHERS[case]
+    torch.save(content, tmp_path / "esm.pt")
+    assert reason in refusal(tmp_path / "esm.pt")
+
+
+SIZES_SAID: dict[str, tuple[str, Any, str]] = {
+    "heads that do not divide": ("encoder_attention_heads", 5, "multiple of"),
+    "one layer more": ("encoder_layers", 3, "layers.2."),
+    "one layer less": ("encoder_layers", 1, "layers.1."),
+    "another width": ("encoder_embed_dim", 64, "was expected"),
+    "another feed-forward": ("encoder_ffn_embed_dim", 100, "feed-forward width is 100"),
+    "layers as text": ("encoder_layers", "two", "n_layers must be"),
+}
+
+
+@pytest.mark.parametrize("case", SIZES_SAID)
+def test_a_pt_file_of_other_sizes_than_it_says(case: str, file: Path) -> None:
+    name, value, reason = SIZES_SAID[case]
+    edit_pt(file, lambda data: setattr(data["cfg"]["model"], name, value))
+    assert reason in refusal(file)
+
+
+def test_a_contact_regression_that_is_something_else(file: Path) -> None:
+    regression = file.with_name(f"{file.stem}-contact-regression.pt")
+    torch.save({"weight": torch.zeros(8)}, regression)
+    assert "not a contact regression" in refusal(file, regression)

@@ -1,0 +1,178 @@
+"""ESM-2, ESM-1b and ESM-1v against fair-esm and `transformers`: one pack of all lengths, values and gradients."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from esm.model.esm2 import ESM2 as FairEsm
+from model_files import SMALL, fair_esm, ours, tokenise, write_fair_esm, write_transformers
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import EsmForMaskedLM
+
+from esmshard.batch import TokenBatch
+from esmshard.errors import InputError
+from esmshard.model.config import EsmConfig
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.esm2 import ESM2, EsmOutput
+from esmshard.model.weights import load_model
+from esmshard.vocab import MASK, PAD, STANDARD
+
+LENGTHS = {"ESM-2": (30, 1, 1500, 2, 271, 3, 1022), "ESM-1b": (30, 1, 1022, 2, 271, 3), "ESM-1v": (271, 1022, 1, 30)}
+TOLERANCE = 1e-5
+
+
+def sequences(lengths: tuple[int, ...], seed: int = 0) -> list[str]:
+    """From 30 residues on with every rare residue, a gap, and a mask for every ten; of three, one is a mask."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for length in lengths:
+        letters = list(rng.choice(list(STANDARD), length))
+        special = [*"XBUZO-.", *["<mask>"] * (length // 10)] if length >= 30 else ["<mask>"] * (length == 3)
+        for at, letter in zip(rng.choice(length, len(special), replace=False), special, strict=True):
+            letters[at] = letter
+        found.append("".join(letters))
+    return found
+
+
+class Given(NamedTuple):
+    config: EsmConfig
+    reference: FairEsm
+    model: ESM2
+    texts: list[str]
+    batch: TokenBatch
+    output: EsmOutput
+    contacts: list[torch.Tensor]
+    theirs: EsmForMaskedLM
+    """`transformers`' model with the same weights."""
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def given(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Given:
+    config, texts = SMALL[request.param], sequences(LENGTHS[request.param])
+    reference = fair_esm(config)
+    model = ours(reference, config)
+    _, batch = tokenise(texts)
+    with torch.no_grad():
+        output = model(batch, layers=range(config.n_layers + 1), logits_at=torch.arange(batch.bounds[-1]))
+        contacts = predict_contacts(model, batch)
+    directory = write_transformers(tmp_path_factory.mktemp("given") / "model", reference, config)
+    theirs, info = EsmForMaskedLM.from_pretrained(directory, attn_implementation="eager", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return Given(config, reference, model, texts, batch, output, contacts, theirs.eval())
+
+
+def agree(given: Given, n: int, layers: list[torch.Tensor], logits: torch.Tensor, contacts: torch.Tensor) -> float:
+    """Compare one sequence of the pack; the largest difference of contacts."""
+    part = slice(given.batch.bounds[n], given.batch.bounds[n + 1])
+    length = given.batch.lengths[n]
+    assert len(layers) == given.config.n_layers + 1
+    for layer, x_TD in enumerate(layers):
+        assert x_TD.shape == (length + 2, given.config.dim)
+        assert (given.output.representations[layer][part] - x_TD).abs().max() <= TOLERANCE, layer
+    assert (given.output.logits_PV[part] - logits).abs().max() <= TOLERANCE
+    assert contacts.shape == given.contacts[n].shape == (length, length)
+    return float((given.contacts[n] - contacts).abs().max())
+
+
+def test_a_pack_of_all_lengths_equals_fair_esm(given: Given) -> None:
+    layers = range(given.config.n_layers + 1)
+    assert {*"XBUZO"} <= {*given.texts[0]}
+    for n, text in enumerate(given.texts):
+        with torch.no_grad():
+            found = given.reference(tokenise([text])[0], repr_layers=list(layers), return_contacts=True)
+        rows = [found["representations"][layer][0] for layer in layers]
+        assert agree(given, n, rows, found["logits"][0], found["contacts"][0]) <= 1e-6
+    assert max(c.std() for c in given.contacts if len(c) > 20) > 0.005, "contacts that are all alike compare nothing"
+
+
+def test_a_pack_of_all_lengths_equals_transformers(given: Given) -> None:
+    for n, text in enumerate(given.texts):
+        block, _ = tokenise([text])
+        with torch.no_grad():
+            found = given.theirs(block, attention_mask=torch.ones_like(block), output_hidden_states=True)
+            contacts = given.theirs.predict_contacts(block, torch.ones_like(block))[0]
+        hidden = [x[0] for x in found.hidden_states]
+        assert agree(given, n, hidden, found.logits[0], contacts) <= TOLERANCE
+
+
+def test_a_pack_equals_its_sequences_one_by_one(given: Given) -> None:
+    for n, text in enumerate(given.texts):
+        _, single = tokenise([text])
+        with torch.no_grad():
+            found = given.model(
+                single, layers=range(given.config.n_layers + 1), logits_at=torch.arange(single.bounds[-1])
+            )
+            contacts = predict_contacts(given.model, single)[0]
+        assert agree(given, n, list(found.representations.values()), found.logits_PV, contacts) <= TOLERANCE
+
+
+def test_files_of_fair_esm_give_the_same_model(given: Given, tmp_path: Path) -> None:
+    file = write_fair_esm(tmp_path / "model.pt", given.reference)
+    model = load_model(str(file), torch.device("cpu"))
+    assert model.config == given.config
+    for name, tensor in given.reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    if not given.config.rotary:
+        state = torch.load(file, weights_only=False)["model"]
+        assert (state["encoder.sentence_encoder.embed_tokens.weight"][MASK] != 0).all(), "made zero on reading"
+
+
+@pytest.mark.parametrize("family", ["ESM-1b", "ESM-1v"])
+def test_learned_positions_end_at_1022_residues(family: str) -> None:
+    reference = fair_esm(SMALL[family])
+    block, batch = tokenise(["MKTAYIAK", "A" * 1023])
+    with pytest.raises(InputError) as caught:
+        ours(reference, SMALL[family])(batch)
+    assert str(caught.value).startswith("record 1: 1023 residues; this model has learned positions for 1022;")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="Sequence length 1025"):
+        reference(block)
+
+
+# Gradients
+
+
+def masked(texts: list[str]) -> tuple[torch.Tensor, TokenBatch, torch.Tensor, torch.Tensor]:
+    """Block, pack, places of masks in the pack, and the tokens that are to be predicted there."""
+    block, batch = tokenise(texts)
+    places_P = (batch.tokens_T == MASK).nonzero()[:, 0]
+    targets_P = torch.randint(4, 24, places_P.shape, generator=torch.Generator().manual_seed(1))
+    return block, batch, places_P, targets_P
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "frozen embedding"])
+@pytest.mark.parametrize("family", SMALL)
+def test_gradients_of_every_parameter_equal_fair_esm(family: str, how: str) -> None:
+    """MLM cross-entropy, packed here and padded there. Each tensor to 1e-5 of its largest gradient."""
+    config = SMALL[family]
+    reference = fair_esm(config)
+    model = ours(reference, config)
+    block, batch, places_P, targets_P = masked(sequences((40, 1, 120, 3, 75), seed=3))
+    assert len(places_P) == 4 + 12 + 1 + 7
+    logits = reference(block)["logits"][block != PAD][places_P]
+    F.cross_entropy(logits, targets_P).backward()
+
+    if how == "checkpointed":
+        for n, layer in enumerate(model.layers):
+            model.layers[n] = checkpoint_wrapper(layer)
+    if how == "frozen embedding":  # the first layer's input has no gradient, its queries and keys have
+        model.embed_tokens.weight.requires_grad_(False)
+    F.cross_entropy(model(batch, logits_at=places_P).logits_PV, targets_P).backward()
+    mine = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    compared = 0
+    for name, parameter in reference.named_parameters():
+        if name.startswith("contact_head") or (how == "frozen embedding" and name == "embed_tokens.weight"):
+            assert mine[name] is None
+            continue
+        largest = float(parameter.grad.abs().max())
+        if name.endswith("k_proj.bias") and not config.rotary:
+            # The same number for every key of a query, which no softmax sees: its gradient is rounding.
+            assert largest < 1e-6
+            largest = 1.0
+        assert (mine[name] - parameter.grad).abs().max() <= TOLERANCE * largest, name
+        compared += 1
+    assert compared > 16 * config.n_layers
