@@ -52,10 +52,13 @@ class Table:
         """Turn by turn: the other's time over ours."""
         return [theirs / ours for ours, theirs in zip(self.rows[0].seconds, row.seconds, strict=True)]
 
-    def shares(self, row: Row) -> list[float]:
-        """Turn by turn: FLOP/s of the model over that of the matrix product."""
-        total = self.gemm_flops + self.attention_flops
-        return [total / t / c for t, c in zip(row.seconds, row.ceiling, strict=True)]
+    def speed(self) -> float:
+        """FLOP/s of the matrix product: the median of all its runs, which were spread over all turns."""
+        return statistics.median(c for row in self.rows for c in row.ceiling)
+
+    def share(self, row: Row) -> float:
+        """FLOP/s of the model over that of the matrix product."""
+        return (self.gemm_flops + self.attention_flops) / statistics.median(row.seconds) / self.speed()
 
 
 def clock(function: Callable[[], object], device: torch.device) -> float:
@@ -189,7 +192,7 @@ def markdown(tables: list[Table], about: Mapping[str, Any], command: str) -> str
         head += ["MFU of data sheet"] if sheet else []
         lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for row in table.rows:
-            ratios, share = table.ratios(row), statistics.median(table.shares(row))
+            ratios, share = table.ratios(row), table.share(row)
             cells = [
                 row.name,
                 f"{table.residues / statistics.median(row.seconds):,.0f}",
@@ -198,12 +201,12 @@ def markdown(tables: list[Table], about: Mapping[str, Any], command: str) -> str
                 "" if row.memory_bytes is None else f"{row.memory_bytes / 1e6:,.0f}{_times(table, row)}",
             ]
             if sheet:
-                cells.append(f"{share * statistics.median(c for row in table.rows for c in row.ceiling) / sheet:.0%}")
+                cells.append(f"{share * table.speed() / sheet:.0%}")
             lines.append("| " + " | ".join(cells) + " |")
         attention = table.attention_flops / (table.attention_flops + table.gemm_flops)
         lines += [
             "",
-            f"Matrix product: {statistics.median(c for row in table.rows for c in row.ceiling) / 1e9:,.0f} GFLOP/s. "
+            f"Matrix product: {table.speed() / 1e9:,.0f} GFLOP/s. "
             f"Attention is {attention:.0%} of the FLOPs. {' '.join(table.notes)}".rstrip(),
             "",
         ]

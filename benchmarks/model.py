@@ -192,7 +192,8 @@ def main() -> None:
                     )
                 tables.append(table)
                 print(measure.markdown([table], measure.facts(device), ""), file=sys.stderr)
-    measure.store(tables, measure.facts(device), f"model-{args.device}-{'-'.join(models)}", args.out)
+    parts = [*models, *(args.work if args.work != list(WORK) else ())]
+    measure.store(tables, measure.facts(device), "-".join(["model", args.device, *parts]), args.out)
 
 
 if __name__ == "__main__":
