@@ -1,4 +1,7 @@
-"""The command line. One function a command; torch and all that needs it is imported inside them."""
+"""The command line. One function a command; torch and all that needs it is imported inside them.
+
+It is as long as the commands have options: each is declared and explained here, and nothing is computed.
+"""
 
 import os
 import sys
@@ -110,17 +113,137 @@ def _figure(run: Path, resolved: "object") -> None:
 
 @app.command()
 def ingest(
-    fasta: Annotated[list[Path], typer.Argument(help="FASTA files, plain or compressed.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Directory of the store to make.")],
+    fasta: Annotated[
+        Optional[list[Path]], typer.Argument(help="FASTA files, plain or compressed; - is the standard input.")
+    ] = None,
+    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="Directory of the store to make.")] = None,
+    on_unknown: Annotated[
+        str, typer.Option(help="Symbols that are no residues: error, mask (read as <mask>) or drop (the record).")
+    ] = "error",
+    on_duplicate: Annotated[
+        str, typer.Option(help="An id that comes again: error (unless it is the same record), first or suffix.")
+    ] = "error",
+    max_length: Annotated[Optional[int], typer.Option(min=8, help="Residues; see --long.")] = None,
+    long: Annotated[
+        str, typer.Option(help="Sequences over --max-length: full, crop, window, skip or error.", show_default=False)
+    ] = "",
+    a3m: Annotated[bool, typer.Option("--a3m", help="Lower-case letters are insertions; remove them.")] = False,
+    keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    part: Annotated[
+        Optional[str], typer.Option(metavar="I/N", help="Read the I-th of N parts, for array jobs; then --merge.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Make the store of parts that are all done.")] = False,
+    verify: Annotated[
+        Optional[Path], typer.Option(metavar="STORE", help="Compare the files of a store with their sha256.")
+    ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Read FASTA files into a token store."""
-    from esmshard.data.store import ingest as make
+    from esmshard.data import ingest as ingestion
+    from esmshard.data.store import TokenStore
+    from esmshard.data.symbols import Rules
     from esmshard.progress import say
 
-    store = make(fasta, out)
+    if verify is not None:
+        TokenStore(verify).verify()
+        print(f"{verify}: every file is as it was written")
+        return
+    if out is None:
+        raise UsageError("-o: name the directory of the store to make")
+    files = fasta or []
+    if bool(files) == merge:
+        raise UsageError("--merge takes no FASTA files, they are known from the parts" if merge else "no FASTA file")
+    if merge and part is not None:
+        raise UsageError("--part reads a part, --merge makes the store of all of them; give one of them")
+    for option, value, known in (
+        ("--on-unknown", on_unknown, ("error", "mask", "drop")),
+        ("--on-duplicate", on_duplicate, ("error", "first", "suffix")),
+        ("--long", long or "full", ("full", "crop", "window", "skip", "error")),
+    ):
+        if value not in known:
+            raise UsageError(f"{option} {value}: one of {', '.join(known)} is expected")
+    if max_length is not None and not long:
+        raise UsageError("--max-length: say what becomes of longer ones: --long crop, window, skip or error")
+    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length)  # type: ignore[arg-type]
+    if part is not None:
+        number, _, parts = part.partition("/")
+        if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+            raise UsageError(f"--part {part}: I/N is expected, as 3/16")
+        mine, pieces = ingestion.ingest_part(files, out, int(number), int(parts), rules, on_duplicate)  # type: ignore[arg-type]
+        print(
+            f"{out}.partial: {mine} of {pieces} pieces are this part's; when all parts are done: "
+            f"esmshard ingest --merge -o {out}"
+        )
+        return
+    if merge:
+        store = ingestion.merge(out, overwrite)
+    else:
+        store = ingestion.ingest(files, out, rules, on_duplicate, workers, overwrite, say)  # type: ignore[arg-type]
     for notice in store.notices:
         say(notice)
     print(f"{out}: {len(store):,} records, {store.manifest['residues']:,} residues")
+
+
+@app.command()
+def split(
+    data: Annotated[Path, typer.Argument(help="FASTA file or token store; with --wild-type a table of variants.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
+    by: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Sequences: cluster, ratio, given. Variants: position, contiguous, modulo, mutations, low-to-high, "
+            "ratio, given. The first of each by default."
+        ),
+    ] = None,
+    clusters: Annotated[
+        Optional[list[Path]],
+        typer.Option(metavar="FILE.tsv", help="MMseqs2's _cluster.tsv; without it mmseqs is run. May come again."),
+    ] = None,
+    ratios: Annotated[Optional[str], typer.Option(help="Of train, valid and test; 0.8,0.1,0.1 by default.")] = None,
+    folds: Annotated[Optional[int], typer.Option(help="K folds instead of one train, valid and test.")] = None,
+    seed: Annotated[Optional[int], typer.Option(help="Of random choices; 0 by default.")] = None,
+    wild_type: Annotated[
+        Optional[Path], typer.Option(metavar="FILE.fasta", help="The protein whose variants DATA has.")
+    ] = None,
+    mutant: Annotated[
+        Optional[str], typer.Option(metavar="COLUMN", help="Mutations; found by its name by default.")
+    ] = None,
+    offset: Annotated[Optional[int], typer.Option(help="Added to the positions of the table.")] = None,
+    target: Annotated[
+        Optional[str], typer.Option(metavar="COLUMN", help="Values of low-to-high; found by its name by default.")
+    ] = None,
+    train_max: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Most mutations to train on (1), or highest value (the wild type's); 50% is a share of the values."
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Divide sequences or variants into training, validation and test set, and say what the sets share."""
+    from esmshard.data.fasta_split import FastaRecords
+    from esmshard.data.split_files import counts_table, divide, may_write
+    from esmshard.data.split_method import OF_SEQUENCES, OF_VARIANTS, chosen, parse_ratios
+    from esmshard.data.variant_split import VariantRows
+    from esmshard.progress import say
+
+    known = OF_SEQUENCES if wild_type is None else OF_VARIANTS
+    parts = None if ratios is None else parse_ratios(ratios)
+    method = chosen(
+        known, by, ratios=parts, folds=folds, seed=seed, clusters=clusters, train_max=train_max, target=target
+    )
+    may_write(out, overwrite)
+    if wild_type is not None:
+        targets = None if method.by != "low-to-high" else (target,) if target else ()
+        found = divide(VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, overwrite, say)
+    elif mutant is not None or offset is not None:
+        raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta too")
+    else:
+        found = divide(FastaRecords(data), method, out, overwrite, say)
+    for notice in found.notices:
+        say(notice)
+    print(f"{out}\n{counts_table(found.counts, 'set' if folds is None else 'fold')}")
 
 
 @app.command()
@@ -166,7 +289,9 @@ def download(
 @app.command()
 def embed(
     model: Annotated[str, typer.Argument(help="A model directory, or a fair-esm .pt file.")],
-    fasta: Annotated[Path, typer.Argument(help="Sequences, plain or compressed FASTA.")],
+    fasta: Annotated[
+        Path, typer.Argument(help="FASTA, plain or compressed, - for the standard input, or a token store.")
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", help="File to write: .h5 or .npy.")],
     fmt: Annotated[
         Optional[str], typer.Option("--format", help="h5 or npy; by the ending of the file by default.")
@@ -191,7 +316,9 @@ def embed(
 @app.command()
 def predict(
     model: Annotated[str, typer.Argument(help="A consolidated model directory with a fine-tuned head.")],
-    fasta: Annotated[Path, typer.Argument(help="Sequences, plain or compressed FASTA.")],
+    fasta: Annotated[
+        Path, typer.Argument(help="FASTA, plain or compressed, - for the standard input, or a token store.")
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", help="File to write: .npz, one array a record under its id.")],
     overwrite: Overwrite = False,
 ) -> None:
@@ -204,13 +331,14 @@ def predict(
 @app.command()
 def evaluate(
     model: Annotated[str, typer.Argument(help="A consolidated model directory with a fine-tuned head.")],
-    data: Annotated[str, typer.Argument(help="A labelled FASTA file, or sample:contact/test.")],
+    data: Annotated[str, typer.Argument(help="A labelled FASTA file, structures, or sample:contact/test.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory for evaluation.json and per_protein.csv.")],
     overwrite: Overwrite = False,
 ) -> None:
     """Score a model on labelled data, with intervals, beside the baselines."""
+    from esmshard.data.ingest import cached
     from esmshard.data.loader import Examples
-    from esmshard.data.store import cached
+    from esmshard.data.structure_splits import cached_split, holds_structures, notices
     from esmshard.progress import say
     from esmshard.recipe import sample
     from esmshard.tasks.finetuner import load_finetuned
@@ -220,8 +348,11 @@ def evaluate(
         if (out / name).exists() and not overwrite:
             raise UsageError(f"{out / name}: exists already; choose another directory or pass --overwrite")
     path = sample(data)
-    store = cached(path)
-    examples = Examples(Path(data).name, path, store, load_finetuned(model).task.labels(path, store))
+    fasta = cached_split(path) if holds_structures(path) else path
+    for notice in notices(fasta) if fasta != path else ():
+        say(f"{path}: {notice}")
+    store = cached(fasta)
+    examples = Examples(Path(data).name, path, store, load_finetuned(model).task.labels(fasta, store))
     out.mkdir(parents=True, exist_ok=True)
     print(report(model, examples, out, warn=say))
 

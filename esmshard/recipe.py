@@ -57,17 +57,20 @@ class ModelSettings(Settings):
 
 
 class DataSettings(Settings):
-    """The three splits. For contacts: a FASTA file, and beside it the coordinates as `.npz` (data/README.md)."""
+    """The three splits. For contacts: a directory of PDB or mmCIF files (docs/structures.md), or a FASTA file or token
+    store and beside it the coordinates as `.npz` (data/README.md).
+    """
 
     train: str
-    """Records to learn from: the path of a `.fasta` file, or `sample:contact/train`."""
+    """Records to learn from: a path, or `sample:contact/train`."""
     valid: str
     """Records to watch while training. Never trained on."""
     test: str
     """Records for the final numbers. Never looked at before."""
-    long: Literal["crop", "full", "error"] = "crop"
-    """What to do with a training record over `max_length`: `crop` cuts a random window, another one each epoch; `full`
-    takes it whole; `error` refuses it. Validation, test and prediction always see whole chains."""
+    long: Literal["crop", "window", "full", "skip", "error"] = "crop"
+    """What to do with a training record over `max_length`: `crop` cuts a random window, another one each epoch;
+    `window` makes as few windows as cover it, each an example; `full` takes it whole; `skip` leaves it out, counted;
+    `error` refuses it. Validation, test and prediction always see whole chains."""
     max_length: int = Field(1022, ge=8)
     """Residues of the longest training record."""
 
@@ -76,7 +79,8 @@ class BatchSettings(Settings):
     """How much goes into one optimizer step."""
 
     global_tokens: int = Field(16384, ge=16)
-    """Tokens of one optimizer step over all processes: the same set of records whatever their number."""
+    """Most tokens of one optimizer step over all processes, and nearly what each step has: the same set of records
+    whatever the number of processes."""
     tokens_per_rank: int | Literal["auto"] = "auto"
     """Most tokens that one process takes through the model at once; a larger share is cut into micro-batches whose
     gradients add up. `auto` estimates what the free memory allows and takes the least over all processes."""

@@ -38,6 +38,8 @@ _TABLE = bytearray([UNK]) * 256
 for _letter in RESIDUES + GAPS:
     _TABLE[ord(_letter)] = TOKENS.index(_letter)
 _TABLE_BYTES = bytes(_TABLE)
+# And back; zero for whatever is spelled with more than one letter or none.
+_LETTERS = bytes(ord(t) if len(t) == 1 else 0 for t in TOKENS).ljust(256, b"\0")
 
 
 def encode_residues(sequence: str) -> bytes:
@@ -62,4 +64,8 @@ def encode(sequence: str) -> npt.NDArray[np.uint8]:
 
 def decode(tokens: npt.ArrayLike) -> str:
     """Tokens back to letters. `<cls>`, `<eos>` and `<pad>` are dropped, other special tokens are spelled out."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.uint8:
+        letters = tokens.tobytes().translate(_LETTERS)
+        if b"\0" not in letters:
+            return letters.decode("ascii")
     return "".join(TOKENS[t] for t in np.asarray(tokens).ravel().tolist() if t not in (CLS, EOS, PAD))

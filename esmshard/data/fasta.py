@@ -1,45 +1,44 @@
-"""FASTA records under ESM's symbol rules. Nothing is changed silently: every kind of edit is counted and named.
+"""FASTA files, plain or compressed, in blocks of whole records.
 
-| in the file | becomes |
-|---|---|
-| lower-case letters | upper case, counted |
-| `J` (leucine or isoleucine) | `X`, counted |
-| `-` and `.` | removed, counted |
-| one `*` at the end | removed, counted |
-| spaces, carriage returns, blank lines, a byte-order mark | removed |
-| `X B U Z O` | kept: ESM-2 saw them in training |
-| anything else, an inner `*`, a record without residues | an error naming record, line and position |
+A file is read in blocks of about a mebibyte that begin and end with a record. Where a block holds nothing unusual, all
+its records are encoded by one `bytes.translate`; only unusual records are looked at one by one
+(`esmshard.data.symbols` has the rules).
 
-The id is the first word of the header; `>` alone gets `seqnum000000004`, its line counted
-from 0, as in fair-esm. An id that
-comes twice with the same sequence is read once and counted; with another sequence it is an error.
+The id is the first word of the header; `>` alone gets `seqnum000000004`, its line counted from 0, as in fair-esm.
 """
 
-import hashlib
-import lzma
+import codecs
 import re
-import string
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, cast
 
-from Bio.SeqIO.FastaIO import SimpleFastaParser
+import numpy as np
+import numpy.typing as npt
 from xopen import xopen
 
+from esmshard.data.symbols import BLANKS, STRANGE, Edits, Refused, Rules, cut, mend, shown, table
 from esmshard.errors import InputError
-from esmshard.vocab import RESIDUES
+from esmshard.vocab import EOS, decode
 
-_FOREIGN = re.compile(f"[^{RESIDUES}]")
-# ASCII only: str.upper() turns a German sharp s into two serines.
-_UPPER = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
-_GAPS = str.maketrans("", "", "-.")
+STDIN = Path("-")
+BLOCK = 1 << 20
+"""Bytes read at once. Blocks that stay in the cache of a core are translated twice as fast as large ones."""
+LONGEST = 1 << 26
+"""Bytes of the longest record, line ends included: nature's longest protein has 36,000 residues, a chromosome 10^8."""
+
+_MARK = b"\xef\xbb\xbf"
+_MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 
 
 @dataclass(frozen=True)
 class Record:
-    """One protein: letters of `vocab.RESIDUES` only."""
+    """One protein: letters of `vocab.RESIDUES` only, unless the rules keep gaps or masks."""
 
     id: str
     description: str
@@ -47,135 +46,349 @@ class Record:
     sequence: str
 
 
-Seen = dict[str, tuple[bytes, Path]]
-"""Digest of the sequence and file of each id."""
+@dataclass(frozen=True)
+class Block:
+    """Some whole records, in file order."""
+
+    ids: list[bytes]
+    headers: list[bytes]
+    """Header lines without `>`, as they stand in the file."""
+    tokens: bytes
+    """Residue tokens, each record followed by `<eos>`."""
+    lengths: npt.NDArray[np.int64]
+    """Residues of each record, int64 [N]."""
+    at: int
+    """Where the block begins in the uncompressed file."""
+    chunk: bytes
+    """Its text."""
+    origin: npt.NDArray[np.int64] | None = None
+    """Place in the text of each record, counted in records; None where they are all there, once."""
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Byte of each record's `>` in the uncompressed file, int64 [N]."""
+        marks = self.at + _marks(self.chunk)
+        return marks if self.origin is None else marks[self.origin]
 
 
-@dataclass
-class Edits:
-    """What was changed while reading, by kind: how many records, and the ids of the first three."""
+def read_fasta(path: Path, edits: Edits | None = None, rules: Rules = Rules()) -> Iterator[Record]:  # noqa: B008  # frozen
+    """Records of a FASTA file, plain or compressed (gz, bgz, bz2, xz, zst; `-` is the standard input), in file order.
 
-    counts: dict[str, int] = field(default_factory=dict)
-    first: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, kind: str, record_id: str) -> None:
-        """Count one edit of a record."""
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        examples = self.first.setdefault(kind, [])
-        if len(examples) < 3:
-            examples.append(record_id)
-
-    def notices(self) -> list[str]:
-        """One sentence for each kind of edit."""
-        return [
-            f"{kind} in {count} record{'s' if count > 1 else ''} ({', '.join(self.first[kind])}"
-            f"{', ...' if count > len(self.first[kind]) else ''})"
-            for kind, count in self.counts.items()
-        ]
-
-
-def read_fasta(path: Path, edits: Edits | None = None, seen: Seen | None = None) -> Iterator[Record]:
-    """Records of a FASTA file, plain or compressed (gz, bz2, xz, zst), in file order.
+    An id that comes twice with the same sequence is read once and counted; with another sequence it is an error. The
+    ids are kept in memory to see that; for more than some millions of records make a token store.
 
     Args:
         path: the file.
         edits: collects what was changed.
-        seen: ids so far; the same dictionary for several files makes their ids one name space.
+        rules: what may be changed.
 
     Raises:
         InputError: naming file, line, record and position of what cannot be read, or that the file has no record.
     """
     edits = Edits() if edits is None else edits
-    seen = {} if seen is None else seen
-    none_yet = True
+    seen: dict[bytes, bytes] = {}
+    again: Counter[bytes] = Counter()
+    for block in read_blocks(path, edits, rules):
+        end = 0
+        for name, header, length in zip(block.ids, block.headers, block.lengths.tolist(), strict=True):
+            tokens, end = block.tokens[end : end + length], end + length + 1
+            if name in seen:
+                again[name] += 1
+                if seen[name] != tokens:
+                    raise InputError(repeated(name, [path], rules, again[name]))
+                edits.add(READ_ONCE, name.decode())
+                continue
+            seen[name] = tokens
+            yield Record(name.decode(), header.strip().decode(), decode(np.frombuffer(tokens, np.uint8)))
+
+
+READ_ONCE = "a record that came twice was read once"
+
+
+def repeated(name: bytes, paths: Sequence[Path], rules: Rules, place: int) -> str:
+    """The sentence about an id with two sequences: that of its first record, and that of the one `place` after it."""
+    record, where = shown(name.decode()), list(occurrences(paths, name, rules))
+    if place >= len(where):  # the standard input, or files that are gone
+        return f"{paths[0]}: '{record}' comes twice with two sequences; rename one of them"
+    (first, _), (second, line) = where[0], where[place]
+    there = "" if first == second else f" in {first}"
+    return f"{second}:{line}: '{record}' was used before{there} with another sequence; rename one of them"
+
+
+def read_blocks(
+    path: Path,
+    edits: Edits,
+    rules: Rules = Rules(),  # noqa: B008  # frozen
+    start: int = 0,
+    stop: int | None = None,
+) -> Iterator[Block]:
+    """The records of a file that begin at bytes `start` to `stop` (exclusive), in blocks; ids may repeat.
+
+    Ranges are for plain files: those that touch share no record and lose none. Raises as `read_fasta`.
+    """
+    with _one_sentence(path), open_source(path) as stream:
+        reader = _Reader(path, edits, rules)
+        for at, chunk in reader.chunks(stream, start, stop):
+            block = reader.block(at, chunk, stop)
+            if block.ids:
+                yield block
+
+
+def occurrences(paths: Sequence[Path], name: bytes, rules: Rules) -> Iterator[tuple[Path, int]]:
+    """File and line of each record of that id, up to a file that cannot be read again. Only on the way to an error."""
+    for path in paths:
+        if path == STDIN:
+            return
+        reader = _Reader(path, Edits(), rules)
+        try:
+            with open_source(path) as stream:
+                for at, chunk in reader.chunks(stream, 0, None):
+                    block = reader.block(at, chunk, None)
+                    for k in [k for k, found in enumerate(block.ids) if found == name]:
+                        yield path, reader.line(at, chunk, int(block.starts[k]) - at)
+        except (OSError, InputError):
+            return
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a file is not compressed, by its first bytes: names lie."""
+    if path == STDIN:
+        return False
+    with _one_sentence(path), _open(path) as file:
+        return not file.read(6).startswith(tuple(_MAGIC))
+
+
+def open_source(path: Path) -> BinaryIO:
+    """The uncompressed bytes of a file, or of the standard input."""
+    raw = cast(BufferedReader, sys.stdin.buffer) if path == STDIN else _open(path)
+    head = raw.peek(6)[:6]
+    kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+    if kind is None:
+        return raw
+    # A thread of its own decompresses gzip while this one encodes.
+    return xopen(raw, "rb", format=kind, threads=1 if kind == "gz" else 0)  # type: ignore[no-any-return]
+
+
+def _open(path: Path) -> BufferedReader:
+    if path.is_fifo() or path.is_char_device():  # what has been read of it is gone, and files are read several times
+        raise InputError(f"{path}: is a pipe, not a file; pipe it into the standard input and name that, as -")
+    return open(path, "rb")
+
+
+def _read(stream: BinaryIO) -> bytes:
     try:
-        with xopen(path, "rt", encoding="utf-8-sig", threads=0) as handle:
-            parser = SimpleFastaParser(_checked(handle, path))  # type: ignore[no-untyped-call]
-            for ordinal, (header, raw) in enumerate(parser):
-                none_yet = False
-                record_id = header.split(maxsplit=1)[0]
-                sequence = _clean(raw, record_id, edits, path, ordinal)
-                digest = hashlib.blake2b(sequence.encode(), digest_size=16).digest()
-                if record_id in seen:
-                    before, other = seen[record_id]
-                    if before != digest:
-                        at, there = f"{path}:{_line(path, ordinal)}", "" if other == path else f" in {other}"
-                        raise InputError(
-                            f"{at}: '{record_id}' was used before{there} with another sequence; rename one of them"
-                        )
-                    edits.add("a record that came twice was read once", record_id)
-                    continue
-                seen[record_id] = digest, path
-                yield Record(record_id, header.strip(), sequence)
-    except FileNotFoundError:
+        return stream.read(BLOCK)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # each decompression library has errors of its own
+        raise OSError(str(error)) from None
+
+
+@contextmanager
+def _one_sentence(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise InputError(f"{path}: is a directory; a FASTA file is expected") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not text (byte {_not_utf8(path)} is not UTF-8); a FASTA file is expected") from None
-    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+    except PermissionError:
+        raise InputError(f"{path}: may not be read; change its permissions") from None
+    except OSError as error:
         raise InputError(f"{path}: cannot be read to its end ({error}); copy or download it again") from None
-    if none_yet:
-        raise InputError(f"{path}: holds no record; a FASTA file has lines that begin with '>'")
 
 
-def _checked(handle: TextIO, path: Path) -> Iterator[str]:
-    """Lines from the first header on, `>` alone with its id. The parser would skip text before it without a word."""
-    started = False
-    for number, line in enumerate(handle):
-        if line.startswith(">"):
-            started = True
-            yield line if line[1:].strip() else f">seqnum{number:09d}\n"
-        elif started:
-            yield line
-        elif line.strip():
-            raise InputError(f"{path}:{number + 1}: text before the first '>'; a FASTA record begins with '>ID'")
+class _Reader:
+    """Blocks of one file, and where in it they are."""
 
+    def __init__(self, path: Path, edits: Edits, rules: Rules) -> None:
+        self._path, self._edits, self._rules = path, edits, rules
+        self._table = table(rules, {">": EOS})  # '>' stands between records
+        # Lines before byte `self._counted`. A file is asked again when a line is needed; the standard input cannot be.
+        self._lines, self._counted = 0, 0 if path == STDIN else -1
 
-def _not_utf8(path: Path) -> int:
-    """Place of the first byte that is not UTF-8. The decoder's own answer counts from its last block."""
-    offset = 0
-    with xopen(path, "rb", threads=0) as handle:
-        for line in handle:
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return offset + error.start
-            offset += len(line)
-    return offset
+    def chunks(self, stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of whole records, each chunk but the last about BLOCK bytes long."""
+        at, rest = self._first(stream) if start <= len(_MARK) else (0, b"")
+        if at < start:
+            at, rest = self._next(stream, start)
+        while rest and (stop is None or at < stop):
+            data = _read(stream)
+            whole = rest + data
+            cut = _last_record(whole) if data else len(whole)
+            if cut == 0:
+                rest = whole
+                if len(whole) > LONGEST:
+                    line = self.line(at, whole, 0)
+                    words = re.split(rb"[\r\n]", whole[1:201], maxsplit=1)[0].split(None, 1)
+                    name = (words[0] if words else _numbered(line - 1)).decode(errors="replace")
+                    raise InputError(
+                        f"{self._path}:{line}: record '{shown(name)}' is longer than {LONGEST:,} bytes; proteins are "
+                        "expected, not a genome"
+                    )
+                continue
+            yield at, whole[:cut]
+            if self._counted == at:
+                self._lines, self._counted = self._lines + _newlines(whole[:cut]), at + cut
+            at, rest = at + cut, whole[cut:]
 
+    def _first(self, stream: BinaryIO) -> tuple[int, bytes]:
+        """Offset of the first record, and what was read from there on."""
+        at, data = 0, _read(stream)
+        if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise InputError(f"{self._path}: is UTF-16 text; save it as UTF-8")
+        if data.startswith(_MARK):
+            at, data = len(_MARK), data[len(_MARK) :]
+        lines, before = 0, b"\n"
+        while data:
+            text = data.lstrip(BLANKS)
+            blank = data[: len(data) - len(text)]
+            lines += _newlines(blank) - (before + blank[:1] == b"\r\n")
+            at, before = at + len(blank), blank[-1:] or before
+            if text:
+                if not text.startswith(b">") or before not in b"\r\n":
+                    self._check_text(at, text, whole=False)
+                    raise InputError(
+                        f"{self._path}:{lines + 1}: text before the first '>'; a FASTA record begins with '>ID'"
+                    )
+                if self._path == STDIN:
+                    self._lines, self._counted = lines, at
+                return at, text
+            data = _read(stream)
+        raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
 
-def _clean(raw: str, record_id: str, edits: Edits, path: Path, ordinal: int) -> str:
-    sequence = "".join(raw.split())
-    if sequence.endswith("*"):
-        sequence = sequence[:-1]
-        edits.add("a '*' at the end was removed", record_id)
-    if not _FOREIGN.search(sequence) and sequence:  # the common case: one scan, no copies
-        return sequence
-    upper = sequence.translate(_UPPER)
-    if upper != sequence:
-        edits.add("lower-case letters were read as upper case", record_id)
-    without = upper.translate(_GAPS)
-    if without != upper:
-        edits.add("gaps were removed", record_id)
-    if "J" in without:
-        edits.add("J (Leu or Ile) was read as X", record_id)
-        without = without.replace("J", "X")
-    foreign = _FOREIGN.search(without)
-    if foreign:
-        at = [k for k, c in enumerate(upper) if c not in "-."][foreign.start()] + 1
-        mend = "cut the sequence at the stop codon" if foreign[0] == "*" else "write X for an unknown residue"
-        raise InputError(
-            f"{path}:{_line(path, ordinal)}: record '{record_id}' has '{foreign[0]}' at position {at}, "
-            f"which is not a residue; {mend}"
+    def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
+        """The same for the first record at or after a byte of the file; nothing if there is none."""
+        at = start - 1
+        stream.seek(at)
+        data = _read(stream)
+        while data:
+            found = re.search(rb"[\r\n]>", data)
+            if found:
+                return at + found.start() + 1, data[found.start() + 1 :]
+            more = _read(stream)
+            at, data = at + len(data) - 1, data[-1:] + more if more else b""
+        return at, b""
+
+    def block(self, at: int, chunk: bytes, stop: int | None) -> Block:
+        """Encode the records of a chunk that begin before `stop`."""
+        if stop is not None and at + len(chunk) > stop:
+            marks = _marks(chunk)
+            inside = int(np.searchsorted(marks, stop - at))
+            if inside < len(marks):
+                chunk = chunk[: marks[inside]]
+        self._check_text(at, chunk)
+        text = chunk
+        if b"\r" in text:
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        letters = np.frombuffer(text, np.uint8)
+        if (letters[np.flatnonzero(letters == ord(">"))[1:] - 1] == ord("\n")).all():
+            pieces = text.split(b">")[1:]
+        else:  # one of these '>' is inside a line
+            pieces = re.split(rb"^>", text, flags=re.M)[1:]
+        headers, _, bodies = map(list, zip(*[piece.partition(b"\n") for piece in pieces], strict=True))
+        try:
+            ids = [header.split(None, 1)[0] for header in headers]
+        except IndexError:  # '>' alone
+            headers = self._named(at, chunk, headers)
+            ids = [header.split(None, 1)[0] for header in headers]
+        codes = b">".join([*bodies, b""]).translate(self._table, BLANKS)
+        code_T = np.frombuffer(codes, np.uint8)
+        stops = np.flatnonzero(code_T == EOS)
+        if len(stops) == len(ids):
+            lengths = np.diff(stops, prepend=-1) - 1
+            unusual = lengths == 0
+            if self._rules.max_length is not None:
+                unusual |= lengths > self._rules.max_length
+            if code_T.max() == STRANGE:
+                unusual[np.searchsorted(stops, np.flatnonzero(code_T == STRANGE))] = True
+            if not unusual.any():
+                return Block(ids, headers, codes, lengths, at, chunk)
+        else:  # a '>' inside a sequence
+            unusual = np.ones(len(ids), dtype=bool)
+        marks = _marks(chunk)
+        rows: list[tuple[bytes, bytes, bytes]] = []
+        origin: list[int] = []
+        begins = [0, *(stops + 1).tolist()]
+        for k, strange in enumerate(unusual.tolist()):
+            if strange:
+                rows += self._unusual(ids[k], headers[k], bodies[k], (at, chunk, int(marks[k])))
+            else:
+                rows.append((ids[k], headers[k], codes[begins[k] : begins[k + 1] - 1]))
+            origin += [k] * (len(rows) - len(origin))
+        parts = [tokens for _, _, tokens in rows]
+        return Block(
+            ids=[name for name, _, _ in rows],
+            headers=[header for _, header, _ in rows],
+            tokens=bytes([EOS]).join([*parts, b""]),
+            lengths=np.array([len(part) for part in parts], np.int64),
+            at=at,
+            chunk=chunk,
+            origin=np.array(origin, np.int64),
         )
-    if not without:
-        raise InputError(f"{path}:{_line(path, ordinal)}: record '{record_id}' has no residues; remove it")
-    return without
+
+    def _named(self, at: int, chunk: bytes, headers: list[bytes]) -> list[bytes]:
+        """The header lines of a chunk, with names for those that have none."""
+        line, before, named = self.line(at, chunk, 0) - 1, 0, []
+        for header, mark in zip(headers, _marks(chunk).tolist(), strict=True):
+            line, before = line + _newlines(chunk[before:mark]), mark
+            named.append(header if header.strip() else _numbered(line))
+        return named
+
+    def _unusual(
+        self, name: bytes, header: bytes, body: bytes, where: tuple[int, bytes, int]
+    ) -> list[tuple[bytes, bytes, bytes]]:
+        """(id, header, residue tokens) of what becomes of a record that cannot be taken as it is."""
+        record_id = name.decode()
+        try:
+            tokens = mend(body.decode(), self._rules, self._edits, record_id)
+            return [] if tokens is None else cut(name, header, tokens, self._rules, self._edits)
+        except Refused as refused:
+            raise InputError(f"{self._path}:{self.line(*where)}: record '{shown(record_id)}' {refused}") from None
+
+    def _check_text(self, at: int, chunk: bytes, whole: bool = True) -> None:
+        if not chunk.isascii():
+            try:
+                codecs.utf_8_decode(chunk, "strict", whole)
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{self._path}: not text (byte {at + error.start} is not UTF-8); a FASTA file is expected"
+                ) from None
+
+    def line(self, at: int, chunk: bytes, place: int) -> int:
+        """Line, from 1, of a place in the chunk that begins at byte `at`."""
+        if self._counted != at:
+            with open_source(self._path) as stream:
+                self._lines, left, before = 0, at, b""
+                while left and (data := stream.read(min(left, BLOCK))):
+                    self._lines += _newlines(data) - (before + data[:1] == b"\r\n")
+                    left, before = left - len(data), data[-1:]
+            self._counted = at
+        return self._lines + _newlines(chunk[:place]) + 1
 
 
-def _line(path: Path, ordinal: int) -> int:
-    """Line of the n-th header, counted from 1. The file is read again: only on the way to an error."""
-    with xopen(path, "rt", encoding="utf-8-sig", threads=0) as handle:
-        headers = (number for number, line in enumerate(handle, 1) if line.startswith(">"))
-        return next(number for k, number in enumerate(headers) if k == ordinal)
+def _newlines(text: bytes) -> int:
+    """Line ends of any of the three kinds."""
+    ends = text.count(b"\n")
+    return ends + text.count(b"\r") - text.count(b"\r\n") if b"\r" in text else ends
+
+
+def _last_record(text: bytes) -> int:
+    """Where the last record begins; 0 if it is the first."""
+    at = text.rfind(b">")
+    if at > 0 and text[at - 1] not in b"\r\n":  # inside a line
+        at = max(text.rfind(b"\n>"), text.rfind(b"\r>")) + 1
+    return max(at, 0)
+
+
+def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
+    """Where records begin in a chunk, int64."""
+    letters = np.frombuffer(chunk, np.uint8)
+    marks: npt.NDArray[np.int64] = np.flatnonzero(letters == ord(">"))
+    before = letters[marks - 1]
+    begin: npt.NDArray[np.bool_] = (marks == 0) | (before == 10) | (before == 13)
+    return marks[begin]
+
+
+def _numbered(line: int) -> bytes:
+    return b"seqnum%09d" % line

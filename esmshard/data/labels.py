@@ -1,9 +1,14 @@
-"""Labels beside a FASTA file, checked against it before anything is computed."""
+"""Labels beside a FASTA file, checked against it before anything is computed.
+
+Here: what labels need of a token store, and coordinates. Values of whole proteins are in `protein_labels`, values of
+residues in `residue_labels`, the splits that a file gives in `given_splits`.
+"""
 
 import re
 import zipfile
 import zlib
 from pathlib import Path
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +21,32 @@ UNRESOLVED = 65535
 """In `cb_dA`: the residue has no coordinates."""
 
 
+Policy = Literal["error", "drop"]
+"""What happens to a record without a label, and to a label without a record: refused, or left out and counted."""
+
 _FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")
+
+
+class Records(Protocol):
+    """What labels need of a `TokenStore`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Residues of each record, int32 [N]."""
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        """Residue tokens of record n, uint8 [L]."""
+
+    def id(self, n: int) -> str:
+        """First word of its header."""
+
+    def find(self, record_id: str) -> int | None:
+        """Number of the record of this id."""
+
+    def description(self, n: int) -> str:
+        """The whole header line without `>`."""
 
 
 class CoordinateLabels:
@@ -29,6 +59,9 @@ class CoordinateLabels:
     Raises:
         InputError: naming the record whose chain is missing, of another length or of another sequence.
     """
+
+    per_residue: ClassVar[bool] = True
+    labelled_N: ClassVar[None] = None
 
     def __init__(self, fasta: Path, store: TokenStore) -> None:
         path = fasta.with_name(_FASTA_ENDING.sub("", fasta.name) + ".npz")
@@ -54,7 +87,8 @@ class CoordinateLabels:
 
         row = {str(name): k for k, name in enumerate(names)}
         self._rows: list[slice] = []
-        for n, record_id in enumerate(store.ids):
+        for n in range(len(store)):
+            record_id = store.id(n)
             if record_id not in row:
                 raise InputError(f"{path}: has no chain '{record_id}', which {fasta} has; add it or remove the record")
             k = row[record_id]

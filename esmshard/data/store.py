@@ -1,19 +1,27 @@
-"""The token store: a FASTA file as uint8 tokens behind int64 offsets, memory-mapped.
+"""The token store: FASTA files as uint8 tokens behind int64 offsets, memory-mapped. `esmshard.data.ingest` makes it.
 
-A store is a directory, written under another name and renamed when it is whole:
+A store is a directory, written under another name and renamed when it is whole. Version 2:
 
-    tokens.u8       all residues end to end, one byte each, without `<cls>` and `<eos>`
-    offsets.npy     int64 [N + 1]: record n is tokens[offsets[n] : offsets[n + 1]]
-    ids.txt         one id a line, in the same order
-    manifest.json   format version, alphabet, counts, source, edits, sha256 of each file
+    tokens-00000.u8 ...   residues of all records, one byte each, every record followed by `<eos>`
+    headers-00000.txt ... header lines without `>`, one a line; the id is the first word
+    offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of all token shards end to end
+    headers.npy           int64 [N + 1]: the same for the header shards
+    ids.npy               uint64 [N]: `keys` of the ids, sorted
+    rows.npy              uint32 or uint64 [N]: the records that these belong to
+    manifest.json         version, alphabet, counts, lengths, sources, rules, edits; size and sha256 of each file
+
+Opening reads the manifest and maps the arrays; nothing grows with the number of records. Shards are mapped when they
+are first read, in the process that reads them.
 """
 
+import bisect
 import functools
 import hashlib
 import json
 import os
-import shutil
-import tempfile
+import tokenize
+import zlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,96 +29,178 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta import Edits, Seen, read_fasta
-from esmshard.errors import InputError, UsageError
-from esmshard.vocab import ALPHABET_HASH, encode_residues
+from esmshard.data.fasta import BLOCK
+from esmshard.errors import InputError
+from esmshard.vocab import ALPHABET_HASH
 
-FORMAT, VERSION = "esmshard-tokens", 1
+FORMAT, VERSION = "esmshard-tokens", 2
+ARRAYS = {"offsets.npy": ["<i8"], "headers.npy": ["<i8"], "ids.npy": ["<u8"], "rows.npy": ["<u4", "<u8"]}
+_AT_ONCE = 1 << 20
+_OPEN_SHARDS = 256
+"""Shards that stay mapped; each costs a file descriptor."""
 
 
 class TokenStore:
-    """Read side. Opening maps the files; tokens are read from disk when they are asked for."""
+    """Read side. Tokens and headers are read from disk when they are asked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = _manifest(path)
+        shards, sizes = self.manifest.get("shards"), self.manifest.get("bytes")
         try:
-            sizes = {name: (path / name).stat().st_size for name in ("tokens.u8", "offsets.npy", "ids.txt")}
-            self.offsets: npt.NDArray[np.int64] = np.load(path / "offsets.npy", mmap_mode="r", allow_pickle=False)
-            self._tokens = np.memmap(path / "tokens.u8", dtype=np.uint8, mode="r")
-        except (OSError, ValueError, EOFError) as error:
+            if not isinstance(shards, list) or not isinstance(sizes, dict):
+                raise ValueError("its manifest lacks shards or sizes")
+            if self.manifest["sha256"].keys() != sizes.keys():
+                raise ValueError("its manifest lacks hashes")
+            self.notices: list[str] = self.manifest["notices"]
+            """What was changed when the source was read, one sentence each."""
+            found = {name: (path / name).stat().st_size for name in sizes}
+            self.offsets, self.header_offsets, self.keys, self.rows = (
+                _array(path / name, dtypes) for name, dtypes in ARRAYS.items()
+            )
+            # Where each shard begins: record, byte of tokens, byte of headers.
+            begins = np.cumsum([[0, 0, 0], *([s["records"], s["tokens"], s["headers"]] for s in shards)], axis=0)
+            self._first_records, *self._first_bytes = begins.T.tolist()
+        except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path}: the token store is damaged ({error}); delete it and ingest again") from None
-        whole = len(self.offsets) - 1 == self.manifest.get("records") and self.offsets[-1] == len(self._tokens)
-        if not whole or sizes != self.manifest.get("bytes"):
+        records, tokens, headers = begins[-1].tolist()
+        whole = records == self.manifest.get("records") == len(self.offsets) - 1 == len(self.header_offsets) - 1
+        whole = whole and len(self.keys) == len(self.rows) == records and set(ARRAYS) <= set(sizes)
+        if not whole or self.offsets[-1] != tokens or self.header_offsets[-1] != headers or sizes != found:
             raise InputError(f"{path}: the token store is truncated; delete it and ingest again")
+        self._maps: OrderedDict[str, npt.NDArray[np.uint8]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"])  # type: ignore[misc]  # another process maps the files anew
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Residues of each record, int64 [N]."""
-        return np.diff(self.offsets)
-
     @functools.cached_property
-    def ids(self) -> list[str]:
-        """Ids in file order; read when they are first asked for."""
-        try:
-            return (self.path / "ids.txt").read_text(encoding="utf-8").split("\n")[:-1]
-        except (OSError, ValueError):
-            raise InputError(f"{self.path}/ids.txt: cannot be read; delete the store and ingest again") from None
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Residues of each record, int32 [N]; computed when they are first asked for."""
+        lengths = np.empty(len(self), np.int32)  # no record is longer than `fasta.LONGEST`
+        for at in range(0, len(self), _AT_ONCE):
+            lengths[at : at + _AT_ONCE] = np.diff(self.offsets[at : at + _AT_ONCE + 1]) - 1
+        return lengths
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
         """Residue tokens of record n, uint8 [L]."""
-        return self._tokens[self.offsets[n] : self.offsets[n + 1]]
+        return self._read("tokens", 0, self.offsets, n)
+
+    def description(self, n: int) -> str:
+        """The header line of record n without `>`."""
+        try:
+            return self.header(n).strip().decode()
+        except UnicodeDecodeError:
+            raise self._damaged(n) from None
+
+    def id(self, n: int) -> str:
+        """The id of record n."""
+        words = self.header(n).split(None, 1)
+        try:
+            return words[0].decode()
+        except (IndexError, UnicodeDecodeError):
+            raise self._damaged(n) from None
+
+    def find(self, record_id: str) -> int | None:
+        """The record of that id, or None. Reads some pages of the index, not the ids."""
+        name = record_id.encode(errors="surrogatepass")
+        wanted = keys([name])[0]
+        at = int(self.keys.searchsorted(wanted))
+        while at < len(self) and self.keys[at] == wanted:
+            n = int(self.rows[at])
+            if n >= len(self):
+                raise self._damaged(n)
+            if self.header(n).split(None, 1)[:1] == [name]:
+                return n
+            at += 1
+        return None
 
     @property
-    def notices(self) -> list[str]:
-        """What was changed when the source was read, one sentence each."""
-        edits: list[str] = self.manifest["edits"]
-        return edits
+    def digest(self) -> str:
+        """Names the sequences and their order: a hash over the sha256 of all token shards."""
+        hashes = self.manifest["sha256"]
+        text = "".join(hashes[token_shard(k)] for k in range(len(self.manifest["shards"])))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def verify(self) -> None:
+        """Compare every file with its sha256; opening compares sizes only. `InputError` names the first bad one."""
+        for name, wanted in self.manifest["sha256"].items():
+            if sha256(self.path / name) != wanted:
+                raise InputError(f"{self.path}/{name}: has changed since it was written; ingest again")
+
+    def header(self, n: int) -> bytes:
+        """The header line of record n as it stands in the file, without `>`."""
+        return self._read("headers", 1, self.header_offsets, n).tobytes()
+
+    def _read(self, kind: str, column: int, offsets: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
+        """Bytes of record n without the one that ends it."""
+        if not 0 <= n < len(self):
+            raise IndexError(n)
+        shard = bisect.bisect_right(self._first_records, n) - 1
+        name = token_shard(shard) if kind == "tokens" else header_shard(shard)
+        mapped = self._maps.get(name)
+        if mapped is None:
+            try:
+                mapped = np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
+            except (OSError, ValueError) as error:
+                raise InputError(f"{self.path}/{name}: cannot be read ({error}); ingest again") from None
+            self._maps[name] = mapped
+            if len(self._maps) > _OPEN_SHARDS:
+                self._maps.popitem(last=False)
+        else:
+            self._maps.move_to_end(name)
+        begin = self._first_bytes[column][shard]
+        first, end = int(offsets[n]) - begin, int(offsets[n + 1]) - 1 - begin
+        if not 0 <= first < end < len(mapped):  # opening has seen the last offset only
+            raise self._damaged(n)
+        return mapped[first:end]
+
+    def _damaged(self, n: int) -> InputError:
+        return InputError(f"{self.path}: the token store is damaged at record {n}; delete it and ingest again")
 
 
-def ingest(fastas: Sequence[Path], out: Path) -> TokenStore:
-    """Read FASTA files into a new store at `out`. An id in two files is a duplicate like any other.
-
-    Raises `InputError` if a file cannot be read, `UsageError` if `out` exists; nothing is left behind then.
-    """
-    if out.exists():
-        raise UsageError(f"{out}: exists already; choose another directory or delete it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".tmp-{out.name}-", dir=out.parent))
+def _array(path: Path, dtypes: Sequence[str]) -> npt.NDArray[Any]:
     try:
-        work.chmod(0o755)  # mkdtemp's private mode is for secrets
-        _write(fastas, work)
-        try:
-            work.rename(out)
-        except OSError:
-            if not (out / "manifest.json").is_file():  # otherwise another process made the same store meanwhile
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return TokenStore(out)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (SyntaxError, tokenize.TokenError) as error:  # numpy reads the header of a file as Python
+        raise ValueError(str(error)) from None
+    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.str not in dtypes:
+        raise ValueError(f"{path.name} is not what was written")
+    return np.asarray(array)
 
 
-def cached(fasta: Path) -> TokenStore:
-    """The store of one FASTA file, ingested on first use and kept in the user's cache.
+def token_shard(k: int) -> str:
+    """File name of the k-th shard of tokens."""
+    return f"tokens-{k:05d}.u8"
 
-    The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path, size and
-    modification time, so an edited file is read anew.
+
+def header_shard(k: int) -> str:
+    """File name of the k-th shard of headers."""
+    return f"headers-{k:05d}.txt"
+
+
+def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """64 bits of each id, uint64 [N]. Two ids may share them, so whoever finds one compares the id itself.
+
+    >>> [hex(key) for key in keys([b"P69905"])]
+    ['0xbc417f960518015e']
     """
-    try:
-        stat = fasta.stat()
-    except OSError as error:
-        raise InputError(f"{fasta}: {(error.strerror or 'cannot be read').lower()}") from None
-    key = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{fasta.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
-    out = cache_directory() / "stores" / hashlib.sha256(key.encode()).hexdigest()[:24]
-    if out.exists():
-        try:
-            return TokenStore(out)
-        except InputError:
-            shutil.rmtree(out)  # a damaged copy of what the FASTA file still holds
-    return ingest([fasta], out)
+    high = np.fromiter(map(zlib.crc32, names), np.uint64, len(names))
+    return high << np.uint64(32) | np.fromiter(map(zlib.adler32, names), np.uint64, len(names))
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(BLOCK):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def cache_directory() -> Path:
@@ -120,43 +210,15 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "esmshard"
 
 
-def _write(fastas: Sequence[Path], work: Path) -> None:
-    edits, offsets, total = Edits(), [0], 0
-    seen: Seen = {}
-    tokens_hash, ids_hash = hashlib.sha256(), hashlib.sha256()
-    with open(work / "tokens.u8", "wb") as tokens_file, open(work / "ids.txt", "wb") as ids_file:
-        for fasta in fastas:
-            for record in read_fasta(fasta, edits, seen):
-                tokens, line = encode_residues(record.sequence), f"{record.id}\n".encode()
-                tokens_file.write(tokens)
-                ids_file.write(line)
-                tokens_hash.update(tokens)
-                ids_hash.update(line)
-                total += len(tokens)
-                offsets.append(total)
-    np.save(work / "offsets.npy", np.array(offsets, dtype=np.int64))
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "alphabet": ALPHABET_HASH,
-        "records": len(offsets) - 1,
-        "residues": total,
-        "sources": [{"path": str(f.resolve()), "bytes": f.stat().st_size} for f in fastas],
-        "edits": edits.notices(),
-        "bytes": {name: (work / name).stat().st_size for name in ("tokens.u8", "offsets.npy", "ids.txt")},
-        "sha256": {
-            "tokens.u8": tokens_hash.hexdigest(),
-            "ids.txt": ids_hash.hexdigest(),
-            "offsets.npy": hashlib.sha256((work / "offsets.npy").read_bytes()).hexdigest(),
-        },
-    }
-    (work / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+def is_store(path: Path) -> bool:
+    """Whether a path is a token store, by its manifest."""
+    return (path / "manifest.json").is_file()
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{path}: not a token store (it has no manifest.json)") from None
     except (OSError, ValueError):
         raise InputError(f"{path}/manifest.json: cannot be read; delete the store and ingest again") from None

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import torch
 
 from esmshard.batch import pack
+from esmshard.data.ingest import ingest
 from esmshard.data.loader import Examples
-from esmshard.data.store import ingest
+from esmshard.data.store import TokenStore, is_store
 from esmshard.errors import UsageError
 from esmshard.infer.writers import DEFAULT_POOL, WRITERS, Pool, check, ids_file
 from esmshard.model import weights
@@ -42,7 +43,7 @@ def embed(
 
     Args:
         model: see `esmshard.model.weights.read`.
-        fasta: plain or compressed.
+        fasta: plain or compressed, `-` for the standard input, or a token store.
         out: the file to write.
         fmt: a key of WRITERS; by default the ending of `out`.
         pool: `mean` over residues ([D] a record) or `residue` ([L, D]); by default `mean` for npy, `residue` for h5.
@@ -60,7 +61,7 @@ def embed(
     check(*([out, ids_file(out)] if fmt == "npy" else [out]), overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-embed-") as scratch:
         # The whole input is read before the model: a bad record at the end costs seconds, not a night.
-        store = ingest([fasta], Path(scratch) / "store")
+        store = TokenStore(fasta) if is_store(fasta) else ingest([fasta], Path(scratch) / "store")
         for notice in store.notices:
             say(f"{fasta}: {notice}")
         examples = Examples("input", fasta, store, None)
@@ -75,7 +76,7 @@ def embed(
             Progress("embed", len(store)) as progress,
         ):
             for n, values in enumerate(_embeddings(esm, examples, layer, pool, tokens)):
-                writer.add(store.ids[n], values)
+                writer.add(store.id(n), values)
                 residues += int(store.lengths[n])
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
         return len(store)

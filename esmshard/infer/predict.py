@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from esmshard.batch import pack
+from esmshard.data.ingest import ingest
 from esmshard.data.loader import Examples
-from esmshard.data.store import ingest
+from esmshard.data.store import TokenStore, is_store
 from esmshard.errors import UsageError
 from esmshard.infer.writers import NpzWriter, check
 from esmshard.progress import Progress, say
@@ -21,7 +22,7 @@ def predict(model: str, fasta: Path, out: Path, *, overwrite: bool = False) -> i
 
     Args:
         model: a directory that `consolidate` wrote.
-        fasta: plain or compressed.
+        fasta: plain or compressed, `-` for the standard input, or a token store.
         out: the file to write, ending in `.npz`.
         overwrite: replace `out`.
     """
@@ -29,7 +30,7 @@ def predict(model: str, fasta: Path, out: Path, *, overwrite: bool = False) -> i
         raise UsageError(f"{out}: predictions are written as .npz; give the file that ending")
     check(out, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
-        store = ingest([fasta], Path(scratch) / "store")
+        store = TokenStore(fasta) if is_store(fasta) else ingest([fasta], Path(scratch) / "store")
         for notice in store.notices:
             say(f"{fasta}: {notice}")
         found = load_finetuned(model)
@@ -39,6 +40,6 @@ def predict(model: str, fasta: Path, out: Path, *, overwrite: bool = False) -> i
             for n in range(len(store)):
                 # One record at a time: the head works on each alone, and pair maps are what memory goes to.
                 output_LL = found.model(pack([examples.get(n).tokens]).to(device))[0]
-                writer.add(store.ids[n], found.task.predict(output_LL.cpu().numpy()))
+                writer.add(store.id(n), found.task.predict(output_LL.cpu().numpy()))
                 progress.update(n + 1, f"{store.lengths[n]} residues")
         return len(store)

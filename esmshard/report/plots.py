@@ -28,7 +28,7 @@ def contact_figure(run: Path, data: Examples) -> Path:
     from matplotlib import pyplot
 
     record_id, value = _median(run / "per_protein.csv", "long P@L")
-    example = data.get(data.store.ids.index(record_id))
+    example = data.get(next(n for n in range(len(data)) if data.id(n) == record_id))
     found = load_finetuned(str(run / "model"))
     with torch.no_grad():
         batch = pack([example.tokens]).to(next(found.model.parameters()).device)

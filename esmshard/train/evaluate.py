@@ -124,7 +124,7 @@ def write(
     lines = [["id", "length", *table[main][0]]]
     for n, row in enumerate(table[main]):
         values = ["" if np.isnan(v) else f"{v:.6g}" for v in row.values()]
-        lines.append([data.store.ids[n], str(data.store.lengths[n]), *values])
+        lines.append([data.id(n), str(data.tokens[n] - 2), *values])
     temporary = directory / ".tmp-per_protein.csv"
     with open(temporary, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)

@@ -17,10 +17,11 @@ from esmshard import recipe as recipes
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate
-from esmshard.data.loader import Examples
+from esmshard.data.loader import Examples, digests
 from esmshard.data.packing import MicroBatch, Plan, deal
 from esmshard.errors import UsageError
 from esmshard.model.esm2 import ESM2
+from esmshard.parallel import health
 from esmshard.parallel import plan as memory
 from esmshard.parallel.mesh import World, world
 from esmshard.parallel.shard import ShardOptions, materialise, shard
@@ -29,7 +30,7 @@ from esmshard.recipe import Recipe
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.tasks.protocol import Task, collate
 from esmshard.train import evaluate
-from esmshard.train.job import RUN_FILES, Job, check_out, prepare, provenance, versions
+from esmshard.train.job import RUN_FILES, Job, check_out, leakage_notices, prepare, provenance, versions
 from esmshard.train.metrics import mean
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.step import too_many_skipped, train_step
@@ -113,6 +114,11 @@ def _train(job: Job, start: Path | None, ranks: World) -> None:
 
     # Every rank plans the same records for a step and takes its own share of them.
     plan = Plan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed)
+    epoch, records = plan.step(done)
+    mine = deal(records, job.train.tokens, tokens_per_rank, ranks.rank, ranks.size)
+    health.check_first_batch(ranks, lambda: digests(job.train, mine, epoch))
+    if ranks.is_first and (alone := health.started_apart(ranks, os.environ)):
+        say(alone)
     skipped_in_a_row, validation = 0, ""
     with Progress("step", recipe.train.steps, done=done, show=ranks.is_first) as progress:
         for step in range(done, recipe.train.steps):
@@ -207,9 +213,9 @@ def _open_run(job: Job, resolved: Recipe, done: int, ranks: World) -> None:
         lines = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= done]
         metrics.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     for split in (job.train, job.valid, job.test):
-        for notice in split.store.notices:
+        for notice in split.notices:
             say(f"{split.path}: {notice}")
-    for notice in job.weights.notices:
+    for notice in [*job.weights.notices, *([] if done else leakage_notices(job))]:
         say(notice)
     if done:
         say(f"going on after step {done} of {job.recipe.train.steps}")

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from esmshard import recipe as recipes
-from esmshard.data import store
+from esmshard.data import structure_splits
+from esmshard.data.ingest import cached
+from esmshard.data.leakage import Records, check
 from esmshard.data.loader import Examples
+from esmshard.data.packing import Plan
 from esmshard.errors import InputError, UsageError
 from esmshard.model.weights import Weights
 from esmshard.recipe import Recipe
@@ -61,8 +64,11 @@ def prepare(recipe: Recipe, processes: int) -> Job:
 def open_split(recipe: Recipe, task: Task, name: str) -> Examples:
     """One split of a recipe: tokens (ingested on first use) and labels. Only training records are cut."""
     path = recipes.sample(getattr(recipe.data, name))
-    tokens = store.cached(path)
-    labels = task.labels(path, tokens)
+    fasta = structure_splits.cached_split(path) if structure_splits.holds_structures(path) else path
+    tokens = cached(fasta)
+    if fasta != path:  # what was changed in the structures is told with what was changed in the sequences
+        tokens.notices = [*structure_splits.notices(fasta), *tokens.notices]
+    labels = task.labels(fasta, tokens)
     if name != "train":
         return Examples(name, path, tokens, labels)
     data, seed = recipe.data, recipe.train.seed
@@ -84,7 +90,7 @@ def describe(job: Job, processes: int) -> str:
     """What would be done, for `--dry-run`."""
     recipe, config = job.recipe, job.weights.config
     total = int(job.train.tokens.sum())
-    per_epoch = max(1, round(total / recipe.batch.global_tokens))
+    per_epoch = Plan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
     layout = f"{processes} processes, {recipe.parallel.strategy}" if processes > 1 else "1 process, not sharded"
     splits = ", ".join(f"{s.name} {len(s)}" for s in (job.train, job.valid, job.test))
     return "\n".join(
@@ -117,7 +123,20 @@ def provenance(job: Job) -> dict[str, Any]:
             "path": str(split.path),
             "records": len(split),
             "residues": split.store.manifest["residues"],
-            "tokens_sha256": split.store.manifest["sha256"]["tokens.u8"],
+            "tokens_sha256": split.store.digest,
         }
         for split in (job.train, job.valid, job.test)
     }
+
+
+def leakage_notices(job: Job) -> list[str]:
+    """What the validation and the test set share with the training set. Of large data a sample, for ten seconds."""
+
+    def records(split: Examples) -> Records:
+        return Records(len(split.store), split.store.residues, split.store.id)
+
+    try:
+        others = {split.name: records(split) for split in (job.valid, job.test)}
+        return check(records(job.train), others, most=20_000_000).notices()
+    except Exception as error:  # it only informs, and must not cost the run
+        return [f"leakage: could not be checked ({error})"]

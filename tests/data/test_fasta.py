@@ -11,7 +11,8 @@ import esm
 import pytest
 from xopen import xopen
 
-from esmshard.data.fasta import Edits, Record, read_fasta
+from esmshard.data.fasta import Record, read_fasta
+from esmshard.data.symbols import Edits
 from esmshard.errors import InputError
 
 LOWER = "lower-case letters were read as upper case in 1 record (a)"
@@ -87,7 +88,8 @@ def test_each_symbol_becomes_what_the_rules_say(written: str, sequence: str, not
         ("M?K", "?", 2),
         ("m--k#", "#", 5),
         ("MKT\nMK1T", "1", 6),
-        ("MK\x00T", "\x00", 3),
+        ("MK\x00T", "\\x00", 3),
+        ("MK\u2028T", "\\u2028", 3),
         ("MK>T", ">", 3),
     ],
 )

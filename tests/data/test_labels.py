@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from esmshard.data.ingest import cached
 from esmshard.data.labels import UNRESOLVED, CoordinateLabels
-from esmshard.data.store import TokenStore, cached
+from esmshard.data.store import TokenStore
 from esmshard.errors import InputError
 from esmshard.recipe import sample
 

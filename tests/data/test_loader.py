@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from esmshard.data.ingest import ingest
 from esmshard.data.loader import Examples, Long
-from esmshard.data.store import TokenStore, ingest
+from esmshard.data.store import TokenStore
 from esmshard.errors import InputError
 from esmshard.vocab import encode_residues
 
@@ -17,6 +18,9 @@ MAXIMUM = 30
 
 class Numbers:
     """Residue numbers as labels: one array [L], one [L, 3] of ten times the number."""
+
+    per_residue = True
+    labelled_N = None
 
     def __init__(self, store: TokenStore) -> None:
         self.lengths = store.lengths
@@ -109,7 +113,7 @@ def test_nothing_is_cropped_where_nothing_need_be(
 @pytest.mark.parametrize("max_length", [8, 12, 30, 99, 100])
 def test_token_counts_are_those_of_the_examples(store: TokenStore, max_length: int) -> None:
     split = examples(store, max_length=max_length)
-    assert split.tokens.dtype == np.int64
+    assert split.tokens.dtype == np.int32
     assert split.tokens.tolist() == [min(size, max_length) + 2 for size in SIZES]
     assert [len(split.get(n, 1).tokens) for n in range(len(split))] == split.tokens.tolist()
     assert len(split) == len(SIZES)
@@ -133,3 +137,65 @@ def test_a_record_is_whole_outside_of_an_epoch(store: TokenStore, sequences: dic
     for n, sequence in enumerate(sequences.values()):
         assert split.get(n).tokens.tolist() == [0, *encode_residues(sequence), 2]
         assert split.get(n).labels["number"].tolist() == list(range(len(sequence)))
+
+
+def test_windows_cover_a_record_evenly_and_carry_their_labels(store: TokenStore, sequences: dict[str, str]) -> None:
+    split = examples(store, "window")
+    ids = ["r0", "r1", "r2", "r3", "r4/1-30", "r4/24-53", "r4/47-76", "r4/71-100", "r5/1-30", "r5/2-31", "r6"]
+    ids += ["r7/1-30", "r7/24-53", "r7/47-76", "r7/71-100"]
+    assert [split.get(n).id for n in range(len(split))] == ids
+    assert split.tokens.tolist() == [7, 32, 14, 15, 32, 32, 32, 32, 32, 32, 32, 32, 32, 32, 32]
+    assert split.notices == ["3 records over 30 residues cut into 10 windows (r4, ...)"]
+    for epoch in (None, 0, 3):
+        example = split.get(5, epoch)
+        assert bytes(example.tokens[1:-1]) == encode_residues(sequences["r4"][23:53])
+        assert example.labels["number"].tolist() == list(range(23, 53))
+
+
+def test_long_records_are_skipped_by_name(store: TokenStore, sequences: dict[str, str]) -> None:
+    split = examples(store, "skip")
+    assert [split.get(n).id for n in range(len(split))] == ["r0", "r1", "r2", "r3", "r6"]
+    assert split.tokens.tolist() == [7, 32, 14, 15, 32]
+    assert split.get(4, 0).labels["number"].tolist() == list(range(30))
+    assert split.notices == ["3 records over 30 residues left out (r4, ...)"]
+    assert examples(store, "skip", 40).notices == ["2 records over 40 residues left out (r4, ...)"]
+    with pytest.raises(InputError, match=r"^x\.fasta: every record is longer than data\.max_length, 4; raise it$"):
+        examples(store, "skip", 4)
+
+
+@pytest.mark.parametrize("long", ["crop", "window", "full", "skip", "error"])
+def test_where_nothing_is_long_nothing_changes(store: TokenStore, sequences: dict[str, str], long: Long) -> None:
+    split = examples(store, long, 100)
+    assert [split.get(n, 1).id for n in range(len(split))] == list(sequences)
+    assert split.tokens.tolist() == [size + 2 for size in SIZES]
+    assert split.notices == []
+
+
+@pytest.mark.parametrize("long", ["crop", "window"])
+def test_values_of_a_whole_protein_are_not_cut(store: TokenStore, long: Long) -> None:
+    class Value:
+        per_residue = False
+        labelled_N = None
+
+        def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+            return {"stability": np.full(3, n, dtype=np.float32)}
+
+    split = Examples("train", Path("x.fasta"), store, Value(), long=long, max_length=MAXIMUM)
+    last = split.get(len(split) - 1, 0)
+    assert len(last.tokens) == MAXIMUM + 2
+    assert last.labels["stability"].tolist() == [7, 7, 7]
+
+
+def test_records_without_a_label_are_left_out(store: TokenStore) -> None:
+    class Some(Numbers):
+        labelled_N = np.array([True, False, True, True, True, False, True, True])
+
+    def ids(long: Long) -> list[str]:
+        split = Examples("train", Path("x.fasta"), store, Some(store), long=long, max_length=60)
+        assert [split.get(n, 0).id for n in range(len(split))] == [split.id(n) for n in range(len(split))]
+        assert [len(split.get(n, 0).tokens) for n in range(len(split))] == split.tokens.tolist()
+        return [split.id(n) for n in range(len(split))]
+
+    assert ids("crop") == ids("full") == ["r0", "r2", "r3", "r4", "r6", "r7"]
+    assert ids("skip") == ["r0", "r2", "r3", "r6"]
+    assert ids("window") == ["r0", "r2", "r3", "r4/1-60", "r4/41-100", "r6", "r7/1-60", "r7/41-100"]

@@ -9,6 +9,7 @@ import torch
 from esmshard import recipe as recipes
 from esmshard.checkpoint import sharded
 from esmshard.data.packing import Plan, deal
+from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
@@ -18,6 +19,7 @@ from esmshard.recipe import Recipe
 from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.tasks.protocol import Task, collate
+from esmshard.train import finetune
 from esmshard.train.job import open_split
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.step import train_step
@@ -167,6 +169,22 @@ def poisoned(path: str) -> dict[str, Any]:
 
         result = train_step(model, Poison(), optimizer, [(batch, targets, False)], 1.0, ranks)  # type: ignore[arg-type]
         return {"skipped": result.skipped, "moved": float(np.abs(full(model.trunk.embed_tokens.weight) - before).max())}
+
+
+def first_batch(path: str, broken: bool) -> str:
+    """The main job as far as its first step, with own shares or the first rank's for all; what ended it."""
+
+    def step_begins(*_: Any) -> None:
+        raise InputError("the first step begins")
+
+    finetune.train_step = step_begins
+    if broken:
+        finetune.deal = lambda records, lengths, most, rank, size: deal(records, lengths, most, 0, size)
+    try:
+        finetune.run(load(path))
+    except InputError as error:
+        return f"{'on all ranks' if error.shared else 'here'}: {error}"
+    return "trained"
 
 
 def save(path: str, directory: str, marker: float) -> list[str]:

@@ -1,0 +1,129 @@
+"""Clusters of similar sequences, from MMseqs2: its table of results, or a run of it where it is installed."""
+
+import lzma
+import shutil
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xopen import xopen
+
+from esmshard.data.splits import components
+from esmshard.data.tables import first_three
+from esmshard.errors import InputError
+
+OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
+"""30% identity over 80% of both sequences, at the highest sensitivity of the search."""
+
+_INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The cluster of each of N records."""
+
+    names: list[str]
+    """Id of the representative, N of them; of joined clusters the first in the order of the alphabet."""
+    source: str
+    """Where they are from: the file, or the program with its version and options."""
+    notices: list[str]
+    """What was joined or passed over, one sentence each."""
+
+
+def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
+    """The clusters in a file of `representative<TAB>member` lines, as MMseqs2's `_cluster.tsv`, plain or compressed.
+
+    A record that is in several clusters joins them. MMseqs2 shortens `sp|P69905|HBA_HUMAN` to `P69905`, so a record
+    whose id is not found is looked for under that name too.
+
+    Args:
+        path: the file.
+        ids: of the N records.
+
+    Raises:
+        InputError: naming the line that cannot be read, or the records that are in no cluster.
+    """
+    representatives: list[str] = []
+    members: list[str] = []
+    try:
+        with xopen(path, "rt", encoding="utf-8-sig", threads=0) as handle:
+            for number, line in enumerate(handle, 1):
+                cells = [cell.strip() for cell in line.split("\t")]
+                if cells == [""]:
+                    continue
+                if len(cells) != 2 or not all(cells):
+                    raise InputError(
+                        f"{path}:{number}: is not 'representative<TAB>member'; give the _cluster.tsv of MMseqs2"
+                    )
+                representatives.append(cells[0])
+                members.append(cells[1])
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; clusters are expected there") from None
+    except (EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, OSError) as error:
+        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", 0) or error
+        raise InputError(f"{path}: cannot be read ({reason}); give the _cluster.tsv of MMseqs2") from None
+    names, absent, used = [], [], set()
+    cluster = dict(zip(members, components(representatives, members), strict=True)) if members else {}
+    for record_id in ids:
+        name = record_id
+        if name not in cluster and record_id.startswith(("sp|", "tr|")):
+            name = record_id.split("|")[1]
+        if name in cluster:
+            names.append(cluster[name])
+            used.add(name)
+        else:
+            absent.append(record_id)
+    if absent:
+        raise InputError(
+            f"{path}: {len(absent):,} of {len(ids):,} records are in no cluster ({first_three(absent, str)}); cluster "
+            "the very file that is split"
+        )
+    notices = []
+    first: dict[str, str] = {}
+    several = {m for m, r in zip(members, representatives, strict=True) if first.setdefault(m, r) != r}
+    if several:
+        named = first_three(sorted(several), str)
+        notices.append(f"{path}: {len(several):,} in several clusters ({named}), which were joined")
+    surplus = [member for member in cluster if member not in used]
+    if surplus:
+        notices.append(f"{path}: {len(surplus):,} that are no records were passed over ({first_three(surplus, str)})")
+    return Clusters(names, str(path), notices)
+
+
+def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
+    """Cluster with MMseqs2 at 30% identity (`OPTIONS`).
+
+    Args:
+        sequences: of the N records.
+        ids: of the same records.
+        directory: for its files, about ten times the size of the sequences, which are removed at the end.
+
+    Raises:
+        InputError: MMseqs2 is not installed, or fails; the sentence has the last line that it wrote.
+    """
+    program = shutil.which("mmseqs")
+    if program is None:
+        raise InputError(f"clusters need the program mmseqs (MMseqs2), which is not found; {_INSTALL}")
+    with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
+        work = Path(name)
+        numbers = []
+        with open(work / "in.fasta", "w", encoding="ascii") as file:
+            for number, sequence in enumerate(sequences):
+                file.write(f">{number}\n{sequence}\n")  # numbers, since MMseqs2 shortens some ids
+                numbers.append(str(number))
+        version = _run(program, "version").strip()
+        _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
+        found = read_clusters(work / "out_cluster.tsv", numbers)
+    names = [ids[int(number)] for number in found.names]
+    return Clusters(names, f"MMseqs2 {version}, easy-cluster {' '.join(OPTIONS)}", [])
+
+
+def _run(program: str, *arguments: str) -> str:
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        raise InputError(f"mmseqs {arguments[0]} failed with code {done.returncode} ({lines[-1].strip()}); {_INSTALL}")
+    return done.stdout

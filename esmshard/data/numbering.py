@@ -1,0 +1,103 @@
+"""The numbering of a mutation table against the sequence that it is about.
+
+Tables count from the start of the mature protein, of a construct or of a crystal structure as often as from residue 1
+of the sequence at hand. A wrong shift of positions would go unseen but for the wild-type letters, so each is compared.
+"""
+
+from collections import Counter
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+
+from esmshard.data.substitutions import Mutation
+from esmshard.data.tables import Table, counted, first_three
+from esmshard.errors import InputError
+
+_ENOUGH = 0.99  # of the mutations must fit a shift of the numbering
+_FEWEST = 5  # sites: of fewer, too many fit some shift by chance (a letter matches one time in 17)
+
+
+def placed(
+    table: Table,
+    parsed: dict[int, tuple[Mutation, ...]],
+    protein: str,
+    protein_name: str,
+    offset: int | Literal["auto"],
+    notices: list[str],
+) -> dict[int, tuple[Mutation, ...]]:
+    """The variants in the numbering of the wild type, each mutation checked against it.
+
+    Args:
+        table: of the variants.
+        parsed: the variant in each row, as numbered there.
+        protein: the wild type.
+        protein_name: what messages call it.
+        offset: added to the positions of the table. "auto" takes the only shift that fits.
+        notices: gets a sentence if "auto" shifts.
+
+    Raises:
+        InputError: the first three mutations that do not fit, or the shift that would fit.
+    """
+    counts = Counter(chain.from_iterable(parsed.values()))
+    shift = 0 if offset == "auto" else offset
+
+    def fits(mutation: Mutation) -> bool:
+        place = mutation.position + shift
+        return 0 <= place < len(protein) and protein[place] == mutation.wild
+
+    def told(row: int, mutation: Mutation) -> str:
+        place = mutation.position + shift
+        inside = 0 <= place < len(protein)
+        return f"{table.at(row)} {mutation} ({f'{protein[place]} is there' if inside else 'outside'})"
+
+    def wrong() -> list[tuple[int, Mutation]]:
+        such = {mutation for mutation in counts if not fits(mutation)}
+        return [(row, m) for row, mutations in parsed.items() for m in mutations if m in such] if such else []
+
+    total, misfits, auto_failed = counts.total(), wrong(), ""
+    if misfits:
+        best, fit, clear = _best_shift(counts, protein)
+        now, how = total - len(misfits), "as numbered" if shift == 0 else f"with offset={shift}"
+        fitting = f"{now:,} of {total:,} mutations fit {protein_name} {how}, {fit:,} fit when shifted by {best:+d}"
+        if offset == "auto" and clear and fit >= _ENOUGH * total:
+            notices.append(f"{table.path}: {fitting}, which was done")
+            shift = best
+            misfits = wrong()
+        elif clear and best != shift and fit > max(now, total / 2):
+            raise InputError(f"{table.path}: {fitting}; pass offset={best}, or mend {told(*misfits[0])}")
+        elif offset == "auto":
+            auto_failed = ", and no other shift fits clearly better"
+    if misfits:
+        with_shift = f" shifted by {shift:+d}" if shift else ""
+        some = first_three(misfits, lambda misfit: told(*misfit))
+        raise InputError(
+            f"{table.path}: {len(misfits):,} of {total:,} mutations{with_shift} do not fit {protein_name} "
+            f"of {counted(len(protein), 'residue')}{auto_failed}: {some}; correct them, the wild type or offset"
+        )
+    if shift == 0:
+        return parsed
+    shifted = {m: Mutation(m.position + shift, m.wild, m.mutant) for m in counts}
+    return {row: tuple(shifted[m] for m in mutations) for row, mutations in parsed.items()}
+
+
+def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, bool]:
+    """The shift that the most mutations fit, how many do, and whether no other comes near.
+
+    Clear is a shift that at least `_FEWEST` different sites fit, and no other shift more than half as many.
+    """
+    sites: Counter[tuple[int, str]] = Counter()
+    for mutation, count in counts.items():
+        sites[mutation.position, mutation.wild] += count
+    places = {letter: np.array([k for k, c in enumerate(protein) if c == letter], np.int64) for letter in set(protein)}
+    lowest, highest = min(position for position, _ in sites), max(position for position, _ in sites)
+    mutations_S = np.zeros(highest - lowest + len(protein), np.int64)  # of shift -highest, -highest + 1, ...
+    sites_S = np.zeros_like(mutations_S)
+    for (position, wild), count in sites.items():
+        if wild in places:
+            mutations_S[places[wild] - position + highest] += count
+            sites_S[places[wild] - position + highest] += 1
+    best = int(mutations_S.argmax())
+    others = np.delete(sites_S, best).max(initial=0)
+    clear = sites_S[best] >= _FEWEST and 2 * others <= sites_S[best]
+    return best - highest, int(mutations_S[best]), bool(clear)

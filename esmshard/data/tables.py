@@ -1,0 +1,319 @@
+"""Tables as spreadsheets and programs write them: comma, tab or semicolon separated, plain or compressed, and Parquet.
+
+Every cell stays the text it is in the file until a column is asked for as numbers. A row keeps its line, so that every
+later complaint can name it. No data is lost without a word: what is dropped is empty (blank lines, rows of separators
+alone, the empty columns that Excel leaves at the right).
+"""
+
+import csv
+import difflib
+import io
+import itertools
+import lzma
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from xopen import xopen
+
+from esmshard.errors import InputError
+
+MISSING = frozenset({"", "na", "nan", "null", "none", "-"})
+"""Cells without a number, in lower case."""
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() takes 1_000 and Arabic digits too
+_DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?", re.ASCII)
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}", re.ASCII)
+_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
+_SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
+_FOREIGN = (
+    (b"PK\x03\x04", "an Excel workbook or another zip archive, not a text table; save it as CSV"),
+    (b"\xd0\xcf\x11\xe0", "an old Excel workbook, not a text table; save it as CSV"),
+    (b"PAR1", "a Parquet file; let its name end in .parquet"),
+    (b"\xff\xfe", "UTF-16 text, as Excel's 'Unicode Text' writes it; save it as 'CSV UTF-8'"),
+    (b"\xfe\xff", "UTF-16 text, as Excel's 'Unicode Text' writes it; save it as 'CSV UTF-8'"),
+)
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Table:
+    """N rows of text cells."""
+
+    path: Path
+    columns: Mapping[str, list[str]]
+    """Cells of each column, stripped, '' where empty; columns in the order of the file."""
+    lines: list[int]
+    """Line of each row in the file, the first line being 1; of a Parquet file the row, the first being 1."""
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def where(self, row: int) -> str:
+        """File and line of a row, as in `labels.csv:17`."""
+        return f"{self.path}:{self.lines[row]}"
+
+    def at(self, row: int) -> str:
+        """Place of a row inside a sentence that has named the file, as in `line 17`."""
+        return f"{'row' if _is_parquet(self.path) else 'line'} {self.lines[row]:,}"
+
+    def column(self, name: str) -> list[str]:
+        """Cells of one column, N texts.
+
+        Raises:
+            InputError: there is no such column; the sentence lists those there are.
+        """
+        if name in self.columns:
+            return self.columns[name]
+        lower = {other.lower(): other for other in self.columns}
+        close = difflib.get_close_matches(name.lower(), lower, n=1)
+        meant = f"; did you mean {shown(lower[close[0]])}?" if close else ";"
+        raise InputError(f"{self.path}: has no column {shown(name)}{meant} {listed(self.columns)}")
+
+    def numbers(self, name: str) -> npt.NDArray[np.float64]:
+        """One column as numbers, float64 [N]; NaN where a cell is empty, `-`, NA, NaN, null or None.
+
+        Decimal commas (`1,5`) are read as such where the column leaves no doubt: no cell of it has a point, and not
+        every comma could separate thousands.
+
+        Raises:
+            InputError: there is no such column, or a cell is not a finite number; the sentence names line and cell.
+        """
+        cells = self.column(name)
+        values_N = np.full(len(cells), np.nan)
+        wrong: list[int] = []
+        comma: int | None = None
+        point: int | None = None
+        thousands = True
+        for row, cell in enumerate(cells):
+            if cell.lower() in MISSING:
+                continue
+            number = cell.replace("\N{MINUS SIGN}", "-")
+            if "," in number and _DECIMAL_COMMA.fullmatch(number):
+                comma = row if comma is None else comma
+                thousands = thousands and _THOUSANDS.fullmatch(number) is not None
+                number = number.replace(",", ".")
+            elif "." in number and point is None:
+                point = row
+            if NUMBER.fullmatch(number) and math.isfinite(value := float(number)):
+                values_N[row] = value
+            else:
+                wrong.append(row)
+        if wrong:
+            cell, more = shown(cells[wrong[0]]), f" ({len(wrong):,} cells of the column)" if len(wrong) > 1 else ""
+            raise InputError(
+                f"{self.where(wrong[0])}: column {shown(name)} has {cell}, which is not a finite number{more}; "
+                "write a number with a decimal point, or leave the cell empty"
+            )
+        if comma is not None and point is not None:
+            raise InputError(
+                f"{self.where(comma)}: column {shown(name)} has {shown(cells[comma])} here and {shown(cells[point])} "
+                f"in {self.at(point)}; write every number with a decimal point"
+            )
+        if comma is not None and thousands:
+            raise InputError(
+                f"{self.where(comma)}: column {shown(name)} has {shown(cells[comma])}, which may be "
+                f"{cells[comma].replace(',', '.')} or {cells[comma].replace(',', '')}; write it with a decimal point"
+            )
+        return values_N
+
+
+def shown(text: str, most: int = 40) -> str:
+    r"""A cell or a name inside a message: quoted, on one line, cut when long.
+
+    >>> print(shown("two\nlines"), shown("A" * 100))
+    'two\nlines' 'AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA...'
+    """
+    return repr(text if len(text) <= most else text[:most] + "...")
+
+
+def counted(number: int, what: str) -> str:
+    """A number with its noun.
+
+    >>> print(counted(1, "row"), counted(2000, "row"))
+    1 row 2,000 rows
+    """
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
+
+def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
+    """The first three of many, by name.
+
+    >>> first_three([1, 2, 3, 4], str)
+    '1, 2, 3, ...'
+    """
+    return ", ".join(map(name, items[:3])) + (", ..." if len(items) > 3 else "")
+
+
+def listed(names: Sequence[str] | Mapping[str, object]) -> str:
+    """The sentence that lists columns, at most twenty of them.
+
+    >>> listed(["mutant", "score"])
+    "its columns are 'mutant', 'score'"
+    """
+    some = ", ".join(shown(name) for name in itertools.islice(names, 20))
+    more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
+    return f"its columns are {some}{more}" if len(names) > 1 else f"its only column is {some}"
+
+
+def read_table(path: Path) -> Table:
+    """The table in a text file (plain, gz, bz2, xz or zst), or in a file whose name ends in `.parquet`.
+
+    The separator is what divides the header line: tab, semicolon or comma. Where several do, it is the one that divides
+    the first rows alike, and then the one that the file's ending says. Quoted cells may hold separators and line
+    breaks.
+    A column without a name is called `column 3` after its place if any of its cells holds something.
+
+    Raises:
+        InputError: naming file and line of what cannot be read, or that there are no rows.
+    """
+    try:
+        if _is_parquet(path):
+            return _read_parquet(path)
+        data = _bytes(path)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a directory; a table is expected") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    text = _text(path, data)
+    separator = _separator(path, text)
+    rows = _records(path, text, separator)
+    header, first = next(rows, ([], 0))
+    if not header:
+        raise InputError(f"{path}: is empty; its first line names the columns")
+    named = max(place for place, name in enumerate(header, 1) if name)
+    cells: list[list[str]] = []
+    lines: list[int] = []
+    for row, line in rows:
+        while len(row) > len(header) and not row[-1]:
+            row.pop()
+        if not named <= len(row) <= len(header):
+            raise InputError(
+                f"{path}:{line}: has {counted(len(row), 'cell')}, but the header in line {first} has {len(header):,}, "
+                f"read as separated by {_SEPARATORS[separator]}; mend the line, or quote cells that hold a separator"
+            )
+        row.extend([""] * (len(header) - len(row)))
+        cells.append(row)
+        lines.append(line)
+    if not cells:
+        raise InputError(f"{path}: has a header, but no rows")
+    return Table(path, _named(path, header, [list(column) for column in zip(*cells, strict=True)]), lines)
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == ".parquet"
+
+
+def _read_parquet(path: Path) -> Table:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(f"{path}: reading Parquet needs pyarrow; pip install 'esmshard[tables]'") from None
+    data = path.read_bytes()
+    try:
+        table = parquet.ParquetFile(pa.BufferReader(data)).read()
+        # str() of a float is its repr: every digit that is needed to get the same number again
+        columns = [["" if cell is None else str(cell).strip() for cell in column.to_pylist()] for column in table]
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: cannot be read as Parquet ({reason}); copy or make it again") from None
+    if not columns or not columns[0]:
+        raise InputError(f"{path}: has no rows")
+    named = _named(path, [name.strip() for name in table.column_names], columns)
+    return Table(path, named, list(range(1, table.num_rows + 1)))
+
+
+def _bytes(path: Path) -> bytes:
+    with xopen(path, "rb", threads=0) as handle:
+        try:
+            data: bytes = handle.read()
+        except Exception as error:  # each library has a ZstdError of its own, and which one is in use hangs on Python
+            damaged = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, OSError))
+            if damaged or type(error).__name__ == "ZstdError":
+                raise InputError(f"{path}: cannot be read to its end ({error}); copy or download it again") from None
+            raise
+    return data
+
+
+def _text(path: Path, data: bytes) -> str:
+    """The bytes as UTF-8 without a byte-order mark."""
+    for signature, what in _FOREIGN:
+        if data.startswith(signature):
+            raise InputError(f"{path}: is {what}")
+    if b"\0" in data[:2]:
+        raise InputError(f"{path}: is UTF-16 text or no text at all; save it as 'CSV UTF-8'")
+    if b"\0" in data:
+        line = _line_of(data, data.index(b"\0"))
+        raise InputError(f"{path}:{line}: has a NUL byte, so the file is damaged or no text; make it again")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        start = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)  # counted without the mark
+        line = _line_of(data, start)
+        raise InputError(f"{path}:{line}: is not UTF-8 (byte {start} of the file); save it as 'CSV UTF-8'") from None
+
+
+def _line_of(data: bytes, offset: int) -> int:
+    before = data[:offset]
+    return before.count(b"\n") + before.count(b"\r") - before.count(b"\r\n") + 1
+
+
+def _separator(path: Path, text: str) -> str:
+    suffix = Path(_COMPRESSED.sub("", path.name)).suffix.lower()
+    own = "," if suffix == ".csv" else "\t"
+    dividing = {}
+    for separator in _SEPARATORS:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
+        try:
+            widths = [len(row) for row in itertools.islice((row for row in reader if row), 20)]
+        except csv.Error:
+            continue  # the reader of the whole file names the line
+        if widths and widths[0] > 1:
+            dividing[separator] = len(set(widths)) == 1
+    alike = [separator for separator, same in dividing.items() if same]
+    found = alike or list(dividing) or [own]
+    return own if own in found else found[0]
+
+
+def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str], int]]:
+    """Stripped cells of each record that has any, and the line on which it begins."""
+    # newline="": lines end as csv wants them, at \n, \r\n or \r, and a line break inside quotes stays as it is
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+    line = 1
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise InputError(
+                f"{path}:{line}: cannot be read ({error}); look for a quotation mark that is not closed or not doubled"
+            ) from None
+        if row is None:
+            return
+        row = [cell.strip() for cell in row]
+        if any(row):
+            yield row, line
+        line = reader.line_num + 1
+
+
+def _named(path: Path, header: list[str], columns: list[list[str]]) -> dict[str, list[str]]:
+    """Columns by name; those with neither name nor cells are left out."""
+    named: dict[str, list[str]] = {}
+    for place, (name, column) in enumerate(zip(header, columns, strict=True), 1):
+        if not name and not any(column):
+            continue
+        key = name or f"column {place}"
+        if key in named:
+            raise InputError(f"{path}: has two columns {shown(key)}; rename one of them")
+        named[key] = column
+    return named

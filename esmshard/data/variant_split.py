@@ -1,0 +1,146 @@
+"""Splits of the variants of one protein, and the tables of their sets."""
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from esmshard.data import leakage, splits
+from esmshard.data.headers import split_of
+from esmshard.data.mutations import read_variants
+from esmshard.data.pairing import only_column
+from esmshard.data.split_method import Method
+from esmshard.data.splits import LEFT_OUT, SETS, Numbers, check_given
+from esmshard.data.substitutions import name_of
+from esmshard.data.tables import counted, first_three, listed
+from esmshard.errors import InputError, UsageError
+
+
+class VariantRows:
+    """N rows of a table of variants. Rows with a stop codon are left out, and so are rows without the target.
+
+    A synonymous change is none: such rows count as the wild type.
+
+    Args:
+        source: the table.
+        wild_type: FASTA file of the protein.
+        mutant: column of the mutations; see `read_variants`.
+        targets: the same; None where no values are needed.
+        offset: the same.
+
+    Raises:
+        InputError: the table or the wild type cannot be read, or they do not fit each other.
+    """
+
+    sizes = ("variants", "positions")
+    """What `count` counts: rows, and the positions that they change."""
+
+    def __init__(
+        self, source: Path, wild_type: Path, mutant: str | None, targets: Sequence[str] | None, offset: int
+    ) -> None:
+        variants = read_variants(
+            source,
+            wild_type=wild_type,
+            mutant=mutant,
+            targets=targets,
+            offset=offset,
+            on_stop="drop",
+            on_synonymous="keep",
+            replicates="keep",
+        )
+        self.source, self.notices = source, list(variants.notices)
+        self.facts = {"source": str(source.resolve()), "wild_type": str(wild_type.resolve())}
+        self._ids, self._table, self._target_NT = variants.names(), variants.table, variants.target_NT
+        self._rows = [rows[0] for rows in variants.rows]
+        changes = [tuple(m for m in mutations if m.mutant != m.wild) for mutations in variants.mutations]
+        self._names = [name_of(mutations) for mutations in changes]
+        self._positions = [frozenset(m.position for m in mutations) for mutations in changes]
+
+    def divide(self, method: Method, _directory: Path, _say: Callable[[str], None]) -> Numbers:
+        """Set or fold of each row, int64 [N]. Rows of one variant go together.
+
+        Raises:
+            InputError: the rows cannot be divided so.
+            UsageError: the limit of the training set cannot be read.
+        """
+        number_N = self._number(method)
+        left = [self._names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
+        if left:
+            why = "without a set" if method.by == "given" else "that change positions of several sets"
+            self.notices.append(
+                f"{self.source}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)})"
+            )
+        return number_N
+
+    def _number(self, method: Method) -> Numbers:
+        if method.by == "position":
+            return splits.by_position(self._positions, method.ratios, method.seed, method.folds)
+        if method.by == "ratio":
+            return splits.by_ratio(self._names, method.ratios, method.seed, method.folds)
+        if method.by == "given":
+            return self._given()
+        if method.by == "mutations":
+            most = method.train_max or "1"
+            if not most.isdecimal() or int(most) < 1:
+                raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
+            counts = [len(changed) for changed in self._positions]
+            return splits.by_mutation_count(counts, self._names, int(most), method.ratios, method.seed)
+        if method.by == "low-to-high":
+            value_N = self._target_NT[:, 0]
+            return splits.low_to_high(value_N, self._names, self._limit(method), method.ratios, method.seed)
+        assert method.folds is not None
+        fold = splits.by_contiguous if method.by == "contiguous" else splits.by_modulo
+        return fold(self._positions, method.folds)
+
+    def _limit(self, method: Method) -> float:
+        """The highest value to train on."""
+        value_N, limit = self._target_NT[:, 0], method.train_max
+        if limit is None:
+            wild = [n for n, name in enumerate(self._names) if name == "WT"]
+            if not wild:
+                raise UsageError(
+                    f"{self.source}: has no row of the wild type, whose value would be the limit; pass --train-max "
+                    "with a value, or with a share of the values as 50%"
+                )
+            return float(value_N[wild].mean())
+        try:
+            number = float(limit.removesuffix("%"))
+            return float(np.quantile(value_N, number / 100)) if limit.endswith("%") else number
+        except ValueError:
+            raise UsageError(f"--train-max {limit}: a value, or a share of the values as 50%, is expected") from None
+
+    def _given(self) -> Numbers:
+        table = self._table
+        column = only_column(table, ("set", "split"), "its name, and rename the other")
+        if column is None:
+            raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
+        validation = only_column(table, ("validation",), "its name, and rename the other")
+        cells = table.columns[column]
+        truths = table.columns[validation] if validation else [""] * len(table)
+        number_N = np.full(len(self._rows), LEFT_OUT, dtype=np.int64)
+        for n, row in enumerate(self._rows):
+            if cells[row]:
+                number_N[n] = SETS.index(split_of(cells[row], truths[row], table.where(row)))
+        check_given(number_N, self.source)
+        return number_N
+
+    def columns(self) -> dict[str, Sequence[object]]:
+        """Of `splits.tsv`, beside the set: N cells each."""
+        return {"id": self._ids, "line": [self._table.lines[row] for row in self._rows]}
+
+    def count(self, number_M: Numbers) -> list[int]:
+        """Sizes of a set."""
+        return [len(number_M), len(frozenset().union(*(self._positions[n] for n in number_M)))]
+
+    def write(self, stem: Path, number_M: Numbers) -> None:
+        """Write `STEM.csv`, with all columns of the table."""
+        cells = list(self._table.columns.values())
+        with open(stem.with_name(f"{stem.name}.csv"), "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(self._table.columns)
+            writer.writerows([column[self._rows[n]] for column in cells] for n in number_M.tolist())
+
+    def check(self, sets: Mapping[str, Numbers], _most: int) -> leakage.Leakage:
+        """See `leakage.check_variants`."""
+        return leakage.check_variants(self._names, self._positions, sets)

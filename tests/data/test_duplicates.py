@@ -1,0 +1,250 @@
+"""Ids that come more than once: found whatever shard they are in, and what the three policies make of them."""
+
+import gzip
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from esmshard.data import duplicates, pieces
+from esmshard.data import ingest as ingestion
+from esmshard.data import store as storage
+from esmshard.data.duplicates import OnDuplicate, without_duplicates
+from esmshard.data.ingest import ingest, ingest_part, merge
+from esmshard.data.store import TokenStore
+from esmshard.data.symbols import Rules
+from esmshard.errors import InputError
+from esmshard.vocab import decode
+
+READ_ONCE = "a record that came twice was read once"
+LEFT_OUT = "a record with the id of an earlier one and another sequence was left out"
+NUMBERED = "an id that came again got a number"
+POLICIES: tuple[OnDuplicate, ...] = ("error", "first", "suffix")
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(data: str | bytes, name: str = "x.fasta") -> Path:
+    Path(name).write_bytes(data.encode() if isinstance(data, str) else data)
+    return Path(name)
+
+
+def records(store: TokenStore) -> list[tuple[str, str]]:
+    """(header, sequence) of each, once all else that a store says of them was found to agree."""
+    found = [(store.description(n), decode(store.residues(n))) for n in range(len(store))]
+    ids = [header.split()[0] for header, _ in found]
+    assert [store.find(name) for name in ids] == list(range(len(store)))
+    assert [store.id(n) for n in range(len(store))] == ids
+    assert store.lengths.tolist() == [len(sequence) for _, sequence in found]
+    assert store.manifest["residues"] == sum(len(sequence) for _, sequence in found)
+    assert (np.diff(store.keys.astype(object)) >= 0).all()
+    store.verify()
+    return found
+
+
+def read(data: str, on_duplicate: OnDuplicate, out: str = "out", rules: Rules = Rules()) -> TokenStore:  # noqa: B008
+    return ingest([write(data)], Path(out), rules, on_duplicate)
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(InputError) as error:
+        act()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "data", "wanted", "notices"),
+    [
+        ("error", ">a x\nMKT\n>b\nMK\n>a y\nmk\nt\n", [("a x", "MKT"), ("b", "MK")], [f"{READ_ONCE} in 1 record (a)"]),
+        ("first", ">a x\nMKT\n>b\nMK\n>a y\nMKT\n", [("a x", "MKT"), ("b", "MK")], [f"{READ_ONCE} in 1 record (a)"]),
+        ("first", ">a x\nMKT\n>b\nMK\n>a y\nMKV\n", [("a x", "MKT"), ("b", "MK")], [f"{LEFT_OUT} in 1 record (a)"]),
+        (
+            "first",
+            ">a\nM\n>a\nK\n>a\nM\n>a\nT\n>b\nA\n>b\nA\n>c\nC\n",
+            [("a", "M"), ("b", "A"), ("c", "C")],
+            [f"{LEFT_OUT} in 2 records (a, a)", f"{READ_ONCE} in 2 records (a, b)"],
+        ),
+        (
+            "suffix",
+            ">a x\nMKT\n>b\nMK\n>a y\nMKT\n> a\tz \nM\n",
+            [("a x", "MKT"), ("b", "MK"), ("a_2 y", "MKT"), ("a_3\tz", "M")],
+            [f"{NUMBERED} in 2 records (a_2, a_3)"],
+        ),
+        (
+            "suffix",
+            ">a\nM\n>a\nK\n>a_2\nT\n",
+            [("a", "M"), ("a_3", "K"), ("a_2", "T")],
+            [f"{NUMBERED} in 1 record (a_3)"],
+        ),
+        (
+            "suffix",
+            ">a_3\nT\n>a\nM\n>a\nK\n>a\nC\n>a_2\nA\n>a_2\nG\n",
+            [("a_3", "T"), ("a", "M"), ("a_4", "K"), ("a_5", "C"), ("a_2", "A"), ("a_2_2", "G")],
+            [f"{NUMBERED} in 3 records (a_4, a_5, a_2_2)"],
+        ),
+    ],
+)
+def test_what_becomes_of_an_id_that_comes_again(
+    policy: OnDuplicate,
+    data: str,
+    wanted: list[tuple[str, str]],
+    notices: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for shard in (8, 20, 1 << 26):
+        monkeypatch.setattr(ingestion, "SHARD", shard)
+        store = read(data, policy, f"out{shard}")
+        assert records(store) == wanted
+        assert [notice for notice in store.notices if "lower-case" not in notice] == notices
+        assert store.manifest["on_duplicate"] == policy
+        assert store.manifest["sources"] == [{"path": str(Path("x.fasta").resolve()), "bytes": len(data)}]
+        names = {
+            name
+            for k in range(len(store.manifest["shards"]))
+            for name in (f"tokens-{k:05d}.u8", f"headers-{k:05d}.txt")
+        }
+        arrays = {"offsets.npy", "headers.npy", "ids.npy", "rows.npy", "manifest.json"}
+        assert {path.name for path in store.path.iterdir()} == names | arrays
+
+
+def test_edits_are_kept_and_duplicates_come_after_them() -> None:
+    store = read(">a\nmkt\n>b\nMJ\n>a\nMKT*\n>c\nmm\n", "error")
+    assert store.notices == [
+        "lower-case letters were read as upper case in 2 records (a, c)",
+        "J (Leu or Ile) was read as X in 1 record (b)",
+        "a '*' at the end was removed in 1 record (a)",
+        f"{READ_ONCE} in 1 record (a)",
+    ]
+    assert store.manifest["edits"][READ_ONCE] == {"records": 1, "first": ["a"]}
+
+
+@pytest.mark.parametrize("shard", [8, 24, 1 << 26])
+def test_an_id_with_two_sequences_is_an_error_with_both_places(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", shard)
+    one = write(">z\nMK\n>a\nMK\n>b\nM\n>b\nM\n>a\nmk\n", "one.fasta")
+    two = write(gzip.compress(b"\r\n>a x\r\nM K\r\n>b\r\nMM\r\n>a\r\nMM\r\n"), "two.gz")
+    out = Path("out")
+    wanted = "two.gz:4: 'b' was used before in one.fasta with another sequence; rename one of them"
+    assert refusal(lambda: ingest([one, two], out)) == wanted  # the first record of all that differs
+    wanted = "two.gz:6: 'a' was used before with another sequence; rename one of them"
+    assert refusal(lambda: ingest([two, one], out)) == wanted
+    assert refusal(lambda: ingest([two], out)) == wanted
+    assert sorted(path.name for path in Path().iterdir()) == ["one.fasta", "two.gz"]
+
+
+def test_records_that_the_rules_leave_out_are_no_places() -> None:
+    data = ">a\nM7\n>a\nMK\n>a\nM8\n>a\nMK\n>a\nMM\n"
+    wanted = "x.fasta:9: 'a' was used before with another sequence; rename one of them"
+    assert refusal(lambda: read(data, "error", rules=Rules("drop"))) == wanted
+    data = ">a\nMKTAAGV\n>b\nM\n>a/1-5\nMKTAA\n>a/3-7\nM\n"
+    wanted = "x.fasta:7: 'a/3-7' was used before with another sequence; rename one of them"
+    assert refusal(lambda: read(data, "error", rules=Rules(long="window", max_length=5))) == wanted
+    store = read(data, "suffix", rules=Rules(long="window", max_length=5))
+    assert [header for header, _ in records(store)] == ["a/1-5", "a/3-7", "b", "a/1-5_2", "a/3-7_2"]
+
+
+def test_an_id_of_ten_thousand_letters_is_cut_in_the_sentence() -> None:
+    name = "a" * 10_000
+    wanted = f"x.fasta:3: '{'a' * 57}...' was used before with another sequence; rename one of them"
+    assert refusal(lambda: read(f">{name}\nM\n>{name}\nK\n", "error")) == wanted
+    assert [header for header, _ in records(read(f">{name} x\nM\n>{name} y\nK\n", "suffix"))] == [
+        f"{name} x",
+        f"{name}_2 y",
+    ]
+
+
+def test_shards_without_a_change_are_linked_and_the_others_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 16)
+    data = "".join(f">r{k} {'x' * 8}\nMK\n" for k in range(6)) + ">r2 xxxagain\nMM\n" + ">r7 xxxxxxxx\nMK\n"
+    for policy in ("first", "suffix"):
+        monkeypatch.setattr(ingestion, "without_duplicates", lambda whole, *_: whole)
+        whole = TokenStore(read(data, "error", f"whole-{policy}").path)
+        final = TokenStore(without_duplicates(whole.path, Path(policy), policy, [Path("x.fasta")]))  # type: ignore[arg-type]
+        assert len(whole.manifest["shards"]) == 8
+        links = {path.name: path.stat().st_ino for path in final.path.glob("*-*")}
+        old = {path.name: path.stat().st_ino for path in whole.path.glob("*-*")}
+        changed = {name for name, inode in links.items() if inode not in old.values()}
+        if policy == "suffix":
+            assert changed == {"tokens-00006.u8", "headers-00006.txt"}
+            assert records(final)[6] == ("r2_2 xxxagain", "MM")
+        else:  # its shard is gone, and the one after it has its number
+            assert changed == set()
+            assert links["tokens-00006.u8"] == old["tokens-00007.u8"]
+            assert len(final.manifest["shards"]) == 7
+            assert sorted(links) == sorted(
+                f"{kind}" for k in range(7) for kind in (f"tokens-{k:05d}.u8", f"headers-{k:05d}.txt")
+            )
+        assert len(records(final)) == {"first": 7, "suffix": 8}[policy]
+        assert whole.manifest["records"] == 8
+        whole.verify()
+
+
+def test_where_there_are_no_links_shards_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    data = "".join(f">r{k} {'x' * 8}\nMK\n" for k in range(6)) + ">r2 again\nMM\n"
+    monkeypatch.setattr(ingestion, "SHARD", 16)
+    linked = records(read(data, "suffix", "linked"))
+    monkeypatch.setattr(Path, "hardlink_to", no_links)
+    assert records(read(data, "suffix", "copied")) == linked
+
+
+def test_a_store_without_duplicates_stays_where_it_is() -> None:
+    whole = read(">a\nM\n>b\nM\n", "error").path
+    assert without_duplicates(whole, Path("final"), "suffix", []) == whole
+    assert not Path("final").exists()
+
+
+def test_what_an_interrupted_rewrite_left_is_replaced() -> None:
+    Path("out.partial/final").mkdir(parents=True)
+    ingest_part([write(">a\nM\n>a\nK\n")], Path("again"), 1, 1, on_duplicate="suffix")
+    Path("again.partial/final").mkdir()
+    Path("again.partial/final/junk").write_text("junk")
+    store = merge(Path("again"))
+    assert records(store) == [("a", "M"), ("a_2", "K")]
+    assert not (store.path / "junk").exists()
+
+
+def same_key(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Ids share a key if they begin alike."""
+    return np.array([name[0] for name in names], np.uint64)
+
+
+def test_ids_that_share_a_key_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (storage, pieces, duplicates):
+        monkeypatch.setattr(module, "keys", same_key)
+    distinct = "".join(f">{letter}{k}\nMK\n" for k in range(5) for letter in "ab")
+    assert len(records(read(distinct, "error", "distinct"))) == 10
+    assert TokenStore(Path("distinct")).notices == []
+    again = distinct + ">a3\nMM\n>b1\nMK\n>a9\nM\n>a3\nMT\n>c\nM\n"
+    wanted = "x.fasta:21: 'a3' was used before with another sequence; rename one of them"
+    assert refusal(lambda: read(again, "error")) == wanted
+    first = [header for header, _ in records(read(again, "first", "first"))]
+    assert first == [f"{letter}{k}" for k in range(5) for letter in "ab"] + ["a9", "c"]
+    suffix = [header for header, _ in records(read(again, "suffix", "suffix"))]
+    assert suffix[10:] == ["a3_2", "b1_2", "a9", "a3_3", "c"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_result_does_not_depend_on_who_reads(policy: OnDuplicate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 60)
+    rare = "".join(f">r{k * k % 17} {k}\nMKT{'A' * (k * k % 17)}\n" for k in range(40))
+    often = "".join(f">r{k * k % 17} {k}\nMKT{'A' * (k % 5)}\n" for k in range(40))
+    data = rare if policy == "error" else often
+    one = ingest([write(data)], Path("one"), on_duplicate=policy)
+    for part in (3, 1, 2):
+        ingest_part([Path("x.fasta")], Path("parts"), part, 3, on_duplicate=policy)
+    other = merge(Path("parts"))
+    packed = ingest([write(gzip.compress(data.encode()), "x.gz")], Path("packed"), on_duplicate=policy)
+    assert records(one) == records(other) == records(packed)
+    for path in one.path.iterdir():
+        if path.name != "manifest.json":
+            assert path.read_bytes() == (other.path / path.name).read_bytes() == (packed.path / path.name).read_bytes()
+    assert len(one) == (40 if policy == "suffix" else 9)  # squares modulo 17

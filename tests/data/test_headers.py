@@ -1,0 +1,360 @@
+"""Attributes of FASTA headers, splits that files give, and the reader of label files."""
+
+import bz2
+import gzip
+import math
+import random
+from pathlib import Path
+
+import pytest
+from in_memory import InMemory
+
+from esmshard.data.given_splits import given_splits
+from esmshard.data.headers import attributes, id_of, number, split_of
+from esmshard.data.label_fasta import LabelRecord, read_label_fasta
+from esmshard.data.symbols import Edits
+from esmshard.data.tables import Table, read_table
+from esmshard.errors import InputError, UsageError
+
+ALL = ("TARGET", "SET", "VALIDATION", "MASK")
+FASTA = Path("x.fasta")
+
+
+def refusal(header: str, keys: tuple[str, ...] = ALL) -> str:
+    with pytest.raises(InputError) as error:
+        attributes(header, keys, "x.fasta:3")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ("Seq1 TARGET=0.1 SET=train VALIDATION=False", {"TARGET": "0.1", "SET": "train", "VALIDATION": "False"}),
+        ("Seq1 TARGET=DVCD SET=val MASK=1101", {"TARGET": "DVCD", "SET": "val", "MASK": "1101"}),
+        ("Seq1 MASK=1101\tSET=test   TARGET=DVCD", {"MASK": "1101", "SET": "test", "TARGET": "DVCD"}),
+        ("Seq1 TARGET=0.5;0.3;nan", {"TARGET": "0.5;0.3;nan"}),
+        ("Seq1 some words TARGET=1 and more", {"TARGET": "1"}),
+        ("Seq1", {}),
+        ("", {}),
+        ("Seq1 INTERACTOR=Seq2 TARGET=1", {"TARGET": "1"}),
+        ("sp|P69905|HBA_HUMAN Hemoglobin subunit alpha OS=Homo sapiens OX=9606 GN=HBA1 PE=1 SV=2", {}),
+        ("sp|P69905|HBA_HUMAN Hemoglobin OS=Homo sapiens OX=9606 GN=HBA1 TARGET=0.4", {"TARGET": "0.4"}),
+        ("Seq1 DATASET=3 SUB_SET=4 dataset=5 Offset=1 SET=test", {"SET": "test"}),
+        ("Seq1 DATASET=3 DATASET=3", {}),
+        ("Seq1 TARGET = 3", {}),
+        ("my-dataset=3 SET=test", {"SET": "test"}),
+    ],
+)
+def test_attributes_are_words_of_their_own(header: str, found: dict[str, str]) -> None:
+    edits = Edits()
+    assert attributes(header, ALL, "x.fasta", edits) == found
+    assert edits.notices() == []
+
+
+def test_only_what_is_asked_for_is_looked_at() -> None:
+    header = "Seq1 TARGET=1 TARGET=2 SET= KD=3"
+    assert attributes(header, ("KD",), "x.fasta") == {"KD": "3"}
+    assert "has TARGET= twice" in refusal(header, ("TARGET",))
+    assert "has nothing after 'SET='" in refusal(header, ("SET",))
+    assert attributes("Seq1 A.B=1 AxB=2", ("A.B",), "x.fasta") == {"A.B": "1"}
+
+
+def test_letters_and_white_space_are_those_of_ascii() -> None:
+    assert attributes("Seq1 TARGET=a\N{NO-BREAK SPACE}b", ALL, "x.fasta") == {"TARGET": "a\N{NO-BREAK SPACE}b"}
+    assert attributes("Seq1 \N{LATIN SMALL LETTER LONG S}ET=train", ALL, "x.fasta") == {}
+    assert id_of("a\N{NO-BREAK SPACE}b c") == "a\N{NO-BREAK SPACE}b"
+
+
+def test_lower_case_keys_are_read_and_counted() -> None:
+    edits = Edits()
+    assert attributes("Seq1 target=0.1 Set=Train VALIDATION=False", ALL, "x.fasta", edits) == {
+        "TARGET": "0.1",
+        "SET": "Train",
+        "VALIDATION": "False",
+    }
+    assert attributes("Seq2 target=0.2", ALL, "x.fasta", edits) == {"TARGET": "0.2"}
+    assert edits.counts == {"lower-case keys were read as upper case": 3}
+    assert edits.first["lower-case keys were read as upper case"] == ["Seq1", "Seq1", "Seq2"]
+    assert "has TARGET= twice" in refusal("Seq1 TARGET=1 target=1")
+
+
+@pytest.mark.parametrize(
+    ("header", "word"),
+    [
+        ("Seq1 SET=trainTARGET=0.1", "SET=trainTARGET=0.1"),
+        ("Seq1 SET=train;TARGET=0.1", "SET=train;TARGET=0.1"),
+        ("Seq1 TARGET=DSET=train", "TARGET=DSET=train"),
+        ("Seq1 TARGET=0.1SET=train", "TARGET=0.1SET=train"),
+        ("Seq1 target=0.1,set=train", "target=0.1,set=train"),
+        ("Seq1 KD=3;SET=train", "KD=3;SET=train"),
+        ("Seq1 DATASET=3;SET=train", "DATASET=3;SET=train"),
+        ("Seq1 trainSET=3", "trainSET=3"),
+        ("Seq1 ;SET=train", ";SET=train"),
+        ("Seq1;SET=train", "Seq1;SET=train"),
+        ("Seq1SET=train TARGET=1", "Seq1SET=train"),
+        ("seqSET=train TARGET=1", "seqSET=train"),
+        ("SET=train TARGET=1", "SET=train"),
+        (" SET=train TARGET=1", "SET=train"),
+        ("Seq1 TARGET=a=b", "TARGET=a=b"),
+        ("Seq1 TARGET=1\N{NO-BREAK SPACE}SET=train", "TARGET=1\\xa0SET=train"),
+    ],
+)
+def test_a_missing_space_is_named(header: str, word: str) -> None:
+    message = refusal(header)
+    assert message.startswith(f"x.fasta:3: record {id_of(header)!r} has '{word}' as one word; ")
+    assert "'>Seq1 TARGET=0.1 SET=train'" in message
+
+
+def test_a_space_missing_before_a_key_is_seen_where_only_that_key_is_asked_for() -> None:
+    assert "'TARGET=DSET=train' as one word" in refusal("Seq1 TARGET=DSET=train", ("SET",))
+    assert "'TARGET=0.1SET=train' as one word" in refusal("Seq1 TARGET=0.1SET=train", ("SET",))
+
+
+def test_messages_name_the_record() -> None:
+    assert refusal("Seq1 TARGET=1 TARGET=1") == "x.fasta:3: record 'Seq1' has TARGET= twice; leave one of them out"
+    assert refusal("Seq1 Target= 1").startswith("x.fasta:3: record 'Seq1' has nothing after 'Target='; write its value")
+
+
+def test_long_words_are_searched_in_linear_time() -> None:
+    labels = "DVC" * 100_000
+    assert attributes(f"Seq1 X={labels} TARGET={labels} MASK=1", ("MASK",), "x.fasta") == {"MASK": "1"}
+    assert attributes(f"Seq1 {'=' * 100_000} MASK=1", ("MASK",), "x.fasta") == {"MASK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("set_value", "validation", "split"),
+    [
+        ("train", "", "train"),
+        ("train", "False", "train"),
+        ("train", "0.0", "train"),
+        ("train", "True", "valid"),
+        ("Train", "true", "valid"),
+        ("train", "1", "valid"),
+        ("val", "", "valid"),
+        ("valid", "True", "valid"),
+        ("validation", "", "valid"),
+        ("test", "", "test"),
+        ("TEST", "FALSE", "test"),
+    ],
+)
+def test_set_and_validation_make_a_split(set_value: str, validation: str, split: str) -> None:
+    assert split_of(set_value, validation, "x") == split
+
+
+@pytest.mark.parametrize(
+    ("set_value", "validation", "says"),
+    [
+        ("dev", "", "SET is 'dev'; write train, val or test"),
+        ("train;", "", "SET is 'train;'; write"),
+        ("train", "maybe", "VALIDATION is 'maybe'; write True or False"),
+        ("test", "True", "SET is test and VALIDATION is True; a test protein must not"),
+        ("val", "False", "SET is val, but VALIDATION is False"),
+    ],
+)
+def test_splits_that_say_nothing_or_too_much(set_value: str, validation: str, says: str) -> None:
+    with pytest.raises(InputError, match=r"^x\.fasta:4: ") as error:
+        split_of(set_value, validation, "x.fasta:4")
+    assert says in str(error.value)
+
+
+def test_numbers_are_plain_and_finite() -> None:
+    assert [number(text, lambda: "x") for text in ("1", "-.5", "+2e-3", "3.")] == [1.0, -0.5, 0.002, 3.0]
+    assert all(math.isnan(number(text, lambda: "x")) for text in ("nan", "NA", "none", "-", ""))
+    assert number("3.4028234e38", lambda: "x") == 3.4028234e38
+    for text in ("1_000", "inf", "1e39", "-1e39", "0x1", "\u0663", "1,5", "1.2.3", "a"):
+        with pytest.raises(InputError, match=r"^x: T is '.*', which is not a finite number; "):
+            number(text, lambda: "x: T")
+
+
+def splits(store: InMemory, source: Table | Path | None = None, **options: object) -> list[str | None]:
+    return given_splits(store, FASTA, source, **options)  # type: ignore[arg-type,return-value]
+
+
+def split_refusal(store: InMemory, source: Table | Path | None = None, **options: object) -> str:
+    with pytest.raises(InputError) as error:
+        splits(store, source, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def table(tmp_path: Path, text: str) -> Table:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    return read_table(path)
+
+
+def test_splits_from_headers() -> None:
+    store = InMemory(
+        ">a TARGET=1 SET=train VALIDATION=False MK",
+        ">b SET=train VALIDATION=True MK",
+        ">c SET=val M",
+        ">d set=test VALIDATION=False M",
+    )
+    edits = Edits()
+    assert splits(store, edits=edits) == ["train", "valid", "valid", "test"]
+    assert edits.notices() == ["lower-case keys were read as upper case in 1 record (d)"]
+
+
+def test_records_without_a_split_are_counted_and_named() -> None:
+    store = InMemory(">a SET=train M", *(f">{name} TARGET=1 M" for name in "bcde"), ">f VALIDATION=True M")
+    message = split_refusal(store)
+    assert message.startswith("x.fasta: 5 of 6 records have no SET= (b, c, d, ...); ")
+    assert "missing=drop" in message
+    assert "surplus" not in message
+    edits = Edits()
+    assert splits(store, missing="drop", edits=edits) == ["train", None, None, None, None, None]
+    assert edits.notices() == ["no SET=, so that it was left out, in 5 records (b, c, d, ...)"]
+    message = split_refusal(InMemory(">a M", ">b VALIDATION=True M"), missing="drop")
+    assert message.startswith("x.fasta: no record (a, b) has a SET=; ")
+    assert "x.fasta: record 'b': SET is 'dev'" in split_refusal(InMemory(">a SET=train M", ">b SET=dev M"))
+
+
+def test_splits_from_flip_tables(tmp_path: Path) -> None:
+    store = InMemory(">a MK", ">b MT", ">c MV", ">d MW")
+    flip = "sequence,target,set,validation\nMV,1,test,\nMK,2,train,\nMT,3,train,True\nmw*,,test,\n"
+    assert splits(store, table(tmp_path, flip)) == ["train", "valid", "test", "test"]
+    assert splits(store, table(tmp_path, "id,Split\nd,train\nc,val\nb,test\na,train\n")) == [
+        *("train", "test", "valid", "train"),
+    ]
+    named = table(tmp_path, "id,set,split,fold,v\na,x,y,train,1\nb,x,y,train,0\nc,x,y,test,\nd,x,y,test,0\n")
+    assert splits(store, named, set_column="fold", validation_column="v") == ["valid", "train", "test", "test"]
+    with pytest.raises(UsageError, match=r"t\.csv: 'set' and 'split' may both be meant; say which one with set_column"):
+        splits(store, named)
+
+
+def test_bad_splits_in_tables(tmp_path: Path) -> None:
+    store = InMemory(">a MK", ">b MT")
+    path = tmp_path / "t.csv"
+    assert split_refusal(store, table(tmp_path, "id,set\na,train\nb,dev\n")).startswith(f"{path}:3: SET is 'dev'")
+    assert split_refusal(store, table(tmp_path, "id,set\na,train\nb,\n")).startswith(
+        f"x.fasta: 1 of 2 records have no split in {path} (b); "
+    )
+    assert splits(store, table(tmp_path, "id,set\na,train\nb,\n"), missing="drop") == ["train", None]
+    assert split_refusal(store, table(tmp_path, "id,set\na,train\nb,test\na,test\n")).startswith(
+        f"{path}:4: 'a' has another split than in line 2; "
+    )
+    assert split_refusal(store, table(tmp_path, "id,x\na,train\nb,test\n")) == (
+        f"{path}: has no column 'set' or 'split'; its columns are 'id', 'x'"
+    )
+    edits = Edits()
+    assert splits(store, table(tmp_path, "id,set\na,train\nb,test\na,train\n"), edits=edits) == ["train", "test"]
+    assert edits.notices() == ["a row that came twice with the same split was read once in 1 record (a)"]
+
+
+def test_splits_from_label_files(tmp_path: Path) -> None:
+    store, path = InMemory(">a MK", ">b MT", ">c MV"), tmp_path / "sampled.fasta"
+    path.write_text(">c SET=test VALIDATION=False\nHH\n>a SET=train VALIDATION=True\nHE\n>b SET=train\nCC\n")
+    assert splits(store, path) == ["valid", "train", "test"]
+    path.write_text(">c SET=test\nHH\n>d SET=test\nHH\n>a SET=train\nHE\n")
+    assert split_refusal(store, path) == (
+        f"x.fasta: 1 of 3 records have no SET= in {path} (b), and 1 of the labels in {path} have no record (d); mend "
+        "the ids, or say missing=drop to leave such records out and surplus=drop to pass over such labels"
+    )
+    edits = Edits()
+    assert splits(store, path, missing="drop", surplus="drop", edits=edits) == ["train", None, "test"]
+    assert edits.notices() == [
+        "a split of no record was passed over in 1 record (d)",
+        f"no SET= in {path}, so that it was left out, in 1 record (b)",
+    ]
+    path.write_text(">c SET=test\nHH\n>c SET=train\nHH\n")
+    assert split_refusal(store, path).startswith(f"{path}:3: 'c' has another split than in line 1; ")
+    path.write_text(">c\nHH\n\n>a SET=dev\nHH\n")
+    assert split_refusal(store, path).startswith(f"{path}:4: record 'a': SET is 'dev'")
+    path.write_text(">x SET=test\nHH\n")
+    assert split_refusal(store, path, missing="drop", surplus="drop").startswith(
+        f"x.fasta: no record (a, b, c) has a SET= in {path}, whose ids are others (x); "
+    )
+
+
+def read(path: Path, data: bytes) -> list[LabelRecord]:
+    path.write_bytes(data)
+    return list(read_label_fasta(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("x.fasta", b">a SET=train\nHH-\nE\n>b\n0;1\n"),
+        ("x.fasta", b"\xef\xbb\xbf>a SET=train\r\nHH-\r\nE\r\n>b\r\n0;1"),
+        ("x.fasta", b">a SET=train\rHH-\rE\r>b\r0;1\r"),
+        ("x.fasta", b">a SET=train \n HH\t-  E \n\n>b  \n\n 0;1 \n"),
+        ("x.fasta.gz", gzip.compress(b">a SET=train\nHH-\nE\n>b\n0;1\n")),
+        ("x.fasta.bz2", bz2.compress(b">a SET=train\nHH-\nE\n>b\n0;1\n")),
+    ],
+)
+def test_label_files_of_all_kinds(tmp_path: Path, name: str, data: bytes) -> None:
+    records = read(tmp_path / name, data)
+    assert [(record.id, record.header, record.text) for record in records] == [
+        ("a", "a SET=train", "HH-E"),
+        ("b", "b", "0;1"),
+    ]
+
+
+def test_lines_are_counted_from_one(tmp_path: Path) -> None:
+    records = read(tmp_path / "x.fasta", b"\n\n>a\nH\nH\n\n>b\nE\n>c\nC\n")
+    assert [record.line for record in records] == [3, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", ": holds no record"),
+        (b"\n \n", ": holds no record"),
+        (b"HHH\n>a\nH\n", ":1: text before the first '>'"),
+        (b"\nid,target\n", ":2: text before the first '>'"),
+        (b">a\nH\n>\nH\n", ":3: a record without an id"),
+        (b">a\nH\n> \t\nH\n", ":3: a record without an id"),
+        (b">a\n>b\nH\n", ":1: record 'a' has no labels"),
+        (b">a\nH\n>b\n \n", ":3: record 'b' has no labels"),
+        (b">a\nH\xff\n", ": is not UTF-8 text"),
+        (b"\xff\xfe>\x00a\x00", ": is not UTF-8 text"),
+    ],
+)
+def test_label_files_that_cannot_be_read(tmp_path: Path, data: bytes, says: str) -> None:
+    path = tmp_path / "x.fasta"
+    with pytest.raises(InputError) as error:
+        read(path, data)
+    assert str(error.value).startswith(f"{path}{says}")
+    assert "\n" not in str(error.value)
+
+
+def test_label_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        list(read_label_fasta(tmp_path / "x.fasta"))
+    with pytest.raises(InputError, match="is a directory"):
+        list(read_label_fasta(tmp_path))
+    whole = gzip.compress(b">a\n" + random.Random(0).randbytes(500).hex().encode())
+    for size in (5, 50, len(whole) - 3):
+        with pytest.raises(InputError, match="cannot be read to its end"):
+            read(tmp_path / "x.gz", whole[:size])
+
+
+def test_headers_put_together_at_random_are_read_right_or_refused() -> None:
+    """The oracle knows how each header was put together; only pieces that are joined without a space may be refused."""
+    draw = random.Random(5)
+    refused = 0
+    for _ in range(2500):
+        given = {key: draw.choice(["1", "train", "DVC", "0;1", "x"]) for key in draw.sample(ALL, draw.randint(0, 4))}
+        pieces = [f"{draw.choice([key, key.lower()])}={value}" for key, value in given.items()]
+        pieces += draw.sample(["OS=Homo", "sapiens", "OX=9", "(a=b)", "TARGET", "=", "DATASET=1"], draw.randint(0, 5))
+        draw.shuffle(pieces)
+        damage = draw.choice(["", "", "glue", "twice", "empty"])
+        keyed = [k for k, piece in enumerate(pieces) if piece.split("=")[0].upper() in ALL and "=" in piece]
+        if damage and not keyed:
+            continue
+        header = " ".join(["id", *pieces])
+        if damage == "twice":
+            header += f" {draw.choice(list(given))}=9"
+        elif damage == "empty":
+            header = header.replace(pieces[keyed[0]], pieces[keyed[0]].split("=")[0] + "=")
+        elif damage == "glue":
+            k = keyed[0]
+            before = " ".join(["id", *pieces[:k]])
+            header = before + draw.choice([";", ",", "|", "0"]) + " ".join(pieces[k:])
+        if damage:
+            refused += 1
+            refusal(header)
+        else:
+            assert attributes(header, ALL, "x") == given
+    assert refused > 800

@@ -1,0 +1,386 @@
+"""Thousands of odd FASTA files against a slow reader that goes letter by letter through the table of `symbols`."""
+
+import gzip
+import hashlib
+import itertools
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from esmshard.data import fasta
+from esmshard.data import ingest as ingestion
+from esmshard.data.duplicates import OnDuplicate
+from esmshard.data.fasta import read_fasta
+from esmshard.data.ingest import ingest, ingest_part, merge
+from esmshard.data.store import TokenStore
+from esmshard.data.symbols import Edits, Rules
+from esmshard.errors import InputError
+from esmshard.vocab import decode
+
+CASES = 5000
+STORES = 5
+"""Every so-manieth case becomes a store; the others are read only."""
+
+Kept = tuple[str, str, str, int]
+"""Id, header, sequence, line."""
+
+
+UNREADABLE = {": not text (byte ", ": cannot be read to its end (", ": holds no record"}
+
+
+class Wrong(Exception):
+    """What the sentence says after the path."""
+
+
+# The reader to compare with.
+
+
+def lines_of(text: str) -> Iterator[tuple[int, str]]:
+    line, number, before = "", 1, ""
+    for letter in text:
+        if letter == "\n" and before == "\r":
+            pass
+        elif letter in "\r\n":
+            yield number, line
+            line, number = "", number + 1
+        else:
+            line += letter
+        before = letter
+    yield number, line
+
+
+def records_of(text: str) -> Iterator[tuple[int, str, str]]:
+    """(line, header, letters) of each record."""
+    found: list[list[str]] = []
+    for number, line in lines_of(text):
+        if line.startswith(">"):
+            found.append([str(number), line[1:], ""])
+        elif found:
+            found[-1][2] += line
+        elif line.strip(" \t\v\f"):
+            raise Wrong(f":{number}: text before the first '>'")
+    if not found:
+        raise Wrong(": holds no record")
+    yield from ((int(number), header, letters) for number, header, letters in found)
+
+
+def printable(name: str) -> str:
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    return text if len(name) <= 60 and len(text) <= 60 else text[:57] + "..."
+
+
+def residues_of(letters: str, rules: Rules) -> tuple[str | None, list[str]]:
+    """Residues, `?` for a mask, or None where the record is left out; and what was changed."""
+    letters, sequence, kinds, foreign = "".join(c for c in letters if c not in " \t\v\f"), "", [0] * 5, ""
+    if letters.endswith("*"):
+        letters, kinds[0] = letters[:-1], 1
+    for position, written in enumerate(letters, 1):
+        letter = written
+        if rules.a3m and letter in "abcdefghijklmnopqrstuvwxyz.":
+            kinds[1] = 1
+            continue
+        if letter in "abcdefghijklmnopqrstuvwxyz":
+            letter, kinds[1] = letter.upper(), 1
+        if letter in "-." and not rules.keep_gaps:
+            kinds[2] = 1
+            continue
+        if letter == "J":
+            letter, kinds[3] = "X", 1
+        elif letter not in "ACDEFGHIKLMNPQRSTVWYXBUZO" + "-." * rules.keep_gaps:
+            letter, kinds[4] = "?", 1
+            foreign = foreign or f" has '{printable(written)}' at position {position}, which is not a residue"
+        sequence += letter
+    if rules.on_unknown == "drop" and (foreign or not sequence):
+        return None, ["a sequence with symbols that are no residues, or without any, was left out"]
+    if not sequence:
+        raise Wrong(" has no residues; remove it")
+    if rules.on_unknown == "error" and foreign:
+        raise Wrong(foreign)
+    lower = "insertions were removed" if rules.a3m else "lower-case letters were read as upper case"
+    said = ["a '*' at the end was removed", lower, "gaps were removed", "J (Leu or Ile) was read as X"]
+    said.append("symbols that are no residues were read as <mask>")
+    return sequence, [kind for kind, happened in zip(said, kinds, strict=True) if happened]
+
+
+def cut(name: str, header: str, sequence: str, rules: Rules, kinds: list[str]) -> list[tuple[str, str, str]]:
+    length, most = len(sequence), rules.max_length or 1 << 30
+    if rules.long == "full" or length <= most:
+        return [(name, header, sequence)]
+    if rules.long == "error":
+        raise Wrong(f" has {length} residues, over {most}; raise")
+    doing = {"skip": "left out", "crop": "cropped", "window": "cut into windows"}[rules.long]
+    kinds.append(f"a sequence over {most} residues was {doing}")
+    if rules.long == "skip":
+        return []
+    if rules.long == "crop":
+        draw = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        first = draw % (length - most + 1)
+        return [(name, f"{header} residues={first + 1}-{first + most}", sequence[first : first + most])]
+    count, after, found = (length + most - 1) // most, header.lstrip(" \t\v\f")[len(name) :], []
+    for k in range(count):
+        first = k * (length - most) // (count - 1)
+        new = f"{name}/{first + 1}-{first + most}"
+        found.append((new, new + after, sequence[first : first + most]))
+    return found
+
+
+def expected(text: str, rules: Rules) -> tuple[list[Kept], list[tuple[str, str]], str]:
+    """Records, (kind, id) of each edit, and what is wrong with the record after them, if anything is."""
+    kept: list[Kept] = []
+    edits: list[tuple[str, str]] = []
+    try:
+        for line, written, letters in records_of(text):
+            header = written
+            words = header.replace("\t", " ").replace("\v", " ").replace("\f", " ").split(" ")
+            name = next((word for word in words if word), "")
+            if not name:
+                name = header = f"seqnum{line - 1:09d}"
+            try:
+                sequence, kinds = residues_of(letters, rules)
+                if sequence is not None:
+                    kept += [(*record, line) for record in cut(name, header, sequence, rules, kinds)]
+            except Wrong as wrong:
+                return kept, edits, f":{line}: record '{printable(name)}'{wrong}"
+            edits += [(kind, name) for kind in kinds]
+    except Wrong as wrong:
+        return [], [], str(wrong)
+    return kept, edits, ""
+
+
+def told_apart(kept: list[Kept], on_duplicate: OnDuplicate) -> tuple[list[Kept], list[tuple[str, str]]]:
+    first: dict[str, str] = {}
+    again: dict[str, int] = {}
+    taken = {name for name, *_ in kept}
+    result: list[Kept] = []
+    edits: list[tuple[str, str]] = []
+    for name, header, sequence, line in kept:
+        again[name] = again.get(name, 0) + 1
+        if name not in first:
+            first[name] = sequence
+            result.append((name, header, sequence, line))
+        elif on_duplicate == "suffix":
+            number = again[name]
+            while f"{name}_{number}" in taken:
+                number += 1
+            new = f"{name}_{number}"
+            taken.add(new)
+            result.append((new, new + header.lstrip(" \t\v\f")[len(name) :], sequence, line))
+            edits.append(("an id that came again got a number", new))
+        elif sequence == first[name]:
+            edits.append(("a record that came twice was read once", name))
+        elif on_duplicate == "first":
+            edits.append(("a record with the id of an earlier one and another sequence was left out", name))
+        else:
+            raise Wrong(f":{line}: '{printable(name)}' was used before with another sequence; rename one of them")
+    return result, edits
+
+
+def counted(edits: list[tuple[str, str]]) -> dict[str, tuple[int, list[str]]]:
+    found: dict[str, tuple[int, list[str]]] = {}
+    for kind, name in edits:
+        count, names = found.get(kind, (0, []))
+        found[kind] = count + 1, [*names, printable(name)][:3]
+    return found
+
+
+# The files.
+
+
+def odd_name(draw: random.Random) -> str:
+    return draw.choice([
+        f"r{draw.randrange(12)}", f"r{draw.randrange(1000)}", "a", "a_2", "a/1-6", "../../etc/passwd", "x/y", "a>b",
+        "é", "\x1b[31m", "\0", "\x1c", "\u2028", "\xa0", "sp|P1|N_ECOLI", "i" * 61, "i" * 10_000, "", "seqnum000000000",
+    ])  # fmt: skip
+
+
+def odd_text(draw: random.Random) -> str:
+    """One file of a few records, most of them sound."""
+    newlines = draw.choice([["\n"], ["\n"], ["\r\n"], ["\r"], ["\n", "\r\n", "\r"]])
+    evil = draw.random() ** 4  # most files are nearly sound
+    text = draw.choice(["", "", "", "\ufeff", "\n\n", " \n", "\r\n", "\ufeff\r\n \r\n"])
+    for _ in range(draw.choice([0, 1, 1, 2, 3, 5, 9]) if draw.random() < 0.1 else draw.randrange(1, 10)):
+        name = odd_name(draw) if draw.random() < 0.3 else f"r{draw.randrange(10_000)}"
+        text += f">{draw.choice(['', '', '', ' '])}{name}{draw.choice(['', '', ' x', ' a>b', '  ', chr(9), ' é'])}"
+        text += draw.choice(newlines)
+        letters = "".join(draw.choices("ACDEFGHIKLMNPQRSTVWY", k=draw.choice([1, 3, 8, 20])))
+        if draw.random() < 0.4:
+            letters += "".join(draw.choices("acdkJjXBUZO-. \t\v", k=3))
+        if draw.random() < 0.1:
+            letters += "*"
+        if draw.random() < evil:
+            at = draw.randrange(len(letters) + 1)
+            letters = letters[:at] + draw.choice("1?*>éßſ\0\x1b\u2028\x85<") + letters[at:]
+        if draw.random() < evil / 2:
+            letters = draw.choice(["", "-", "*", ".-*", " "])
+        width = draw.choice([1, 5, 100])
+        for at in range(0, len(letters), width):
+            text += letters[at : at + width] + draw.choice(newlines) * draw.choice([1, 1, 1, 2])
+    if draw.random() < 0.3:
+        text = text.rstrip("\r\n")
+    if draw.random() < 0.03:
+        text = draw.choice(["MKT\n", ";", " ", "\t>a", "@"]) + text
+    if draw.random() < 0.1:
+        text += draw.choice([">", ">\n", "\n\n", " ", "\r", ">a", "*", ">é\nMé"])
+    return text
+
+
+def odd_rules(draw: random.Random) -> Rules:
+    long = draw.choice(["full", "full", "crop", "window", "skip", "error"])
+    limit = None if long == "full" else draw.choice([1, 6, 7, 21, 30])
+    return Rules(draw.choice(["error", "error", "mask", "drop"]), draw.random() < 0.2, draw.random() < 0.2, long, limit)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In memory where there is such a place: thousands of stores are made here."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
+        monkeypatch.chdir(scratch)
+        yield Path(scratch)
+        monkeypatch.chdir("/")
+
+
+def letters_of(tokens: object) -> str:
+    return decode(tokens).replace("<mask>", "?")  # type: ignore[arg-type]
+
+
+def check_reading(path: Path, data: bytes, text: str, rules: Rules, broken: bool) -> None:
+    edits = Edits()
+    kept, seen, sentence = expected(text, rules)
+    wrong = {sentence} - {""}
+    try:  # an id may come again before what is wrong, or after it in one block
+        kept, once = told_apart(kept, "error")
+    except Wrong as error:
+        wrong.add(str(error))
+    if broken:
+        wrong |= UNREADABLE
+    found, refused = [], ""
+    try:
+        found = [(r.id, r.description, r.sequence.replace("<mask>", "?")) for r in read_fasta(path, edits, rules)]
+    except InputError as error:
+        refused = str(error)
+    if refused or wrong:
+        assert refused.startswith(tuple(f"{path}{sentence}" for sentence in wrong)), (data, rules, refused, wrong)
+        assert refused
+        assert "\n" not in refused
+        return
+    assert found == [(name, header.strip(" \t\v\f"), sequence) for name, header, sequence, _ in kept], (data, rules)
+    assert {kind: (count, edits.first[kind]) for kind, count in edits.counts.items()} == counted(seen + once), (
+        data,
+        rules,
+    )
+
+
+def check_store(path: Path, text: str, rules: Rules, on_duplicate: OnDuplicate, parts: int, broken: bool) -> int:
+    """Records of the store, 0 if none can be made."""
+    out, before = Path("out"), sorted(Path().iterdir())
+    kept, edits, sentence = expected(text, rules)
+    wrong = {sentence} - {""}
+    if not wrong:
+        try:
+            kept, more = told_apart(kept, on_duplicate)
+            edits += more
+        except Wrong as error:
+            wrong.add(str(error))
+        if not kept:
+            wrong.add(": no record is left under these rules")
+    if broken:
+        wrong |= UNREADABLE
+    refused = ""
+    try:
+        if parts == 1 or wrong:  # parts find their own mistakes first
+            store = ingest([path], out, rules, on_duplicate)
+        else:
+            for part in range(parts, 0, -1):
+                ingest_part([path], out, part, parts, rules, on_duplicate)
+            store = merge(out)
+    except InputError as error:
+        refused = str(error).replace(str(path.resolve()), str(path))
+    if refused or wrong:
+        assert refused.startswith(tuple(f"{path}{sentence}" for sentence in wrong)), (text, rules, refused, wrong)
+        assert refused
+        assert "\n" not in refused
+        assert sorted(Path().iterdir()) == before
+        return 0
+    records = [
+        (store.id(n), store.header(n).decode(), letters_of(store.residues(n)), store.find(store.id(n)))
+        for n in range(len(store))
+    ]
+    assert records == [(*record[:3], n) for n, record in enumerate(kept)], (text, rules, on_duplicate)
+    manifest = {kind: (entry["records"], entry["first"]) for kind, entry in store.manifest["edits"].items()}
+    assert list(manifest.items()) == list(counted(edits).items()), (text, rules, on_duplicate)
+    assert sorted(Path().iterdir()) == [out, *before]
+    ingestion._remove(out)
+    return len(store)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_odd_files(seed: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    stored = []
+    for case in range(CASES // 5):
+        text, rules, broken = odd_text(draw), odd_rules(draw), False
+        data = text.encode()
+        text = text.removeprefix("\ufeff")
+        if draw.random() < 0.02:
+            at = draw.randrange(len(data) + 1)
+            data, broken = data[:at] + b"\xff" + data[at:], True
+            text = text if data[:3] == b"\xef\xbb\xbf" else data.decode(errors="replace")
+        monkeypatch.setattr(fasta, "BLOCK", draw.choice([7, 16, 64, 1 << 20]))
+        path = Path("x.fasta")
+        if draw.random() < 0.1:
+            data = gzip.compress(data, 1, mtime=0)
+            if draw.random() < 0.3:
+                data, broken = data[: draw.randrange(2, len(data))], True
+        monkeypatch.setattr(ingestion, "SHARD", draw.choice([5, 16, 64, 200, 1 << 26]) + len(data) // 12)
+        path.write_bytes(data)
+        check_reading(path, data, text, rules, broken)
+        if case % STORES == 0:
+            on_duplicate: OnDuplicate = draw.choice(["error", "first", "suffix"])  # type: ignore[assignment]
+            stored.append(check_store(path, text, rules, on_duplicate, draw.choice([1, 1, 1, 3]), broken))
+    assert len(stored) == CASES // 5 // STORES
+    assert sum(count > 0 for count in stored) > 70
+    assert sum(count > 3 for count in stored) > 50
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    records=st.lists(
+        st.tuples(
+            st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=12),
+            st.text("ACDEFGHIKLMNPQRSTVWYXBUZOJacdj-. \n", max_size=30),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    shard=st.sampled_from([16, 100]),
+)
+def test_a_store_written_as_fasta_is_the_same_store(
+    records: list[tuple[str, str]], shard: int, directory: Path
+) -> None:
+    stores: list[TokenStore] = []
+    text = "".join(f">{header}\nM{sequence}\n" for header, sequence in records)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ingestion, "SHARD", shard)
+        for k in range(3):
+            Path("x.fasta").write_bytes(text.encode())
+            stores.append(ingest([Path("x.fasta")], Path(f"out{k}"), on_duplicate="suffix"))
+            found = [(stores[k].description(n), decode(stores[k].residues(n))) for n in range(len(stores[k]))]
+            text = "".join(f">{header}\n{sequence}\n" for header, sequence in found)
+            assert len(found) == len(records)
+            assert k == 0 or stores[k].notices == []
+    for one, other in itertools.pairwise(stores):
+        assert b"".join(one.residues(n).tobytes() for n in range(len(one))) == b"".join(
+            other.residues(n).tobytes() for n in range(len(other))
+        )
+        assert [one.description(n) for n in range(len(one))] == [other.description(n) for n in range(len(other))]
+    for path in stores[1].path.iterdir():
+        if path.name != "manifest.json":
+            assert path.read_bytes() == (stores[2].path / path.name).read_bytes()
+    for store in stores:
+        ingestion._remove(store.path)

@@ -1,0 +1,278 @@
+"""What sets share: counted by hand on small ones, and against plain Python sets of words on random ones."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esmshard.data import leakage
+from esmshard.data.ingest import cached
+from esmshard.data.leakage import Leakage, Overlap, Records, check, check_variants
+from esmshard.recipe import sample
+from esmshard.vocab import STANDARD, encode_residues
+
+PROTEIN = "ACDEFGHIKLMNPQRSTVWYACEG"
+"""24 residues, 20 different 5-mers."""
+BLIND = "similar: one training record has a fifth of the 5-mers; remote homologs are not seen so"
+
+
+def records(*sequences: str, name: str = "t") -> Records:
+    tokens = [np.frombuffer(encode_residues(s), dtype=np.uint8) for s in sequences]
+    return Records(len(tokens), tokens.__getitem__, lambda n: f"{name}{n}")
+
+
+def overlap(train: Sequence[str], test: Sequence[str], most: int = leakage.MOST) -> Overlap:
+    found = check(records(*train), {"test": records(*test, name="q")}, most)
+    assert not found.variants
+    return found.overlaps["test"]
+
+
+# families
+
+
+def test_a_fifth_of_the_words_is_similar_and_less_is_not() -> None:
+    assert overlap(["MMMM", PROTEIN[:8] + "WWWW"], [PROTEIN]) == Overlap(1, 0, 1, 1, [("q0", "t1", 0.2)])  # 4 of 20
+    assert overlap(["MMMM", PROTEIN[:7] + "WWWW"], [PROTEIN]) == Overlap(1, 0, 1)  # 3 of 20
+
+
+def test_one_training_record_must_have_the_words() -> None:
+    assert overlap([PROTEIN[:7] + "WWW", PROTEIN[12:19]], [PROTEIN]).similar == 0
+
+
+def test_words_do_not_span_two_records() -> None:
+    cut = [PROTEIN[k : k + 4] for k in range(0, 24, 4)]
+    assert overlap(cut, [PROTEIN]).similar == 0
+    assert overlap([PROTEIN, "WW"], cut).similar == 0
+
+
+def test_the_order_of_letters_counts() -> None:
+    assert overlap([PROTEIN[::-1], "WW"], [PROTEIN]).similar == 0
+
+
+def test_a_test_fragment_of_a_training_protein_is_similar_and_the_share_is_of_the_fragment() -> None:
+    found = overlap(["W" * 40, "MM" + PROTEIN * 2 + "MM"], [PROTEIN[2:20]])
+    assert found.closest == [("q0", "t1", 1.0)]
+    assert (found.identical, found.similar) == (0, 1)
+    half = overlap(["WWWW", PROTEIN[:12]], [PROTEIN])  # 8 of 20, and not 8 of 8
+    assert half.closest == [("q0", "t1", 0.4)]
+
+
+def test_four_words_at_least_keep_chance_out_of_peptides() -> None:
+    peptide = "ACDEFGHIK"  # 5 words
+    assert overlap(["WW", "ACDEFGHWWWW"], [peptide]).similar == 0  # 3 of 5
+    assert overlap(["WW", "ACDEFGHIWWW"], [peptide]).similar == 1  # 4 of 5
+
+
+def test_repeats_count_once() -> None:
+    """`AAAAA` is one word of the test record, however often either has it."""
+    assert overlap(["A" * 50, "W"], ["A" * 30]).similar == 0
+    repeat = PROTEIN[:8] * 5
+    assert overlap([repeat, "W"], [PROTEIN]).closest == [("q0", "t0", 0.2)]
+
+
+def test_words_with_unknown_residues_are_no_words() -> None:
+    masked = "ACDEXGHIKX" * 3
+    assert overlap([masked + "W", "W"], [masked]).similar == 0
+
+
+def test_records_too_short_for_a_word_are_compared_as_a_whole() -> None:
+    found = overlap(["ACD", "WWWWWWW", "MMMMMMMM"], ["ACD", "GHE", "A"])
+    assert (found.identical, found.similar, found.compared) == (1, 0, 3)
+
+
+def test_identical_records_are_named_with_the_first_training_record() -> None:
+    found = overlap(["W", PROTEIN, "MKT", PROTEIN], ["GG", PROTEIN, PROTEIN[1:]])
+    assert found == Overlap(3, 1, 3, 1, [("q1", "t1", 1.0), ("q2", "t1", 1.0)])
+
+
+def test_the_closest_three_come_first() -> None:
+    other = "WYVTSRQPNMLKIHGFEDCAWYWT"
+    train = [PROTEIN[:10] + "WWW", PROTEIN[:16] + "MMM", other]
+    test = [PROTEIN, PROTEIN + "W", other[:20] + "MMMM", other + "K"]
+    found = overlap(train, test)
+    assert [(mine, theirs) for mine, theirs, _ in found.closest] == [("q3", "t2"), ("q2", "t2"), ("q0", "t1")]
+    assert [share for _, _, share in found.closest] == pytest.approx([20 / 21, 16 / 20, 12 / 20])
+    assert found.similar == 4
+
+
+def test_equal_shares_name_the_first_training_record() -> None:
+    assert overlap(["WW", PROTEIN[:12] + "M", PROTEIN[:12]], [PROTEIN]).closest == [("q0", "t1", 0.4)]
+
+
+def test_several_sets_do_not_mix() -> None:
+    train = records(PROTEIN, "WWWWWW")
+    sets = {"valid": records("KLMNP", name="v"), "test": records("GG", PROTEIN[:-1], PROTEIN, name="q")}
+    found = check(train, sets)
+    assert found.overlaps["valid"] == Overlap(1, 0, 1)
+    assert found.overlaps["test"] == Overlap(3, 1, 3, 1, [("q2", "t0", 1.0), ("q1", "t0", 1.0)])
+    assert check(train, {"valid": sets["test"], "test": sets["valid"]}).overlaps["test"] == Overlap(1, 0, 1)
+
+
+def words(sequence: str) -> set[str]:
+    found = {sequence[k : k + 5] for k in range(len(sequence) - 4)}
+    return {word for word in found if set(word) <= set(STANDARD)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 400))
+def test_it_agrees_with_sets_of_words(seed: int, block: int) -> None:
+    """Pieces of a few parents over a small alphabet, in blocks of any size."""
+    rng = random.Random(seed)
+    parents = ["".join(rng.choices("ACDEX", k=40)) for _ in range(4)]
+
+    def some(count: int) -> list[str]:
+        parts = [
+            [rng.choice(parents)[rng.randrange(20) :][: rng.randrange(25)] for _ in range(2)] for _ in range(count)
+        ]
+        return ["A" * rng.randrange(9) + "".join(part) + "W" for part in parts]
+
+    train, test = some(rng.randrange(1, 30)), some(rng.randrange(1, 12))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leakage, "_BLOCK", block)
+        patch.setattr(leakage, "_common_residues", lambda *_: None)
+        found = check(records(*train), {"test": records(*test, name="q")}).overlaps["test"]
+    shares = []
+    for n, sequence in enumerate(test):
+        mine = words(sequence)
+        if sequence in train:
+            shares.append((1.0, n, train.index(sequence)))
+            continue
+        best = max(((len(mine & words(t)) / max(1, len(mine)), -k) for k, t in enumerate(train)), default=(0.0, 0))
+        if best[0] >= 0.2 and best[0] * len(mine) > 3.5:
+            shares.append((best[0], n, -best[1]))
+    identical = sum(sequence in train for sequence in test)
+    shares.sort(key=lambda s: (-s[0], test[s[1]] not in train, s[1]))
+    assert (found.identical, found.similar) == (identical, len(shares) - identical)
+    assert [(mine, theirs) for mine, theirs, _ in found.closest] == [(f"q{n}", f"t{k}") for _, n, k in shares[:3]]
+    assert [share for _, _, share in found.closest] == pytest.approx([share for share, _, _ in shares[:3]])
+
+
+# samples of large data
+
+
+def random_proteins(count: int, length: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(rng.choices(STANDARD, k=length + n % 7)) for n in range(count)]
+
+
+def test_a_large_training_set_is_sampled_evenly() -> None:
+    train = random_proteins(1000, 100, 0)
+    found = check(records(*train), {"test": records(*train[:500], name="q")}, most=20_600)
+    assert found.train_records == 1000
+    assert 195 <= found.train_compared <= 205
+    assert 90 <= found.overlaps["test"].identical <= 110  # a fifth of the 500, spread over all of them
+    assert f"{found.train_compared} of 1,000 training records" in found.notices()[0]
+
+
+def test_redundant_sets_are_sampled_and_identical_ones_counted_in_full() -> None:
+    """Every pair shares 60 words: 400 * 400 * 60 pairs are more than 100,000 are allowed."""
+    core = random_proteins(1, 64, 1)[0]
+    train = [core + tail for tail in random_proteins(400, 20, 2)]
+    test = [core + tail for tail in random_proteins(390, 30, 3)] + train[:10]
+    found = overlap(train, test, most=100_000)
+    assert (found.records, found.identical) == (400, 10)
+    assert 1 <= found.compared <= 10
+    assert found.similar <= found.compared
+
+
+def test_the_other_sets_are_sampled_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leakage, "_INDEXED", 5_000)
+    proteins = random_proteins(100, 97, 5)
+    found = overlap(proteins, [protein[:-1] for protein in proteins])
+    assert (found.records, found.identical) == (100, 0)
+    assert 45 <= found.compared <= 55
+    assert found.similar == found.compared
+
+
+# variants of one protein
+
+WILD = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
+
+
+def variant(*mutations: tuple[int, str]) -> str:
+    letters = list(WILD)
+    for position, letter in mutations:
+        letters[position] = letter
+    return "".join(letters)
+
+
+TRAIN = [WILD, variant((3, "G")), variant((5, "L")), variant((5, "V"), (9, "K")), variant((7, "A"))]
+
+
+def test_variants_are_told_from_families_and_their_positions_counted() -> None:
+    test = [variant((3, "G")), variant((5, "A")), variant((5, "A"), (20, "G")), variant((21, "A")), WILD, WILD + "G"]
+    found = check(records(*TRAIN), {"test": records(*test, name="q")})
+    assert found.variants
+    assert found.overlaps["test"] == Overlap(6, 2, 5, every_position=2, any_position=3)
+    assert found.notices() == [
+        "leakage: of 6 test variants (5 of them compared in full) 2 are training variants, 2 change only positions "
+        "that these change too, and 3 at least one such position"
+    ]
+
+
+def test_training_variants_of_another_length_change_no_positions() -> None:
+    found = check(records(*TRAIN, "G" * 10), {"test": records(variant((21, "A")), name="q")})
+    assert found.variants
+    assert found.overlaps["test"] == Overlap(1, 0, 1)
+    assert found.notices() == ["leakage: none of 1 test variants changes a position that training variants change"]
+
+
+def test_the_wild_type_is_what_most_training_variants_have() -> None:
+    """Not what the test variants have: there position 3 is G throughout, which is a change."""
+    test = [variant((3, "G"), (k, "A")) for k in range(10, 20)]
+    found = check(records(*TRAIN * 2), {"test": records(*test, name="q")})
+    assert found.overlaps["test"].any_position == 10
+    assert found.overlaps["test"].every_position == 0
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        (["ACDEFGHIKL", "LKIHGFEDCA", "MNPQRSTVWY"], ["YWVTSRQPNM", "AAAAAAAAAA"]),  # one length, all different
+        ([WILD, WILD[:20], WILD[3:], "MK"], [variant((3, "G"))]),  # most have another length
+        ([WILD, WILD], ["W" * 28, "C" * 28, "ACDEFGHIKLMNPQRSTVWYACDEFGHI"]),  # the others are no variants
+    ],
+)
+def test_families_are_no_variants(train: list[str], test: list[str]) -> None:
+    assert not check(records(*train), {"test": records(*test)}).variants
+
+
+def test_known_mutations_are_counted_by_name_and_position() -> None:
+    names = ["WT", "A1G", "C3D", "A1G:C3D", "A1G", "E5F", "C3E:E5F"]
+    positions = [frozenset(p) for p in ([], [0], [2], [0, 2], [0], [4], [2, 4])]
+    sets = {"train": np.array([0, 1, 2]), "valid": np.array([5]), "test": np.array([3, 4, 6])}
+    found = check_variants(names, positions, sets)
+    assert found.overlaps == {
+        "valid": Overlap(1, 0, 1),
+        "test": Overlap(3, 1, 3, every_position=2, any_position=3),
+    }
+    assert (found.variants, found.train_records, found.train_compared) == (True, 3, 3)
+    only_wild = check_variants(names, positions, {"train": np.array([1]), "test": np.array([0])})
+    assert only_wild.overlaps["test"] == Overlap(1, 0, 1)
+
+
+# sentences
+
+
+def test_sentences_of_families() -> None:
+    leaky = Overlap(5000, 2, 400, 30, [("q1", "t1", 1.0), ("q2", "t7", 0.347)])
+    clean = Leakage(False, 10, 10, {"valid": Overlap(7, 0, 7), "test": Overlap(8, 0, 8)})
+    assert clean.notices() == [
+        f"leakage: none of 7 valid records and 8 test records is identical or similar to training records ({BLIND})"
+    ]
+    assert Leakage(False, 2000, 1000, {"valid": Overlap(7, 0, 7), "test": leaky}).notices() == [
+        "leakage: of 5,000 test records (400 of them compared in full) 2 are identical and 30 similar to 1,000 of "
+        f"2,000 training records (q1 and t1 100%, q2 and t7 35%; {BLIND})",
+        f"leakage: none of 7 valid records is identical or similar to 1,000 of 2,000 training records ({BLIND})",
+    ]
+
+
+def test_the_shipped_sample_is_clean() -> None:
+    stores = {name: cached(sample(f"sample:contact/{name}")) for name in ("train", "valid", "test")}
+    train, valid, test = (Records(len(s), s.residues, s.id) for s in stores.values())
+    assert check(train, {"valid": valid, "test": test}).notices() == [
+        f"leakage: none of 99 valid records and 100 test records is identical or similar to training records ({BLIND})"
+    ]

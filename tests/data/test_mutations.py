@@ -1,0 +1,693 @@
+"""Mutation tables: cells, columns, numbering, policies, replicates, and what is said about the rest."""
+
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from esmshard.data.mutations import Mutation, Variants, parse_variant, read_variants
+from esmshard.errors import InputError, UsageError
+
+#             10        20        30        40        50
+WT = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"
+ROOT = Path(__file__).parents[2]
+ASSAY = [ROOT / "shared/data/variants", ROOT.parent / "shared/data/variants"]
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read(text: str, **settings: object) -> Variants:
+    Path("v.csv").write_text(text)
+    if "wild_type" not in settings and "wild_type_column" not in settings:
+        settings["wild_type"] = WT
+    return read_variants(Path("v.csv"), **settings)  # type: ignore[arg-type]
+
+
+def refused(text: str, kind: type[InputError] = InputError, **settings: object) -> str:
+    with pytest.raises(InputError) as error:
+        read(text, **settings)
+    assert type(error.value) is kind
+    assert len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+def scored(*cells: str) -> str:
+    """A table of these mutation cells; the first has score 1."""
+    return "mutant,score\n" + "".join(f'"{cell}",{k}\n' for k, cell in enumerate(cells, 1))
+
+
+A4G, T3V, K2S = Mutation(3, "A", "G"), Mutation(2, "T", "V"), Mutation(1, "K", "S")
+
+
+@pytest.mark.parametrize(
+    ("cell", "mutations"),
+    [
+        ("A4G", (A4G,)),
+        (" a4g ", (A4G,)),
+        ("p.A4G", (A4G,)),
+        ("p.Ala4Gly", (A4G,)),
+        ("P.ALA4GLY", (A4G,)),
+        ("ala4gly", (A4G,)),
+        ("Ala4G", (A4G,)),
+        ("p.(Ala4Gly)", (A4G,)),
+        ("p.[Ala4Gly]", (A4G,)),
+        ("NP_000509.1:p.Ala4Gly", (A4G,)),
+        ("NP_000509:p.A4G", (A4G,)),
+        ("ENSP00000269305.4:p.(Ala4Gly)", (A4G,)),
+        ("P62593.1:p.Ala4Gly", (A4G,)),
+        ("A4G:T3V", (T3V, A4G)),
+        ("A4G;T3V", (T3V, A4G)),
+        ("A4G,T3V", (T3V, A4G)),
+        ("A4G, T3V,\tK2S", (K2S, T3V, A4G)),
+        ("A4G/T3V", (T3V, A4G)),
+        ("A4G + T3V", (T3V, A4G)),
+        ("A4G  T3V", (T3V, A4G)),
+        ("p.[Ala4Gly;Thr3Val]", (T3V, A4G)),
+        ("p.[(Ala4Gly;Thr3Val)]", (T3V, A4G)),
+        ("p.[(Ala4Gly);(Thr3Val)]", (T3V, A4G)),
+        ("p.Ala4Gly;p.Thr3Val", (T3V, A4G)),
+        ("A4G:p.T3V", (T3V, A4G)),
+        ("p.Ala4Gly p.Thr3Val", (T3V, A4G)),
+        ("K10R:A9G", (Mutation(8, "A", "G"), Mutation(9, "K", "R"))),  # by number, not by text
+        ("p.Ala4Ter", (Mutation(3, "A", "*"),)),
+        ("A4*", (Mutation(3, "A", "*"),)),
+        ("p.Ala4*", (Mutation(3, "A", "*"),)),
+        ("A4A", (Mutation(3, "A", "A"),)),
+        ("p.Ala4=", (Mutation(3, "A", "A"),)),
+        ("p.(Ala4=)", (Mutation(3, "A", "A"),)),
+        ("X4X", (Mutation(3, "X", "X"),)),
+        ("Asx4=", (Mutation(3, "B", "B"),)),
+        ("Sec4Pyl", (Mutation(3, "U", "O"),)),
+        ("X4A", (Mutation(3, "X", "A"),)),
+        ("Xaa4Ala", (Mutation(3, "X", "A"),)),
+        ("A0G", (Mutation(-1, "A", "G"),)),  # numberings that count from 0 or over a signal peptide
+        ("A-3G", (Mutation(-4, "A", "G"),)),
+        ("A123456G", (Mutation(123455, "A", "G"),)),
+        ("WT", ()),
+        ("wt", ()),
+        ("_wt", ()),
+        ("Wild-Type", ()),
+        ("wildtype", ()),
+        ("wild type", ()),
+        ("p.=", ()),
+        ("p.(=)", ()),
+        ("=", ()),
+    ],
+)
+def test_cells(cell: str, mutations: tuple[Mutation, ...]) -> None:
+    assert parse_variant(cell) == mutations
+
+
+HOW = "write A24G, A24G:V30L or p.Ala24Gly, and WT for the wild type"
+ONLY = "only substitutions are supported, so remove these rows"
+UNKNOWN = "remove variants that are not known exactly"
+X = "write * or Ter for a stop codon, and remove variants with unknown residues"
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("", "an empty cell; write WT for the wild type, or set empty_is_wild_type"),
+        ("A4", f"'A4' is no substitution; {HOW}"),
+        ("4G", f"'4G' is no substitution; {HOW}"),
+        ("A4G:", f"'' is no substitution; {HOW}"),
+        ("A4G::T3V", f"'' is no substitution; {HOW}"),
+        ("A4G/V", f"'V' is no substitution; {HOW}"),
+        ("A4GT3V", f"'A4GT3V' is no substitution; {HOW}"),
+        ("WT:A4G", f"'WT' is no substitution; {HOW}"),
+        ("model", f"'model' is no substitution; {HOW}"),
+        ("A1234567G", f"'A1234567G' is no substitution; {HOW}"),
+        ("A\u0664G", f"'A\u0664G' is no substitution; {HOW}"),
+        ("ACD4G", f"'ACD4G' is no substitution; {HOW}"),
+        ("Ala4Foo", f"'Ala4Foo' is no substitution; {HOW}"),
+        ("A4FGH", f"'A4FGH' is no substitution; {HOW}"),
+        ("J4A", f"'J4A' is no substitution; {HOW}"),
+        ("*4A", f"'*4A' is no substitution; {HOW}"),
+        ("Ter4Ala", f"'Ter4Ala' is no substitution; {HOW}"),
+        ("p.?", f"'?' is no substitution; {HOW}"),
+        ("p.[Ala4Gly];[Thr3Val]", f"'[Ala4Gly]' is no substitution; {HOW}"),  # two alleles
+        ("p.[Ala4Gly(;)Thr3Val]", f"'Ala4Gly(' is no substitution; {HOW}"),  # in one protein or not
+        ("a\nb4", f"'a' is no substitution; {HOW}"),
+        ("A4X", f"'A4X' has X, which may be a stop codon or an unknown residue; {X}"),
+        ("p.Ala4X", f"'Ala4X' has X, which may be a stop codon or an unknown residue; {X}"),
+        ("p.Ala4Xaa", f"'Ala4Xaa' has Xaa, which is not one residue; {UNKNOWN}"),
+        ("A4B", f"'A4B' has B, which is not one residue; {UNKNOWN}"),
+        ("A4Z", f"'A4Z' has Z, which is not one residue; {UNKNOWN}"),
+        ("A4J", f"'A4J' has J, which is not one residue; {UNKNOWN}"),
+        ("p.Ala4del", f"'Ala4del' is a deletion; {ONLY}"),
+        ("A4del", f"'A4del' is a deletion; {ONLY}"),
+        ("T3V:A4-", f"'A4-' is a deletion; {ONLY}"),
+        ("\u0394A4", f"'\u0394A4' is a deletion; {ONLY}"),
+        ("A4\u2206", f"'A4\u2206' is a deletion; {ONLY}"),
+        ("p.Ala4_Val30del", f"'Ala4_Val30del' is a deletion; {ONLY}"),
+        ("p.Ala4_Tyr5insGly", f"'Ala4_Tyr5insGly' is an insertion; {ONLY}"),
+        ("p.Ala4delinsGlyVal", f"'Ala4delinsGlyVal' is an insertion in place of residues; {ONLY}"),
+        ("p.Ala4dup", f"'Ala4dup' is a duplication; {ONLY}"),
+        ("p.Ala4GlyfsTer12", f"'Ala4GlyfsTer12' is a frameshift; {ONLY}"),
+        ("A4fs", f"'A4fs' is a frameshift; {ONLY}"),
+        ("p.Met1ext-5", f"'Met1ext-5' is an extension; {ONLY}"),
+        ("c.76A>C", "'c.76A>C' is a change of nucleotides; give that of the protein, as in p.Ala24Gly"),
+        ("_sy", "'_sy' is a synonymous change without a place; remove it, or write its place as in p.Ala24="),
+        ("A4G:T3V:A4V", "'A4G:T3V:A4V' changes position 4 twice; name each position once"),
+        ("A4G:A4G", "'A4G:A4G' changes position 4 twice; name each position once"),
+    ],
+)
+def test_cells_that_are_no_substitutions(cell: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_variant(cell)
+    assert str(error.value) == message
+
+
+def test_an_empty_cell_is_the_wild_type_if_asked() -> None:
+    assert parse_variant("  ", empty_is_wild_type=True) == ()
+    assert read("mutant,score\nA4G,1\n,2\n", empty_is_wild_type=True).names() == ["A4G", "WT"]
+    assert refused("mutant,score\nA4G,1\n,2\n") == (
+        "v.csv: 1 of 2 cells of column 'mutant' cannot be used: line 3 an empty cell; write WT for the wild type, or "
+        "set empty_is_wild_type"
+    )
+
+
+def test_a_table() -> None:
+    variants = read("mutant,score,note\nA4G,0.5,x\n\nWT,1,y\nK53E:T3V,-2,z\n")
+    assert variants.wild_type == WT
+    assert variants.names() == ["A4G", "WT", "T3V:K53E"]
+    assert variants.mutations == [(A4G,), (), (T3V, Mutation(52, "K", "E"))]
+    assert variants.sequences() == [
+        "MKTGYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ",
+        "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ",
+        "MKVAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEEAVQ",
+    ]
+    assert variants.positions() == [frozenset({3}), frozenset(), frozenset({2, 52})]
+    assert variants.target_names == ("score",)
+    assert variants.target_NT.dtype == np.float64
+    assert variants.target_NT.tolist() == [[0.5], [1.0], [-2.0]]
+    assert variants.weight_N.dtype == np.float64
+    assert variants.weight_N.tolist() == [1.0, 1.0, 1.0]
+    assert variants.rows == [(0,), (1,), (2,)]
+    assert variants.table.column("note") == ["x", "y", "z"]
+    assert variants.table.lines == [2, 4, 5]
+    assert variants.notices == []
+    assert len(variants) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut", "Mutation"]
+)
+def test_usual_columns_of_mutations(name: str) -> None:
+    assert read(f"{name},sequence,score\nA4G,x,1\n").names() == ["A4G"]
+
+
+@pytest.mark.parametrize("name", ["DMS_score", "score", "fitness", "target", "effect", "Fitness"])
+def test_usual_columns_of_values(name: str) -> None:
+    variants = read(f"mutant,{name},other\nA4G,7,8\n")
+    assert variants.target_names == (name,)
+    assert variants.target_NT.tolist() == [[7.0]]
+
+
+def test_columns_by_name() -> None:
+    text = "mutant,mutation,score,fitness\nA4G,T3V,1,2\n"
+    assert refused(text) == "v.csv: columns 'mutant' and 'mutation' may both be meant; set mutant to one"
+    assert refused(text, mutant="mutation") == (
+        "v.csv: columns 'score' and 'fitness' may both be meant; set targets to one"
+    )
+    variants = read(text, mutant="mutation", targets=["fitness", "score"])
+    assert (variants.names(), variants.target_names) == (["T3V"], ("fitness", "score"))
+    assert variants.target_NT.tolist() == [[2.0, 1.0]]
+    assert read(text, mutant="mutation", targets="fitness").target_NT.tolist() == [[2.0]]
+    assert refused("name,score\nA4G,1\n") == (
+        "v.csv: has no column with a usual name for mutations (mutant, mutation, mutations, variant, hgvs_pro, hgvs_p, "
+        "mut) or mutated sequences (mutated_sequence, sequence); its columns are 'name', 'score'; name one with mutant "
+        "or sequence"
+    )
+    assert refused("mutant,activity\nA4G,1\n") == (
+        "v.csv: has no column with a usual name for measured values (DMS_score, score, fitness, target, effect); its "
+        "columns are 'mutant', 'activity'; name them with targets"
+    )
+    assert refused("mutant,score\nA4G,1\n", mutant="mutent") == (
+        "v.csv: has no column 'mutent'; did you mean 'mutant'? its columns are 'mutant', 'score'"
+    )
+    assert refused("mutant,score\nA4G,1\n", targets=["scor"]).startswith("v.csv: has no column 'scor'")
+    assert refused(text, UsageError, mutant="mutant", targets=["score", "score"]) == (
+        "targets names a column twice: score, score"
+    )
+
+
+def test_variants_without_values_are_read_if_asked() -> None:
+    variants = read("mutant\nA4G\nWT\n", targets=None)
+    assert variants.target_NT.shape == (2, 0)
+    assert variants.target_names == ()
+    assert variants.names() == ["A4G", "WT"]
+    assert read("mutant\nA4G\nA4G\n", targets=None, replicates="mean").weight_N.tolist() == [2.0]
+
+
+def test_a_value_that_is_no_number() -> None:
+    assert refused("mutant,score\nA4G,1\nT3V,high\n").startswith("v.csv:3: column 'score' has 'high', which is not")
+
+
+def test_decimal_commas_are_told() -> None:
+    variants = read("mutant;score\nA4G;1,5\nT3V;2\nK2S;0,5\n")
+    assert variants.target_NT.tolist() == [[1.5], [2.0], [0.5]]
+    assert variants.notices == ["v.csv: read 2 rows of 'score' with a decimal comma (line 2, line 4)"]
+
+
+# ---- the wild type
+
+
+def test_wild_type_from_a_fasta_file() -> None:
+    Path("wt.fasta").write_text(f">tem1 a protein\n{WT[:30]}\n{WT[30:].lower()}\n")
+    variants = read(scored("A4G"), wild_type=Path("wt.fasta"))
+    assert variants.wild_type == WT
+    assert variants.notices == ["wt.fasta: lower-case letters were read as upper case in 1 record (tem1)"]
+    Path("wt.fasta").write_text(">a\nMK\n>b\nMKT\n>c\nMT\n>d\nMMM\n")
+    assert refused(scored("A4G"), wild_type=Path("wt.fasta")) == (
+        "wt.fasta: has 4 records (a, b, c, ...); the wild type is a file with one"
+    )
+    assert refused(scored("A4G"), wild_type=Path("none.fasta")) == "none.fasta: no such file"
+
+
+def test_wild_type_from_text() -> None:
+    variants = read(scored("A4G"), wild_type=f" {WT[:20].lower()}\n{WT[20:]} ")
+    assert variants.wild_type == WT
+    assert variants.notices == ["wild_type: lower-case letters were read as upper case"]
+    assert refused(scored("A4G"), wild_type="wt.fasta") == (
+        "wild_type has '.' at position 3, which is not a residue in one-letter code; a FASTA file is given as a Path"
+    )
+    assert refused(scored("A4G"), wild_type="mk\u00df").startswith("wild_type has '\u00df' at position 3, which is not")
+    assert refused(scored("A4G"), wild_type="") == "wild_type is empty; the sequence of the wild type is expected"
+
+
+def test_wild_type_from_a_column() -> None:
+    text = f"mutant,score,wt\nA4G,1,{WT}\nT3V,2,{WT}\n"
+    assert read(text, wild_type_column="wt").wild_type == WT
+    assert refused(text.replace("T3V", "T4V"), wild_type_column="wt") == (
+        "v.csv: 1 of 2 mutations do not fit column 'wt' of 56 residues: line 3 T4V (A is there); correct them, the "
+        "wild type or offset"
+    )
+    assert refused(text + "\nK2S,3,MKT\nI6L,4,MK\n", wild_type_column="wt") == (
+        "v.csv: column 'wt' has 3 wild types, first in line 2 and line 5; give one protein at a time"
+    )
+    assert refused("mutant,score,wt\nA4G,1,\n", wild_type_column="wt") == (
+        "v.csv:2: column 'wt' is empty; the sequence of the wild type is expected"
+    )
+    assert refused("mutant,score,wt\nA4G,1,MKT?\n", wild_type_column="wt").startswith(
+        "v.csv:2: column 'wt' has '?' at position 4, which is not a residue"
+    )
+
+
+@pytest.mark.parametrize("settings", [{"wild_type": None}, {"wild_type": WT, "wild_type_column": "wt"}])
+def test_one_source_of_the_wild_type(settings: dict[str, object]) -> None:
+    message = "v.csv: give either wild_type (a FASTA file or a sequence) or wild_type_column"
+    assert refused(scored("A4G"), UsageError, **settings) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"on_stop": "keep"}, "on_stop is 'keep'; it is one of error, drop"),
+        ({"on_synonymous": "x"}, "on_synonymous is 'x'; it is one of error, drop, keep"),
+        ({"replicates": "median"}, "replicates is 'median'; it is one of error, mean, keep"),
+        ({"offset": "Auto"}, "offset is 'Auto'; it is a whole number or 'auto'"),
+        ({"offset": 1.0}, "offset is 1.0; it is a whole number or 'auto'"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, object], message: str) -> None:
+    assert refused(scored("A4G"), UsageError, **settings) == message
+
+
+# ---- numbering
+
+
+def every_site(shift: int, sequence: str = WT) -> list[str]:
+    return [f"{letter}{place - shift}W" for place, letter in enumerate(sequence, 1)]
+
+
+def test_a_mutation_that_does_not_fit() -> None:
+    assert refused(scored("A4G", "A5G", "T3V:K9R", "Q57A", "M0K", "V2L")) == (
+        "v.csv: 5 of 7 mutations do not fit the wild type of 56 residues: line 3 A5G (Y is there), line 4 K9R (Q is "
+        "there), line 5 Q57A (outside), ...; correct them, the wild type or offset"
+    )
+    assert refused(scored("A4G", "M0K")).count("line 3 M0K (outside)") == 1
+
+
+def test_an_offset_is_added() -> None:
+    variants = read(scored("A1G:T0V", "Q53A"), offset=3)
+    assert variants.names() == ["T3V:A4G", "Q56A"]
+    assert variants.positions() == [frozenset({2, 3}), frozenset({55})]
+    assert read(scored("A104G"), offset=-100).names() == ["A4G"]
+    assert refused(scored("A4G", "A5G"), offset=3) == (
+        "v.csv: 1 of 2 mutations shifted by +3 do not fit the wild type of 56 residues: line 3 A5G (K is there); "
+        "correct them, the wild type or offset"
+    )
+
+
+def test_an_offset_is_proposed() -> None:
+    Path("wt.fasta").write_text(f">wt\n{WT}\n")
+    # counted from residue 24; Q22, V32 and Q33 happen to find their letter as numbered too
+    cells = every_site(23)[23:]
+    message = refused(scored(*cells), wild_type=Path("wt.fasta"))
+    assert message == (
+        "v.csv: 3 of 33 mutations fit wt.fasta as numbered, 33 fit when shifted by +23; pass offset=23, or mend "
+        "line 2 E1W (M is there)"
+    )
+    assert read(scored(*cells), offset=23).names()[:2] == ["E24W", "E25W"]
+    assert "with offset=-2, 33 fit when shifted by +23; pass offset=23" in refused(scored(*cells), offset=-2)
+    # rows are counted, not different mutations
+    assert "4 of 35 mutations fit the wild type as numbered, 35 fit" in refused(scored(*cells, cells[0], "Q22A"))
+    # the table may be right in most places only
+    wrong = [*cells[:20], "W21A", "W22A", "W23A", "W24A"]
+    assert "20 fit when shifted by +23; pass offset=23" in refused(scored(*wrong))
+    assert "20 fit when shifted by +23; pass offset=23" in refused(scored(*wrong), offset="auto")
+    mostly_wrong = [*cells[:5], "C11W", "C12W", "C13W", "C14W", "C15W", "C16W"]
+    assert "do not fit the wild type" in refused(scored(*mostly_wrong))
+
+
+def test_an_offset_is_found() -> None:
+    cells = every_site(23)[23:]
+    variants = read(scored(*cells), offset="auto")
+    assert variants.names()[0] == "E24W"
+    assert variants.notices == [
+        "v.csv: 3 of 33 mutations fit the wild type as numbered, 33 fit when shifted by +23, which was done"
+    ]
+    assert read(scored(*every_site(-100)), offset="auto").names()[-1] == "Q56W"
+    as_numbered = read(scored("A4G"), offset="auto")
+    assert (as_numbered.names(), as_numbered.notices) == (["A4G"], [])
+
+
+def test_an_offset_that_fits_nearly_all_leaves_errors() -> None:
+    cells = [f"{letter}{place - 23}{to}" for place, letter in enumerate(WT, 1) for to in "GP" if letter not in "GP"]
+    cells[7:7] = ["W5A"]
+    assert refused(scored(*cells), offset="auto") == (
+        "v.csv: 1 of 103 mutations shifted by +23 do not fit the wild type of 56 residues: line 9 W5A (G is "
+        "there); correct them, the wild type or offset"
+    )
+
+
+def test_too_little_to_tell_an_offset() -> None:
+    # four sites: letters of any protein fit some shift by chance
+    assert refused(scored("F1W", "V2W", "K3W", "S4W"), offset="auto") == (
+        "v.csv: 4 of 4 mutations do not fit the wild type of 56 residues, and no other shift fits clearly better: line "
+        "2 F1W (M is there), line 3 V2W (K is there), line 4 K3W (T is there), ...; correct them, the wild type or "
+        "offset"
+    )
+    assert read(scored("F1W", "V2W", "K3W", "S4W", "H5W"), offset="auto").names()[0] == "F14W"
+    # many mutations, but of four sites only
+    many = [f"{site}{to}" for site in ("F1", "V2", "K3", "S4") for to in "ACDE"]
+    assert "no other shift fits clearly better" in refused(scored(*many), offset="auto")
+
+
+def test_a_repeat_fits_several_offsets() -> None:
+    sequence = "MKTAYIAKQR" * 3
+    cells = every_site(0, sequence[:10])
+    assert read(scored(*cells), wild_type=sequence, offset="auto").names()[0] == "M1W"  # as numbered
+    shifted = every_site(-100, sequence[:10])
+    message = refused(scored(*shifted), wild_type=sequence, offset="auto")
+    assert message.startswith("v.csv: 10 of 10 mutations do not fit the wild type of 30 residues, and no other shift")
+    assert "pass offset" not in refused(scored(*shifted), wild_type=sequence)
+
+
+# ---- what variants may have
+
+
+def test_stop_codons() -> None:
+    text = scored("A4G", "T3*", "K2S:A4*", "p.Ile6Ter", "Q9*")
+    assert refused(text) == (
+        "v.csv: a stop codon in 4 of 5 variants: line 3 'T3*', line 4 'K2S:A4*', line 5 'I6*', ...; remove these rows, "
+        "or set on_stop to 'drop'"
+    )
+    variants = read(text, on_stop="drop")
+    assert variants.names() == ["A4G"]
+    assert variants.notices == ["v.csv: left out 4 rows with a stop codon (line 3, line 4, line 5, ...)"]
+    assert "Q3*" in refused(scored("Q3*"), on_stop="drop")  # dropped or not, it must fit
+
+
+def test_synonymous_changes() -> None:
+    text = scored("A4A", "T3V", "K2K:I6L")
+    assert refused(text) == (
+        "v.csv: a synonymous change in 2 of 3 variants: line 2 'A4A', line 4 'K2K:I6L'; remove these rows, or set "
+        "on_synonymous to 'drop' or 'keep'"
+    )
+    dropped = read(text, on_synonymous="drop")
+    assert (dropped.names(), dropped.rows) == (["T3V"], [(1,)])
+    assert dropped.notices == ["v.csv: left out 2 rows with a synonymous change (line 2, line 4)"]
+    kept = read(text, on_synonymous="keep")
+    assert kept.names() == ["A4A", "T3V", "K2K:I6L"]
+    assert kept.sequences()[0] == WT
+    assert kept.positions()[2] == frozenset({1, 5})
+    assert kept.notices == []
+    message = "v.csv: no variant is left of 1 row (v.csv: left out 1 row with a synonymous change (line 2))"
+    assert refused(scored("A4A"), on_synonymous="drop") == message
+
+
+def test_cells_that_cannot_be_used_are_counted_by_kind() -> None:
+    text = scored("A4G", "A4del", "foo", "T3fs", "K2_T3insG", "Q9dup", "A4X")
+    assert refused(text) == (
+        "v.csv: 4 of 7 cells of column 'mutant' cannot be used: line 3 'A4del' is a deletion, line 5 'T3fs' is a "
+        f"frameshift, line 6 'K2_T3insG' is an insertion, ...; {ONLY} (2 more for other reasons)"
+    )
+
+
+def test_lower_case_is_told() -> None:
+    variants = read(scored("a4g", "T3V", "k2S", "I6l", "wt", "p.Gln9Ala", "gln11ala"))
+    assert variants.names() == ["A4G", "T3V", "K2S", "I6L", "WT", "Q9A", "Q11A"]
+    assert variants.notices == [
+        "v.csv: read 4 rows of 'mutant' in lower case as upper case (line 2, line 4, line 5, ...)"
+    ]
+
+
+def test_missing_values() -> None:
+    text = "mutant,a,b\nA4G,1,\nnonsense,,NA\nK2S,nan,3\nI6L,4,5\nT3V,-,\n"
+    variants = read(text, targets=["a", "b"])
+    assert variants.names() == ["A4G", "K2S", "I6L"]
+    np.testing.assert_array_equal(variants.target_NT, [[1, np.nan], [np.nan, 3], [4, 5]])
+    assert variants.rows == [(0,), (2,), (3,)]
+    assert variants.notices == [
+        "v.csv: kept 2 rows without a value in one of 'a', 'b' (line 2, line 4)",
+        "v.csv: left out 2 rows without a value in 'a' or 'b' (line 3, line 6)",
+    ]
+    assert refused("mutant,score\nA4G,\nK2S,\n") == (
+        "v.csv: no variant is left of 2 rows (v.csv: left out 2 rows without a value in 'score' (line 2, line 3))"
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_replicates() -> None:
+    text = "mutant,a,b\nA4G:T3V,1,10\nWT,5,6\nK2S,7,\nT3V;A4G,2,\nwt,7,8\np.[Thr3Val;Ala4Gly],6,\n"
+    settings: dict[str, object] = {"targets": ["a", "b"]}
+    found = "2 variants in several rows: 'T3V:A4G' in line 2, line 5, line 7, 'WT' in line 3, line 6"
+    assert refused(text, **settings) == (
+        f"v.csv: {found}; set replicates to 'mean' or 'keep', or remove all but one row"
+    )
+    mean = read(text, replicates="mean", **settings)
+    assert mean.names() == ["T3V:A4G", "WT", "K2S"]
+    np.testing.assert_array_equal(mean.target_NT, [[3, 10], [6, 7], [7, np.nan]])
+    assert mean.weight_N.tolist() == [3.0, 2.0, 1.0]
+    assert mean.rows == [(0, 3, 5), (1, 4), (2,)]
+    assert mean.notices[-1] == f"v.csv: averaged {found}"
+    kept = read(text, replicates="keep", **settings)
+    assert kept.names() == ["T3V:A4G", "WT", "K2S", "T3V:A4G", "WT", "T3V:A4G"]
+    assert kept.target_NT[:, 0].tolist() == [1, 5, 7, 2, 7, 6]
+    assert kept.weight_N.tolist() == [1.0] * 6
+    assert kept.rows == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    assert kept.notices[-1] == f"v.csv: kept apart {found}"
+
+
+# ---- whole sequences
+
+
+def test_mutations_from_sequences() -> None:
+    one, two = WT.replace("MKTA", "MKTG"), WT.replace("MKTA", "MVTA")[:-1] + "C"
+    text = f"mutated_sequence,DMS_score\n{one},1\n{WT},2\n{two.lower()},3\n{one[:10]} {one[10:]}*,4\n"
+    variants = read(text, replicates="mean")
+    assert variants.names() == ["A4G", "WT", "K2V:Q56C"]
+    assert variants.target_NT.tolist() == [[2.5], [2.0], [3.0]]
+    assert variants.sequences() == [one, WT, two]
+    assert variants.notices[0] == "v.csv: read 1 row of 'mutated_sequence' in lower case as upper case (line 4)"
+    assert read(f"Sequence,score\n{one},1\n").names() == ["A4G"]
+    assert read(f"s,mutant,score\n{one},x,1\n", sequence="s", offset="auto").names() == ["A4G"]
+    assert refused(f"sequence,score\n{one},1\n", UsageError, offset=3) == (
+        "v.csv: offset shifts numbered mutations, but column 'sequence' has sequences"
+    )
+    assert refused(f"sequence,mutated_sequence,score\n{one},{one},1\n") == (
+        "v.csv: columns 'sequence' and 'mutated_sequence' may both be meant; set sequence to one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("MKT", f"'MKT' has 3 residues; the wild type has 56, and {ONLY}"),
+        ("MKTA-" + WT[5:], f"'MKTA-IAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRV...' has a gap; {ONLY}"),
+        ("MKTX" + WT[4:], f"'X' at position 4 is not one residue; {UNKNOWN}"),
+        ("MKT?" + WT[4:], f"'?' at position 4 is not one residue; {UNKNOWN}"),
+        (
+            "MKT\u00e4" + WT[4:],
+            "'MKT\u00e4YIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRV...' is no sequence; write it in one-letter codes",
+        ),
+        ("", f"'' has 0 residues; the wild type has 56, and {ONLY}"),
+    ],
+)
+def test_sequences_that_cannot_be_compared(cell: str, problem: str) -> None:
+    assert refused(f"sequence,score\n{WT},1\n{cell},2\n") == (
+        f"v.csv: 1 of 2 cells of column 'sequence' cannot be used: line 3 {problem}"
+    )
+
+
+def test_a_stop_codon_in_a_sequence() -> None:
+    text = f"sequence,score\n{WT},1\nMKT*{WT[4:]},2\n"
+    assert "a stop codon in 1 of 2 variants: line 3 'A4*'" in refused(text)
+    assert read(text, on_stop="drop").names() == ["WT"]
+    assert "line 2 'Q56*'" in refused(f"sequence,score\n{WT[:-1]}*,1\n")
+
+
+def test_mutations_and_sequences_must_agree() -> None:
+    one = WT.replace("MKTA", "MKTG")
+    text = f"mutant,seq,score\nA4G,{one},1\nWT,{WT},2\nK2K:A4G,{one.lower()},3\nQ56*,MKT,4\n"
+    settings: dict[str, object] = {
+        "mutant": "mutant",
+        "sequence": "seq",
+        "on_synonymous": "keep",
+        "on_stop": "drop",
+    }
+    variants = read(text, **settings)
+    assert variants.names() == ["A4G", "WT", "K2K:A4G"]
+    assert variants.notices[-1] == "v.csv: read 1 row of 'seq' in lower case as upper case (line 4)"
+    wrong = text.replace("A4G,", "A4V,").replace("WT,", "K2S,")
+    assert refused(wrong, **settings) == (
+        "v.csv: columns 'mutant' and 'seq' name different proteins in 3 rows: line 2 (A4V and A4G), line 3 (K2S and "
+        "WT), line 4 (K2K:A4V and A4G); correct them, or read one of the two columns"
+    )
+
+
+def test_parquet_rows_are_named_as_rows() -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"mutant": ["A4G", "A5G"], "score": [0.1, 0.2]}), "v.parquet")
+    with pytest.raises(InputError, match=r"^v\.parquet: 1 of 2 mutations .*: row 2 A5G \(Y is there\)"):
+        read_variants(Path("v.parquet"), wild_type=WT)
+
+
+# ---- a measured data set
+
+
+def test_beta_lactamase() -> None:
+    folder = next((path for path in ASSAY if path.is_dir()), None)
+    if folder is None:
+        pytest.skip("the data set is not here")
+    table, wild_type = folder / "beta_lactamase.csv", folder / "beta_lactamase_wt.fasta"
+    settings: dict[str, object] = {"wild_type": wild_type, "targets": ["activity"]}
+    variants = read_variants(table, on_synonymous="keep", **settings)  # type: ignore[arg-type]
+    assert len(variants) == 5397
+    assert len(variants.wild_type) == 286
+    assert variants.names()[:2] == ["P20P", "D207D"]
+    assert variants.target_NT[0, 0] == 1.581033423
+    left = read_variants(table, on_synonymous="drop", **settings)  # type: ignore[arg-type]
+    assert len(left) == 5198
+    assert left.notices[0].startswith(f"{table}: left out 199 rows with a synonymous change (line 2, line 3, line 4,")
+    # the mature enzyme begins at residue 24
+    text = table.read_text()
+    mature = re.sub(r"([A-Z])(\d+)([A-Z])", lambda m: f"{m[1]}{int(m[2]) - 23}{m[3]}", text)
+    shifted = read(mature, offset="auto", on_synonymous="drop", **settings)
+    assert shifted.mutations == left.mutations
+    assert "5,397 fit when shifted by +23, which was done" in shifted.notices[0]
+
+
+# ---- generated tables, whole and damaged
+
+
+def generated(draw: random.Random) -> tuple[list[tuple[str, float, str]], str]:
+    """Name, value and note of each variant, and a table of them in one of many ways of writing."""
+    rows: dict[str, tuple[float, str]] = {}
+    for _ in range(draw.randrange(1, 12)):
+        places = sorted(draw.sample(range(len(WT)), draw.randrange(0, 4)))
+        name = ":".join(f"{WT[p]}{p + 1}{draw.choice([c for c in 'ACDEFGHIKL' if c != WT[p]])}" for p in places)
+        note = draw.choice(["", "x", "two\nlines", 'a "quoted" word', "a,b;c\td", "\u00b5M", " "])
+        rows[name or "WT"] = (round(draw.uniform(-9, 9), draw.randrange(1, 9)), note)
+    separator, ending = draw.choice(",;\t"), draw.choice(["\n", "\r\n", "\r"])
+    joint = draw.choice([":", ";", ",", "/", "+", " ", ", "])
+    comma = separator != "," and len(rows) > 1 and draw.random() < 0.3
+
+    def cell(text: str) -> str:
+        quote = draw.random() < 0.1 or any(c in text for c in ',;\t"\n\r')
+        return '"' + text.replace('"', '""') + '"' if quote else text
+
+    lines = [["mutant", "note", "score"]]
+    for name, (value, note) in rows.items():
+        number = repr(value).replace(".", ",") if comma else repr(value)
+        lines.append([name.replace(":", joint), note, number])
+    written = [separator.join(map(cell, line)) for line in lines]
+    if draw.random() < 0.3:
+        written.insert(draw.randrange(1, len(written) + 1), draw.choice(["", separator * 2]))
+    if draw.random() < 0.2:
+        written = [line + separator * 2 for line in written]
+    text = ending.join(written) + draw.choice(["", ending])
+    return [(name, value, note.strip()) for name, (value, note) in rows.items()], draw.choice(["", "\ufeff"]) + text
+
+
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    for _ in range(draw.randrange(1, 4)):
+        at = draw.randrange(len(data) + 1)
+        way = draw.randrange(7)
+        if way == 0:
+            data = data[:at]
+        elif way == 1:
+            data = data[:at] + draw.randbytes(draw.randrange(1, 5)) + data[at + 1 :]
+        elif way == 2:
+            data = data[:at] + b'"' + data[at:]
+        elif way == 3:
+            data = data.replace(
+                *draw.choice([(b",", b";"), (b";", b","), (b"\t", b" "), (b",", b"\t")]), draw.randrange(5)
+            )
+        elif way == 4:
+            data = (
+                data[:at] + draw.choice("\u00df\u2028\u0085\u00e9\u0661\U0001f9ec\u212a\x1c\x00").encode() + data[at:]
+            )
+        elif way == 5:
+            data = data[:at] + data[at + draw.randrange(20) :]
+        else:
+            data = data[:at] + data[: draw.randrange(40)] + data[at:]
+    return data
+
+
+def test_fuzz() -> None:
+    draw = random.Random(20240)
+    path, messages, whole, mended = Path("v.csv"), [], 0, 0
+    for _ in range(2500):
+        rows, text = generated(draw)
+        hurt = draw.random() < 0.7
+        path.write_bytes(damaged(text.encode(), draw) if hurt else text.encode())
+        try:
+            variants = read_variants(path, wild_type=WT, replicates="keep", on_stop="drop", on_synonymous="keep")
+        except InputError as error:
+            messages.append(str(error))
+            assert hurt or "which may be" in messages[-1], (text, messages[-1])
+            continue
+        if hurt:
+            mended += 1
+            named = path.read_bytes().decode("utf-8-sig").upper()
+            for mutations, values in zip(variants.mutations, variants.target_NT, strict=True):
+                assert all(str(mutation) in named for mutation in mutations)
+                assert np.isfinite(values).all()
+                assert all(WT[mutation.position] == mutation.wild for mutation in mutations)
+        else:
+            whole += 1
+            notes = [variants.table.column("note")[row] for (row,) in variants.rows]
+            assert list(zip(variants.names(), variants.target_NT[:, 0].tolist(), notes, strict=True)) == rows
+    assert all(len(message.splitlines()) == 1 and "v.csv" in message for message in messages)
+    assert whole > 600
+    assert mended > 150
+    assert len(messages) > 700
+
+
+def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "variants.md"
+    if not page.exists():
+        pytest.skip("the documentation is not here")
+    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", page.read_text(), re.DOTALL)[:2]
+    exec(compile(code, str(page), "exec"), {})
+    assert capsys.readouterr().out == printed

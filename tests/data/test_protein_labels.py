@@ -1,0 +1,385 @@
+"""Labels of whole proteins, and how the rows of a table find their records."""
+
+import gzip
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from in_memory import InMemory
+
+from esmshard.data.given_splits import given_splits
+from esmshard.data.ingest import cached
+from esmshard.data.protein_labels import ProteinLabels, protein_labels
+from esmshard.data.tables import Table, read_table
+from esmshard.errors import InputError, UsageError
+
+FASTA = Path("x.fasta")
+STORE = InMemory(">a MK", ">b MT", ">c MV")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "t.csv"
+
+
+def table(path: Path, text: str) -> Table:
+    path.write_text(text)
+    return read_table(path)
+
+
+def of(store: InMemory, kind: Any, *arguments: Any, **options: Any) -> ProteinLabels:
+    labels = protein_labels(store, FASTA, kind, *arguments, **options)
+    assert len(labels.labelled_N) == len(store)
+    assert all("\n" not in notice for notice in labels.notices)
+    return labels
+
+
+def refusal(store: InMemory, kind: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(InputError) as error:
+        protein_labels(store, FASTA, kind, *arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def targets(labels: ProteinLabels) -> list[Any]:
+    return [labels[n]["target"].tolist() if labels.labelled_N[n] else None for n in range(len(labels.labelled_N))]
+
+
+def test_numbers_from_headers() -> None:
+    labels = of(InMemory(">a TARGET=0.5 SET=train MK", ">b target=-1e2 MT"), "number")
+    assert labels[0]["target"].dtype == np.float32
+    assert labels[0]["target"].shape == (1,)
+    assert targets(labels) == [[0.5], [-100.0]]
+    assert (labels.kind, labels.names, labels.per_residue) == ("number", ("TARGET",), False)
+    assert labels.values.shape == (2, 1)
+    assert labels.notices == ["lower-case keys were read as upper case in 1 record (b)"]
+
+
+def test_several_numbers_from_headers_with_gaps() -> None:
+    store = InMemory(">a KD=1 TM=2 MK", ">b TM=3 MT", ">c KD=nan TM=4 MV")
+    labels = of(store, "number", columns=["kd", "TM"])
+    assert labels.names == ("KD", "TM")
+    np.testing.assert_array_equal(labels.values, [[1, 2], [np.nan, 3], [np.nan, 4]])
+    assert labels.labelled_N.all()
+
+
+def test_headers_without_a_label() -> None:
+    store = InMemory(">a TARGET=1 MK", ">b TARGET=nan MT", ">c MV")
+    assert refusal(store, "number").startswith("x.fasta: 2 of 3 records have no TARGET= (b, c); ")
+    labels = of(store, "number", missing="drop")
+    assert labels.labelled_N.tolist() == [True, False, False]
+    assert np.isnan(labels.values[1:]).all()
+    with pytest.raises(KeyError):
+        labels[1]
+    assert labels.notices == ["no TARGET=, so that it was left out, in 2 records (b, c)"]
+    assert refusal(store, "number", columns=["KD"], missing="drop").startswith(
+        "x.fasta: no record (a, b, c) has a KD=; "
+    )
+    assert refusal(InMemory(">a TARGET=1 MK", ">b TARGET=x MT"), "number").startswith(
+        "x.fasta: record 'b': TARGET is 'x', which is not a finite number; "
+    )
+    message = refusal(InMemory(">a KD=1 TM=2 MK", ">b KD=1 TM=2,5 MT"), "number", columns=["KD", "TM"])
+    assert message.startswith("x.fasta: record 'b': TM is '2,5', which")
+
+
+def test_numbers_from_a_table_by_id(path: Path) -> None:
+    labels = of(STORE, "number", table(path, "ID,target\nc,3\na,1.5\nb,2e-3\n"))
+    assert labels.values.dtype == np.float32
+    np.testing.assert_array_equal(labels.values, np.float32([[1.5], [0.002], [3]]))
+    assert labels.names == ("target",)
+    assert labels.notices == []
+    assert not labels[0]["target"].flags.writeable
+    assert not of(InMemory(">a TARGET=1 MK"), "number").values.flags.writeable
+
+
+def test_several_numbers_from_a_table(path: Path) -> None:
+    given = table(path, "entry\ttm\tkd\tnote\nc\t3\t\tx\na\t1\tNA\ty\nb\t-\t7\tz\n")
+    labels = of(STORE, "number", given, columns=["kd", "tm"])
+    assert labels.names == ("kd", "tm")
+    np.testing.assert_array_equal(labels.values, [[np.nan, 1], [7, np.nan], [np.nan, 3]])
+    assert refusal(STORE, "number", given, columns=["kd"]).startswith(
+        f"x.fasta: 2 of 3 records have no label in {path} (a, c); "
+    )
+    dropped = of(STORE, "number", given, columns=["kd"], missing="drop")
+    assert dropped.labelled_N.tolist() == [False, True, False]
+    np.testing.assert_array_equal(dropped.values, [[np.nan], [7], [np.nan]])
+
+
+def test_numbers_that_cannot_be_used(path: Path) -> None:
+    assert refusal(STORE, "number", table(path, "id,target\na,1\nb,high\nc,3\n")).startswith(
+        f"{path}:3: column 'target'"
+    )
+    assert refusal(STORE, "number", table(path, "id,target\na,1\nb,2\nc,-1e39\n")) == (
+        f"{path}:4: column 'target' has '-1e39', too large for float32"
+    )
+    assert refusal(STORE, "number", table(path, "id,u,target\na,0,1\nb,4e38,2\n"), columns=["target", "u"]).startswith(
+        f"{path}:3: column 'u' has '4e38'"
+    )
+
+
+def test_rows_and_records_without_a_partner(path: Path) -> None:
+    store = InMemory(*(f">{name} MK" for name in "abcdefg"))
+    given = table(path, "id,target\n" + "".join(f"{name},1\n" for name in "gcwxyz"))
+    assert refusal(store, "number", given) == (
+        f"x.fasta: 5 of 7 records have no label in {path} (a, b, d, ...), and 4 of the labels in {path} have no record "
+        "(w, x, y, ...); mend the ids, or say missing=drop to leave such records out and surplus=drop to pass over "
+        "such labels"
+    )
+    assert refusal(store, "number", given, missing="drop") == (
+        f"x.fasta: 4 of the labels in {path} have no record (w, x, y, ...); mend the ids, or say surplus=drop to pass "
+        "over such labels"
+    )
+    assert refusal(store, "number", given, surplus="drop").startswith(
+        f"x.fasta: 5 of 7 records have no label in {path} (a, b, d, ...); mend the ids, or say missing=drop to"
+    )
+    labels = of(store, "number", given, missing="drop", surplus="drop")
+    assert labels.labelled_N.tolist() == [False, False, True, False, False, False, True]
+    assert labels.notices == [
+        "a label of no record was passed over in 4 records (w, x, y, ...)",
+        f"no label in {path}, so that it was left out, in 5 records (a, b, d, ...)",
+    ]
+    other = table(path, "id,target\nu,1\nv,1\n")
+    assert refusal(store, "number", other, missing="drop", surplus="drop").startswith(
+        f"x.fasta: no record (a, b, c, ...) has a label in {path}, whose ids are others (u, v); "
+    )
+
+
+def test_rows_that_come_twice(path: Path) -> None:
+    labels = of(STORE, "number", table(path, "id,target,u\na,1,x\nb,2,x\na,1.0,y\nc,3,x\n"))
+    assert labels.values[:, 0].tolist() == [1, 2, 3]
+    assert labels.notices == ["a row that came twice with the same label was read once in 1 record (a)"]
+    assert refusal(STORE, "number", table(path, "id,target\na,1\nb,2\nb,2.5\nc,3\n")) == (
+        f"{path}:4: 'b' has another label than in line 3; leave one of them out"
+    )
+    assert "'a' has another label" in refusal(STORE, "number", table(path, "id,target\na,1\na,\nb,2\nc,3\n"))
+    twice = table(path, "id,target,u\na,1,\na,1,\nb,2,1\nc,3,1\n")
+    assert len(of(STORE, "number", twice, columns=["target", "u"]).notices) == 1
+    assert "'a' has another label" in refusal(STORE, "class", table(path, "id,target\na,x\na,y\nb,x\nc,x\n"))
+    labels = of(STORE, "multilabel", table(path, "id,target\na,x;y\nb,y\na,y; x\nc,x\n"))
+    assert targets(labels) == [[1, 1], [0, 1], [1, 0]]
+    assert "'a' has another label" in refusal(STORE, "multilabel", table(path, "id,target\na,x;y\nb,y\na,y\nc,x\n"))
+    flags = table(path, "id,u,v\na,0,0\nb,1,1\nc,1,1\na,,\n")
+    assert "'a' has another label" in refusal(STORE, "multilabel", flags, columns=["u", "v"])
+
+
+def test_rows_find_records_by_sequence(path: Path) -> None:
+    store = InMemory(">a MK", ">b MT", ">c MXV", ">d MK")
+    labels = of(store, "number", table(path, "sequence,target,set\nmj-V*,3,train\nM K,1,test\nMT,2,train\n"))
+    assert labels.values[:, 0].tolist() == [1, 2, 3, 1]
+    assert refusal(store, "number", table(path, "sequence,target\nMK,1\nMT,2\nM1,3\n")).startswith(
+        f"{path}:4: column 'sequence': '1' at position 2 is not a residue"
+    )
+    long = "MKTAYIAKQRQISFVKSHFSRQ"
+    assert "(MKTAYIAKQRQISFVKSHFS...)" in refusal(store, "number", table(path, f"seq,target\nMK,1\n{long},3\n"))
+    assert "line 2" in refusal(store, "number", table(path, "sequence,target\nMK,1\nmk,3\n"))
+    assert of(store, "number", table(path, "id,sequence,target\n7,MK,1\n8,MT,2\n9,MXV,3\n"), id_column="sequence")
+
+
+def test_where_a_table_has_ids_and_sequences_they_must_agree(path: Path) -> None:
+    assert of(STORE, "number", table(path, "id,sequence,target\na,mk,1\nb,,2\nc,MV,3\n")).notices == []
+    assert refusal(STORE, "number", table(path, "id,sequence,target\na,MK,1\nb,MV,2\nc,MT,3\n")).startswith(
+        f"{path}:3: the sequence of 'b' is not the one in x.fasta"
+    )
+    both = table(path, "sequence,mutated_sequence,target\nMA,MV,3\nMA,MK,1\nMA,MT,2\n")
+    assert targets(of(STORE, "number", both, id_column="mutated_sequence")) == [[1], [2], [3]]
+    two = table(path, "id,seq,mutated_sequence,target\na,MK,MV,1\nb,MK,MV,2\nc,MK,MV,3\n")
+    assert of(STORE, "number", two).values[:, 0].tolist() == [1, 2, 3]
+
+
+def test_uniprot_accessions_are_ids_too(path: Path) -> None:
+    store = InMemory(">sp|P1|A_HUMAN x MK", ">tr|P2|B_HUMAN MT", ">sp|P3|C_HUMAN MV", ">xx|P1|D MW")
+    given = table(path, "Entry\tEntry Name\ttarget\nP1\tA\t1\nP2\tB\t2\nsp|P3|C_HUMAN\tC\t3\nP4\tD\t4\n")
+    assert refusal(store, "number", given).startswith(
+        f"x.fasta: 1 of 4 records have no label in {path} (xx|P1|D), and 1 of the labels in {path} have no record (P4)"
+    )
+    labels = of(store, "number", given, missing="drop", surplus="drop")
+    assert targets(labels) == [[1], [2], [3], None]
+    assert labels.notices[0] == "the UniProt accession was taken for the id in 2 records (sp|P1|A_HUMAN, tr|P2|B_HUMAN)"
+
+
+def test_columns_that_are_not_clear(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'id' and 'Name' may both be meant; say which one with id_column"):
+        of(STORE, "number", table(path, "id,Name,target\na,x,1\n"))
+    assert of(STORE, "number", table(path, "id,Name,target\n1,a,1\n2,b,1\n3,c,1\n"), id_column="Name")
+    assert of(STORE, "class", table(path, "id,target,label\na,1,x\nb,1,x\nc,1,x\n"), columns=["label"]).names == ("x",)
+    with pytest.raises(UsageError, match=r"'target' and 'Label' may both be meant; say which one with columns"):
+        of(STORE, "number", table(path, "id,target,Label\na,x,1\n"))
+    assert refusal(STORE, "number", table(path, "id,score\na,1\n")) == (
+        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'"
+    )
+    assert refusal(STORE, "number", table(path, "key,target\na,1\n")) == (
+        f"{path}: has no column of ids or sequences that is known; its columns are 'key', 'target'"
+    )
+    assert refusal(STORE, "number", table(path, "id,target\na,1\n"), columns=["scor"]).startswith(
+        f"{path}: has no column"
+    )
+    assert refusal(STORE, "number", table(path, "id,target\na,1\n,2\n")).startswith(f"{path}:3: column 'id' is empty; ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("number", {"classes": ["a"]}, "numbers have no classes"),
+        ("class", {"classes": ["a", "b", "a"]}, "classes has a name twice: 'a', 'b', 'a'"),
+        ("class", {"columns": ["A", "B"]}, "a class comes from one column, not from 2"),
+        ("multilabel", {"columns": ["A", "B"], "classes": ["a"]}, "several columns of 0 and 1 are the classes"),
+        ("number", {"columns": ["kd", "KD"]}, "columns has a name twice: 'KD', 'KD'"),
+    ],
+)
+def test_arguments_that_do_not_fit(kind: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=f"^{says}"):
+        of(STORE, kind, **options)
+
+
+def test_classes_are_sorted_or_given(path: Path) -> None:
+    given = table(path, "id,label\nc,Nucleus\na,Cytoplasm\nb,Membrane\n")
+    labels = of(STORE, "class", given)
+    assert labels.names == ("Cytoplasm", "Membrane", "Nucleus")
+    assert targets(labels) == [0, 1, 2]
+    assert labels[0]["target"].dtype == np.int64
+    assert labels[0]["target"].shape == ()
+    assert isinstance(labels[0]["target"], np.ndarray)
+    labels = of(STORE, "class", given, classes=["Nucleus", "Golgi", "Cytoplasm", "Membrane"])
+    assert labels.names == ("Nucleus", "Golgi", "Cytoplasm", "Membrane")
+    assert targets(labels) == [2, 3, 0]
+    assert refusal(STORE, "class", given, classes=["Nucleus", "Cytoplasm"]).startswith(
+        f"{path}:4: class 'Membrane' is none of the 2 that are known ('Nucleus', 'Cytoplasm'); "
+    )
+    headers = InMemory(">a TARGET=b;c MK", ">b TARGET=a MT", ">c MV")
+    labels = of(headers, "class", missing="drop")
+    assert (labels.names, targets(labels), labels.values.tolist()) == (("a", "b;c"), [1, 0, None], [1, 0, -1])
+    assert refusal(headers, "class", missing="drop", classes="acdefgh").startswith(
+        "x.fasta: record 'a': class 'b;c' is none of the 7 that are known ('a', 'c', 'd', 'e', 'f', ...); "
+    )
+
+
+def test_a_class_that_may_be_no_label_must_be_given(path: Path) -> None:
+    for name in ("NA", "nan", "None", "-", "null"):
+        given = table(path, f"id,label\na,x\nb,{name}\nc,x\n")
+        assert refusal(STORE, "class", given).startswith(
+            f"{path}:3: '{name}' may be a class or say that there is none; "
+        )
+        assert targets(of(STORE, "class", given, classes=["x", name])) == [0, 1, 0]
+    given = table(path, "id,label\na,x\nb,\nc,y\n")
+    assert refusal(STORE, "class", given).startswith("x.fasta: 1 of 3 records have no label")
+    assert of(STORE, "class", given, missing="drop").values.tolist() == [0, -1, 1]
+
+
+def test_several_classes_of_one_column(path: Path) -> None:
+    given = table(path, "id,target\nc,GO:2; GO:1;\na,GO:3\nb,GO:1;GO:3;;GO:1\n")
+    labels = of(STORE, "multilabel", given)
+    assert labels.names == ("GO:1", "GO:2", "GO:3")
+    assert labels[0]["target"].dtype == np.float32
+    assert targets(labels) == [[0, 0, 1], [1, 0, 1], [1, 1, 0]]
+    assert labels.notices == ["a class that was named twice was taken once in 1 record (GO:1)"]
+    assert np.bincount(labels.values).tolist() == [2, 1, 2]
+    assert targets(of(STORE, "multilabel", given, classes=["GO:3", "GO:2", "GO:9", "GO:1"])) == [
+        *([1, 0, 0, 0], [1, 0, 0, 1], [0, 1, 0, 1]),
+    ]
+    assert "class 'GO:3' is none of" in refusal(STORE, "multilabel", given, classes=["GO:1", "GO:2"])
+    store = InMemory(">a TARGET=y;x MK", ">b TARGET=x MT", ">c MV")
+    labels = of(store, "multilabel", missing="drop")
+    assert (targets(labels), labels.names) == ([[1, 1], [1, 0], None], ("x", "y"))
+    assert refusal(STORE, "multilabel", table(path, "id,target\na,x\nb,;\nc,x\n")).startswith("x.fasta: 1 of 3 records")
+
+
+def test_several_columns_of_zero_and_one(path: Path) -> None:
+    given = table(path, "id,Nucleus,Golgi,Membrane\nc,1,0,1.0\na,False,0,0.0\nb,TRUE,1,1\n")
+    labels = of(STORE, "multilabel", given, columns=["Nucleus", "Golgi", "Membrane"])
+    assert labels.names == ("Nucleus", "Golgi", "Membrane")
+    assert targets(labels) == [[0, 0, 0], [1, 1, 1], [1, 0, 1]]
+    assert labels.labelled_N.all()
+    for cell in ("", "2", "x"):
+        wrong = table(path, f"id,u,v\na,1,1\nb,{cell},1\nc,1,1\n")
+        assert refusal(STORE, "multilabel", wrong, columns=["v", "u"]).startswith(
+            f"{path}:3: 'u' is '{cell}'; write 0 or 1"
+        )
+    gap = table(path, "id,u,v\na,1,0\nb,,\nc,1,1\n")
+    assert refusal(STORE, "multilabel", gap, columns=["u", "v"]).startswith("x.fasta: 1 of 3 records have no label")
+    assert targets(of(STORE, "multilabel", gap, columns=["u", "v"], missing="drop")) == [[1, 0], None, [1, 1]]
+    assert targets(of(InMemory(">a U=1 V=0 MK"), "multilabel", columns=["u", "v"])) == [[1, 0]]
+
+
+def test_compressed_tables_and_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "t.tsv.gz"
+    path.write_bytes(gzip.compress(b"id\ttarget\na\t1\nb\t2\nc\t3\n"))
+    assert targets(of(STORE, "number", read_table(path))) == [[1], [2], [3]]
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = {"id": ["b", "a", "c"], "target": [0.5, None, 2.0], "set": ["train", "train", "test"]}
+    columns |= {"validation": [True, None, False]}
+    parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    given = read_table(tmp_path / "t.parquet")
+    np.testing.assert_array_equal(of(STORE, "number", given, missing="drop").values, [[np.nan], [0.5], [2]])
+    assert given_splits(STORE, FASTA, given) == ["train", "valid", "test"]
+
+
+def test_a_fasta_file_and_its_table(tmp_path: Path, path: Path) -> None:
+    fasta = tmp_path / "x.fasta"
+    fasta.write_text(">sp|P1|A TARGET=1 SET=train\nmkt\nv*\n>b TARGET=2 SET=val \r\nM-J\r\n>c SET=test target=3\nMW")
+    store = cached(fasta)
+    assert of(store, "number").values[:, 0].tolist() == [1, 2, 3]
+    assert given_splits(store, fasta) == ["train", "valid", "test"]
+    assert targets(of(store, "class", table(path, "id,target\nc,x\nP1,y\nb,z\n"))) == [1, 2, 0]
+    assert targets(of(store, "class", table(path, "sequence,target\nMW,x\nMKTV,y\nMX,z\n"))) == [1, 2, 0]
+
+
+def test_a_table_as_large_as_gb1_gives_the_published_counts(path: Path) -> None:
+    """FLIP GB1 three_vs_rest has 2691 training, 299 validation and 5743 test variants."""
+    letters = "ACDEFGHIKLMNPQRSTVWY"
+    sequences = [a + b + c + d for a in letters for b in letters for c in letters for d in letters][: 2691 + 299 + 5743]
+    rows = [
+        f"{sequence},{k / 1000},{'train' if k < 2990 else 'test'},{'True' if 2691 <= k < 2990 else ''}"
+        for k, sequence in enumerate(sequences)
+    ]
+    order = list(range(len(rows)))
+    random.Random(1).shuffle(order)
+    store = InMemory(*(f">v{k} {sequences[k]}" for k in order))
+    given = table(path, "sequence,target,set,validation\n" + "\n".join(rows) + "\n")
+    splits = given_splits(store, FASTA, given)
+    assert [splits.count("train"), splits.count("valid"), splits.count("test")] == [2691, 299, 5743]
+    labels = of(store, "number", given)
+    np.testing.assert_array_equal(labels.values[:, 0], np.float32([k / 1000 for k in order]))
+    assert [splits[n] for n, k in enumerate(order) if k in (0, 2690, 2691, 2989, 2990)].count("valid") == 2
+
+
+def test_damaged_tables_are_refused_or_read_right(path: Path) -> None:
+    """Whatever is done to a table, a record never gets the label of another one."""
+    draw = random.Random(11)
+    names = "abcdefgh"
+    store = InMemory(*(f">{name} M{name.upper().replace('B', 'K')}" for name in names))
+    truth = {name: k + 0.5 for k, name in enumerate(names)}
+    read, messages = 0, []
+    for _ in range(2500):
+        rows = [f"{name},{value}" for name, value in truth.items()]
+        draw.shuffle(rows)
+        text = "\n".join(["id,target", *rows]) + "\n"
+        for _ in range(draw.randint(0, 3)):
+            at = draw.randrange(len(text) + 1)
+            do = draw.choice(["cut", "put", "row", "end"])
+            if do == "cut":
+                text = text[:at] + text[at + 1 :]
+            elif do == "put":
+                text = text[:at] + draw.choice('\n,;"\tx0\r=\N{MINUS SIGN}') + text[at:]
+            elif do == "row":
+                text += draw.choice(rows) + "\n"
+            else:
+                text = text[:at]
+        policy = draw.choice(["error", "drop"])
+        try:
+            labels = protein_labels(store, FASTA, "number", table(path, text), missing=policy, surplus=policy)
+        except InputError as error:
+            messages.append(str(error))
+            continue
+        intact = re.split(r"[\r\n]", text)
+        for n, name in enumerate(names):
+            if f"{name},{truth[name]}" in intact and labels.labelled_N[n]:
+                assert labels.values[n, 0] == truth[name]
+            read += bool(labels.labelled_N[n])
+    assert 800 < len(messages) < 1700
+    assert not any("\n" in message for message in messages)
+    assert read > 5000

@@ -1,0 +1,358 @@
+"""Labels of residues from headers, label files, masks and tables."""
+
+import gzip
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from in_memory import InMemory
+
+from esmshard.data.given_splits import given_splits
+from esmshard.data.ingest import cached
+from esmshard.data.residue_labels import ResidueLabels, residue_labels
+from esmshard.data.tables import read_table
+from esmshard.errors import InputError, UsageError
+
+FASTA = Path("x.fasta")
+STORE = InMemory(">a MKTV", ">b MT", ">c MVV")
+NAN = float("nan")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sampled.fasta"
+
+
+@pytest.fixture
+def mask(tmp_path: Path) -> Path:
+    return tmp_path / "mask.fasta"
+
+
+def of(store: InMemory, kind: Any, *arguments: Any, **options: Any) -> ResidueLabels:
+    labels = residue_labels(store, FASTA, kind, *arguments, **options)
+    assert len(labels.values) == store.lengths.sum() == labels.offsets[-1]
+    assert all("\n" not in notice for notice in labels.notices)
+    return labels
+
+
+def refusal(store: InMemory, kind: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(InputError) as error:
+        residue_labels(store, FASTA, kind, *arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def targets(labels: ResidueLabels) -> list[Any]:
+    return [labels[n]["target"].tolist() if labels.labelled_N[n] else None for n in range(len(labels.labelled_N))]
+
+
+def test_classes_from_headers() -> None:
+    labels = of(InMemory(">a TARGET=HECH SET=train MASK=1101 MKTV", ">b MASK=11 target=CH MT"), "class")
+    assert (labels.kind, labels.names, labels.per_residue) == ("class", "CEH", True)
+    assert targets(labels) == [[2, 1, -1, 2], [0, 2]]
+    assert labels[0]["target"].dtype == np.int8
+    assert labels.offsets.tolist() == [0, 4, 6]
+    assert labels.notices == ["lower-case keys were read as upper case in 1 record (b)"]
+    with pytest.raises(ValueError, match="read-only"):
+        labels[0]["target"][0] = 1
+
+
+def test_letters_under_a_mask_are_no_classes() -> None:
+    labels = of(InMemory(">a TARGET=HEXH MASK=1101 MKTV", ">b TARGET=HX MASK=10 MT"), "class")
+    assert labels.names == "EH"
+    assert targets(labels) == [[1, 0, -1, 1], [1, -1]]
+    assert of(InMemory(">a TARGET=HEXH MASK=1101 MKTV"), "class", classes="HE").names == "HE"
+
+
+def test_numbers_from_headers() -> None:
+    store = InMemory(">a TARGET=0.5;-1e-2;nan;3 MKTV", ">b TARGET=1;2 MASK=01 MT", ">c TARGET=-;.5;NA MVV")
+    labels = of(store, "number")
+    assert labels[0]["target"].dtype == np.float32
+    assert labels.names == ""
+    np.testing.assert_array_equal(labels.values, np.float32([0.5, -0.01, NAN, 3, NAN, 2, NAN, 0.5, NAN]))
+    assert labels.notices == ["no MASK=, so that all residues count, in 2 records (a, c)"]
+    np.testing.assert_array_equal(of(InMemory(">a KD=1;2 MT"), "number", column="kd")[0]["target"], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0.5;0.3", "has labels for 2 residues, but 3 residues in x.fasta; "),
+        ("0.5;0.3;1;2", "has labels for 4 residues, but 3 residues in x.fasta; "),
+        ("0.5;;1", "has nothing as value 2; write nan"),
+        ("0.5;1;", "has nothing as value 3; write nan"),
+        ("0.5;1;x", ": value 3 is 'x', which is not a finite number"),
+        ("0.5;1-;3", ": value 2 is '1-', which is not a finite number"),
+        ("1e39;1;3", ": value 1 is '1e39', which is not a finite number"),
+        ("1;-1e39;3", ": value 2 is '-1e39', which is not a finite number"),
+        ("1;inf;3", ": value 2 is 'inf', which is not a finite number"),
+        ("1;1_0;3", ": value 2 is '1_0', which is not a finite number"),
+        ("0.5,0.3,1", ": value 1 is '0.5,0.3,1', which is not a finite number"),
+    ],
+)
+def test_numbers_that_cannot_be_used(text: str, says: str) -> None:
+    message = refusal(InMemory(">a TARGET=1;2 MK", f">b TARGET={text} MTV"), "number")
+    assert message.startswith(f"x.fasta: record 'b'{'' if says[0] == ':' else ' '}{says}")
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ("TARGET=HEC", "x.fasta: record 'a' has labels for 3 residues, but 4 residues in x.fasta; "),
+        ("TARGET=HECHH", "x.fasta: record 'a' has labels for 5 residues, but 4 residues in x.fasta; "),
+        ("TARGET=HECH MASK=111", "x.fasta: record 'a' has a mask for 3 residues, but 4 residues in x.fasta; "),
+        ("TARGET=HECH MASK=11111", "x.fasta: record 'a' has a mask for 5 residues, but 4 residues in x.fasta; "),
+        ("TARGET=HECH MASK=1021", "x.fasta: record 'a' has '2' at position 3 of its mask; write 0 or 1"),
+        ("TARGET=HECH MASK=10\u06611", "x.fasta: record 'a' has '\u0661' at position 3 of its mask; write 0 or 1"),
+        ("TARGET=HE\u00e9H", "x.fasta: record 'a' has '\u00e9' at position 3, which is no label; "),
+        ("TARGET=HE\x1bH", "x.fasta: record 'a' has '\\x1b' at position 3, which is no label; "),
+        ("TARGET=HEC=", "x.fasta: record 'a' has 'TARGET=HEC=' as one word"),
+        ("TARGET=HECH MASK=0000", "x.fasta: no residue of any record has a label; "),
+    ],
+)
+def test_labels_that_do_not_fit_their_sequence(header: str, says: str) -> None:
+    assert refusal(InMemory(f">a {header} MKTV"), "class").startswith(says)
+
+
+def test_records_without_labels() -> None:
+    store = InMemory(">a TARGET=HECH MKTV", ">b MT", ">c TARGET=HHH MASK=000 MVV")
+    assert refusal(store, "class").startswith("x.fasta: 1 of 3 records have no TARGET= (b); ")
+    labels = of(store, "class", missing="drop")
+    assert targets(labels) == [[2, 1, 0, 2], None, [-1, -1, -1]]
+    assert labels.values[4:6].tolist() == [-1, -1]
+    with pytest.raises(KeyError):
+        labels[1]
+    assert labels.notices == [
+        "no TARGET=, so that it was left out, in 1 record (b)",
+        "no MASK=, so that all residues count, in 1 record (a)",
+        "no residue has a label in 1 record (c)",
+    ]
+    assert np.isnan(of(InMemory(">a TARGET=1;2 MK", ">b MT"), "number", missing="drop").values).tolist() == [
+        *(False, False, True, True),
+    ]
+
+
+def test_flip_files(path: Path, mask: Path) -> None:
+    path.write_text(">c SET=test VALIDATION=False\nHH\nE\n>a SET=train VALIDATION=True\nHECH\n>b SET=train\nCC\n")
+    mask.write_text(">a\n0111\n>b\n11\n>c\n110\n")
+    labels = of(STORE, "class", path, mask=mask)
+    assert labels.names == "CEH"
+    assert targets(labels) == [[-1, 1, 0, 2], [0, 0], [2, 2, -1]]
+    assert labels.notices == []
+    assert given_splits(STORE, FASTA, path) == ["valid", "train", "test"]
+    assert targets(of(STORE, "class", path)) == [[2, 1, 0, 2], [0, 0], [2, 2, 1]]
+    path.write_text(">c MASK=101\nHHE\n>a MASK=1110\nHECH\n>b\nCC\n")
+    labels = of(STORE, "class", path)
+    assert targets(labels) == [[2, 1, 0, -1], [0, 0], [2, -1, 1]]
+    assert labels.notices == ["no MASK=, so that all residues count, in 1 record (b)"]
+    assert refusal(STORE, "class", path, mask=mask) == (
+        f"{path}:1: record 'c' has MASK=, but masks come from {mask}; leave one of them out"
+    )
+    zipped = path.with_name("y.fasta.gz")
+    zipped.write_bytes(gzip.compress(b">c\n1;2;3\n>a\n4;5;6;7\n>b\n8;\n9\n"))
+    assert targets(of(STORE, "number", zipped)) == [[4, 5, 6, 7], [8, 9], [1, 2, 3]]
+
+
+def test_flip_files_beside_a_fasta_file(tmp_path: Path, path: Path, mask: Path) -> None:
+    fasta = tmp_path / "sequences.fasta"
+    fasta.write_text(">a\nMKTV\n>b\nM-T*\n>c\nmvv\n")
+    path.write_text(">c SET=test\nHHE\n>a SET=train\nHECH\n>b SET=val\nCC\n")
+    mask.write_text(">a\n0111\n>b\n11\n>c\n110\n")
+    store = cached(fasta)
+    assert targets(residue_labels(store, fasta, "class", path, mask=mask)) == [[-1, 1, 0, 2], [0, 0], [2, 2, -1]]
+    assert given_splits(store, fasta, path) == ["train", "valid", "test"]
+    with pytest.raises(InputError, match=r"no record \(a, b, c\) has a TARGET="):
+        residue_labels(store, fasta, "class")
+
+
+def test_digits_and_signs_are_classes_as_well(path: Path) -> None:
+    path.write_text(">a\n0-+1\n>b\n~9\n>c\n000\n")
+    labels = of(STORE, "class", path)
+    assert labels.names == "+-019~"
+    assert targets(labels) == [[2, 1, 0, 3], [5, 4], [2, 2, 2]]
+
+
+def test_given_classes_keep_their_order(path: Path) -> None:
+    path.write_text("\n>a\nHECH\n\n>b\nHH\n>c\nHHG\n")
+    labels = of(STORE, "class", path, classes="GHECX")
+    assert labels.names == "GHECX"
+    assert targets(labels) == [[1, 2, 3, 1], [1, 1], [1, 1, 0]]
+    assert refusal(STORE, "class", path, classes="HEC") == (
+        f"{path}:7: record 'c' has the class 'G' at position 3, which is none of HEC; mend the label, or name "
+        "it in classes"
+    )
+    assert refusal(STORE, "class", path, classes="HGC").startswith(
+        f"{path}:2: record 'a' has the class 'E' at position 2,"
+    )
+    headers = InMemory(">a TARGET=HH MK", ">b TARGET=EH MK")
+    assert refusal(headers, "class", classes="H").startswith(
+        "x.fasta: record 'b' has the class 'E' at position 1, which"
+    )
+
+
+def test_labels_that_do_not_fit_are_named_with_their_line(path: Path, mask: Path) -> None:
+    path.write_text(">c\nHHH\n>a\nHEC\n>b\nCC\n")
+    assert refusal(STORE, "class", path).startswith(
+        f"{path}:3: record 'a' has labels for 3 residues, but 4 residues in x.fasta; give one for each residue"
+    )
+    path.write_text(">c\nHHH\n>a\nHECC\n>b\nCC\n")
+    mask.write_text(">c\n111\n>a\n11111\n>b\n11\n")
+    assert refusal(STORE, "class", path, mask=mask).startswith(f"{mask}:3: record 'a' has a mask for 5 residues, but 4")
+    mask.write_text(">c\n111\n>a\n1111\n>b\n1x\n")
+    assert refusal(STORE, "class", path, mask=mask).startswith(
+        f"{mask}:5: record 'b' has 'x' at position 2 of its mask"
+    )
+
+
+def test_label_records_and_sequences_without_a_partner(path: Path, mask: Path) -> None:
+    path.write_text(">c\nHHH\n>x\nHEC\n>y\nCC\n")
+    assert refusal(STORE, "class", path).startswith(
+        f"x.fasta: 2 of 3 records have no labels in {path} (a, b), and 2 of the labels in {path} have no record (x, y)"
+    )
+    assert "2 of the labels" in refusal(STORE, "class", path, missing="drop")
+    labels = of(STORE, "class", path, missing="drop", surplus="drop")
+    assert targets(labels) == [None, None, [0, 0, 0]]
+    assert labels.notices == [
+        "labels of no record were passed over in 2 records (x, y)",
+        f"no labels in {path}, so that it was left out, in 2 records (a, b)",
+    ]
+    mask.write_text(">c\n110\n>z\n1\n")
+    options: dict[str, Any] = {"mask": mask, "missing": "drop", "surplus": "drop"}
+    labels = of(STORE, "class", path, **options)
+    assert targets(labels) == [None, None, [0, 0, -1]]
+    assert labels.notices[-1] == "a mask of no record was passed over in 1 record (z)"
+    path.write_text(">c\nHHH\n")
+    assert refusal(STORE, "class", path, **options | {"surplus": "error"}).startswith(
+        f"{mask}: 1 of the masks have no record in x.fasta (z); "
+    )
+    mask.write_text(">a\n1111\n")
+    assert refusal(STORE, "class", path, **options).startswith(
+        f"{mask}: has no mask for 1 of the records with labels (c)"
+    )
+
+
+def test_records_that_come_twice(path: Path, mask: Path) -> None:
+    path.write_text(">c\nHHH\n>a\nHECC\n>b\nCC\n>a\nHE\nCC\n")
+    labels = of(STORE, "class", path)
+    assert labels.notices == ["a record that came twice with the same labels was read once in 1 record (a)"]
+    path.write_text(">c\nHHH\n>a\nHECC\n>b\nCC\n>a\nHECH\n")
+    assert refusal(STORE, "class", path) == (
+        f"{path}:7: record 'a' has other labels than in line 3; leave one of them out"
+    )
+    path.write_text(">c\nHHH\n>a\nHECC\n>b\nCC\n>a MASK=0111\nHECC\n")
+    assert "has other labels than in line 3" in refusal(STORE, "class", path)
+    path.write_text(">c\nnan;1;2\n>a\n1;2;3;4\n>b\n1;2\n>c\nnan;1;2\n")
+    assert len(of(STORE, "number", path).notices) == 1
+    mask.write_text(">c\n111\n>a\n1111\n>b\n11\n>c\n111\n")
+    path.write_text(">c\nHHH\n>a\nHECC\n>b\nCC\n")
+    assert of(STORE, "class", path, mask=mask).names == "CEH"
+    mask.write_text(">c\n111\n>a\n1111\n>b\n11\n>c\n110\n")
+    assert refusal(STORE, "class", path, mask=mask).startswith(
+        f"{mask}:7: record 'c' has another mask than in line 1; "
+    )
+
+
+def test_labels_from_a_table(tmp_path: Path, mask: Path) -> None:
+    path = tmp_path / "bind.csv"
+    path.write_text("sequence,set,validation,target\nMVV,test,,010\nMKTV,train,True,0007\nMT,train,,40\n")
+    labels = of(STORE, "class", read_table(path))
+    assert labels.names == "0147"
+    assert targets(labels) == [[0, 0, 0, 3], [2, 0], [0, 1, 0]]
+    mask.write_text(">a\n1110\n>b\n11\n>c\n111\n")
+    assert targets(of(STORE, "class", read_table(path), mask=mask)) == [[0, 0, 0, -1], [2, 0], [0, 1, 0]]
+    path.write_text("id,scores,target\nc,1;2;3,x\na,1;2;3,x\nb,1;2,y\n")
+    assert refusal(STORE, "number", read_table(path), column="scores").startswith(
+        f"{path}:3: record 'a' has labels for 3 residues, but 4 residues in x.fasta"
+    )
+    path.write_text("id,target\nc,HHH\na,\nb,H E\nc,HHE\n")
+    assert "'c' has another label than in line 2" in refusal(STORE, "class", read_table(path))
+    path.write_text("id,target\nc,HHH\na,\nb,H E\n")
+    assert refusal(STORE, "class", read_table(path)).startswith(f"x.fasta: 1 of 3 records have no label in {path} (a)")
+    assert refusal(STORE, "class", read_table(path), missing="drop").startswith(
+        f"{path}:4: record 'b' has ' ' at position 2"
+    )
+    path.write_text("id,target\nc,HHH\na,\nb,HX\n")
+    assert refusal(STORE, "class", read_table(path), missing="drop", classes="H").startswith(
+        f"{path}:4: record 'b' has the"
+    )
+    assert targets(of(STORE, "class", read_table(path), missing="drop")) == [None, [0, 1], [0, 0, 0]]
+    path.write_text("id,score\nc,HHH\n")
+    assert refusal(STORE, "class", read_table(path)).startswith(
+        f"{path}: has no column 'target' or 'label'; its columns"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("number", {"classes": "HEC"}, "numbers have no classes"),
+        ("class", {"classes": "HECH"}, "classes has a letter twice: HECH"),
+        ("class", {"classes": "H\u00e9"}, "classes has 'H\u00e9'; each letter"),
+        ("class", {"source": Path("y.fasta"), "column": "target"}, "a label file has no columns"),
+    ],
+)
+def test_arguments_that_do_not_fit(kind: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=f"^{says}"):
+        of(STORE, kind, **options)
+
+
+def test_many_residues_are_looked_up_in_parts(path: Path) -> None:
+    length = (1 << 20) + 3
+    store = InMemory(f">a {'M' * length}", ">b MK")
+    path.write_text(f">a\n{'H' * (length - 1)}E\n>b\nCH\n")
+    labels = of(store, "class", path)
+    assert labels.names == "CEH"
+    assert labels[0]["target"][-3:].tolist() == [2, 2, 1]
+    assert labels[1]["target"].tolist() == [0, 2]
+
+
+def test_damaged_label_files_are_refused_or_read_right(path: Path, mask: Path) -> None:
+    """Whatever is done to a label or mask file, the labels of a record are those that its own lines say."""
+    draw = random.Random(3)
+    names = "abcdef"
+    lengths = dict(zip(names, (3, 5, 2, 7, 4, 5), strict=True))
+    store = InMemory(*(f">{name} {'M' * length}" for name, length in lengths.items()))
+    read, messages = 0, []
+    policies: dict[str, Any] = {"missing": "drop", "surplus": "drop"}
+    for _ in range(2500):
+        letters = {name: "".join(draw.choices("HEC", k=length)) for name, length in lengths.items()}
+        hidden = {name: "".join(draw.choices("011", k=length)) for name, length in lengths.items()}
+        given = [f">{name} SET=train\n{text}\n" for name, text in letters.items()]
+        masks = [f">{name}\n{text}\n" for name, text in hidden.items()]
+        draw.shuffle(given)
+        draw.shuffle(masks)
+        texts = ["".join(given), "".join(masks)]
+        for _ in range(draw.randint(0, 2)):
+            which = draw.randrange(2)
+            text = texts[which]
+            at = draw.randrange(len(text) + 1)
+            do = draw.choice(["cut", "put", "twice", "end"])
+            if do == "cut":
+                text = text[:at] + text[at + 1 :]
+            elif do == "put":
+                text = text[:at] + draw.choice("\n\r >;=\tH0\x00\u00e9\ufeff") + text[at:]
+            elif do == "twice":
+                text += draw.choice((given, masks)[which])
+            else:
+                text = text[:at]
+            texts[which] = text
+        path.write_text(texts[0], newline="")
+        mask.write_text(texts[1], newline="")
+        try:
+            labels = residue_labels(store, FASTA, "class", path, mask=mask, classes="HEC", **policies)
+        except InputError as error:
+            messages.append(str(error))
+            continue
+        for n, name in enumerate(names):
+            own = [f">{name} SET=train\n{letters[name]}\n" in texts[0], f">{name}\n{hidden[name]}\n" in texts[1]]
+            if labels.labelled_N[n] and all(own):
+                expected = [
+                    "HEC".index(a) if b == "1" else -1 for a, b in zip(letters[name], hidden[name], strict=True)
+                ]
+                assert labels[n]["target"].tolist() == expected
+                read += 1
+    assert not any("\n" in message for message in messages)
+    assert 600 < len(messages) < 1700
+    assert read > 5000

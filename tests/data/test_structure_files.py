@@ -1,0 +1,186 @@
+"""Structure files that are packed, damaged, misnamed or something else."""
+
+import bz2
+import gzip
+import importlib.util
+import lzma
+import random
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structure_texts import OTHER, SEQ, chain, cif, nucleic, pdb, three, water, write
+
+from esmshard.data import structure_files
+from esmshard.data.chains import Findings, read_chains
+from esmshard.data.structure_files import Reader
+from esmshard.errors import InputError
+
+
+@pytest.fixture(params=["gemmi", "biopython"])
+def reader(request: pytest.FixtureRequest) -> Reader:
+    return request.param  # type: ignore[no-any-return]
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.fasta", ">a\nMKT\n", r"x\.fasta: not a structure file by its name; \.pdb, \.ent, \.cif or \.mmcif"),
+        ("x.pdb.zip", "", "not a structure file by its name"),
+        ("x.pdb", ">a\nMKT\n", "holds FASTA"),
+        ("x.cif", "\n>a\nMKT\n", "holds FASTA"),
+        ("x.pdb", "", "is empty"),
+        ("x.cif", " \n\n", "is empty"),
+        ("x.pdb", "<!DOCTYPE html><html><body>404</body></html>", "holds a web page"),
+        ("x.cif", "\n <html>", "holds a web page"),
+        ("x.pdb", "data_x\n_entry.id x\n", r"holds mmCIF; name it \.cif"),
+        ("x.pdb", "HEADER    NOTHING\nEND\n", "has no ATOM record"),
+        ("x.cif", "data_x\n_entry.id x\n", "has no _atom_site table"),
+        ("x.cif", "HEADER    SOMETHING\n", "cannot be read as mmCIF"),
+        ("x.pdb", "AT\0OM", "not text"),
+        ("x.pdb", "ATOM      1  N   MET A   1       1.458   0.000   0.0\n", r"x\.pdb:1: the line ends before"),
+        ("x.pdb", "ATOM      1  N   MET A   1       1.458   0.0x0   0.000\n", r"x\.pdb:1: '0\.0x0' is no coordinate"),
+        ("x.pdb", "\nATOM      1  N   MET A   1       1.458   0.000   0.000  a.00\n", r"x\.pdb:2: 'a\.00' is no occ"),
+        ("x.pdb", "ATOM      1  N   MET A   1       1.458   0.000   0.000  1.00  b\n", "'b' is no B-factor"),
+        ("x.pdb", "ATOM      1  N   MET A   1       1.458   0.000        \n", "'' is no coordinate"),
+    ],
+)
+def test_what_is_no_structure(tmp_path: Path, reader: Reader, name: str, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        read_chains(write(tmp_path / name, text), reader=reader)
+    assert str(tmp_path / name) in str(raised.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"x\.pdb: no such file"):
+        read_chains(tmp_path / "x.pdb")
+    (tmp_path / "d.pdb").mkdir()
+    with pytest.raises(InputError, match=r"d\.pdb: is a directory"):
+        read_chains(tmp_path / "d.pdb")
+
+
+def zstd(data: bytes) -> bytes:
+    return subprocess.run(["zstd", "-c"], input=data, capture_output=True, check=True).stdout
+
+
+PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_compressed_files(tmp_path: Path, ending: str) -> None:
+    for kind, text in (("PDB", pdb(chain(SEQ))), ("cif", cif(chain(SEQ), {"A": three(SEQ)}))):
+        packed = PACKERS[ending](text.encode())
+        path = tmp_path / f"Entry.1.{kind}.{ending}"
+        path.write_bytes(packed)
+        (found,) = read_chains(path)
+        assert (found.id, found.sequence) == ("entry.1_A", SEQ)
+        path.write_bytes(packed[: len(packed) // 2])
+        with pytest.raises(InputError, match="cannot be read to its end"):
+            read_chains(path)
+        path.write_text(text)
+        with pytest.raises(InputError, match="cannot be read to its end"):
+            read_chains(path)
+
+
+@pytest.mark.parametrize("name", ["a\nb.pdb", "a\x1b[31mb.pdb", "\udcff.pdb", ".pdb", ">a.pdb"])
+def test_a_file_name_that_no_id_can_have(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, pdb(chain(SEQ)))
+    with pytest.raises(InputError, match="the file name becomes the chains' id") as raised:
+        read_chains(path)
+    assert str(raised.value).isprintable()
+
+
+def test_spaces_in_a_file_name(tmp_path: Path) -> None:
+    (found,) = read_chains(write(tmp_path / "my best  Model.pdb", pdb(chain(SEQ))))
+    assert found.id == "my_best__model_A"
+
+
+def test_without_gemmi_biopython_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "x.cif", cif(chain(SEQ), {"A": three(SEQ)}))
+    assert structure_files.default_reader() == "gemmi"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(__import__("sys").modules, "gemmi", None)
+    assert structure_files.default_reader() == "biopython"
+    assert [c.sequence for c in read_chains(path)] == [SEQ]
+    with pytest.raises(InputError, match=r"gemmi is not installed; pip install 'esmshard\[structure\]'"):
+        read_chains(path, reader="gemmi")
+
+
+# Damage of every kind
+
+_WORDS = ("", "?", ".", "-1", "0", "99999", "1e9", "nan", "'", '"', ";", "#", "loop_", "data_x", "_a.b", "\xb5", "\t")
+
+
+def damaged(text: str, rng: random.Random) -> bytes:
+    lines = text.split("\n")
+    for _ in range(rng.randint(1, 4)):
+        k = rng.randrange(len(lines))
+        line = lines[k]
+        kind = rng.randrange(10)
+        if kind == 0:
+            lines[k] = line[: rng.randint(0, len(line))]
+        elif kind == 1:
+            del lines[k : k + rng.randint(1, 5)]
+        elif kind == 2:
+            lines.insert(rng.randrange(len(lines)), line)
+        elif kind == 3:
+            words = line.split(" ")
+            rng.shuffle(words)
+            lines[k] = " ".join(words)
+        elif kind == 4:
+            at = rng.randint(0, len(line))
+            lines[k] = line[:at] + "".join(chr(rng.randrange(256)) for _ in range(rng.randint(1, 8))) + line[at + 3 :]
+        elif kind == 5:
+            words = line.split(" ")
+            words[rng.randrange(len(words))] = rng.choice(_WORDS)
+            lines[k] = " ".join(words)
+        elif kind == 6:
+            at = rng.randint(0, len(line))
+            lines[k] = line[:at] + rng.choice(_WORDS) + line[at:]
+        elif kind == 7:
+            other = rng.randrange(len(lines))
+            lines[k], lines[other] = lines[other], line
+        elif kind == 8:
+            lines = lines[: rng.randint(1, len(lines))]
+        else:
+            lines[k] = "".join(rng.choice("0123456789") if c.isdigit() and rng.random() < 0.5 else c for c in line)
+        lines = lines or [""]
+    return "\n".join(lines).encode("latin-1")
+
+
+def test_damaged_files_give_one_sentence_or_a_whole_chain(tmp_path: Path) -> None:
+    comps = [*three("MKTAY"), "MSE", *three("IAKQRGGLV")]
+    lines = chain(comps, missing=[3]) + chain(OTHER, "B") + nucleic("C")[:12] + water("A", "D")
+    lines = [y for x in lines for y in ((replace(x, alt="A"), replace(x, alt="B")) if x.seq == 9 else (x,))]
+    sequences = {"A": comps, "B": three(OTHER), "C": ["DA", "DG", "DC", "DT"]}
+    kinds = {"C": "polydeoxyribonucleotide"}
+    as_pdb = [pdb(lines, sequences, {"SEP": "SER"}), pdb(lines), pdb(chain(SEQ) + chain(SEQ, model=2), {"A": comps})]
+    one = [x for x in lines if x.chain != "B"]
+    as_cif = [cif(one, {"A": comps, "C": sequences["C"]}, kinds, {"SEP": "SER"}, {"SEP": "SER"}), cif(chain(SEQ))]
+    rng = random.Random(1)
+    outcomes, messages = {"read": 0, "refused": 0}, list[str]()
+    for k in range(3000):
+        reader: Reader = "gemmi" if k % 2 else "biopython"
+        name, texts = ("x.pdb", as_pdb) if k % 3 == 0 else ("x.cif", as_cif)
+        (tmp_path / name).write_bytes(damaged(rng.choice(texts), rng))
+        findings = Findings()
+        try:
+            found = read_chains(tmp_path / name, reader=reader, findings=findings, cb=rng.choice(["virtual", "real"]))
+        except InputError as error:
+            outcomes["refused"] += 1
+            messages.append(str(error))
+            continue
+        outcomes["read"] += 1
+        for one in found:
+            assert one.cb_L3.shape == (len(one.sequence), 3)
+            assert set(one.sequence) <= set("ACDEFGHIKLMNPQRSTVWYXBUZO")
+            assert np.isfinite(one.cb_L3).all(1).sum() >= 10
+            assert (np.isnan(one.cb_L3).all(1) == np.isnan(one.cb_L3).any(1)).all()
+        assert all(notice.isprintable() for notice in findings.notices())
+    assert [m for m in messages if not m.isprintable() or len(m) > 500] == []
+    assert min(outcomes.values()) > 300, outcomes

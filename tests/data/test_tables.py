@@ -1,0 +1,377 @@
+"""Tables as programs and spreadsheets write them: what is read, and what is said about the rest."""
+
+import builtins
+import bz2
+import gzip
+import lzma
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from xopen import xopen
+
+from esmshard.data.tables import Table, read_table
+from esmshard.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def table(data: str | bytes, name: str = "t.csv") -> Table:
+    path = Path(name)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return read_table(path)
+
+
+def refused(data: str | bytes, name: str = "t.csv") -> str:
+    with pytest.raises(InputError) as error:
+        table(data, name)
+    message = str(error.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def zstd(data: bytes) -> bytes:
+    with xopen("packed.zst", "wb", threads=0) as file:
+        file.write(data)
+    return Path("packed.zst").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("t.csv", "mutant,score\nA24G,1.5\nWT,2\n"),
+        ("t.tsv", "mutant\tscore\nA24G\t1.5\nWT\t2\n"),
+        ("t.txt", "mutant\tscore\nA24G\t1.5\nWT\t2"),
+        ("t.csv", "mutant;score\nA24G;1.5\nWT;2\n"),
+        ("t.csv", "mutant\tscore\nA24G\t1.5\nWT\t2\n"),
+        ("t.tsv", "mutant,score\nA24G,1.5\nWT,2\n"),
+        ("table", "mutant;score\nA24G;1.5\nWT;2\n"),
+        ("t.csv", "\ufeffmutant,score\r\nA24G,1.5\r\nWT,2\r\n"),
+        ("t.csv", "mutant,score\rA24G,1.5\rWT,2\r"),
+        ("t.csv", '"mutant", "score"\n A24G ,\t1.5\n"WT","2"\n'),
+        ("t.csv", "mutant,score,,\nA24G,1.5,,\nWT,2\n"),  # Excel leaves separators out below a block of rows
+        ("t.csv", "mutant,score\nA24G,1.5,,\nWT,2,\n"),
+        ("t.csv", "mutant,,score\nA24G,,1.5\nWT,,2\n"),
+    ],
+)
+def test_one_table_in_many_dresses(name: str, text: str) -> None:
+    read = table(text, name)
+    assert read.columns == {"mutant": ["A24G", "WT"], "score": ["1.5", "2"]}
+    assert list(read.columns) == ["mutant", "score"]
+    assert read.lines == [2, 3]
+    assert len(read) == 2
+    assert read.path == Path(name)
+
+
+@pytest.mark.parametrize(
+    ("ending", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress), ("zst", zstd)]
+)
+def test_compressed(ending: str, pack: Callable[[bytes], bytes]) -> None:
+    text = "mutant,score;x\n" + "A24G,1;5\n" * 500
+    read = table(pack(text.encode()), f"t.csv.{ending}")
+    assert list(read.columns) == ["mutant", "score;x"]  # the ending below .gz decides between , and ;
+    assert len(read) == 500
+    cut = refused(pack(text.encode())[:-9], f"t.csv.{ending}")
+    assert cut.startswith(f"t.csv.{ending}: cannot be read to its end (")
+    assert "copy or download it again" in cut
+    assert "cannot be read to its end" in refused(b"no such format", f"t.csv.{ending}")
+
+
+def test_lines_are_those_an_editor_shows() -> None:
+    text = 'id,note\n\na,"one\ntwo"\n,\n\r\nb,"x\r\ny"\nc,"u\rv"\nd,\n'
+    read = table(text)
+    assert read.columns["id"] == ["a", "b", "c", "d"]
+    assert read.columns["note"] == ["one\ntwo", "x\r\ny", "u\rv", ""]
+    assert read.lines == [3, 7, 9, 11]
+    assert read.where(1) == "t.csv:7"
+    assert read.at(1) == "line 7"
+    assert table("\n\n a , b \n1,2\n").lines == [4]
+    assert table("\n\n a , b \n1,2\n").columns == {"a": ["1"], "b": ["2"]}
+    # these end a line for str.splitlines, but for no editor
+    assert table("a,b\nx\u2028y,1\nz\x0c,2\n").lines == [2, 3]
+
+
+def test_quoted_cells() -> None:
+    read = table('a,b\n"x, ""y""",1\n5" primer,2\n')
+    assert read.columns == {"a": ['x, "y"', '5" primer'], "b": ["1", "2"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "columns"),
+    [
+        ("t.csv", "mutant;score (a, b)\nA24G;1.5\nWT;2\n", ["mutant", "score (a, b)"]),
+        ("t.csv", "mutant,score (a; b)\nA24G,1\nWT,2\n", ["mutant", "score (a; b)"]),
+        ("t.tsv", "mutant\tscore, a\nA24G\t1,5\nWT\t2,5\n", ["mutant", "score, a"]),
+        ("t.csv", "a;b,c\n1;2,3\n", ["a;b", "c"]),  # both divide every line: the ending decides
+        ("t.txt", "a\tb,c\n1\t2,3\n", ["a", "b,c"]),
+        ("t.dat", "a;b,c\n1;2,3\n", ["a", "b,c"]),
+        ("t.txt", 'a, "b; x, c"\n1, 2\n', ["a", "b; x, c"]),
+        ("t.csv", '"a;b",c\n1,2\n', ["a;b", "c"]),
+        ("t.csv", "a\n1\n2\n", ["a"]),
+        ("t.csv", "a,b;c\n1,2\n3;x,4\n", ["a", "b;c"]),
+    ],
+)
+def test_the_separator_is_what_divides_the_lines(name: str, text: str, columns: list[str]) -> None:
+    assert list(table(text, name).columns) == columns
+
+
+def test_a_column_without_a_name() -> None:
+    assert table(",mutant,score\n0,A24G,1\n1,WT,2\n").columns == {
+        "column 1": ["0", "1"],
+        "mutant": ["A24G", "WT"],
+        "score": ["1", "2"],
+    }
+    assert table("a,b,\n1,2,x\n3,4\n").columns == {"a": ["1", "3"], "b": ["2", "4"], "column 3": ["x", ""]}
+    assert refused("a,,column 2\n1,2,3\n") == "t.csv: has two columns 'column 2'; rename one of them"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("", "t.csv: is empty; its first line names the columns"),
+        (" \n\n,,\n", "t.csv: is empty; its first line names the columns"),
+        ("\ufeff", "t.csv: is empty; its first line names the columns"),
+        ("a,b\n", "t.csv: has a header, but no rows"),
+        ("a,b\n,\n\n", "t.csv: has a header, but no rows"),
+        ("a,b, a\n1,2,3\n", "t.csv: has two columns 'a'; rename one of them"),
+        (
+            "a,b\n1,2\n\n3\n",
+            "t.csv:4: has 1 cell, but the header in line 1 has 2, read as separated by commas; mend the line, or quote "
+            "cells that hold a separator",
+        ),
+        (
+            "\na;b;\n1;2\n3;4;5;6\n",
+            "t.csv:4: has 4 cells, but the header in line 2 has 3, read as separated by semicolons; mend the line, or "
+            "quote cells that hold a separator",
+        ),
+        (
+            'a,b\n1,2\n"x,3\ny,4\n',
+            "t.csv:3: cannot be read (unexpected end of data); look for a quotation mark that is not closed or not "
+            "doubled",
+        ),
+        (
+            'a,b\n"x" y,3\n',
+            "t.csv:2: cannot be read (',' expected after '\"'); look for a quotation mark that is not closed or not "
+            "doubled",
+        ),
+        (
+            'a,b\n1,"' + "x\n" * 70_000 + '"\n',
+            "t.csv:2: cannot be read (field larger than field limit (131072)); look for a quotation mark that is not "
+            "closed or not doubled",
+        ),
+        (b"a,b\r\n1,2\r\n1,\0\r\n", "t.csv:3: has a NUL byte, so the file is damaged or no text; make it again"),
+        (b"a,b\n1,2\n1,\xb5\n", "t.csv:3: is not UTF-8 (byte 10 of the file); save it as 'CSV UTF-8'"),
+        (b"\xef\xbb\xbfa,b\r1,\xb5\n", "t.csv:2: is not UTF-8 (byte 9 of the file); save it as 'CSV UTF-8'"),
+        (
+            "a,b\n1,2\n".encode("utf-16"),
+            "t.csv: is UTF-16 text, as Excel's 'Unicode Text' writes it; save it as 'CSV UTF-8'",
+        ),
+        (
+            b"\xfe\xff" + "a,b\n1,2\n".encode("utf-16-be"),
+            "t.csv: is UTF-16 text, as Excel's 'Unicode Text' writes it; save it as 'CSV UTF-8'",
+        ),
+        ("a,b\n1,2\n".encode("utf-16-le"), "t.csv: is UTF-16 text or no text at all; save it as 'CSV UTF-8'"),
+        ("a,b\n1,2\n".encode("utf-16-be"), "t.csv: is UTF-16 text or no text at all; save it as 'CSV UTF-8'"),
+        (b"PAR1....PAR1", "t.csv: is a Parquet file; let its name end in .parquet"),
+        (
+            b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
+            "t.csv: is an old Excel workbook, not a text table; save it as CSV",
+        ),
+    ],
+)
+def test_what_is_no_table(data: str | bytes, message: str) -> None:
+    assert refused(data) == message
+
+
+def test_no_such_file() -> None:
+    with pytest.raises(InputError, match=r"^none\.csv: no such file$"):
+        read_table(Path("none.csv"))
+    for name in ("here.csv", "here.parquet"):
+        Path(name).mkdir()
+        with pytest.raises(InputError, match=rf"^{name}: is a directory; a table is expected$"):
+            read_table(Path(name))
+    with pytest.raises(InputError, match=r"^none\.parquet: no such file$"):
+        read_table(Path("none.parquet"))
+
+
+def test_an_excel_workbook() -> None:
+    with zipfile.ZipFile("t.csv", "w") as file:
+        file.writestr("xl/workbook.xml", "<workbook/>")
+    with pytest.raises(InputError) as error:
+        read_table(Path("t.csv"))
+    message = "t.csv: is an Excel workbook or another zip archive, not a text table; save it as CSV"
+    assert str(error.value) == message
+
+
+def test_a_column_that_is_not_there() -> None:
+    read = table("mutant,DMS_score\nA24G,1\n")
+    assert read.column("mutant") == ["A24G"]
+    with pytest.raises(InputError) as error:
+        read.column("dms_scor")
+    assert str(error.value) == (
+        "t.csv: has no column 'dms_scor'; did you mean 'DMS_score'? its columns are 'mutant', 'DMS_score'"
+    )
+    with pytest.raises(InputError, match="did you mean 'DMS_score'"):
+        read.column("DMS_SCORES")
+    with pytest.raises(InputError) as error:
+        table("a\n1\n").column("else")
+    assert str(error.value) == "t.csv: has no column 'else'; its only column is 'a'"
+    many = table(",".join(f"c{k}" for k in range(30)) + "\n" + ",".join("1" * 30) + "\n")
+    with pytest.raises(InputError, match=r"'c18', 'c19' and 10 more$"):
+        many.column("else")
+    with pytest.raises(InputError) as error:
+        table('"two\nlines",b\n1,2\n').column("else")
+    assert str(error.value) == "t.csv: has no column 'else'; its columns are 'two\\nlines', 'b'"
+
+
+def test_numbers() -> None:
+    cells = ["1", "-2.5", "+.5", "3.", "1e-3", "2E5", "\u22121.5", "", "NA", "NaN", "nan", "null", "None", "-", "n/a"]
+    read = table("x\n" + "\n".join(cells[:7]) + "\n")
+    np.testing.assert_array_equal(read.numbers("x"), [1, -2.5, 0.5, 3, 0.001, 2e5, -1.5])
+    read = table("x,y\n" + "".join(f"{cell},1\n" for cell in cells[7:14]))
+    assert read.numbers("x").dtype == np.float64
+    assert np.isnan(read.numbers("x")).tolist() == [True] * 7
+    assert read.numbers("y").tolist() == [1.0] * 7
+    assert table("x\n0.1234567890123456789\n").numbers("x")[0] == 0.12345678901234568
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["inf", "-Infinity", "1e999", "1_000", "\u0661", "0x10", "1.2.3", "<5", "12%", "n/a", "1 000", "1e", "e5", "."],
+)
+def test_what_is_no_number(cell: str) -> None:
+    read = table(f"x,y\n1,a\n\n{cell},b\n")
+    with pytest.raises(InputError) as error:
+        read.numbers("x")
+    assert str(error.value) == (
+        f"t.csv:4: column 'x' has '{cell}', which is not a finite number; write a number with a decimal point, or "
+        "leave the cell empty"
+    )
+
+
+def test_what_is_no_number_is_counted_and_shown_on_one_line() -> None:
+    read = table('x\n"a\nb"\n1\nc\n')
+    with pytest.raises(InputError, match=r"^t\.csv:2: column 'x' has 'a\\nb', .* number \(2 cells of the column\);"):
+        read.numbers("x")
+
+
+def test_decimal_commas() -> None:
+    assert table("m;x\na;1,5\nb;-2\nc;,25\nd;\ne;1,5e3\n").numbers("x").tolist()[:3] == [1.5, -2.0, 0.25]
+    assert table("m;x\na;1,5\nb;-2\nc;,25\nd;1,5e3\n").numbers("x")[3] == 1500
+    assert table('x,y\n"1,5",2\n').numbers("x").tolist() == [1.5]
+    # not three digits, a leading zero or four digits before it: no comma of thousands, so none is
+    assert table("m;x\na;1,234\nb;2,5\n").numbers("x").tolist() == [1.234, 2.5]
+    assert table("m;x\na;0,234\nb;-2,534\n").numbers("x").tolist() == [0.234, -2.534]
+    assert table("m;x\na;1234,567\n").numbers("x").tolist() == [1234.567]
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (
+            ["7", "1,234", "-12,345"],
+            "t.csv:3: column 'x' has '1,234', which may be 1.234 or 1234; write it with a decimal point",
+        ),
+        (
+            ["1,5", "7", "1.5"],
+            "t.csv:2: column 'x' has '1,5' here and '1.5' in line 4; write every number with a decimal point",
+        ),
+        (
+            ["2.5", "1,5", "0.5", "0,5"],
+            "t.csv:3: column 'x' has '1,5' here and '2.5' in line 2; write every number with a decimal point",
+        ),
+        (
+            ["1,234,567"],
+            "t.csv:2: column 'x' has '1,234,567', which is not a finite number; write a number with a decimal point, "
+            "or leave the cell empty",
+        ),
+        (
+            ["1.234,5"],
+            "t.csv:2: column 'x' has '1.234,5', which is not a finite number; write a number with a decimal point, or "
+            "leave the cell empty",
+        ),
+    ],
+)
+def test_commas_that_may_be_anything(cells: list[str], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        table("m;x\n" + "".join(f"a;{cell}\n" for cell in cells)).numbers("x")
+    assert str(error.value) == message
+
+
+def parquet(columns: list[object], names: list[str]) -> Path:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as pq
+
+    pq.write_table(pa.table(columns, names=names), "t.parquet")
+    return Path("t.parquet")
+
+
+def test_parquet() -> None:
+    pa = pytest.importorskip("pyarrow")
+    path = parquet(
+        [
+            pa.array([" A24G", "WT", None]),
+            pa.array([0.1, 1 / 3, None]),
+            pa.array([1, 2**60 + 1, None]),
+            pa.array([0.1, float("nan"), -1e-7], pa.float32()),
+            pa.array(["x", "y", "x"]).dictionary_encode(),
+            pa.array([True, False, None]),
+        ],
+        ["mutant", " score ", "n", "single", "kind", "is wild"],
+    )
+    read = read_table(path)
+    assert read.columns == {
+        "mutant": ["A24G", "WT", ""],
+        "score": ["0.1", "0.3333333333333333", ""],
+        "n": ["1", "1152921504606846977", ""],
+        "single": ["0.10000000149011612", "nan", "-1.0000000116860974e-07"],
+        "kind": ["x", "y", "x"],
+        "is wild": ["True", "False", ""],
+    }
+    assert read.lines == [1, 2, 3]
+    assert (read.where(2), read.at(2)) == ("t.parquet:3", "row 3")
+    assert read.numbers("score")[1] == 1 / 3
+    assert np.isnan(read.numbers("single")[1])
+
+
+def test_parquet_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pa = pytest.importorskip("pyarrow")
+    path = parquet([pa.array([1, 2]), pa.array([3, 4])], ["a", "a"])
+    with pytest.raises(InputError, match=r"^t\.parquet: has two columns 'a'; rename one of them$"):
+        read_table(path)
+    with pytest.raises(InputError, match=r"^t\.parquet: has no rows$"):
+        read_table(parquet([pa.array([], pa.int64())], ["a"]))
+    with pytest.raises(InputError, match=r"^t\.parquet: has no rows$"):
+        read_table(parquet([], []))
+    whole = parquet([pa.array(["x" * 50, "y"])], ["a"]).read_bytes()
+    generator = random.Random(0)
+    messages = []
+    for _ in range(150):
+        damaged = bytearray(whole[: generator.randrange(len(whole))] if generator.random() < 0.3 else whole)
+        for _ in range(generator.randrange(1, 5)):
+            if damaged:
+                damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            read_table(path)
+        except InputError as error:
+            messages.append(str(error))
+    assert len(messages) > 100
+    assert all(message.startswith("t.parquet: ") and len(message.splitlines()) == 1 for message in messages)
+    assert refused(b"mutant,score\n", "t.parquet").startswith("t.parquet: cannot be read as Parquet (")
+
+    true_import = builtins.__import__
+
+    def without_pyarrow(name: str, *args: object, **more: object) -> object:
+        if name.startswith("pyarrow"):
+            raise ImportError
+        return true_import(name, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", without_pyarrow)
+    assert refused(whole, "t.parquet") == "t.parquet: reading Parquet needs pyarrow; pip install 'esmshard[tables]'"
