@@ -124,6 +124,13 @@ def test_edits_are_kept_and_duplicates_come_after_them() -> None:
     assert store.manifest["edits"][READ_ONCE] == {"records": 1, "first": ["a"]}
 
 
+def test_duplicates_are_named_in_file_order() -> None:
+    names = [*(f"r{k}" for k in range(9)), "r0", *(f"r{k}" for k in range(9, 15)), "r1", "r15", "r2"]
+    data = "".join(f">{name}\nMK\n" for name in names)
+    assert read(data, "error").notices == [f"{READ_ONCE} in 3 records (r0, r1, r2)"]
+    assert read(data, "suffix", "numbered").notices == [f"{NUMBERED} in 3 records (r0_2, r1_2, r2_2)"]
+
+
 @pytest.mark.parametrize("shard", [8, 24, 1 << 26])
 def test_an_id_with_two_sequences_is_an_error_with_both_places(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingestion, "SHARD", shard)

@@ -234,16 +234,18 @@ def in_range(path: Path, start: int, stop: int | None) -> list[tuple[str, str, i
     return found
 
 
-def test_touching_ranges_share_no_record_and_lose_none() -> None:
+def test_touching_ranges_share_no_record_and_lose_none(monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(MIXED)
     whole = in_range(path, 0, None)
     assert [(name, at) for name, _, at in whole] == [
         ("a", 7), ("b", 29), ("c>d", 36), ("seqnum000000012", 47), ("seqnum000000014", 53), ("e", 60), ("f", 255),
         ("g", 263),
     ]  # fmt: skip
-    for cut in range(len(MIXED) + 2):
-        assert in_range(path, 0, cut) == [record for record in whole if record[2] < cut], cut
-        assert in_range(path, cut, None) == [record for record in whole if record[2] >= cut], cut
+    for block in (7, 1 << 20):
+        monkeypatch.setattr(fasta, "BLOCK", block)
+        for cut in range(len(MIXED) + 2):
+            assert in_range(path, 0, cut) == [record for record in whole if record[2] < cut], cut
+            assert in_range(path, cut, None) == [record for record in whole if record[2] >= cut], cut
 
 
 @settings(max_examples=200, deadline=None)
@@ -310,6 +312,13 @@ def test_an_id_with_two_sequences_names_the_record_that_differs() -> None:
     )
     dropped = ">a\nM7\n>a\nMK\n>a\nM8\n>a\nMM\n"
     assert refusal(lambda: read(write(dropped), Rules(on_unknown="drop"))).startswith("x.fasta:7: 'a' was used before")
+
+
+def test_long_records_are_seen_among_usual_ones() -> None:
+    path = write("".join(f">r{size}\n{'M' * size}\n" for size in (1, 4, 5, 6, 7, 5)).replace("r5", "s5", 1))
+    records, notices = read(path, Rules(long="skip", max_length=5))
+    assert [len(record.sequence) for record in records] == [1, 4, 5, 5]
+    assert notices == ["a sequence over 5 residues was left out in 2 records (r6, r7)"]
 
 
 def test_usual_records_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,17 @@ def test_small_files_share_shards_in_the_order_they_are_named(monkeypatch: pytes
     assert [source["path"] for source in store.manifest["sources"]] == [str(file.resolve()) for file in files]
 
 
+def test_a_small_file_goes_on_where_the_one_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 128)  # eight records of 16 bytes
+    packed = gzip.compress(b"".join(b">z%02d\nMKTAAMKTAA\n" % k for k in range(20)), mtime=0)
+    assert len(packed) < 128 - 32
+    files = [write(f">{name}\nMKTAAMKTAA\n", f"{name}.fasta") for name in ("a00", "b00")]
+    files.insert(1, write(packed, "z.gz"))
+    store = ingest(files, Path("out"))
+    assert [shard["records"] for shard in store.manifest["shards"]] == [8, 8, 6]
+    assert [store.id(n) for n in (0, 1, 20, 21)] == ["a00", "z00", "z19", "b00"]
+
+
 def test_ranges_in_which_no_record_begins_are_no_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingestion, "SHARD", 16)
     store = ingest([write("\n" * 40 + ">a\n" + "MKTA\n" * 40 + ">b\nMK\n>c\nM\n")], Path("out"))

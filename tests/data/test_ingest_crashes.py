@@ -144,6 +144,19 @@ def test_a_pipe_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == [STARTING_OVER]
 
 
+def test_pieces_that_have_become_a_store_are_not_read_again(fasta: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ingestion, "without_duplicates", stop)
+        with pytest.raises(KeyboardInterrupt):
+            ingest([fasta], Path("out"))
+    with interrupted_after(100) as asked:
+        assert len(ingest([fasta], Path("out"))) == 5
+    assert asked == []
+
+
 def test_an_interrupted_ingest_into_the_cache_goes_on(fasta: Path) -> None:
     with interrupted_after(2), pytest.raises(KeyboardInterrupt):
         cached(fasta)
