@@ -1,10 +1,8 @@
 """Clusters of similar sequences, from MMseqs2: its table of results, or a run of it where it is installed."""
 
-import lzma
 import shutil
 import subprocess
 import tempfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +58,11 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
                     )
                 representatives.append(cells[0])
                 members.append(cells[1])
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; clusters are expected there") from None
-    except (EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, OSError) as error:
+    except Exception as error:  # each decompression library has errors of its own
         reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", 0) or error
         raise InputError(f"{path}: cannot be read ({reason}); give the _cluster.tsv of MMseqs2") from None
     names, absent, used = [], [], set()

@@ -4,8 +4,6 @@ Their letters are no residues, so nothing is read as another letter here: only w
 mark are removed.
 """
 
-import lzma
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,13 +54,15 @@ def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
                         f"{path}:{line}: record {shown(record_id)} has no labels; write them, or remove it"
                     )
                 yield LabelRecord(record_id, header.strip(), text, line)
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise InputError(f"{path}: is a directory; a FASTA file of labels is expected") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: is not UTF-8 text; a FASTA file of labels is expected") from None
-    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+    except Exception as error:  # each decompression library has errors of its own
         raise InputError(f"{path}: cannot be read to its end ({error}); copy or download it again") from None
     if none_yet:
         raise InputError(f"{path}: holds no record; a FASTA file of labels has lines that begin with '>'")

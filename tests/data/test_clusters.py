@@ -158,3 +158,15 @@ def test_the_program_itself(tmp_path: Path) -> None:
     assert found.names[2:] == ["c", "d", "e"]
     assert found.source.startswith("MMseqs2 ")
     assert " ".join(OPTIONS) in found.source
+
+
+@pytest.mark.parametrize("byte", [12, 40, 300])
+def test_a_damaged_gzip_file_is_one_sentence(tmp_path: Path, byte: int) -> None:
+    data = bytearray(gzip.compress(b"".join(b"r%d\tm%d\n" % (k, 7 * k % 99) for k in range(500)), mtime=0))
+    data[byte] ^= 0xFF
+    path = tmp_path / "c.tsv.gz"
+    path.write_bytes(data)
+    with pytest.raises(InputError) as error:
+        read_clusters(path, ["m1"])
+    assert str(error.value).startswith(f"{path}")
+    assert "\n" not in str(error.value)
