@@ -145,6 +145,13 @@ def ingest(
     from esmshard.data.symbols import Rules
     from esmshard.progress import say
 
+    ruled = long or max_length or a3m or keep_gaps or (on_unknown, on_duplicate) != ("error", "error")
+    if verify is not None and (fasta or out or merge or part or ruled or workers > 1 or overwrite):
+        raise UsageError("--verify looks at a store and makes none; give it alone")
+    if merge and (ruled or workers > 1):
+        raise UsageError("--merge goes by the rules of the parts, in one process; give it -o and --overwrite only")
+    if part is not None and (workers > 1 or overwrite):
+        raise UsageError("--part runs in one process and replaces nothing; give --overwrite to --merge")
     if verify is not None:
         TokenStore(verify).verify()
         print(f"{verify}: every file is as it was written")

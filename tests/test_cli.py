@@ -443,3 +443,23 @@ def test_help_needs_neither_torch_nor_half_a_second() -> None:
         subprocess.run([sys.executable, "-m", "esmshard", "--help"], capture_output=True, check=True)
         times.append(time.perf_counter() - began)
     assert min(times) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--verify", "store", "x.fasta"), "--verify looks at a store"),
+        (("--verify", "store", "--a3m"), "--verify looks at a store"),
+        (("--merge", "-o", "store", "--on-unknown", "mask"), "--merge goes by the rules of the parts"),
+        (("--merge", "-o", "store", "--workers", "2"), "--merge goes by the rules of the parts"),
+        (("x.fasta", "-o", "store", "--part", "1/2", "--workers", "2"), "--part runs in one process"),
+        (("x.fasta", "-o", "store", "--part", "1/2", "--overwrite"), "--part runs in one process"),
+        (("--merge", "-o", "store", "--part", "1/2"), "--part reads a part"),
+    ],
+)
+def test_ingest_refuses_options_that_it_would_not_read(
+    arguments: tuple[str, ...], sentence: str, run: Callable[..., tuple[int, str]]
+) -> None:
+    code, error = run("ingest", *arguments)
+    assert code == 2
+    assert sentence in error
