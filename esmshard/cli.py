@@ -53,6 +53,9 @@ def finetune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, say what would be done, and stop.")
     ] = False,
+    profile: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Record N steps with torch's profiler, and say where time goes.")
+    ] = 0,
 ) -> None:
     """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
     from esmshard import recipe as recipes
@@ -64,7 +67,7 @@ def finetune(
 
     import torch
 
-    from esmshard.parallel.mesh import is_launched
+    from esmshard.parallel.mesh import is_launched, own_device
 
     if not is_launched():
         from esmshard.train.job import check_out, describe, prepare
@@ -73,7 +76,7 @@ def finetune(
         # Every mistake that can be seen is seen here, once, before any process is started.
         if not dry_run:
             check_out(Path(resolved.out), resume, overwrite)
-        job = prepare(resolved, processes)
+        job = prepare(resolved, processes, processes, own_device(0, processes))
         if dry_run:
             print(describe(job, processes))
             return
@@ -81,6 +84,7 @@ def finetune(
             from esmshard.parallel.launch import run_local
 
             flags = (["--resume", resume] if resume else []) + (["--overwrite"] if overwrite else [])
+            flags += ["--profile", str(profile)] if profile else []
             code = run_local(["finetune", recipe, *(overrides or []), *flags], processes)
             if code:
                 raise SystemExit(code)
@@ -92,23 +96,52 @@ def finetune(
 
     from esmshard.train import finetune as training
 
-    run = training.run(resolved, resume, overwrite)
+    run = training.run(resolved, resume, overwrite, profile)
     if run is not None:
         _figure(run, resolved)
 
 
 def _figure(run: Path, resolved: "object") -> None:
     from esmshard.progress import say
-    from esmshard.recipe import Recipe
     from esmshard.report.plots import contact_figure
+    from esmshard.settings import Recipe
     from esmshard.tasks import TASKS
-    from esmshard.train.job import open_split
+    from esmshard.train.splits import open_split
 
     assert isinstance(resolved, Recipe)
+    labels = TASKS[resolved.task.name](resolved.task).labels
     try:
-        say(f"figure in {contact_figure(run, open_split(resolved, TASKS[resolved.task.name](resolved.task), 'test'))}")
+        say(f"figure in {contact_figure(run, open_split(resolved, 'test', labels))}")
     except InputError as error:
         say(f"no figure: {error}")
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).")],
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")
+    ] = None,
+    gpus: Annotated[str, typer.Option(help="GPUs of one machine, as 8xA100-40GB.")] = "",
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    network: Annotated[float, typer.Option(metavar="GBIT", help="Gbit/s of each GPU between machines.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print bytes and seconds for programs.")] = False,
+) -> None:
+    """Say what a recipe needs on given GPUs, and which strategy to choose. Needs no GPU and reads no weights."""
+    import json
+
+    from esmshard import recipe as recipes
+    from esmshard.parallel import machines
+
+    if not gpus:
+        raise UsageError(f"--gpus: say for which GPUs, as 8xA100-40GB; known are {', '.join(machines.GPUS)}")
+    there = machines.parse(gpus, nodes, network)
+    resolved = recipes.load(recipes.resolve(recipe), overrides or [])
+
+    from esmshard.train import planning
+
+    found = planning.plan(resolved, there)
+    print(json.dumps(planning.as_json(found), indent=1) if as_json else planning.as_text(found))
 
 
 @app.command()

@@ -20,7 +20,7 @@ from safetensors.torch import load, save_file
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model import weights
+from esmshard.model import files, weights
 from esmshard.model.config import EsmConfig
 from esmshard.model.esm2 import ESM2
 from esmshard.model.layouts import TIED, to_transformers, transformers_config
@@ -90,7 +90,7 @@ def ours(reference: FairEsm, config: EsmConfig) -> ESM2:
     assert state.keys() == weights.shapes(config).keys()
     with torch.device("meta"):
         model = ESM2(config)
-    found = Weights(config, "fair-esm", {name: lambda t=t: t for name, t in state.items() if name != TIED})
+    found = Weights(config, "fair-esm", files.tensors({name: t for name, t in state.items() if name != TIED}))
     weights.materialise(model, found, torch.device("cpu"))
     return model.eval()
 

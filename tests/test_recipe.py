@@ -11,7 +11,8 @@ from ruamel.yaml import YAML
 
 from esmshard import recipe as recipes
 from esmshard.errors import InputError, UsageError
-from esmshard.recipe import Recipe, differences, dump, load, resolve, sample, schema
+from esmshard.recipe import differences, dump, load, resolve, sample, schema
+from esmshard.settings import Recipe
 
 TEXT = """\
 # the line numbers below count from this comment

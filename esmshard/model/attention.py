@@ -11,8 +11,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from esmshard.batch import TokenBatch
+
+_EAGER = ("_attend_slices", "_attend_padded", "_hand_out")
+
+
+def keep_eager() -> None:
+    """Keep the compiler out of what goes through sequences one by one: it would compile a block anew for every new
+    tuple of lengths. `TransformerLayer.compile` calls this; doing it on import would import the compiler, two seconds
+    of every start.
+    """
+    for name in _EAGER:
+        function = globals()[name]
+        if not hasattr(function, "_torchdynamo_disable"):
+            globals()[name] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
 
 OnAttention = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 """`on_attention(layer, sequence, q_THK, k_THK)`, turned already, `<cls>` and `<eos>` included.
@@ -47,7 +62,6 @@ def attend(
     return _attend_padded(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block would be compiled again for every new tuple of lengths
 def _attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     out = []
     # split and not slices: the backward of N slices fills N gradients of the whole pack with zeros.
@@ -57,7 +71,6 @@ def _attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
     return torch.cat(out) if len(out) > 1 else out[0]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
@@ -112,9 +125,11 @@ def inverse_frequencies(head_dim: int) -> torch.Tensor:
 def rotate(qkv_TE: torch.Tensor, angle_TK: torch.Tensor, n_heads: int) -> torch.Tensor:
     """Turn the queries and keys of [T, 3 x H x K], whose pairs lie side by side, by the angles of their tokens.
 
-    In place on the CPU in fp32. Always computed in fp32.
+    In place on the CPU in fp32 (but for selective checkpointing). Always computed in fp32.
     """
-    if qkv_TE.device.type == "cpu" and qkv_TE.dtype == torch.float32 and not torch.compiler.is_compiling():
+    plain = qkv_TE.device.type == "cpu" and qkv_TE.dtype == torch.float32 and not torch.compiler.is_compiling()
+    # A dispatch mode may hold on to the product as it was: selective activation checkpointing does.
+    if plain and not is_in_torch_dispatch_mode():
         turn_T11K = torch.polar(torch.ones_like(angle_TK), angle_TK)[:, None, None, :]
         rotated: torch.Tensor = _RotateInPlace.apply(qkv_TE, turn_T11K, n_heads)  # type: ignore[no-untyped-call]
         return rotated
@@ -172,25 +187,78 @@ class SelfAttention(nn.Module):
         on_qk: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """[T, D] to [T, D]. `on_qk(sequence, q_THK, k_THK)` is called for each sequence where given."""
-        q, k, v = self.q_proj, self.k_proj, self.v_proj
-        if self.rot_emb is None:
-            weight_ED, bias_E = torch.cat((q.weight, k.weight, v.weight)), torch.cat((q.bias, k.bias, v.bias))
-            qkv_TE = F.linear(x_TD, weight_ED, bias_E)
-        else:
-            weight_ED = torch.cat((self._paired(q.weight), self._paired(k.weight), v.weight))
-            bias_E = torch.cat((self._paired(q.bias), self._paired(k.bias), v.bias))
-            qkv_TE = rotate(F.linear(x_TD, weight_ED, bias_E), self.rot_emb(batch), self.n_heads)
+        qkv_TE = self._project(x_TD)
+        if self.rot_emb is not None:
+            qkv_TE = rotate(qkv_TE, self.rot_emb(batch), self.n_heads)
         q_THK, k_THK, v_THK = qkv_TE.view(len(x_TD), 3, self.n_heads, -1).unbind(1)
         if on_qk is not None:
             _hand_out(on_qk, q_THK, k_THK, batch)
         return self.out_proj(attend(q_THK, k_THK, v_THK, batch).flatten(1))  # type: ignore[no-any-return]
 
-    def _paired(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of each head, first half and second half, as pairs: 0, K/2, 1, K/2 + 1, ..."""
-        return rows.view(self.n_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values [T, E] as one matrix product."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # the compiler decides for itself what to keep
+            return F.linear(x_TD, self._joined("weight"), self._joined("bias"))
+        q, k, v = self.q_proj, self.k_proj, self.v_proj
+        qkv_TE: torch.Tensor = _Project.apply(  # type: ignore[no-untyped-call]
+            x_TD, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias, self.n_heads if self.rot_emb else None
+        )
+        return qkv_TE
+
+    def _joined(self, name: str) -> torch.Tensor:
+        q, k, v = (getattr(projection, name) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        return _join(self.n_heads if self.rot_emb else None, q, k, v)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # for the same reason; and `on_qk` may do anything
+def _join(n_heads: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Weights or biases of the three projections, one below the other; q and k as `_paired`, if `n_heads` is given."""
+    return torch.cat((q, k, v) if n_heads is None else (_paired(q, n_heads), _paired(k, n_heads), v))
+
+
+def _paired(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """Rows of each head, first half and second half, as pairs: 0, K/2, 1, K/2 + 1, ..."""
+    return rows.view(n_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _unpaired(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """Back from `_paired`."""
+    return rows.view(n_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+class _Project(torch.autograd.Function):
+    """The joint matrix product, which keeps the three matrices as they are and not the joint one.
+
+    Kept until the backward pass, it would be 3 D^2 numbers a layer that no sharding cuts up: 7.5 GB on every GPU for
+    the 15B model in bf16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, *weights: Any) -> torch.Tensor:
+        *six, ctx.n_heads = weights
+        ctx.x_dtype, ctx.w_dtype = x_TD.dtype, six[0].dtype
+        if torch.is_autocast_enabled(x_TD.device.type):
+            x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
+        ctx.save_for_backward(x_TD if any(ctx.needs_input_grad[1:4]) else None, *six[:3])
+        weight_ED, bias_E = (_join(ctx.n_heads, *part).to(x_TD.dtype) for part in (six[:3], six[3:]))
+        return F.linear(x_TD, weight_ED, bias_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_TE, (x_TD, *three), needed = grads[0], ctx.saved_tensors, ctx.needs_input_grad
+        found: list[torch.Tensor | None] = [None] * 8
+        if needed[0]:
+            found[0] = (grad_TE @ _join(ctx.n_heads, *three).to(grad_TE.dtype)).to(ctx.x_dtype)
+        if any(needed[1:4]):
+            found[1:4] = (grad_TE.t() @ x_TD).chunk(3)
+        if any(needed[4:7]):
+            found[4:7] = grad_TE.sum(0).chunk(3)
+        for n, part in enumerate(found[1:7], 1):
+            if part is not None:
+                rows = part if ctx.n_heads is None or n in (3, 6) else _unpaired(part, ctx.n_heads)
+                found[n] = rows.to(ctx.w_dtype) if needed[n] else None
+        return tuple(found)
+
+
 def _hand_out(
     on_qk: Callable[[int, torch.Tensor, torch.Tensor], None],
     q_THK: torch.Tensor,

@@ -7,7 +7,7 @@ Letters of tensor names: see `esmshard.batch`.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
-from esmshard.model.attention import OnAttention, SelfAttention
+from esmshard.model.attention import OnAttention, SelfAttention, keep_eager
 from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import ContactRegression
 from esmshard.vocab import MASK, PAD, VOCAB_SIZE
@@ -42,6 +42,11 @@ class TransformerLayer(nn.Module):
         self.fc1 = nn.Linear(dim, 4 * dim)
         self.fc2 = nn.Linear(4 * dim, dim)
         self.final_layer_norm = nn.LayerNorm(dim)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place, as `nn.Module.compile`; attention over sequences of many lengths stays out of it."""
+        keep_eager()
+        super().compile(*args, **kwargs)
 
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, layer: int = 0, on_attention: OnAttention | None = None

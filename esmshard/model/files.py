@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,24 @@ from safetensors import SafetensorError, safe_open
 
 from esmshard.errors import InputError
 
-Reader = Callable[[], torch.Tensor]
-"""Reads one tensor when it is wanted, so that nobody needs a second copy of a model."""
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads one tensor, or some rows of it, when they are wanted, so that nobody needs a second copy of a model."""
+
+    shape: torch.Size
+    """Of the whole tensor."""
+    rows: Callable[[slice], torch.Tensor]
+
+    def __call__(self, rows: slice = ALL) -> torch.Tensor:
+        """The tensor, or these rows of it."""
+        return self.rows(rows)
+
+    def then(self, change: Callable[[torch.Tensor, slice], torch.Tensor]) -> "Reader":
+        """The same, passed through `change(tensor, rows)`."""
+        return Reader(self.shape, lambda rows: change(self.rows(rows), rows))
 
 
 def read_json(path: Path) -> Any:
@@ -30,17 +47,15 @@ def read_json(path: Path) -> Any:
 def read_safetensors(path: Path) -> dict[str, Reader]:
     """Tensors by key. Only the header is read now."""
 
-    def reader(key: str) -> Reader:
-        def call() -> torch.Tensor:
-            with safe_open(path, framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(key)
-                return tensor
-
-        return call
+    def rows(key: str, rows: slice) -> torch.Tensor:
+        with safe_open(path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(key) if rows == ALL else file.get_slice(key)[rows]
+            return tensor
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: reader(key) for key in file.keys()}  # noqa: SIM118  # not a dictionary
+            sizes = {key: torch.Size(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            return {key: Reader(size, partial(rows, key)) for key, size in sizes.items()}
     except (OSError, SafetensorError) as error:
         why = _really(path, f" ({error}); copy or download it again")
         raise InputError(f"{path}: not a readable safetensors file{why}") from None
@@ -78,7 +93,7 @@ def read_state_dict(path: Path) -> dict[str, Reader]:
 
 def tensors(state: Mapping[str, Any]) -> dict[str, Reader]:
     """Readers of the tensors of a dictionary in memory."""
-    return {str(k): partial(torch.Tensor.detach, v) for k, v in state.items() if isinstance(v, torch.Tensor)}
+    return {str(k): Reader(v.shape, v.detach().__getitem__) for k, v in state.items() if isinstance(v, torch.Tensor)}
 
 
 def _really(path: Path, otherwise: str) -> str:

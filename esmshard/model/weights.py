@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -20,9 +20,9 @@ from esmshard.model import files, hub, layouts
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.esm2 import ESM2
-from esmshard.model.files import Reader
+from esmshard.model.files import ALL, Reader
 from esmshard.model.layouts import TIED
-from esmshard.vocab import MASK, PAD
+from esmshard.vocab import MASK, PAD, VOCAB_SIZE
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ class Weights:
         return found + [f"{self.source}: its {part} is of another task and left out" for part in self.left_out]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.read["embed_tokens.weight" if name == TIED else name]()
+        return self.rows(name, ALL)
+
+    def rows(self, name: str, rows: slice) -> torch.Tensor:
+        """Some rows of a tensor. Of a safetensors file nothing else is read."""
+        return self.read["embed_tokens.weight" if name == TIED else name](rows)
 
 
 def shapes(config: EsmConfig) -> dict[str, torch.Size]:
@@ -67,6 +71,8 @@ def fresh(config: EsmConfig, seed: int) -> Weights:
 
 
 def _fresh(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, Reader]:
+    # Whoever wants some rows gets them out of the whole, which is drawn once for calls in a row.
+    @lru_cache(maxsize=1)
     def draw(name: str, shape: torch.Size) -> torch.Tensor:
         if name.endswith("inv_freq"):
             return inverse_frequencies(config.head_dim)
@@ -84,7 +90,10 @@ def _fresh(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> di
         bound = gain * math.sqrt(6 / (shape[0] + shape[1]))
         return torch.rand(shape, generator=generator) * 2 * bound - bound
 
-    return {name: partial(draw, name, shape) for name, shape in wanted.items()}
+    def rows(name: str, rows: slice) -> torch.Tensor:
+        return draw(name, wanted[name])[rows]
+
+    return {name: Reader(shape, partial(rows, name)) for name, shape in wanted.items()}
 
 
 def read(model: str) -> Weights:
@@ -216,12 +225,12 @@ def _read_fair_esm(path: Path) -> Weights:
     found = files.tensors({layouts.from_fair_esm(str(k)): v for k, v in state.items()})
     if not config.rotary and "embed_tokens.weight" in found:
         # As fair-esm does on loading: these files hold noise in the row of <mask>, and the LM head shares the table.
-        found["embed_tokens.weight"] = partial(_without_mask_row, found["embed_tokens.weight"])
+        found["embed_tokens.weight"] = found["embed_tokens.weight"].then(_without_mask_row)
     return _complete(config, str(path), found, {})
 
 
-def _without_mask_row(reader: Reader) -> torch.Tensor:
-    return reader().index_fill(0, torch.tensor(MASK), 0.0)
+def _without_mask_row(table: torch.Tensor, rows: slice) -> torch.Tensor:
+    return table.masked_fill((torch.arange(VOCAB_SIZE)[rows] == MASK)[:, None], 0.0)
 
 
 def _complete(config: EsmConfig, source: str, found: dict[str, Reader], head: dict[str, Reader]) -> Weights:
@@ -240,23 +249,23 @@ def _complete(config: EsmConfig, source: str, found: dict[str, Reader], head: di
         raise InputError(f"{source}: {_some(lost or missing)} are missing; the file is not a complete model")
     added = _fresh(config, {n: wanted[n] for n in missing}, seed=0)
 
-    def checked(name: str, reader: Reader) -> torch.Tensor:
-        tensor = finite(name, reader)
-        if tensor.shape != wanted[name]:
-            raise InputError(f"{source}: {name} is {list(tensor.shape)}, {list(wanted[name])} was expected")
-        return tensor
+    for name, reader in found.items():
+        if reader.shape != wanted[name]:
+            raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
 
-    def finite(name: str, reader: Reader) -> torch.Tensor:
-        tensor = reader()
-        if not torch.isfinite(tensor).all():
-            raise InputError(
-                f"{source}: {name} holds a value that is not finite; the run that made it diverged, or the file is "
-                "damaged: take an earlier checkpoint, or download it again"
-            )
-        return tensor
+    def finite(name: str, reader: Reader) -> Reader:
+        def check(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+            if not torch.isfinite(tensor).all():
+                raise InputError(
+                    f"{source}: {name} holds a value that is not finite; the run that made it diverged, or the file is "
+                    "damaged: take an earlier checkpoint, or download it again"
+                )
+            return tensor
 
-    tensors = {name: partial(checked, name, reader) for name, reader in found.items()} | added
-    head = {name: partial(finite, f"head.{name}", reader) for name, reader in head.items()}
+        return reader.then(check)
+
+    tensors = {name: finite(name, reader) for name, reader in found.items()} | added
+    head = {name: finite(f"head.{name}", reader) for name, reader in head.items()}
     return Weights(config, source, tensors, head, tuple(parts))
 
 

@@ -1,6 +1,7 @@
-"""Whether the processes of a run do train together: looked at once, before the first step."""
+"""Whether the processes of a run do train together, and as fast as each other."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 from esmshard.errors import InputError
 from esmshard.parallel.mesh import World
@@ -44,3 +45,35 @@ def started_apart(world: World, environment: Mapping[str, str]) -> str | None:
         f"{started}, but RANK and WORLD_SIZE do not say so: each of these processes trains alone; start one process "
         "that runs `esmshard finetune --nproc N` or torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK in each"
     )
+
+
+SLOW = 1.2
+"""How many times the work of the others makes a rank slow."""
+
+
+def slow_ranks(busy: Sequence[float], seconds: Sequence[float]) -> list[int]:
+    """Ranks that the others wait for.
+
+    Args:
+        busy: of each rank, the seconds of a step in which it was not in a collective: its own work.
+        seconds: of each rank, the whole step.
+
+    A rank is slow if it is busy for more than 1.2 times the median of the others, and if that costs a tenth of a step:
+    where communication takes most of the time, a ratio of what is left says little.
+
+    >>> slow_ranks([1.0, 1.5, 1.1], [1.6, 1.6, 1.6])
+    [1]
+    """
+    if len(busy) < 2:
+        return []
+    others = [median([*busy[:rank], *busy[rank + 1 :]]) for rank in range(len(busy))]
+    least = 0.1 * median(seconds)
+    return [
+        rank
+        for rank, (own, other) in enumerate(zip(busy, others, strict=True))
+        if own > SLOW * other and own - other > least
+    ]
+
+
+FULL = 0.95
+"""The share of its device's memory that a rank may hold before it is said to be full."""

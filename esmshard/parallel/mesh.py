@@ -5,20 +5,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 
 if TYPE_CHECKING:  # torch may be built without any of this, and one process does without it
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(minutes=30)
-"""How long a collective waits for a rank before the run ends. Long enough for the first read of a large model."""
+START_TIMEOUT = 1800
+"""Seconds that a collective waits for a rank before the run ends: enough for the first read of a large model."""
+
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,29 @@ class World:
     size: int
     device: torch.device
     mesh: "DeviceMesh | None"
-    """None for a single process."""
+    """All ranks in one dimension; None for a single process that shards nothing."""
 
     @property
     def is_first(self) -> bool:
         """Whether this process speaks and writes for all."""
         return self.rank == 0
 
+    def rows(self, values: Sequence[float]) -> list[list[float]]:
+        """The numbers of all ranks, a row a rank, in double precision. As many on each rank."""
+        if self.mesh is None:
+            return [[float(v) for v in values]]
+        # On the CPU over gloo, also beside NCCL: a few numbers are not worth a kernel, and the host needs them anyway.
+        rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.size)]
+        dist.all_gather(rows, torch.tensor(values, dtype=torch.float64))
+        return [row.tolist() for row in rows]
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in double precision."""
-        return [float(v) for v in values] if self.mesh is None else _reduce(values, dist.ReduceOp.SUM)
+        return [sum(column) for column in zip(*self.rows(values), strict=True)]
 
     def min(self, value: float) -> float:
         """Least value of all ranks."""
-        return value if self.mesh is None else _reduce([value], dist.ReduceOp.MIN)[0]
+        return min(row[0] for row in self.rows([value]))
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, in rank order, on every rank."""
@@ -74,31 +85,48 @@ class World:
         return cast(T, self.gather(result)[0])
 
 
-def _reduce(values: Sequence[float], op: "dist.ReduceOp.RedOpType") -> list[float]:
-    # On the CPU over gloo, also beside NCCL: a few numbers are not worth a kernel, and the host needs them anyway.
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=op)
-    return tensor.tolist()
-
-
 @contextmanager
-def world() -> Iterator[World]:
-    """Join the processes that a launcher started, and leave them at the end. One process has nobody to join."""
+def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False) -> Iterator[World]:
+    """Join the processes that a launcher started, and leave them at the end. One process has nobody to join.
+
+    Args:
+        start_timeout: seconds that a collective waits for a rank.
+        alone_too: make a process group for a single process too; FSDP needs one to keep weights outside the GPU.
+    """
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _DEFAULTS.items()) if is_launched() else (0, 1, 0)
     device = own_device(local_rank, size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if size == 1:
+    if size == 1 and not alone_too:
         yield World(rank, size, device, None)
         return
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=start_timeout)
+    dist.init_process_group(backend, timeout=timeout, **(alone if size == 1 else {}))
     try:
         yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
     finally:
-        # No barrier: on the way out of an error the others may never come.
-        dist.destroy_process_group()
+        # No barrier: on the way out of an error the others may never come. After a lost connection it is gone already.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def processes_per_machine(size: int) -> int:
+    """Processes of this run on one machine, as the launcher says; all of them if it says nothing."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched() else size
+
+
+def precision_on(device: torch.device, wanted: str) -> Precision:
+    """What `parallel.precision` means on a device. `UsageError` for fp16 on a CPU."""
+    if wanted == "auto":
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    if wanted == "fp16" and device.type == "cpu":
+        raise UsageError("parallel.precision: fp16 is for GPUs, and this is a CPU; take fp32 or auto")
+    return cast(Precision, wanted)
 
 
 def own_device(local_rank: int, size: int) -> torch.device:

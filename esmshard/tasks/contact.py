@@ -16,14 +16,13 @@ from esmshard.data.loader import Example
 from esmshard.data.store import TokenStore
 from esmshard.data.structures import MIN_SEPARATION, contact_labels
 from esmshard.model.config import EsmConfig
-from esmshard.recipe import TaskSettings
+from esmshard.settings import TaskSettings
+from esmshard.tasks.numbers import MAX_SEPARATION
 from esmshard.tasks.precision import base_rate, contact_precision
 from esmshard.tasks.protocol import LossSum, Row
 
 PRIOR = 0.03
 """About the share of contacts among pairs six or more apart: where the head's output starts."""
-MAX_SEPARATION = 64
-"""Separations from here on share one embedding."""
 DILATIONS = (1, 2, 4)
 
 
@@ -154,7 +153,3 @@ class ContactTask:
     def base_rate(self, targets: npt.NDArray[np.int8]) -> Row:
         """See `precision.base_rate`."""
         return base_rate(targets)
-
-    def head_bytes(self, tokens: int) -> int:
-        """Pair maps kept for the backward pass: about eight for each block, four besides."""
-        return 4 * tokens**2 * self._settings.channels * (8 * self._settings.blocks + 4)

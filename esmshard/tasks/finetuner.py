@@ -1,7 +1,7 @@
 """Trunk and task head as one module: made from a recipe, or opened from a consolidated directory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
 from esmshard.model.weights import Weights
-from esmshard.recipe import Recipe, TaskSettings
+from esmshard.settings import Recipe, TaskSettings
 from esmshard.tasks import TASKS
 from esmshard.tasks.protocol import Task
 
@@ -37,6 +37,16 @@ class FineTuner(nn.Module):
         """N outputs, fp32, whatever the precision of the arithmetic."""
         x_TD = self.trunk(batch).representations[self.trunk.config.n_layers]
         return [output.float() for output in self.head(x_TD, batch)]
+
+    def rows_of(self, weights: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
+        """Reads rows of this module's tensors by name: the trunk's out of `weights`, the head's out of `head`."""
+        state = head.state_dict()
+
+        def read(name: str, rows: slice) -> torch.Tensor:
+            part, _, own = name.partition(".")
+            return weights.rows(own, rows) if part == "trunk" else state[own][rows]
+
+        return read
 
     def freeze_unused(self) -> None:
         """Freeze what no output depends on: LM head (all but the tied embedding) and contact regression."""

@@ -13,7 +13,6 @@ taken; P@L/k is the share of them that are contacts. The reported number is the 
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.metrics import average_precision_score
 
 RANGES: dict[str, tuple[int, float]] = {
     "all": (6, np.inf),
@@ -46,6 +45,8 @@ def contact_precision(scores_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray
         scores_LL: any score, higher is more likely a contact; the upper triangle is read.
         labels_LL: 1, 0, or -1 where undefined (see `contact_labels`). L is the number of resolved residues.
     """
+    from sklearn.metrics import average_precision_score  # a second that only those pay who score
+
     n_resolved = resolved(labels_LL)
     row: dict[str, float] = {}
     for name in RANGES:

@@ -75,10 +75,6 @@ class Task(Protocol):
         """What a random order is expected to score on one record, in the columns of `score`."""
         ...
 
-    def head_bytes(self, tokens: int) -> int:
-        """Estimate of the head's activations for a record of that many tokens, in fp32."""
-        ...
-
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
     """Pack examples, and make their targets."""

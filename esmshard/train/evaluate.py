@@ -17,7 +17,7 @@ from esmshard.data.loader import Examples
 from esmshard.data.packing import deal
 from esmshard.errors import InputError
 from esmshard.parallel.mesh import World
-from esmshard.recipe import Recipe
+from esmshard.settings import Recipe
 from esmshard.tasks.finetuner import FineTuner, load_finetuned, load_untrained
 from esmshard.tasks.protocol import Row, Task, collate
 from esmshard.train.metrics import Interval, bootstrap

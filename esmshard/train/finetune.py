@@ -4,13 +4,14 @@ import json
 import math
 import os
 import shutil
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from esmshard import recipe as recipes
@@ -19,30 +20,46 @@ from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.data.loader import Examples, digests
 from esmshard.data.packing import MicroBatch, Plan, deal
-from esmshard.errors import UsageError
+from esmshard.errors import InputError, UsageError
 from esmshard.model.esm2 import ESM2
 from esmshard.parallel import health
 from esmshard.parallel import plan as memory
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import ShardOptions, materialise, shard
+from esmshard.parallel.cost import forward_flops
+from esmshard.parallel.guards import check_optimizer
+from esmshard.parallel.load import materialise
+from esmshard.parallel.mesh import World, processes_per_machine, world
+from esmshard.parallel.profile import Profile
+from esmshard.parallel.shard import shard
+from esmshard.parallel.stuck import Control, recorder_settings
+from esmshard.parallel.watch import Watch, peak_flops
 from esmshard.progress import Progress, rate, say
-from esmshard.recipe import Recipe
+from esmshard.settings import Recipe
 from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.numbers import HEADS
 from esmshard.tasks.protocol import Task, collate
 from esmshard.train import evaluate
 from esmshard.train.job import RUN_FILES, Job, check_out, leakage_notices, prepare, provenance, versions
 from esmshard.train.metrics import mean
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
-from esmshard.train.step import too_many_skipped, train_step
+from esmshard.train.planning import head_bytes
+from esmshard.train.step import LossScale, too_many_skipped, train_step
 
 BASELINE_RECORDS = 2000
 """Training records, evenly spread, that the baselines learn from: enough for a histogram, and seconds at any size."""
 
+RESERVED = 0.9
+"""Of the free memory, what a run plans to use. The rest is for the gaps of allocators, and other programs."""
+
 # A resumed run may differ in these: where and how it runs, not what it computes.
-_FREE = ("out", "data.test", "checkpoint.", "train.eval_every", "batch.tokens_per_rank", "parallel.strategy")
+_FREE = (
+    *("out", "data.test", "checkpoint.", "train.eval_every", "batch.tokens_per_rank", "parallel.strategy"),
+    *("parallel.group_size", "parallel.layers", "parallel.last_layer", "parallel.root", "parallel.prefetch"),
+    *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.accumulate"),
+    *("parallel.start_timeout", "parallel.step_timeout"),
+)
 
 
-def run(recipe: Recipe, resume: str | None = None, overwrite: bool = False) -> Path | None:
+def run(recipe: Recipe, resume: str | None = None, overwrite: bool = False, profile: int = 0) -> Path | None:
     """Fine-tune in this process and those that were launched with it, then write the results.
 
     Args:
@@ -50,6 +67,7 @@ def run(recipe: Recipe, resume: str | None = None, overwrite: bool = False) -> P
         resume: `auto` goes on from the newest good checkpoint of `out` if there is one, a path from that run or
             checkpoint; None starts anew.
         overwrite: remove what an earlier run left in `out`.
+        profile: steps to record with torch's profiler.
 
     Returns:
         The run's directory on the first rank, whose work it is to consolidate and evaluate; None on the others.
@@ -57,10 +75,16 @@ def run(recipe: Recipe, resume: str | None = None, overwrite: bool = False) -> P
     Raises:
         InputError: for any mistake in recipe or data, on all ranks.
     """
-    with world() as ranks:
-        job = ranks.agree(lambda: prepare(recipe, ranks.size))
-        start = ranks.from_first(lambda: _starting_point(job, resume, overwrite, ranks.device))
-        _train(job, start, ranks)
+    wait, dumps = recipe.parallel, Path(recipe.out) / "flight_recorder"
+    for name, value in recorder_settings(dumps).items():
+        os.environ.setdefault(name, value)
+    with (
+        world(wait.start_timeout, alone_too=recipe.parallel.cpu_offload) as ranks,
+        Control(ranks, start_timeout=wait.start_timeout, step_timeout=wait.step_timeout, dumps=dumps) as control,
+    ):
+        job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
+        start = ranks.from_first(lambda: _starting_point(job, resume, overwrite))
+        _train(job, start, ranks, control, profile)
         if not ranks.is_first:
             return None
     torch.set_num_threads(os.cpu_count() or 1)  # the other ranks are leaving
@@ -70,7 +94,7 @@ def run(recipe: Recipe, resume: str | None = None, overwrite: bool = False) -> P
     return job.out
 
 
-def _train(job: Job, start: Path | None, ranks: World) -> None:
+def _train(job: Job, start: Path | None, ranks: World, control: Control, profile: int) -> None:
     """Model, shards, optimizer, loop, checkpoints."""
     recipe, task, weights, out = job.recipe, job.task, job.weights, job.out
 
@@ -78,27 +102,23 @@ def _train(job: Job, start: Path | None, ranks: World) -> None:
     with torch.device("meta"):
         model = FineTuner(ESM2(weights.config), task.head(weights.config))
     model.freeze_unused()
-    precision, dtype = _precision(recipe, ranks.device)
-    checkpointing = recipe.parallel.activation_checkpointing == "full"
-    options = ShardOptions(compute_dtype=dtype, activation_checkpointing=checkpointing, compile=recipe.parallel.compile)
-    shard(model, recipe.parallel.strategy, ranks, options)
-    head = new_head(recipe, task, weights).state_dict()
-    materialise(
-        model,
-        lambda name: head[name[5:]] if name.startswith("head.") else weights[name.removeprefix("trunk.")],
-        ranks.device,
-    )
+    shard(model, job.layout, ranks)
+    saved = sharded.read_state(start) if start is not None else None
+    tokens_per_rank = _tokens_per_rank(job, model, saved, ranks)
+    control.note("reading weights")
+    materialise(model, model.rows_of(weights, new_head(recipe, task, weights)), job.layout, ranks)
     model.train()
     optimizer = adamw(model, recipe.optim)
+    check_optimizer(model, optimizer)
+    scale = LossScale() if job.layout.precision == "fp16" else None
     done = 0
-    saved = sharded.read_state(start) if start is not None else None
     if start is not None and saved is not None:
         sharded.load(start, state_tensors(model, optimizer))
         done = int(saved["step"])
+        scale = LossScale(**saved["loss_scale"]) if scale else None
 
     # What was resolved on this machine goes into the recipe that lies beside the results.
-    tokens_per_rank = _tokens_per_rank(job, saved, precision, ranks)
-    resolved = _resolved(recipe, tokens_per_rank, precision)
+    resolved = _resolved(recipe, tokens_per_rank, job.layout.precision)
     state: dict[str, Any] = {
         "recipe": resolved.model_dump(mode="json"),
         "config": asdict(weights.config),
@@ -120,19 +140,31 @@ def _train(job: Job, start: Path | None, ranks: World) -> None:
     if ranks.is_first and (alone := health.started_apart(ranks, os.environ)):
         say(alone)
     skipped_in_a_row, validation = 0, ""
-    with Progress("step", recipe.train.steps, done=done, show=ranks.is_first) as progress:
+    numbers = memory.of_model(model, weights.config.dim, weights.config.n_heads)
+    watch = Watch(model, ranks, control, peak_flops(ranks.device, job.layout.precision))
+    with (
+        _out_of_memory(tokens_per_rank, int(job.train.tokens.max())),
+        Progress("step", recipe.train.steps, done=done, show=ranks.is_first) as progress,
+        Profile(ranks, profile, recipe.train.steps - done, out / "profile") as recording,
+    ):
         for step in range(done, recipe.train.steps):
-            began = time.monotonic()
             share = schedule(step, recipe.train.steps, recipe.optim.warmup, recipe.optim.schedule)
             set_learning_rate(optimizer, share)
             epoch, records = plan.step(step)
             mine = deal(records, job.train.tokens, tokens_per_rank, ranks.rank, ranks.size)
+            watch.begin_step(step + 1, *_work(mine, job.train.tokens, numbers))
+            batches = _batches(task, job.train, mine, epoch)
             result = train_step(
-                model, task, optimizer, _batches(task, job.train, mine, epoch), recipe.optim.clip, ranks
+                model, task, optimizer, batches, recipe.optim.clip, ranks, job.layout, scale=scale, watch=watch
             )
-            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            report = watch.report(result.ranks)
+            for warning in report.warnings if ranks.is_first else ():
+                say(warning)
+            if (table := recording.step_done()) is not None and ranks.is_first:
+                say(f"{table}\ntraces in {out / 'profile'}")
+            finding_scale = scale is not None and scale.value > 1  # fp16 starts with overflows
+            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped and not finding_scale else 0
             too_many_skipped(skipped_in_a_row, step + 1)
-            speed, peak = result.residues / (time.monotonic() - began), _peak_memory(ranks.device)
             line = {
                 "step": step + 1,
                 "epoch": epoch,
@@ -141,23 +173,48 @@ def _train(job: Job, start: Path | None, ranks: World) -> None:
                 "grad_norm": result.grad_norm,
                 "records": len(records),
                 "residues": result.residues,
-                "residues_per_s": speed,
-                "peak_memory_bytes": peak,
                 "skipped": result.skipped,
+                **report.line,
             }
             last = step + 1 == recipe.train.steps
             _append(out, line, ranks)
             if last or (step + 1) % recipe.train.eval_every == 0:
+                control.note("validating")
                 loss, rows = evaluate.validate(model, task, job.valid, tokens_per_rank, ranks)
                 means = {metric: mean([row[metric] for row in rows]) for metric in task.columns}
                 _append(out, {"step": step + 1, "split": "valid", "loss": loss, **means}, ranks)
                 validation = f"  valid {task.columns[0]} {means[task.columns[0]]:.3f}"
             if last or (step + 1) % recipe.checkpoint.every == 0:
+                control.note("saving a checkpoint")
                 tensors = state_tensors(model, optimizer)
+                state["loss_scale"] = asdict(scale) if scale else None
                 sharded.save(out / "checkpoints", step + 1, tensors, state, recipe.checkpoint.keep)
-            progress.update(
-                step + 1, f"loss {result.loss:.4f}  {rate(speed)} residues/s  {peak / 2**20:.0f} MiB{validation}"
-            )
+            speed, held = report.line["residues_per_s"], (report.line["peak_memory_bytes"] or 0) / 2**20
+            progress.update(step + 1, f"loss {result.loss:.4f}  {rate(speed)} residues/s  {held:.0f} MiB{validation}")
+
+
+@contextmanager
+def _out_of_memory(tokens_per_rank: int, longest: int) -> Iterator[None]:
+    """A GPU's out-of-memory error as one sentence, with a number that is likely to fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        less = max(longest, 3 * tokens_per_rank // 4)
+        mend = f"set batch.tokens_per_rank={less}, or " if less < tokens_per_rank else "lower data.max_length, or set "
+        raise InputError(
+            f"out of memory: micro-batches of {tokens_per_rank} tokens do not fit; {mend}"
+            "parallel.activation_checkpointing=full, and go on with --resume auto"
+        ) from None
+
+
+def _work(
+    mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: memory.ModelNumbers
+) -> tuple[int, float]:
+    """Residues of this rank's share of a step, and the FLOPs of the model's forward and backward pass over them."""
+    own_N = tokens_N[[n for micro in mine if not micro.ghost for n in micro.records]].astype(np.int64)
+    tokens = int(own_N.sum())
+    attended = float((own_N**2).sum()) / max(tokens, 1)
+    return tokens - 2 * len(own_N), 3 * tokens * forward_flops(numbers, attended)
 
 
 def _batches(
@@ -168,7 +225,7 @@ def _batches(
         yield batch, targets, micro.ghost
 
 
-def _starting_point(job: Job, resume: str | None, overwrite: bool, device: torch.device) -> Path | None:
+def _starting_point(job: Job, resume: str | None, overwrite: bool) -> Path | None:
     """The checkpoint to go on from; None for a new run, whose directory is then free of an old one's files."""
     check_out(job.out, resume, overwrite)
     start = None
@@ -187,7 +244,7 @@ def _starting_point(job: Job, resume: str | None, overwrite: bool, device: torch
                 path.unlink(missing_ok=True)
         return None
     state = sharded.read_state(start)
-    now = _resolved(job.recipe, job.recipe.batch.tokens_per_rank, _precision(job.recipe, device)[0])
+    now = _resolved(job.recipe, job.recipe.batch.tokens_per_rank, job.layout.precision)
     changed = recipes.differences(Recipe.model_validate(state["recipe"]), now)
     changed = [line for line in changed if not line.startswith(_FREE)]
     before, here = state["data"]["train"]["tokens_sha256"], provenance(job)["train"]["tokens_sha256"]
@@ -242,38 +299,40 @@ def _resolved(recipe: Recipe, tokens_per_rank: int | str, precision: str) -> Rec
     return recipe.model_copy(update={"batch": batch, "parallel": parallel})
 
 
-def _precision(recipe: Recipe, device: torch.device) -> tuple[str, torch.dtype]:
-    name = recipe.parallel.precision
-    if name == "auto":
-        ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        name = "bf16" if ampere else "fp32"
-    return name, {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+def _tokens_per_rank(job: Job, model: FineTuner, saved: Mapping[str, Any] | None, ranks: World) -> int:
+    """As the recipe says; for `auto` what the run began with, else what fits on the rank with the least memory.
 
-
-def _tokens_per_rank(job: Job, saved: Mapping[str, Any] | None, precision: str, ranks: World) -> int:
-    """As the recipe says; for `auto` what the run began with, else what fits on the rank with the least memory."""
+    Called before the model has memory of its own, for the planner counts that too.
+    """
     asked = job.recipe.batch.tokens_per_rank
     if isinstance(asked, int):
         return asked
     if saved is not None:  # other micro-batches would add up gradients in another order
         return int(saved["recipe"]["batch"]["tokens_per_rank"])
-    config, longest = job.weights.config, int(job.train.tokens.max())
-    checkpointing = job.recipe.parallel.activation_checkpointing == "full"
-    per_token = memory.activation_bytes_per_token(config.n_layers, config.dim, checkpointing, precision == "bf16")
-    per_token += -(-job.task.head_bytes(longest) // longest)
-    free = memory.free_bytes(ranks.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    share = -(-job.recipe.batch.global_tokens // ranks.size)
-    state = memory.state_bytes(config.n_parameters, ranks.size)
-    return int(ranks.min(memory.tokens_that_fit(free, state, per_token, longest, share)))
+    config, lengths = job.weights.config, job.train.tokens
+    longest = int(lengths.max())
+    room = RESERVED * memory.free_bytes(ranks.device, processes_per_machine(ranks.size))
+    fitting = memory.largest_micro_batch(
+        memory.of_model(model, config.dim, config.n_heads),
+        job.layout,
+        int(ranks.min(room)),
+        head_bytes(HEADS[job.recipe.task.name](job.recipe.task), lengths, job.layout),
+        _kernels(ranks.device, job.layout.precision),
+        longest=longest,
+        share=-(-job.recipe.batch.global_tokens // ranks.size),
+        padding=longest / float(lengths.mean()),
+    )
+    if not fitting and ranks.is_first:
+        say(
+            f"the longest training record, {longest} tokens, may not fit into memory; lower data.max_length, set "
+            "parallel.activation_checkpointing=full, or see `esmshard plan`"
+        )
+    return max(fitting, longest)
 
 
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: the most that was allocated on the GPU, or that this process held in memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _kernels(device: torch.device, precision: str) -> memory.Device:
+    """Which attention runs, in the planner's words; as `attend` in `esmshard.model.attention` chooses it."""
+    if device.type == "cpu":
+        return "cpu"
+    packed = device.type == "cuda" and precision != "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "cuda" if packed else "cuda-padded"

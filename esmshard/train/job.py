@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from esmshard import recipe as recipes
-from esmshard.data import structure_splits
-from esmshard.data.ingest import cached
 from esmshard.data.leakage import Records, check
 from esmshard.data.loader import Examples
 from esmshard.data.packing import Plan
 from esmshard.errors import InputError, UsageError
 from esmshard.model.weights import Weights
-from esmshard.recipe import Recipe
+from esmshard.parallel.layout import Layout, layout
+from esmshard.parallel.mesh import precision_on
+from esmshard.settings import Recipe
 from esmshard.tasks import TASKS
 from esmshard.tasks.finetuner import initial_weights
 from esmshard.tasks.protocol import Task
+from esmshard.train.splits import open_split
 
 RUN_FILES = (
     *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv"),
-    *("checkpoints", "model", "figures"),
+    *("checkpoints", "model", "figures", "profile", "flight_recorder"),
 )
 """What a run leaves. `--overwrite` removes these and nothing else from the directory."""
 
@@ -38,14 +38,23 @@ class Job:
     valid: Examples
     test: Examples
     weights: Weights
+    """Not read yet."""
+    layout: Layout
     out: Path
 
 
-def prepare(recipe: Recipe, processes: int) -> Job:
-    """Open and check all that a recipe names. Every user's mistake that can be seen beforehand is raised here."""
+def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.device) -> Job:
+    """Open and check all that a recipe names. Every user's mistake that can be seen beforehand is raised here.
+
+    Args:
+        recipe: as loaded.
+        processes: that will train together.
+        per_machine: of these on one machine.
+        device: of one of them.
+    """
+    laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
     task = TASKS[recipe.task.name](recipe.task)
-    weights = initial_weights(recipe)
-    train, valid, test = (open_split(recipe, task, name) for name in ("train", "valid", "test"))
+    train, valid, test = (open_split(recipe, name, task.labels) for name in ("train", "valid", "test"))
     for split in (train, valid):
         if len(split) < processes:
             raise InputError(
@@ -58,21 +67,7 @@ def prepare(recipe: Recipe, processes: int) -> Job:
             f"{train.path}: the longest training record has {longest} tokens, but batch.tokens_per_rank is {most}; "
             "raise it, or lower data.max_length"
         )
-    return Job(recipe, task, train, valid, test, weights, Path(recipe.out))
-
-
-def open_split(recipe: Recipe, task: Task, name: str) -> Examples:
-    """One split of a recipe: tokens (ingested on first use) and labels. Only training records are cut."""
-    path = recipes.sample(getattr(recipe.data, name))
-    fasta = structure_splits.cached_split(path) if structure_splits.holds_structures(path) else path
-    tokens = cached(fasta)
-    if fasta != path:  # what was changed in the structures is told with what was changed in the sequences
-        tokens.notices = [*structure_splits.notices(fasta), *tokens.notices]
-    labels = task.labels(fasta, tokens)
-    if name != "train":
-        return Examples(name, path, tokens, labels)
-    data, seed = recipe.data, recipe.train.seed
-    return Examples(name, path, tokens, labels, long=data.long, max_length=data.max_length, seed=seed)
+    return Job(recipe, task, train, valid, test, initial_weights(recipe), laid_out, Path(recipe.out))
 
 
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:

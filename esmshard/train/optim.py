@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from esmshard.parallel.shard import reshard, trainable
-from esmshard.recipe import OptimSettings
+from esmshard.settings import OptimSettings
 
 
 def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:

@@ -1,17 +1,22 @@
 """One optimizer step, the same mathematics on any number of ranks."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
+from esmshard.parallel.layout import Layout
 from esmshard.parallel.mesh import World
-from esmshard.parallel.shard import local
+from esmshard.parallel.shard import local, next_micro_batch
+from esmshard.parallel.watch import Watch
 from esmshard.tasks.protocol import Task
+
+T = TypeVar("T")
 
 MAX_SKIPPED = 10
 """Steps in a row with a non-finite loss or gradient before the run gives up."""
@@ -27,6 +32,29 @@ class StepResult:
     residues: int
     skipped: bool
     """The loss or a gradient was not finite, so no rank changed its weights."""
+    ranks: list[list[float]]
+    """`Watch.numbers` of each rank; empty if nobody watched."""
+
+
+@dataclass
+class LossScale:
+    """Keeps fp16 gradients in range: the loss is multiplied by `value` before the backward pass, gradients are divided.
+
+    As torch's `GradScaler` moves it. That one looks for overflows rank by rank; here the norm over all ranks, which is
+    known anyway, tells, so that all ranks skip and change the scale together.
+    """
+
+    value: float = 2.0**16
+    good_steps: int = 0
+    """In a row, since the scale changed."""
+
+    def update(self, overflow: bool) -> None:
+        """Halve it after an overflow, double it after 2,000 good steps."""
+        self.good_steps = 0 if overflow else self.good_steps + 1
+        if overflow:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps == 2000:
+            self.value, self.good_steps = self.value * 2, 0
 
 
 def train_step(
@@ -36,6 +64,10 @@ def train_step(
     micro_batches: Iterable[tuple[TokenBatch, list[torch.Tensor], bool]],
     clip: float,
     world: World,
+    layout: Layout,
+    *,
+    scale: LossScale | None = None,
+    watch: Watch | None = None,
 ) -> StepResult:
     """Gradients of all micro-batches of all ranks, one clipped AdamW step.
 
@@ -46,6 +78,9 @@ def train_step(
         micro_batches: (batch, targets, is a ghost): the same number of them on every rank.
         clip: longest allowed gradient.
         world: the ranks that take the step together.
+        layout: how the model lies over them.
+        scale: of the loss, in fp16 only. An overflow skips the step, and halves it.
+        watch: times the step; its numbers travel with the step's own.
 
     Losses are added up unscaled, and FSDP sums gradients over ranks; both are divided once, by the global count. So it
     makes no difference how the records were dealt to ranks and micro-batches. The host waits for the device once a
@@ -54,25 +89,45 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     parts, residues = [], 0
-    for batch, targets, ghost in micro_batches:
+    for (batch, targets, ghost), last in _with_last(watch.data(micro_batches) if watch else micro_batches):
         part = task.loss(model(batch.to(world.device)), targets)
         weight = 0.0 if ghost else 1.0
-        torch.autograd.backward(part.sum * weight)
+        next_micro_batch(model, layout, last)
+        torch.autograd.backward(part.sum * weight * (scale.value if scale else 1.0))
         parts.append(torch.stack([part.sum.detach(), part.count]) * weight)
         residues += 0 if ghost else batch.n_residues
 
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
+    if watch is not None:
+        watch.wait_for_device()
     loss_sum, count = torch.stack(parts).cpu().double().sum(0).tolist()
     square = norms.cpu().double().square().sum().item()
-    total_loss, total_count, total_square, total_residues = world.sum([loss_sum, count, square, residues])
-    norm = math.sqrt(total_square) / max(total_count, 1)
+    # Every copy of the model has the same gradients: their squares are counted once.
+    rows = world.rows([loss_sum, count, square / layout.replicas, residues, *(watch.numbers() if watch else [])])
+    total_loss, total_count, total_square, total_residues = (
+        sum(column) for column in list(zip(*rows, strict=True))[:4]
+    )
+    divisor = max(total_count, 1) * (scale.value if scale else 1.0)
+    norm = math.sqrt(total_square) / divisor
     skipped = total_count == 0 or not math.isfinite(norm) or not math.isfinite(total_loss)
     if not skipped:
-        torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)) / total_count)
+        torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)) / divisor)
         optimizer.step()
+    if scale is not None:
+        scale.update(not math.isfinite(norm))
     loss = total_loss / total_count if total_count else math.nan
-    return StepResult(loss, norm, int(total_residues), skipped)
+    return StepResult(loss, norm, int(total_residues), skipped, [row[4:] for row in rows])
+
+
+def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether none comes after it. The next one is made before this one is given."""
+    waiting = iter(items)
+    item = next(waiting, None)
+    while item is not None:
+        following = next(waiting, None)
+        yield item, following is None
+        item = following
 
 
 def too_many_skipped(in_a_row: int, step: int) -> None:

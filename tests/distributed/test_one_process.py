@@ -15,15 +15,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import work
 
 from esmshard.errors import InputError
-from esmshard.parallel import mesh
+from esmshard.parallel import load, mesh
 from esmshard.parallel import shard as sharding
+from esmshard.parallel.layout import Layout
 from esmshard.parallel.mesh import World, own_device, world
-from esmshard.parallel.shard import ShardOptions
 from esmshard.tasks.protocol import collate
 from esmshard.train import finetune
 from esmshard.train.evaluate import validate
-from esmshard.train.job import describe, open_split, prepare
+from esmshard.train.job import describe, prepare
 from esmshard.train.optim import adamw, set_learning_rate
+from esmshard.train.splits import open_split
 from esmshard.train.step import train_step
 
 LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
@@ -60,7 +61,7 @@ def test_a_run_in_one_process_starts_no_group_and_shards_nothing(
     built, optimizers = [], []
 
     def materialise(model: Any, *rest: Any) -> None:
-        sharding.materialise(model, *rest)
+        load.materialise(model, *rest)
         built.append(model)
 
     def optimizer_of(*rest: Any) -> torch.optim.Optimizer:
@@ -103,24 +104,24 @@ def test_one_process_answers_itself(alone: World) -> None:
 
 def test_a_dry_run_says_that_one_process_is_not_sharded(tiny_recipe: Path) -> None:
     recipe = work.load(str(tiny_recipe))
-    assert ", 1 process, not sharded\n" in describe(prepare(recipe, 1), 1)
-    assert ", 2 processes, full_shard\n" in describe(prepare(recipe, 2), 2)
+    assert ", 1 process, not sharded\n" in describe(prepare(recipe, 1, 1, torch.device("cpu")), 1)
+    assert ", 2 processes, full_shard\n" in describe(prepare(recipe, 2, 2, torch.device("cpu")), 2)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_and_validation_compute_in_bf16_on_fp32_weights(tiny_recipe: Path, checkpointing: bool) -> None:
     recipe = work.load(str(tiny_recipe))
-    options = ShardOptions(compute_dtype=torch.bfloat16, activation_checkpointing=checkpointing)
+    laid = Layout(precision="bf16", activation_checkpointing="full" if checkpointing else "none")
     with world() as one:
-        model, task = work.sharded_model(recipe, one, options)
+        model, task = work.sharded_model(recipe, one, laid)
         seen = set()
         for layer in model.layers:
             layer.fc1.register_forward_hook(lambda module, _, output: seen.add((module.training, output.dtype)))
         optimizer = adamw(model, recipe.optim)
         set_learning_rate(optimizer, 1.0)
-        batch = collate(task, [open_split(recipe, task, "train").get(0)])
-        train_step(model, task, optimizer, [(*batch, False)], 1.0, one)
-        validate(model, task, open_split(recipe, task, "valid"), 130, one)
+        batch = collate(task, [open_split(recipe, "train", task.labels).get(0)])
+        train_step(model, task, optimizer, [(*batch, False)], 1.0, one, laid)
+        validate(model, task, open_split(recipe, "valid", task.labels), 130, one)
     assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
@@ -171,10 +172,10 @@ def test_a_step_needs_no_float64_on_the_device(tiny_recipe: Path) -> None:
     recipe = work.load(str(tiny_recipe))
     with world() as one:
         model, task = work.sharded_model(recipe, one)
-        data = open_split(recipe, task, "train")
+        data = open_split(recipe, "train", task.labels)
         batches = [(*collate(task, [data.get(n)]), False) for n in range(2)]
         with _NoDouble():
-            result = train_step(model, task, adamw(model, recipe.optim), batches, 1.0, one)
+            result = train_step(model, task, adamw(model, recipe.optim), batches, 1.0, one, Layout())
     assert result.loss > 0
     assert result.grad_norm > 0
 

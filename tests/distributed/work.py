@@ -7,54 +7,71 @@ import numpy as np
 import torch
 
 from esmshard import recipe as recipes
+from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint import sharded
 from esmshard.data.packing import Plan, deal
 from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
+from esmshard.parallel.layout import Layout, layout
+from esmshard.parallel.load import materialise
 from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import ShardOptions, materialise, shard, trainable
-from esmshard.recipe import Recipe
+from esmshard.parallel.shard import shard
+from esmshard.settings import OptimSettings, ParallelSettings, Recipe
 from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.tasks.protocol import Task, collate
 from esmshard.train import finetune
-from esmshard.train.job import open_split
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
+from esmshard.train.splits import open_split
 from esmshard.train.step import train_step
-
-DEFAULTS = ShardOptions()
+from esmshard.vocab import CLS, EOS, MASK
 
 
 def load(path: str) -> Recipe:
     return recipes.load(Path(path))
 
 
-def sharded_model(recipe: Recipe, ranks: World, options: ShardOptions = DEFAULTS) -> tuple[FineTuner, Task]:
+def laid(ranks: World, **settings: Any) -> Layout:
+    """A `parallel` section in fp32, two processes a machine."""
+    parallel = ParallelSettings.model_validate({"precision": "fp32"} | settings)
+    assert parallel.precision != "auto"
+    return layout(parallel, ranks.size, min(2, ranks.size), parallel.precision)
+
+
+def laid_out(recipe: Recipe, ranks: World, **changes: Any) -> Layout:
+    """What the recipe's `parallel` section means, with some changes."""
+    return laid(ranks, **(recipe.parallel.model_dump(exclude_defaults=True) | changes))
+
+
+OPTIM = OptimSettings(lr=1e-3, head_lr=1e-3)  # type: ignore[call-arg]
+
+
+def masked_batch(n: int) -> tuple[TokenBatch, torch.Tensor, bool]:
+    """Batch n of four, each of n + 1 sequences with some residues masked; the last has no mask and no label."""
+    generator = np.random.default_rng(n)
+    sequences = [generator.integers(4, 24, 10 + 3 * k + n) for k in range(n + 1)]
+    tokens = [np.concatenate([[CLS], s, [EOS]]).astype(np.uint8) for s in sequences]
+    targets: list[int] = []
+    for sequence in tokens if n < 3 else []:
+        targets += [int(t) for t in sequence[2:8:3]]
+        sequence[2:8:3] = MASK
+    return pack(tokens), torch.tensor(targets, dtype=torch.int64), False
+
+
+def sharded_model(recipe: Recipe, ranks: World, laid_: Layout | None = None) -> tuple[FineTuner, Task]:
     """As the main job builds it."""
+    laid_ = laid_ or laid_out(recipe, ranks)
     task = ContactTask(recipe.task)
     base = weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
     with torch.device("meta"):
         model = FineTuner(ESM2(base.config), task.head(base.config))
     model.freeze_unused()
-    shard(model, recipe.parallel.strategy, ranks, options)
-    head = rough_head(recipe, task, base)
-    materialise(
-        model,
-        lambda name: head[name[5:]] if name.startswith("head.") else base[name.removeprefix("trunk.")],
-        ranks.device,
-    )
-    return model.train(), task
-
-
-def plain_model(recipe: Recipe) -> tuple[FineTuner, Task]:
-    """The same weights without any sharding."""
-    task = ContactTask(recipe.task)
-    base = weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
-    model = FineTuner(weights.build(base, torch.device("cpu")), task.head(base.config))
-    model.head.load_state_dict(rough_head(recipe, task, base))
-    model.freeze_unused()
+    shard(model, laid_, ranks)
+    head = task.head(base.config)
+    head.load_state_dict(rough_head(recipe, task, base))
+    materialise(model, model.rows_of(base, head), laid_, ranks)
     return model.train(), task
 
 
@@ -69,64 +86,14 @@ def full(tensor: torch.Tensor) -> np.ndarray:
     return whole.detach().float().numpy().copy()
 
 
-def plain_gradients(path: str, step: int) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients of one step, one process, no sharding, no packing tricks: record by record."""
-    recipe = load(path)
-    model, task = plain_model(recipe)
-    data = open_split(recipe, task, "train")
-    epoch, records = Plan(data.tokens, recipe.batch.global_tokens, recipe.train.seed).step(step)
-    total, count = torch.zeros(()), 0.0
-    for n in records:
-        batch, targets = collate(task, [data.get(int(n), epoch)])
-        part = task.loss(model(batch), targets)
-        total, count = total + part.sum, count + float(part.count)
-    loss = total / count
-    loss.backward()
-    return float(loss.detach()), {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-
-
-def gradients(path: str, step: int, checkpointing: bool, mean_of_means: bool) -> dict[str, Any]:
-    """The same by the sharded model. `mean_of_means` is the classic mistake: each rank divides by its own count."""
-    recipe = load(path)
-    with world() as ranks:
-        model, task = sharded_model(recipe, ranks, ShardOptions(activation_checkpointing=checkpointing))
-        data = open_split(recipe, task, "train")
-        epoch, records = Plan(data.tokens, recipe.batch.global_tokens, recipe.train.seed).step(step)
-        most = int(recipe.batch.tokens_per_rank)
-        micro = deal(records, data.tokens, most, ranks.rank, ranks.size)
-        count, losses, passes = 0.0, 0.0, []
-        model.layers[0].fc1.register_forward_hook(lambda *_: passes.append(1))
-        for m in micro:
-            batch, targets = collate(task, [data.get(n, epoch) for n in m.records])
-            part = task.loss(model(batch), targets)
-            scale = 0.0 if m.ghost else 1.0
-            if mean_of_means:
-                scale /= max(1.0, float(part.count)) * ranks.size * len(micro)
-            (part.sum * scale).backward()
-            count += 0.0 if m.ghost else float(part.count)
-            losses += float(part.sum.detach()) * (0.0 if m.ghost else 1.0)
-        total_loss, total_count = ranks.sum([losses, count])
-        divide = 1.0 if mean_of_means else total_count
-        return {
-            "loss": total_loss / total_count,
-            "gradients": {n: full(p.grad) / divide for n, p in trainable(model).items()},
-            "counts": count,
-            "micro_batches": len(micro),
-            "passes": len(passes) / len(micro),
-            "ghosts": sum(m.ghost for m in micro),
-        }
-
-
 def curve(path: str, steps: int) -> dict[str, Any]:
     """Losses of the real training step, and the embedding before and after."""
     recipe = load(path)
     with world() as ranks:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.parallel.precision]
-        checkpointing = recipe.parallel.activation_checkpointing == "full"
-        options = ShardOptions(compute_dtype=dtype, activation_checkpointing=checkpointing)
-        model, task = sharded_model(recipe, ranks, options)
+        how = laid_out(recipe, ranks)
+        model, task = sharded_model(recipe, ranks, how)
         optimizer = adamw(model, recipe.optim)
-        data = open_split(recipe, task, "train")
+        data = open_split(recipe, "train", task.labels)
         plan = Plan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
         before = full(model.trunk.embed_tokens.weight)
         losses, norms = [], []
@@ -135,7 +102,7 @@ def curve(path: str, steps: int) -> dict[str, Any]:
             epoch, records = plan.step(step)
             micro = deal(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.rank, ranks.size)
             batches = ((*collate(task, [data.get(n, epoch) for n in m.records]), m.ghost) for m in micro)
-            result = train_step(model, task, optimizer, batches, recipe.optim.clip, ranks)
+            result = train_step(model, task, optimizer, batches, recipe.optim.clip, ranks, how)
             losses.append(result.loss)
             norms.append(result.grad_norm)
         tensors = state_tensors(model, optimizer)
@@ -157,7 +124,7 @@ def poisoned(path: str) -> dict[str, Any]:
         model, task = sharded_model(recipe, ranks)
         optimizer = adamw(model, recipe.optim)
         set_learning_rate(optimizer, 1.0)
-        data = open_split(recipe, task, "train")
+        data = open_split(recipe, "train", task.labels)
         before = full(model.trunk.embed_tokens.weight)
         batch, targets = collate(task, [data.get(ranks.rank)])
 
@@ -167,14 +134,14 @@ def poisoned(path: str) -> dict[str, Any]:
                 scale = float("nan") if ranks.rank == ranks.size - 1 else 1.0
                 return type(part)(part.sum * scale, part.count)
 
-        result = train_step(model, Poison(), optimizer, [(batch, targets, False)], 1.0, ranks)  # type: ignore[arg-type]
+        result = train_step(model, Poison(), optimizer, [(batch, targets, False)], 1.0, ranks, laid_out(recipe, ranks))  # type: ignore[arg-type]
         return {"skipped": result.skipped, "moved": float(np.abs(full(model.trunk.embed_tokens.weight) - before).max())}
 
 
 def first_batch(path: str, broken: bool) -> str:
     """The main job as far as its first step, with own shares or the first rank's for all; what ended it."""
 
-    def step_begins(*_: Any) -> None:
+    def step_begins(*_: Any, **__: Any) -> None:
         raise InputError("the first step begins")
 
     finetune.train_step = step_begins
@@ -234,7 +201,7 @@ def split_tie(device: str) -> str:
         with torch.device(device):
             model = TiedAcrossGroups()
         try:
-            shard(model, "full_shard", ranks, ShardOptions())
+            shard(model, laid(ranks), ranks)
         except (ValueError, AssertionError) as error:
             return str(error)
         return ""

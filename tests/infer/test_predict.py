@@ -13,7 +13,7 @@ from model_files import TINY, fair_esm, ours, perturb, tokenise, write_fair_esm,
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.errors import InputError, UsageError
 from esmshard.infer.predict import predict
-from esmshard.recipe import TaskSettings
+from esmshard.settings import TaskSettings
 from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuner import FineTuner, load_finetuned
 from esmshard.vocab import STANDARD

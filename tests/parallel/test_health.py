@@ -1,4 +1,4 @@
-"""Two ranks that would learn from the same records are stopped; ghosts and twin sequences are no reason to."""
+"""Two ranks that would learn from the same records are stopped, and slow ones are told from busy ones."""
 
 from functools import partial
 from typing import Any
@@ -139,3 +139,26 @@ def test_a_process_started_by_itself_is_told_nothing() -> None:
     assert health.started_apart(ALONE, {}) is None
     assert health.started_apart(ALONE, {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert health.started_apart(ALONE, {"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "3"}) is not None
+
+
+@pytest.mark.parametrize(
+    ("busy", "seconds", "slow"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], 2.0, []),
+        ([1.0, 1.0, 1.5, 1.0], 2.0, [2]),
+        ([1.0, 1.2, 1.0], 1.0, []),  # 1.2 times is not yet slow
+        ([1.0, 1.3, 1.0], 1.0, [1]),
+        ([1.0, 1.3, 1.0], 3.1, []),  # 0.3 s of a step of 3.1 s are less than a tenth
+        ([1.0, 1.3, 1.0], 2.9, [1]),
+        ([1.0, 1.3], 1.0, [1]),  # of two, the other is the measure: their median would be 1.15
+        ([2.0, 1.0, 2.0, 1.0, 1.0], 2.0, [0, 2]),
+        ([0.0, 0.0], 1.0, []),
+        ([5.0], 1.0, []),
+    ],
+)
+def test_which_ranks_are_slow(busy: list[float], seconds: float, slow: list[int]) -> None:
+    assert health.slow_ranks(busy, [seconds] * len(busy)) == slow
+
+
+def test_the_typical_step_counts() -> None:
+    assert health.slow_ranks([1.0, 1.3, 1.0], [1.0, 1.0, 100.0]) == [1]

@@ -11,10 +11,11 @@ from model_files import TINY, fair_esm, ours, perturb, tokenise
 from esmshard.batch import pack
 from esmshard.data.loader import Example
 from esmshard.model.esm2 import ESM2
-from esmshard.recipe import TaskSettings
+from esmshard.settings import TaskSettings
 from esmshard.tasks import TASKS
 from esmshard.tasks.contact import PRIOR, ContactTask
 from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.numbers import HEADS
 from esmshard.tasks.protocol import Task, collate
 from esmshard.vocab import STANDARD, encode
 
@@ -225,7 +226,9 @@ EXAMPLES: dict[str, Example] = {
 
 def test_every_task_has_an_example_and_a_name_in_recipes() -> None:
     assert len(TASKS) >= 1
-    assert TASKS.keys() == EXAMPLES.keys() == set(get_args(TaskSettings.model_fields["name"].annotation))
+    assert (
+        TASKS.keys() == HEADS.keys() == EXAMPLES.keys() == set(get_args(TaskSettings.model_fields["name"].annotation))
+    )
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -260,4 +263,24 @@ def test_every_task_fulfils_the_protocol(name: str) -> None:
     for baseline in task.baseline_outputs(known_targets[0], known).values():
         if baseline is not None:
             assert set(task.columns) <= task.score([baseline], known_targets)[0].keys()
-    assert 0 < task.head_bytes(100) < task.head_bytes(200)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_planner_knows_the_size_of_every_head(name: str) -> None:
+    for settings in (TaskSettings(name=name), TaskSettings(name=name, channels=12, blocks=2)):  # type: ignore[arg-type]
+        numbers = HEADS[name](settings)
+        head = TASKS[name](settings).head(TINY)
+        assert numbers.parameters(TINY.dim) == sum(p.numel() for p in head.parameters())
+        assert all(p.requires_grad for p in head.parameters())
+        batch = collate(TASKS[name](settings), [EXAMPLES[name]])[0]
+        x_TD = torch.randn(batch.bounds[-1], TINY.dim)
+        kept: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in head.parameters()}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            outputs = head(x_TD, batch)
+        assert outputs
+        assert 0.6 < sum(kept.values()) / numbers.head_bytes(len(x_TD)) < 1.3

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from esmshard.recipe import TaskSettings
+from esmshard.settings import TaskSettings
 from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.precision import CUTS, RANGES, base_rate, contact_precision, valid_pairs
 

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from esmshard import recipe as recipes
 from esmshard.train import job as jobs
@@ -11,7 +12,7 @@ from esmshard.train.finetune import run
 
 
 def test_a_clean_split_is_one_line(tiny_recipe: Path) -> None:
-    job = jobs.prepare(recipes.load(tiny_recipe, []), 1)
+    job = jobs.prepare(recipes.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
     assert jobs.leakage_notices(job) == [
         "leakage: none of 5 valid records and 5 test records is identical or similar to training records (similar: one "
         "training record has a fifth of the 5-mers; remote homologs are not seen so)"
@@ -34,5 +35,5 @@ def test_a_check_that_fails_does_not_stop_the_run(tiny_recipe: Path, monkeypatch
         raise MemoryError("no memory")
 
     monkeypatch.setattr(jobs, "check", fail)
-    job = jobs.prepare(recipes.load(tiny_recipe, []), 1)
+    job = jobs.prepare(recipes.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
     assert jobs.leakage_notices(job) == ["leakage: could not be checked (no memory)"]

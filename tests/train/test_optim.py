@@ -2,7 +2,7 @@ import torch
 
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
-from esmshard.recipe import OptimSettings, TaskSettings
+from esmshard.settings import OptimSettings, TaskSettings
 from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.train.optim import adamw, schedule, set_learning_rate

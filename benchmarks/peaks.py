@@ -1,0 +1,157 @@
+"""Peak memory of real training steps on CPU ranks, beside which `esmshard.parallel.plan` is checked.
+
+`measure` starts its own ranks, each a process of one thread that trains on synthetic proteins. The peak is the kernel's
+high-water mark of resident memory (VmHWM) above what the process held before the model was made; glibc is told to give
+every block over 64 KiB back at once, so that the mark counts live memory and not what the allocator keeps.
+"""
+
+import argparse
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.model.attention import inverse_frequencies
+from esmshard.model.config import SIZES, EsmConfig
+from esmshard.model.esm2 import ESM2
+from esmshard.parallel import plan
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.mesh import World, world
+from esmshard.parallel.shard import shard, trainable
+from esmshard.settings import TaskSettings
+from esmshard.tasks import TASKS
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.numbers import HEADS
+from esmshard.train.step import train_step
+
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+TASK = TaskSettings(name="contact", channels=4, blocks=0)
+"""A head so small that the trunk is what is measured."""
+
+
+def measure(
+    model_name: str, layout: Layout, tokens: int, steps: int = 3, *, length: int = 256, micro_batches: int = 1
+) -> list[int]:
+    """Bytes of each rank at the peak of a training step, imports not counted.
+
+    Args:
+        model_name: of SIZES; weights are random.
+        layout: how it lies over the ranks, which are started here.
+        tokens: of a micro-batch on each rank.
+        steps: of training; the largest peak counts. Optimizer state is there from the second one on.
+        length: tokens of each protein.
+        micro_batches: of a step.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    work = json.dumps([model_name, asdict(layout), tokens, steps, length, micro_batches])
+    common = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(layout.world_size), "LOCAL_WORLD_SIZE": str(layout.world_size)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--rank", work],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(layout.world_size)
+    ]
+    try:
+        outputs = [p.communicate(timeout=600)[0] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    if any(p.returncode for p in ranks):
+        raise RuntimeError(f"{model_name}, {layout}: a rank failed; its error stands above")
+    return [int(output.split()[-1]) for output in outputs]
+
+
+def numbers(model_name: str) -> plan.ModelNumbers:
+    """Of the model that `measure` trains."""
+    return plan.of_model(_meta(SIZES[model_name]), SIZES[model_name].dim, SIZES[model_name].n_heads)
+
+
+def head_bytes(tokens: int, length: int = 256) -> int:
+    """What the head of `measure` keeps of a micro-batch."""
+    return tokens // length * HEADS[TASK.name](TASK).head_bytes(length)
+
+
+def _meta(config: EsmConfig) -> FineTuner:
+    with torch.device("meta"):
+        model = FineTuner(ESM2(config), TASKS[TASK.name](TASK).head(config))
+    model.freeze_unused()
+    return model
+
+
+def _rank(model_name: str, layout: Layout, tokens: int, steps: int, length: int, micro_batches: int) -> int:
+    with world(alone_too=layout.cpu_offload) as ranks:
+        # Pages of libraries that are read on first use, and the buffers of connections, are there afterwards.
+        _train(SIZES["nano"], layout, 4 * length, 2, length, micro_batches, ranks)
+        gc.collect()
+        before = _resident("VmRSS")
+        return _train(SIZES[model_name], layout, tokens, steps, length, micro_batches, ranks) - before
+
+
+def _train(
+    config: EsmConfig, layout: Layout, tokens: int, steps: int, length: int, micro_batches: int, ranks: World
+) -> int:
+    model, batch = _meta(config), _batch(tokens, length)
+    targets = [torch.zeros(length - 2, length - 2, dtype=torch.int8) for _ in range(len(batch))]
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    shard(model, layout, ranks)
+
+    def rows_of(name: str, rows: slice) -> torch.Tensor:
+        if name.endswith("inv_freq"):
+            return inverse_frequencies(config.head_dim)[rows]
+        # The values do not matter, but all ranks must read the same ones.
+        generator = torch.Generator().manual_seed(0)
+        return torch.zeros(len(range(*rows.indices(shapes[name][0]))), *shapes[name][1:]).normal_(
+            0, 0.02, generator=generator
+        )
+
+    materialise(model, rows_of, layout, ranks)
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-4, fused=True)
+    peak = 0
+    for _ in range(steps):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        work = [(batch, targets, False)] * micro_batches
+        train_step(model, TASKS[TASK.name](TASK), optimizer, work, 1.0, ranks, layout)
+        peak = max(peak, _resident("VmHWM"))
+    return peak
+
+
+def _batch(tokens: int, length: int) -> TokenBatch:
+    generator = torch.Generator().manual_seed(0)
+    residues = torch.randint(4, 24, (tokens // length, length), generator=generator, dtype=torch.uint8)
+    residues[:, 0], residues[:, -1] = 0, 2
+    return pack([row.numpy() for row in residues])
+
+
+def _resident(key: str) -> int:
+    """VmRSS or VmHWM of this process, bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {key} in /proc/self/status")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """One rank of `measure`: its peak goes to the standard output."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", required=True)
+    name, layout, *rest = json.loads(parser.parse_args(argv).rank)
+    print(_rank(name, Layout(**layout), *rest))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+"""Memory per rank and step time of every way to shard, loading, and what the planner makes of it.
+
+On CPU ranks everything is measured on this machine; with `--device cuda` every option on one GPU. The projection to
+clusters that nobody here has comes from `esmshard.parallel.cost`, after it has been held against published runs.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import measure
+import peaks
+import torch
+
+from esmshard.model import weights
+from esmshard.model.config import SIZES, EsmConfig
+from esmshard.model.esm2 import ESM2
+from esmshard.model.export import write_transformers
+from esmshard.parallel import plan
+from esmshard.parallel.cost import Work, cost
+from esmshard.parallel.layout import STRATEGIES, Layout, layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.machines import parse
+from esmshard.parallel.mesh import World, world
+from esmshard.parallel.published import RUNS, esm2
+from esmshard.parallel.shard import groups, local, shard
+from esmshard.settings import OptimSettings, ParallelSettings
+from esmshard.tasks import TASKS
+from esmshard.train.optim import adamw, set_learning_rate
+from esmshard.train.step import train_step
+
+MIB = 2**20
+SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
+SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D", "15B": "esm2_t48_15B_UR50D"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "checkpointing selective": {"activation_checkpointing": "selective"},
+    "checkpointing full": {"activation_checkpointing": "full"},
+    "reduce_dtype bf16": {"reduce_dtype": "bf16"},
+    "prefetch 2 and 2": {"prefetch_forward": 2, "prefetch_backward": 2},
+}
+
+Table = list[list[str]]
+
+
+def laid(world_size: int, **settings: Any) -> Layout:
+    """Of a recipe's `parallel` section on CPU ranks, two of them a machine."""
+    parallel = ParallelSettings.model_validate(settings)
+    return layout(parallel, world_size, 2, "fp32")
+
+
+def memory(model: str, tokens: int, sizes: Sequence[int]) -> Table:
+    """Measured peaks of every strategy beside the planner's."""
+    table = [["ranks", "layout", "measured, MiB (largest rank)", "planned, MiB", "planned / measured", "peak at"]]
+    numbers = peaks.numbers(SHORT[model])
+    for size in sizes:
+        for strategy in STRATEGIES if size > 2 else [s for s in STRATEGIES if s != "hybrid_shard"]:
+            for option, settings in OPTIONS.items() if strategy == "full_shard" else [("", {})]:
+                if size == 1 and (strategy, option[:5]) != ("full_shard", "check"[: len(option[:5])]):
+                    continue
+                how = laid(size, strategy=strategy, **settings)
+                measured = max(peaks.measure(SHORT[model], how, tokens))
+                planned = plan.memory(numbers, how, tokens, peaks.head_bytes(tokens), "cpu")
+                name = "one process" if size == 1 else strategy
+                row = [str(size), f"{name} {option}".strip(), f"{measured / MIB:,.0f}", f"{planned.total / MIB:,.0f}"]
+                table.append([*row, f"{planned.total / measured:.2f}", planned.when])
+                print("  " + " | ".join(table[-1]), file=sys.stderr, flush=True)
+    return table
+
+
+def checkpointing(model: str, tokens: int) -> Table:
+    """Activation memory with and without checkpointing in one process: the peak above that of a tenth of the tokens."""
+    table = [["activation_checkpointing", "peak, MiB", f"of which for 9/10 of {tokens:,} tokens", "none / this"]]
+    first = 0.0
+    for mode in ("none", "selective", "full"):
+        how = laid(1, activation_checkpointing=mode)
+        peak, base = (
+            peaks.measure(SHORT[model], how, n, 2, length=64)[0] / MIB for n in (tokens, tokens // 10 // 64 * 64)
+        )
+        first = first or peak - base
+        table.append([mode, f"{peak:,.0f}", f"{peak - base:,.0f}", f"{first / (peak - base):.1f}"])
+        print("  " + " | ".join(table[-1]), file=sys.stderr, flush=True)
+    return table
+
+
+def steps(model: str, tokens: int, rounds: int) -> Table:
+    """Seconds of a step of the same records, in turns: one process with all threads, and ranks that share them."""
+    threads = os.cpu_count() or 1
+    variants: dict[str, tuple[Layout, int]] = {f"1 process, {threads} threads": (laid(1), threads)}
+    for size in (2, 4):
+        for strategy in STRATEGIES if size > 2 else [s for s in STRATEGIES if s != "hybrid_shard"]:
+            own = max(1, threads // size)
+            variants[f"{size} ranks x {own} thread{'s' * (own > 1)}, {strategy}"] = (laid(size, strategy=strategy), own)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds):
+        for name, (how, own) in variants.items():
+            found = ranks_of("step", [SHORT[model], asdict(how), tokens], how.world_size, own)
+            times[name].append(max(found))
+            print(f"  turn {turn + 1}: {name}: {max(found):.2f} s", file=sys.stderr, flush=True)
+    first = times[next(iter(times))]
+    table = [["", "s a step, median", "time / one process, median [min, max]"]]
+    for name, own_times in times.items():
+        ratios = [own / one for own, one in zip(own_times, first, strict=True)]
+        spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+        table.append([name, f"{statistics.median(own_times):.2f}", spread])
+    return table
+
+
+def loading(models: Sequence[str], size: int) -> Table:
+    """Peak memory of a rank while it loads its share from a model on disk, above what it held before."""
+    table = [["model", "ranks", "share, MiB", "largest layer, MiB", "peak, MiB", "peak / (share + layer)", "s"]]
+    for model in models:
+        config = SIZES[SHORT[model]]
+        with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
+            write_random(Path(folder), config)
+            found = ranks_of("load", [folder], size, 1)
+        each = [row[1:] for row in found]
+        share, peak = max(row[0] for row in each), max(row[1] for row in each)
+        layer = 4 * peaks.numbers(SHORT[model]).layer_parameters
+        row = [model, str(size), *(f"{n / MIB:,.0f}" for n in (share, layer, peak)), f"{peak / (share + layer):.2f}"]
+        table.append([*row, f"{max(row[0] for row in found):.0f}"])
+        print("  " + " | ".join(table[-1]), file=sys.stderr, flush=True)
+    return table
+
+
+def write_random(folder: Path, config: EsmConfig) -> None:
+    """A model of random weights, fp32, as `consolidate` writes it."""
+    base = weights.fresh(config, 0)
+    write_transformers(folder, config, weights.shapes(config), lambda names: {name: base[name] for name in names})
+
+
+def fake(model: str, sizes: Iterable[tuple[int, dict[str, Any]]]) -> Table:
+    """Build a model on the meta device and shard it as the first of many ranks that do not exist."""
+    table = [["model", "ranks", "layout", "groups", "parameters of rank 0", "share", "s to build and shard"]]
+    for size, settings in sizes:
+        done = subprocess.run(
+            [sys.executable, __file__, "--rank", json.dumps(["fake", SHORT[model], size, settings])],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        groups, held, whole, seconds = json.loads(done.stdout.splitlines()[-1])
+        how = ", ".join(f"{v}" if k == "strategy" else f"{k} {v}" for k, v in settings.items())
+        table.append([model, str(size), how, str(groups), f"{held:,}", f"1/{whole / held:.1f}", f"{seconds:.1f}"])
+        print("  " + " | ".join(table[-1]), file=sys.stderr, flush=True)
+    return table
+
+
+def on_gpu(model: str, tokens: int) -> Table:
+    """Every option on one GPU: measured peak and step time, beside the planner's peak."""
+    table = [["options", "measured, MiB", "planned, MiB", "planned / measured", "s a step, median"]]
+    numbers = peaks.numbers(SHORT[model])
+    plain = Layout(precision="bf16")
+    variants = {
+        "none": plain,
+        "checkpointing selective": replace(plain, activation_checkpointing="selective"),
+        "checkpointing full": replace(plain, activation_checkpointing="full"),
+        "cpu_offload": replace(plain, cpu_offload=True),
+        "cpu_offload, checkpointing full": replace(plain, cpu_offload=True, activation_checkpointing="full"),
+        "fp16": replace(plain, precision="fp16"),
+        "compile": replace(plain, compile=True),
+        "compile, checkpointing selective": replace(plain, compile=True, activation_checkpointing="selective"),
+    }
+    for name, how in variants.items():
+        (row,) = ranks_of("step", [SHORT[model], asdict(how), tokens], 1, os.cpu_count() or 1, with_memory=True)
+        seconds, peak = row
+        planned = plan.memory(numbers, how, tokens, peaks.head_bytes(tokens), "cuda").total
+        cells = [name, f"{peak / MIB:,.0f}", f"{planned / MIB:,.0f}", f"{planned / peak:.2f}", f"{seconds:.3f}"]
+        table.append(cells)
+        print("  " + " | ".join(cells), file=sys.stderr, flush=True)
+    return table
+
+
+def published() -> Table:
+    """The cost model beside runs that others have published."""
+    table = [["run", "published", "reckoned", "off by"]]
+    for run in RUNS:
+        digits = ",.0f" if run.published > 1 else ".1%"
+        cells = [run.name, f"{run.published:{digits}}", f"{run.predicted():{digits}}", f"{run.error():+.0%}"]
+        table.append(cells)
+    return table
+
+
+def projection() -> Table:
+    """Steps of 16,384 tokens a GPU on machines of 8 H100, 400 Gbit/s a GPU; the fastest layout that fits each."""
+    table = [["model", "GPUs", "layout", "GiB a GPU", "tokens/s a GPU", "MFU", "exposed", "of 8 GPUs' speed"]]
+    attended, tokens = 400.0, 16384
+    for model in ("650M", "3B", "15B"):
+        config, first = SIZES[SHORT[model]], 0.0
+        numbers = esm2(config.n_layers, config.dim, config.n_heads)
+        for nodes in (1, 8, 64):
+            machines = parse("8xH100-80GB", nodes, 400)
+            found = []
+            for strategy in STRATEGIES if nodes > 1 else [s for s in STRATEGIES if s != "hybrid_shard"]:
+                for mode in ("none", "selective", "full"):
+                    settings = ParallelSettings.model_validate({"strategy": strategy, "activation_checkpointing": mode})
+                    how = layout(settings, machines.world_size, 8, "bf16")
+                    need = plan.memory(numbers, how, tokens, 33 * 4 * tokens, "cuda").total
+                    if need < 0.9 * machines.room:
+                        spent = cost(numbers, how, Work(tokens=tokens, attended=attended), machines)
+                        found.append((spent.seconds, f"{strategy}, checkpointing {mode}", need, spent))
+            seconds, name, need, spent = min(found, key=lambda one: one[0])
+            first = first or spent.tokens_per_second
+            row = [model, str(machines.world_size), name, f"{need / 2**30:.1f}", f"{spent.tokens_per_second:,.0f}"]
+            share = spent.tokens_per_second / first
+            table.append([*row, f"{spent.mfu:.0%}", f"{spent.exposed / seconds:.1%}", f"{share:.1%}"])
+    return table
+
+
+def ranks_of(what: str, work: list[Any], size: int, threads: int, *, with_memory: bool = False) -> list[Any]:
+    """Start ranks of this script; what each printed last, or its first number only."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    common = {**os.environ, "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)} | (peaks.ALLOCATOR if what == "load" else {})
+    command = [sys.executable, __file__, "--rank", json.dumps([what, *work])]
+    started = [
+        subprocess.Popen(
+            command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True
+        )
+        for r in range(size)
+    ]
+    outputs = [p.communicate()[0] for p in started]
+    if any(p.returncode for p in started):
+        raise RuntimeError(f"{what} {work}: a rank failed; its error stands above")
+    found = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return found if with_memory or what == "load" else [row[0] for row in found]
+
+
+def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
+    """Median seconds of a real step, and the peak of a GPU. The contact task's small head is on top."""
+    config, settings = SIZES[name], Layout(**how)
+    with world(alone_too=settings.cpu_offload) as ranks:
+        model = peaks._meta(config)
+        shard(model, settings, ranks)
+        base = weights.fresh(config, 0)
+        task = TASKS[peaks.TASK.name](peaks.TASK)
+        materialise(model, model.rows_of(base, seeded(lambda: task.head(config))), settings, ranks)
+        optimizer = adamw(model.train(), OptimSettings())  # type: ignore[call-arg]
+        set_learning_rate(optimizer, 1.0)
+        share = tokens // ranks.size
+        batch = peaks._batch(share, 256)
+        targets = [torch.zeros(254, 254, dtype=torch.int8) for _ in range(len(batch))]
+        times = []
+        for n in range(7):
+            times.append(
+                measure.clock(
+                    lambda: train_step(model, task, optimizer, [(batch, targets, False)], 1.0, ranks, settings),
+                    ranks.device,
+                )
+            )
+            if n == 0 and ranks.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+        peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else 0
+        return [statistics.median(times[2:]), peak]
+
+
+def seeded(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """The same new head on every rank."""
+    torch.manual_seed(0)
+    return make()
+
+
+def load_rank(folder: str) -> list[float]:
+    """Seconds, bytes of this rank's share, and its peak above what it held before."""
+    with world() as ranks:
+        found = weights.read(folder)
+        with torch.device("meta"):
+            model = ESM2(found.config)
+        how = Layout(world_size=ranks.size, group=ranks.size)
+        shard(model, how, ranks)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before, began = measure._status("VmRSS"), time.perf_counter()
+        materialise(model, found.rows, how, ranks)
+        peak, seconds = measure._status("VmHWM") - before, time.perf_counter() - began
+        share = sum(local(p).numel() * 4 for p in model.parameters())
+        return [seconds, share, peak]
+
+
+def fake_rank(name: str, size: int, settings: dict[str, Any]) -> list[float]:
+    """Groups, parameters held, parameters in all, seconds."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    began = time.perf_counter()
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    ranks = World(0, size, torch.device("cpu"), init_device_mesh("cpu", (size,), mesh_dim_names=("shard",)))
+    with torch.device("meta"):
+        model = ESM2(SIZES[name])
+    whole = sum(p.numel() for p in model.parameters())
+    how = layout(ParallelSettings.model_validate(settings), size, 8, "bf16")
+    shard(model, how, ranks)
+    held = sum(local(p).numel() for p in model.parameters())
+    return [len(groups(model)), held, whole, time.perf_counter() - began]
+
+
+def markdown(title: str, table: Table) -> str:
+    """A table under its title."""
+    head, *rows = table
+    lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
+
+
+FAKE = [
+    (64, {"strategy": "full_shard"}),
+    (64, {"strategy": "full_shard", "layers": 8}),
+    (64, {"strategy": "hybrid_shard"}),
+]
+
+
+def run(args: argparse.Namespace) -> list[tuple[str, Table]]:
+    """The tables of the works that were asked for."""
+    found: list[tuple[str, Table]] = []
+    if args.device == "cuda":
+        return [(f"{m} on one GPU, {args.tokens:,} tokens, bf16", on_gpu(m, args.tokens)) for m in args.models]
+    for model in args.models:
+        if "memory" in args.work:
+            title = f"Peak memory a rank, {model}, {args.tokens:,} tokens a rank, fp32"
+            found.append((title, memory(model, args.tokens, (1, 2, 4))))
+        if "steps" in args.work:
+            found.append(
+                (f"Step, {model}, {args.tokens:,} tokens in all, fp32", steps(model, args.tokens, args.rounds))
+            )
+    if "checkpointing" in args.work:
+        found.append(("Activation memory, 150M, one process, fp32", checkpointing("150M", 4096)))
+    if "load" in args.work:
+        found.append(("Loading from disk", loading(("650M", "3B"), 4)))
+    if "projection" in args.work:
+        found.append(("Cost model and published runs", published()))
+        found.append(("Projection, 16,384 tokens a GPU and step, bf16, 8 H100 a machine", projection()))
+    if "fake" in args.work:
+        found.append(("Sharding the 15B model as one of 64 ranks", fake("15B", FAKE)))
+    return found
+
+
+WORK = ("memory", "steps", "checkpointing", "load", "fake", "projection")
+
+
+def main() -> None:
+    """Measure, print, and store."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
+    parser.add_argument("--models", nargs="+", choices=SHORT, default=None)
+    parser.add_argument("--tokens", type=int, default=None, help="a multiple of 1,024")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="sharding")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        what, *work = json.loads(args.rank)
+        print(json.dumps({"step": step_rank, "load": load_rank, "fake": fake_rank}[what](*work)))
+        return
+    args.models = args.models or (["650M"] if args.device == "cuda" else ["35M"])
+    args.tokens = args.tokens or (16384 if args.device == "cuda" else 2048)
+    tables = run(args)
+    about = measure.facts(torch.device(args.device))
+    command = " ".join(["python benchmarks/sharding.py", *sys.argv[1:]])
+    text = "\n".join([f"`{command}`", "", ", ".join(f"{k} {v}" for k, v in about.items()), ""])
+    text += "\n" + "\n".join(markdown(title, table) for title, table in tables)
+    print(text)
+    stem = measure.RESULTS / f"{about['date']}-{args.name}"
+    stem.with_suffix(".md").write_text(f"# {args.name}, {about['date']}\n\n{text}", encoding="utf-8")
+    raw = {"command": command, "about": about, "tables": dict(tables)}
+    stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

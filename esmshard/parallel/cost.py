@@ -1,0 +1,293 @@
+"""What a training step costs: bytes that travel, seconds that a rank computes, waits and updates. No torch.
+
+A roofline: matrix products and attention run at a share of the data sheet's FLOP/s, everything element-wise at a share
+of the memory's speed, collectives at a share of the slowest link on their way. FSDP gathers the weights of the next
+layer and reduces the gradients of the last one while a layer is at work; what takes longer than the layer is exposed.
+The shares below are all that was fitted, they are the same for every model and machine, and `published.py` holds them
+against runs that others have published. Letters: see `esmshard.batch`.
+"""
+
+from dataclasses import dataclass
+
+from esmshard.parallel.layout import BYTES, Layout
+from esmshard.parallel.machines import Machines
+from esmshard.parallel.plan import ModelNumbers
+
+MATMUL_SHARE = 0.68
+"""Of the data sheet's FLOP/s that large matrix products reach, launch gaps and clock throttling included."""
+ATTENTION_SHARE = 0.4
+"""The same of FlashAttention-2, forward and backward together (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100)."""
+HBM_SHARE = 0.8
+"""Of the data sheet's bytes/s that element-wise kernels reach."""
+LINK_SHARE = 0.75
+"""Of a link's bytes/s that large collectives reach (nccl-tests, bus bandwidth)."""
+LATENCY = 30e-6
+"""Seconds of a collective that carries nothing, within a machine; and `HOP` more for each further machine."""
+HOP = 5e-6
+LAUNCH = 4e-4
+"""Seconds that the host needs for one forward pass of an eager layer: some 40 kernels and FSDP's hooks."""
+PCIE = 20e9
+"""Bytes/s between a GPU and pinned memory of its machine."""
+HOST_OPTIMIZER = 20e9
+"""Bytes/s that one process's AdamW moves in the machine's memory, for `cpu_offload`."""
+ADAMW_BYTES = 40
+"""Moved for each parameter: weight, gradient and two moments read, three of them written, the gradient read and
+written for the clipping."""
+
+OUR_PASSES = 88
+"""Vectors of width D that element-wise kernels of one of our layers read or write in the forward pass for a token, in
+the precision of the arithmetic: LayerNorms 4, joined bias and rotation 30 (in fp32), attention 4, sums 6, gelu 8, and
+36 for the reshapes and casts between them. A compiled layer needs about half."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What goes through the model in one step on one rank."""
+
+    tokens: int
+    """Of one micro-batch, padding included where there is any."""
+    micro_batches: int = 1
+    attended: float = 0.0
+    """Tokens that a token attends to, on average over tokens: sum of squared lengths over sum of lengths."""
+    head_bytes: int = 0
+    """What logits or task head keep for the backward pass, bytes a micro-batch; its time is that of moving them."""
+    head_products: int = 0
+    """Parameters of a matrix behind the layers that every token goes through, such as that of a large vocabulary."""
+    real: float = 1.0
+    """Share of the tokens that is no padding."""
+    passes: float = OUR_PASSES
+    """See OUR_PASSES; of another implementation, its own."""
+    recomputed_products: float = 0.0
+    """Share of the matrix products that selective checkpointing computes again; none of ours, which keeps them all."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank receives in one step."""
+
+    gather_forward: int
+    gather_backward: int
+    reduce_scatter: int
+    all_reduce: int
+    """Between copies of the model."""
+    between_machines: int
+    """What of all that comes from other machines."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.gather_forward + self.gather_backward + self.reduce_scatter + self.all_reduce
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one step on one rank, and what follows."""
+
+    compute: float
+    """Forward and backward passes, without what is computed again."""
+    recompute: float
+    communication: float
+    """All collectives, hidden or not."""
+    exposed: float
+    """What of that no computation hides."""
+    optimizer: float
+    tokens_per_second: float
+    """Of one GPU; real tokens."""
+    mfu: float
+    """FLOPs that the model needs, none twice, of all tokens, over what the data sheet allows in the time."""
+    traffic: Traffic
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.compute + self.recompute + self.exposed + self.optimizer
+
+
+def forward_flops(numbers: ModelNumbers, attended: float) -> float:
+    """FLOPs of one token's forward pass: two for each parameter of the layers, and attention's two products."""
+    return numbers.n_layers * (2 * numbers.layer_parameters + 4 * numbers.dim * attended)
+
+
+def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
+    """Time and traffic of one training step.
+
+    Args:
+        numbers: of the model.
+        layout: of the model over `machines.world_size` ranks.
+        work: of one rank.
+        machines: what it runs on.
+    """
+    assert layout.world_size == machines.world_size, "a layout for other machines"
+    gpu, n, m = machines.gpu, numbers.n_layers, work.micro_batches
+    half = layout.precision != "fp32"
+    size, peak = BYTES[layout.precision], gpu.half_flops if half else gpu.fp32_flops
+
+    products = work.tokens * 2 * numbers.layer_parameters / (MATMUL_SHARE * peak)
+    attention = work.tokens * 4 * numbers.dim * work.attended / (ATTENTION_SHARE * peak)
+    moved = work.tokens * work.passes * numbers.dim * size / (HBM_SHARE * gpu.hbm)
+    forward = max(products + attention + moved, LAUNCH)
+    # Gradients of inputs and of weights: two products for each one of the forward pass.
+    backward = 2 * forward
+    again = {
+        "none": 0.0,
+        "selective": max(moved + work.recomputed_products * products, LAUNCH),
+        "full": forward,
+    }[layout.activation_checkpointing]
+    head = 3 * work.head_bytes / (HBM_SHARE * gpu.hbm)
+    head += 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
+
+    layer, root = _Group(numbers.layer_parameters, layout, machines), _Group(numbers.root_parameters, layout, machines)
+    syncs = 1 if layout.accumulate == "unsharded" else m
+    seconds = {
+        "gather": layer.gather(layout.group),
+        "again": 0.0 if layout.free_layers is False else layer.gather(layer.kept_over(layout.free_layers)),
+        "reduce": layer.reduce(),
+        "replicas": layer.all_reduce(),
+    }
+    root_gather, root_reduce = root.gather(layout.group), root.reduce()
+    root_again = 0.0 if layout.free_root is False else root.gather(root.kept_over(layout.free_root))
+    per_forward = n * seconds["gather"] + root_gather
+    per_backward = n * seconds["again"] + root_again
+    reducing = syncs * (n * seconds["reduce"] + root_reduce) + n * seconds["replicas"] + root.all_reduce()
+    communication = m * (per_forward + per_backward) + reducing
+
+    # The first gather of a pass and the last reduction have nothing to hide behind; root counts whole.
+    shown = m * (root_gather + seconds["gather"] + (n - 1) * max(0.0, seconds["gather"] - forward))
+    for micro_batch in range(m):
+        last = micro_batch == m - 1
+        sent = seconds["reduce"] if last or syncs == m else 0.0
+        sent += seconds["replicas"] if last else 0.0
+        shown += root_again + (n - 1) * max(0.0, seconds["again"] + sent - backward - again)
+        shown += seconds["again"] if layout.free_last is True else 0.0
+        shown += sent + (root_reduce if last or syncs == m else 0.0) + (root.all_reduce() if last else 0.0)
+
+    share = numbers.trained / layout.group
+    optimizer = share * ADAMW_BYTES / (HBM_SHARE * gpu.hbm)
+    if layout.cpu_offload:
+        optimizer = share * ADAMW_BYTES / HOST_OPTIMIZER
+
+    compute, recompute = m * (n * (forward + backward) + head), m * n * again
+    total = compute + recompute + shown + optimizer
+    flops = 3 * m * work.tokens * (forward_flops(numbers, work.attended) + 2 * work.head_products)
+    return Cost(
+        compute=compute,
+        recompute=recompute,
+        communication=communication,
+        exposed=shown,
+        optimizer=optimizer,
+        tokens_per_second=m * work.tokens * work.real / total,
+        mfu=flops / total / peak,
+        traffic=traffic(numbers, layout, machines, m),
+    )
+
+
+def traffic(numbers: ModelNumbers, layout: Layout, machines: Machines, micro_batches: int = 1) -> Traffic:
+    """Bytes that one rank receives in a step. A collective over N ranks brings it (N - 1) / N of the whole."""
+    layers = _Group(numbers.n_layers * numbers.layer_parameters, layout, machines)
+    root = _Group(numbers.root_parameters, layout, machines)
+    syncs = 1 if layout.accumulate == "unsharded" else micro_batches
+    forward = micro_batches * (layers.gathered + root.gathered)
+    again, again_outside = 0, 0
+    for group, free in ((layers, layout.free_layers), (root, layout.free_root)):
+        if free is not False:
+            over = group.kept_over(free)
+            again += micro_batches * _received(group.bytes, over)
+            again_outside += micro_batches * round(group.bytes * machines_outside(over, machines))
+    reduced = syncs * (layers.reduced + root.reduced)
+    replicas = layers.all_reduced + root.all_reduced
+    outside = round(
+        (micro_batches * (layers.bytes + root.bytes) + syncs * (layers.reduce_bytes + root.reduce_bytes))
+        * machines_outside(layout.group, machines)
+    )
+    if layout.replicas > 1:
+        outside += round(layers.all_reduced_outside()[1] + root.all_reduced_outside()[1])
+    return Traffic(forward, again, reduced, replicas, outside + again_outside)
+
+
+def machines_outside(ranks: int, machines: Machines) -> float:
+    """Share of a gathered whole that reaches one GPU's network port, when so many ranks in a row gather.
+
+    A machine needs what the others hold once, over all its ports together.
+    """
+    spanned = max(1, ranks // machines.per_machine)
+    return (spanned - 1) / spanned / machines.per_machine
+
+
+def _received(whole: int, ranks: int) -> int:
+    return whole * (ranks - 1) // ranks
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Collectives of parameters that FSDP gathers as one."""
+
+    parameters: int
+    layout: Layout
+    machines: Machines
+
+    @property
+    def bytes(self) -> int:
+        return self.parameters * BYTES[self.layout.precision]
+
+    @property
+    def reduce_bytes(self) -> int:
+        return self.parameters * BYTES[self.layout.reduce_dtype]
+
+    @property
+    def gathered(self) -> int:
+        return _received(self.bytes, self.layout.group)
+
+    @property
+    def reduced(self) -> int:
+        return _received(self.reduce_bytes, self.layout.group)
+
+    @property
+    def all_reduced(self) -> int:
+        return 2 * _received(self.reduce_bytes // self.layout.group, self.layout.replicas)
+
+    def kept_over(self, free: bool | int) -> int:
+        """Ranks from which freed weights are gathered again."""
+        return self.layout.group if free is True else int(free)
+
+    def gather(self, ranks: int) -> float:
+        """Seconds of an all-gather: fetching this rank's part from the host where it is kept there, the collective,
+        and the copy out of its buffer. A group of one has the copy only.
+        """
+        if not self.layout.sharded:
+            return 0.0
+        fetched = self.parameters * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
+        copied = 2 * self.bytes / (HBM_SHARE * self.machines.gpu.hbm)
+        return fetched + self._seconds(self.bytes, ranks) + copied
+
+    def reduce(self) -> float:
+        """Seconds of a reduce-scatter, and of taking this rank's part to the host."""
+        taken = self.parameters * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
+        return taken + self._seconds(self.reduce_bytes, self.layout.group)
+
+    def _seconds(self, whole: int, ranks: int) -> float:
+        if ranks == 1:
+            return 0.0
+        machines = self.machines
+        inside = _received(whole, min(ranks, machines.per_machine)) / machines.gpu.link
+        outside = whole * machines_outside(ranks, machines) / machines.network
+        hops = max(0, ranks // machines.per_machine - 1)
+        return LATENCY + HOP * hops + max(inside, outside) / LINK_SHARE
+
+    def all_reduce(self) -> float:
+        """Seconds of adding up the gradients of all copies."""
+        group, machines = self.layout.group, self.machines
+        if self.layout.replicas == 1:
+            return 0.0
+        near = max(1, machines.per_machine // group)  # copies in one machine
+        inside = 2 * self.reduce_bytes / group * (near - 1) / near / machines.gpu.link
+        apart, outside = self.all_reduced_outside()
+        return LATENCY + HOP * (apart - 1) + (inside + outside / machines.network) / LINK_SHARE
+
+    def all_reduced_outside(self) -> tuple[int, float]:
+        """How many machines or groups have a copy of their own, and the bytes that reach one GPU from the others.
+
+        A machine with several copies adds them up first; each of its ports then carries its part of one.
+        """
+        held_by = max(self.layout.group, self.machines.per_machine)
+        apart = self.layout.world_size // held_by
+        return apart, 2 * self.reduce_bytes / held_by * (apart - 1) / apart

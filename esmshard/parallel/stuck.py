@@ -1,0 +1,322 @@
+"""Which process holds up a run: named in one sentence, instead of a time-out that names nobody.
+
+What waits for a rank that does not come is a collective, and its error says at best that a connection was lost. So each
+rank leaves notes in the store through which the processes met (its host, its step, what it is doing), and whoever sees
+an error opens a roll call there: all survivors answer, and who does not is named, with its last note.
+"""
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from esmshard.errors import InputError
+from esmshard.parallel.mesh import World
+
+BARRIER_EVERY = 10.0
+"""Seconds of steps between two barriers. One takes a millisecond or two: too much for each step of a small model."""
+
+TELL_EVERY = 1.0
+"""Seconds between two looks at what this rank does. A thread sends it: a note in each phase of each step, sent by who
+takes the step, cost a small model 3% of its time."""
+
+ROLL_CALL = 10.0
+"""Seconds in which a survivor has to answer. All of them learn of a failure at once, for the first one to see it breaks
+the connections of the others."""
+
+NCCL_GRACE = 60
+"""Seconds by which NCCL's own time-out comes later than ours: it ends the process on the spot, without a word."""
+
+_LOST = re.compile(
+    r"gloo|nccl|monitoredbarrier|timed out|timeout|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE
+)
+_TIMED_OUT = re.compile(r"timed out|failed to pass monitoredbarrier", re.IGNORECASE)
+"""Not "timeout": connections that another rank broke off are said to be closed by an "application timeout"."""
+
+
+class Stuck(RuntimeError):
+    """The device does not finish its work, or another rank has opened the roll call."""
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether another rank may be the reason for an error. gloo's are plain RuntimeErrors; their text tells."""
+    return isinstance(error, (Stuck, dist.DistError)) or (
+        isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
+    )
+
+
+def recorder_settings(dumps: Path) -> dict[str, str]:
+    """Environment variables under which torch keeps a record of the last collectives and writes it at a time-out.
+
+    They are read when the process group is made: set them before, where the user has not. The names hold from torch 2.9
+    on; NCCL's watchdog appends the rank to the path.
+    """
+    return {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(dumps.absolute() / "rank_"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+def dump_recorder(directory: Path, rank: int, device: torch.device) -> Path | None:
+    """Write torch's record of this rank's last collectives; None where it keeps none.
+
+    On a GPU that of NCCL as `rank_N`, which torch's `fr_trace` reads. On the CPU that of gloo as `rank_N.json`: what
+    `fr_trace` needs to know of the groups is not recorded there, and a person can read JSON (docs/watching.md).
+    """
+    on_gpu = device.type == "cuda"
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace_json", None)
+    if dump is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / (f"rank_{rank}" if on_gpu else f"rank_{rank}.json")
+    path.write_bytes(dump())
+    return path
+
+
+def _break_off() -> None:
+    """Make every rank that still waits in a collective with this one see an error now, not at its own time-out.
+
+    Ranks that are no neighbours of the missing one would notice nothing. Aborting is for NCCL; gloo keeps its
+    connections as long as anybody holds the group, as meshes do. But a receive that times out closes them all.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        if torch.device("cpu") in group._device_types:
+            for peer in set(range(group.size())) - {group.rank()}:
+                try:
+                    group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if _TIMED_OUT.search(str(error)):
+                        break  # else this connection was broken already: the next one
+    distributed_c10d._abort_process_group()
+
+
+class Control:
+    """The side channel of a run: barriers with a time-out, notes, and the roll call. One process needs none of it.
+
+    Used as `with Control(...) as control:` around everything in which a rank can get stuck. Inside, an error of a lost
+    connection or a time-out becomes an `InputError` that names the rank. Errors of other kinds pass; the other ranks
+    then hear of them, and name this one.
+
+    Args:
+        world: all ranks, each of which makes one.
+        start_timeout: seconds that a collective waits for a rank until the first step is done.
+        step_timeout: seconds, after that.
+        dumps: directory for the flight recorder's files, one a rank.
+    """
+
+    def __init__(self, world: World, *, start_timeout: float, step_timeout: float, dumps: Path) -> None:
+        self._world, self._dumps = world, dumps
+        self._timeout, self._step_timeout, self._key = start_timeout, step_timeout, "start_timeout"
+        self._doing = (0, "starting")
+        self._left = threading.Event()
+        self._teller = threading.Thread(target=self._keep_telling, daemon=True)
+        self._since_barrier = BARRIER_EVERY
+        self._group: Any = None
+        self._store: Any = None
+        if world.size > 1:
+            self._store = distributed_c10d.PrefixStore("esmshard", distributed_c10d._get_default_store())
+
+    def __enter__(self) -> "Control":
+        if self._store is not None:
+            self._store.set(f"host/{self._world.rank}", socket.gethostname())
+            self._teller.start()
+            self._set_timeouts()
+            try:
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
+            except RuntimeError as error:
+                self._explain(error)
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._store is not None:
+            self._left.set()
+            self._teller.join(1)  # before the store is taken down under it
+            if error is not None:
+                self._explain(error)
+
+    def _explain(self, error: BaseException) -> None:
+        """Raise an `InputError` in place of an error that another rank caused; tell the others of one that is ours."""
+        if _is_lost(error):
+            raise self._verdict(str(error)) from None
+        try:
+            self._tell()
+            words = f"{error}" if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            self._store.set(f"ended/{self._world.rank}", words.strip().split("\n")[0][:500])
+        except RuntimeError:  # the process that holds the store is gone, too
+            pass
+
+    def host(self, rank: int) -> str:
+        """Name of a rank's machine."""
+        return self._read(f"host/{rank}") if self._store is not None else socket.gethostname()
+
+    def note(self, phase: str) -> None:
+        """What this rank does from now on, such as `validating`; the others can read it a second later."""
+        self._doing = (self._doing[0], phase)
+
+    def _tell(self) -> None:
+        self._store.set(f"note/{self._world.rank}", json.dumps(self._doing))
+
+    def _keep_telling(self) -> None:
+        told = None
+        while not self._left.is_set():
+            if told != self._doing:
+                told = self._doing
+                try:
+                    self._tell()
+                except RuntimeError:  # the store is gone: whoever takes the step will notice, too
+                    return
+            self._left.wait(TELL_EVERY)
+
+    def begin_step(self, step: int) -> None:
+        """This rank comes to a step; now and then it waits here until all have.
+
+        Args:
+            step: as the user counts them, from 1 on or where a run goes on.
+
+        Raises:
+            RuntimeError: gloo's, which names the missing ranks on the first rank only; `__exit__` makes it a sentence.
+        """
+        if self._store is None:
+            return
+        if self._doing[0] and self._key == "start_timeout":  # a step is done
+            self._timeout, self._key = self._step_timeout, "step_timeout"
+            self._set_timeouts()
+        if not self._doing[0] and self._world.device.type == "cuda":  # NCCL's watchdog writes there, and makes none
+            self._dumps.mkdir(parents=True, exist_ok=True)
+        self._doing = (step, "computing")
+        if self._since_barrier >= BARRIER_EVERY:
+            self._since_barrier = 0.0
+            dist.monitored_barrier(self._group, timedelta(seconds=self._timeout), wait_all_ranks=True)
+
+    def end_step(self, seconds: float) -> None:
+        """All ranks have taken the step, in so many seconds: the same number on each, for it decides on the barrier."""
+        self._since_barrier += seconds
+        self.note("done")
+
+    def wait_for_device(self) -> None:
+        """Let the host wait for a GPU no longer than the time-out; `Stuck` after that.
+
+        Collectives on a GPU return at once, and the next read of a number would wait for them without end. Another
+        rank's roll call ends the wait too.
+        """
+        if self._store is not None and self._world.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._wait_until(event.query)
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        begin = looked = time.monotonic()
+        while not ready():
+            now = time.monotonic()
+            if now - begin > self._timeout:
+                raise Stuck(f"timed out after {self._timeout} s")
+            if now - looked > 1:
+                looked = now
+                if self._store.check(["call"]):
+                    raise Stuck("another rank lost its connection")
+            time.sleep(0.0005)
+
+    def _set_timeouts(self) -> None:
+        """Of all groups: those of the mesh's dimensions do not take the default group's, but torch's 10 or 30 min."""
+        cuda, nccl = torch.device("cuda"), timedelta(seconds=self._timeout + NCCL_GRACE)
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout), group)
+            if cuda in group._device_types and distributed_c10d.get_backend(group) != "gloo":
+                group._get_backend(cuda)._set_default_timeout(nccl)
+
+    def _read(self, key: str) -> str:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def _verdict(self, words: str) -> InputError:
+        """The roll call, and what follows from it: one sentence, the same on all survivors, and one of them says it."""
+        rank = self._world.rank
+        dump_recorder(self._dumps, rank, self._world.device)
+        _break_off()
+        try:
+            self._tell()
+            speaker, sentence = self._roll_call(words)
+        except RuntimeError:
+            where = os.environ.get("MASTER_ADDR", "unknown")
+            speaker = rank
+            sentence = (
+                f"rank 0 or the launcher on its machine ({where}) is gone in {self._here()}, and with it the store "
+                "through which the processes met; look at what it said last, then start again with --resume auto"
+            )
+        error = InputError(sentence)
+        error.shared = rank != speaker
+        if error.shared:
+            time.sleep(1)  # it speaks before anybody leaves, for launchers end all ranks when one leaves
+        return error
+
+    def _roll_call(self, words: str) -> tuple[int, str]:
+        """Who speaks, and the sentence. The rank that opens the call concludes; only it knows who came late."""
+        rank, size = self._world.rank, self._world.size
+        call = json.dumps([rank, words.strip().split("\n")[0]])
+        opened = self._store.compare_set("call", "", call).decode() == call
+        self._store.set(f"answer/{rank}", "timed out" if _TIMED_OUT.search(words) else "lost")
+        answered, ended = {rank: 0.0}, dict[int, str]()
+        begin = time.monotonic()
+        # The others conclude, later, if the one that opened the call is gone in the meantime.
+        while (waited := time.monotonic() - begin) < ROLL_CALL * (1 if opened else 2):
+            for other in set(range(size)) - set(answered) - set(ended):
+                if self._store.check([f"answer/{other}"]):
+                    answered[other] = waited
+                elif message := self._read(f"ended/{other}"):
+                    ended[other] = message
+            if self._read("verdict") or (opened and len(answered) + len(ended) == size):
+                break
+            time.sleep(0.05)
+        verdict = json.dumps([min(answered), self._sentence(answered, ended)])
+        speaker, sentence = json.loads(self._store.compare_set("verdict", "", verdict).decode())
+        return int(speaker), str(sentence)
+
+    def _sentence(self, answered: dict[int, float], ended: dict[int, str]) -> str:
+        if ended:
+            return "; ".join(f"{self._named([rank])} ended in {self._at(rank)}: {why}" for rank, why in ended.items())
+        again = "start again with --resume auto"
+        # Nobody missing: one was only late, and its time-out was not the first.
+        late = [rank for rank, seconds in answered.items() if seconds > ROLL_CALL / 5]
+        missing = sorted(set(range(self._world.size)) - set(answered)) or sorted(late)
+        if not missing:
+            opener, words = json.loads(self._read("call"))
+            return f"the processes lost each other in {self._here()}, though all live (rank {opener}: {words}); {again}"
+        who, at = self._named(missing), self._at(missing[0])
+        if not any(self._read(f"answer/{rank}") == "timed out" for rank in answered):
+            return f"{who} is gone, last heard of in {at}; ended from outside (out of memory, perhaps): {again}"
+        waited = f"{self._timeout:g} s"
+        if self._noted(missing[0])[0] == self._doing[0] > 0:
+            what = f"is stuck in {at}; the others waited {waited} for it"
+        else:
+            what = f"did not come to {self._here()} within {waited}, last heard of in {at}"
+        return f"{who} {what}; look at that machine, then {again}, or allow more (parallel.{self._key})"
+
+    def _named(self, ranks: list[int]) -> str:
+        some = [f"rank {rank} (host {self._read(f'host/{rank}') or 'unknown'})" for rank in ranks[:8]]
+        return ", ".join(some) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+    def _noted(self, rank: int) -> tuple[int, str]:
+        note = self._read(f"note/{rank}")
+        step, phase = json.loads(note) if note else (0, "not even started")
+        return int(step), str(phase)
+
+    def _at(self, rank: int) -> str:
+        step, phase = self._noted(rank)
+        return f"step {step}, {phase}" if step else f"the start, {phase}"
+
+    def _here(self) -> str:
+        return f"step {self._doing[0]}" if self._doing[0] else "the first step"

@@ -1,0 +1,270 @@
+"""What every rank says of itself in a step, and what follows from all of it.
+
+A step has one small collective for losses and norms, and `Watch.numbers` travel along in it: watching costs neither a
+collective nor a wait of its own. What is reported is a plain mapping for metrics.jsonl (docs/watching.md) and sentences
+to print.
+"""
+
+import math
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from esmshard.parallel.communication import CommunicationClock, time_collectives
+from esmshard.parallel.health import FULL, slow_ranks
+from esmshard.parallel.machines import GPUS
+from esmshard.parallel.mesh import World
+from esmshard.parallel.profile import reading
+from esmshard.parallel.stuck import Control
+
+T = TypeVar("T")
+
+WINDOW = 20
+"""Steps over which a rank must be slow to be called so."""
+
+LISTED = 64
+"""Most ranks whose values are written down one by one."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One rank's step. What a device does not tell is NaN."""
+
+    residues: float
+    ideal_s: float
+    """Seconds that the device would take at its peak for the FLOPs that the model needs."""
+    gradients_s: float
+    """From the begin of the step until all gradients are there; after that it waits for the others."""
+    data_wait_s: float
+    communication_s: float
+    peak_memory_bytes: float
+    """Most that was allocated on the GPU so far; on the CPU the most memory that the process held."""
+    reserved_memory_bytes: float
+    """Most that the allocator held of the GPU."""
+    memory_share: float
+    """The same as a share of the device's memory."""
+    allocation_retries: float
+    """How often so far the allocator had to give everything back to the device before a request could be met."""
+
+    @property
+    def busy_s(self) -> float:
+        """Own work: up to the gradients, with no collective under way. Waiting for data is a rank's own."""
+        return max(0.0, self.gradients_s - self.communication_s)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step was like on all ranks."""
+
+    line: dict[str, Any]
+    """For metrics.jsonl."""
+    warnings: list[str]
+    """Sentences that were not said before."""
+
+
+class Watch:
+    """Measures this rank's steps. Made on every rank, once the model is laid out.
+
+    Args:
+        model: after `shard`; its collectives are timed from now on.
+        world: all ranks.
+        control: names ranks, and hears when a step is done.
+        peak: FLOP/s of this device at the precision of the run; None where it is not known.
+    """
+
+    def __init__(self, model: nn.Module, world: World, control: Control, peak: float | None = None) -> None:
+        self._world, self._control, self._peak = world, control, peak
+        self._clock = CommunicationClock(world.device)
+        time_collectives(model, self._clock)
+        self._began = self._data_wait = self._flops = 0.0
+        self._residues = 0
+        self._recent: deque[list[Numbers]] = deque(maxlen=WINDOW)
+        self._told: set[tuple[str, int]] = set()
+
+    def begin_step(self, step: int, residues: int, flops: float) -> None:
+        """Right before a step's first batch is asked for; may wait for the other ranks, before its clock starts.
+
+        Args:
+            step: as the user counts them, from 1 on.
+            residues: real ones in this rank's share, ghosts not counted.
+            flops: what the model needs for this share, forward and backward. What is computed again for the sake of
+                memory does not count.
+        """
+        self._control.begin_step(step)
+        self._residues, self._flops, self._data_wait = residues, flops, 0.0
+        self._clock.start()
+        self._began = time.perf_counter()
+
+    def data(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches; the time until each is there counts as waiting for data."""
+        waiting = iter(batches)
+        while True:
+            self._control.note("waiting for data")
+            begin = time.perf_counter()
+            with reading():
+                try:
+                    batch = next(waiting)
+                except StopIteration:
+                    return
+                finally:
+                    self._data_wait += time.perf_counter() - begin
+                    self._control.note("computing")
+            yield batch
+
+    def wait_for_device(self) -> None:
+        """To call before a step's numbers are read from the device: `Stuck` if they do not come in time."""
+        self._control.wait_for_device()
+
+    def numbers(self) -> list[float]:
+        """This rank's part of the step's collective. All its gradients are there, and the host has waited for them."""
+        seconds = time.perf_counter() - self._began
+        own = Numbers(
+            self._residues,
+            math.nan if self._peak is None else self._flops / self._peak,
+            seconds,
+            self._data_wait,
+            self._clock.seconds(),
+            *_memory(self._world.device),
+        )
+        return list(vars(own).values())
+
+    def report(self, rows: Sequence[Sequence[float]]) -> Report:
+        """What all ranks said, made ready to write and to say. To call on every rank, when the step is done.
+
+        Model FLOPs utilisation is that of Chowdhery et al. (2022, PaLM, appendix B): FLOPs that the model needs, of
+        those that the devices could do in the time that the step took.
+
+        Args:
+            rows: the `numbers` of each rank, the same on all of them.
+        """
+        ranks = [Numbers(*row) for row in rows]
+        self._control.end_step(max(rank.gradients_s for rank in ranks))
+        self._recent.append(ranks)
+        seconds = time.perf_counter() - self._began
+        line = {
+            "step_s": _number(seconds),
+            "residues_per_s": _number(sum(rank.residues for rank in ranks) / seconds),
+            "mfu": _number(sum(rank.ideal_s for rank in ranks) / len(ranks) / seconds),
+            "data_wait_s": _number(max(rank.data_wait_s for rank in ranks)),
+            "communication_share": _number(sum(rank.communication_s for rank in ranks) / len(ranks) / seconds),
+            "peak_memory_bytes": _count(max(rank.peak_memory_bytes for rank in ranks)),
+            "reserved_memory_bytes": _count(max(rank.reserved_memory_bytes for rank in ranks)),
+            "allocation_retries": _count(sum(rank.allocation_retries for rank in ranks)),
+            "ranks": {
+                "residues_per_s": spread([_number(rank.residues / seconds) for rank in ranks]),
+                "mfu": spread([_number(rank.ideal_s / seconds) for rank in ranks]),
+                "busy_s": spread([_number(rank.busy_s) for rank in ranks]),
+                "data_wait_s": spread([_number(rank.data_wait_s) for rank in ranks]),
+                "communication_share": spread([_number(rank.communication_s / seconds) for rank in ranks]),
+                "peak_memory_bytes": spread([_count(rank.peak_memory_bytes) for rank in ranks]),
+                "reserved_memory_bytes": spread([_count(rank.reserved_memory_bytes) for rank in ranks]),
+                "allocation_retries": spread([_count(rank.allocation_retries) for rank in ranks]),
+            },
+        }
+        return Report(line, [*self._slow(), *self._full(ranks)])
+
+    def _slow(self) -> Iterator[str]:
+        """Of ranks that became slow. One that was not for a whole window may be named again."""
+        if len(self._recent) < WINDOW:
+            return
+        # A rank's typical step: one hiccup, such as a first use of the disk, makes no rank slow.
+        busy = [median(step[rank].busy_s for step in self._recent) for rank in range(self._world.size)]
+        seconds = [median(step[rank].gradients_s for step in self._recent) for rank in range(self._world.size)]
+        slow = slow_ranks(busy, seconds)
+        for rank in slow:
+            if self._first_time("slow", rank):
+                others = median([*busy[:rank], *busy[rank + 1 :]])
+                data = median(step[rank].data_wait_s for step in self._recent)
+                yield (
+                    f"{self._name(rank)} is slow, and all wait for it: a step takes {busy[rank]:.3g} s of its own, "
+                    f"{data:.3g} of them for data, against {others:.3g} s on the others; look at that machine's "
+                    "clocks, disk and other programs"
+                )
+        self._told -= {("slow", rank) for rank in range(self._world.size) if rank not in slow}
+
+    def _full(self, ranks: Sequence[Numbers]) -> Iterator[str]:
+        """Of ranks whose memory is about to be too small. Once a rank: the numbers never go down."""
+        mend = "lower batch.tokens_per_rank, or set parallel.activation_checkpointing"
+        for rank, own in enumerate(ranks):
+            if own.allocation_retries > 0 and self._first_time("retries", rank):
+                yield (
+                    f"{self._name(rank)} ran out of memory and had to give back and ask again, which is slow "
+                    f"({own.allocation_retries:.0f} times so far); {mend}"
+                )
+            elif own.memory_share > FULL and self._first_time("full", rank):
+                yield f"{self._name(rank)} is full: {own.memory_share:.0%} of its device's memory is in use; {mend}"
+
+    def _first_time(self, what: str, rank: int) -> bool:
+        new = (what, rank) not in self._told
+        self._told.add((what, rank))
+        return new
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (host {self._control.host(rank)})"
+
+
+def spread(values: Sequence[float | None]) -> list[float | None] | dict[str, float | None]:
+    """One value a rank as it is written down: a list, or of many ranks the extremes, who has them, and the median.
+
+    >>> spread([3, 1, 2])
+    [3, 1, 2]
+    >>> spread([5, *range(100)])
+    {'min': 0, 'min_rank': 1, 'median': 49, 'max': 99, 'max_rank': 100}
+    """
+    known = [value for value in values if value is not None]
+    if len(values) <= LISTED:
+        return list(values)
+    if not known:
+        return dict.fromkeys(("min", "min_rank", "median", "max", "max_rank"))
+    least, most = min(known), max(known)
+    return {
+        "min": least,
+        "min_rank": values.index(least),
+        "median": median(known),
+        "max": most,
+        "max_rank": values.index(most),
+    }
+
+
+def _number(value: float) -> float | None:
+    """In four digits: there is one for every rank and step. JSON has no NaN."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def _count(value: float) -> int | None:
+    return int(value) if math.isfinite(value) else None
+
+
+def _memory(device: torch.device) -> tuple[float, float, float, float]:
+    """The last four of `Numbers`."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        reserved = stats["reserved_bytes.all.peak"]
+        total = torch.cuda.get_device_properties(device).total_memory
+        return stats["allocated_bytes.all.peak"], reserved, reserved / total, stats["num_alloc_retries"]
+    if sys.platform == "win32":  # no such call
+        return math.nan, math.nan, math.nan, 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024, math.nan, math.nan, 0
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """FLOP/s of this device's data sheet at a precision; None for CPUs, and for GPUs that the planner does not know."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for gpu in GPUS.values():
+        model = re.sub(r"(?<=[A-Z])(?=\d)", " ?", gpu.name.split("-")[0])  # RTX4090 is "RTX 4090" to the driver
+        if re.search(rf"\b{model}\b", name):
+            return gpu.fp32_flops if precision == "fp32" else gpu.half_flops
+    return None

@@ -1,0 +1,168 @@
+"""The sections of a recipe: typed, frozen, every field explained. No torch.
+
+`esmshard.recipe` reads them from files; `esmshard recipes schema` prints them.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion, field docstrings in the schema."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class TaskSettings(Settings):
+    """What is learned, and the head that learns it."""
+
+    name: Literal["contact"]
+    """`contact`: which pairs of residues touch (Cb-Cb under 8 A)."""
+    channels: int = Field(32, ge=4, le=512)
+    """Channels of the head's pair representation."""
+    blocks: int = Field(4, ge=0, le=64)
+    """Residual 3x3 convolution blocks of the head, their dilation cycling through 1, 2, 4."""
+
+
+class ModelSettings(Settings):
+    """The language model that is fine-tuned."""
+
+    name: str
+    """A size (`mini`, `esm2_t6_8M_UR50D` ... `esm2_t48_15B_UR50D`) or the path of trained weights: a fair-esm `.pt`
+    file, or a directory in the layout of `transformers`."""
+
+
+class DataSettings(Settings):
+    """The three splits. For contacts: a directory of PDB or mmCIF files (docs/structures.md), or a FASTA file or token
+    store and beside it the coordinates as `.npz` (data/README.md).
+    """
+
+    train: str
+    """Records to learn from: a path, or `sample:contact/train`."""
+    valid: str
+    """Records to watch while training. Never trained on."""
+    test: str
+    """Records for the final numbers. Never looked at before."""
+    long: Literal["crop", "window", "full", "skip", "error"] = "crop"
+    """What to do with a training record over `max_length`: `crop` cuts a random window, another one each epoch;
+    `window` makes as few windows as cover it, each an example; `full` takes it whole; `skip` leaves it out, counted;
+    `error` refuses it. Validation, test and prediction always see whole chains."""
+    max_length: int = Field(1022, ge=8)
+    """Residues of the longest training record."""
+
+
+class BatchSettings(Settings):
+    """How much goes into one optimizer step."""
+
+    global_tokens: int = Field(16384, ge=16)
+    """Most tokens of one optimizer step over all processes, and nearly what each step has: the same set of records
+    whatever the number of processes."""
+    tokens_per_rank: int | Literal["auto"] = "auto"
+    """Most tokens that one process takes through the model at once; a larger share is cut into micro-batches whose
+    gradients add up. `auto` estimates what the free memory allows and takes the least over all processes."""
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimSettings(Settings):
+    """AdamW and its schedule."""
+
+    lr: float = Field(2.0e-5, gt=0)
+    """Peak learning rate of the language model."""
+    head_lr: float = Field(2.0e-4, gt=0)
+    """Peak learning rate of the head."""
+    betas: tuple[Decay, Decay] = Field((0.9, 0.98), strict=False)
+    """Decay of the running means of gradient and squared gradient; ESM-2 was trained with these."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay. None on biases, LayerNorms and embeddings."""
+    warmup: float = Field(0.05, ge=0, le=1)
+    """Share of all steps during which the learning rate rises from 0."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls to 0 after the warm-up."""
+    clip: float = Field(1.0, gt=0)
+    """Longest allowed gradient: a longer one is scaled to this norm."""
+
+
+class TrainSettings(Settings):
+    """How long, from which seed, watched how often."""
+
+    steps: int = Field(400, ge=1)
+    """Optimizer steps."""
+    seed: int = Field(0, ge=0)
+    """Fixes the new weights, the order of the records and the crops."""
+    eval_every: int = Field(50, ge=1)
+    """Steps between two validations."""
+
+
+After = Annotated[Literal["full_shard", "shard_grad_op"] | Annotated[int, Field(ge=2)] | None, Field()]
+
+
+class ParallelSettings(Settings):
+    """How the work is spread over processes. None of these changes what is computed (docs/sharding.md)."""
+
+    strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
+    """`full_shard` frees each layer's gathered weights after use (ZeRO 3); `shard_grad_op` keeps them from the forward
+    to the backward pass (ZeRO 2): less traffic, more memory; `hybrid_shard` shards within groups of processes and
+    keeps a copy in each; `no_shard` keeps a copy in every process (DDP)."""
+    group_size: int | None = Field(None, ge=2)
+    """Processes that share one copy of the weights under `hybrid_shard`; those of one machine by default."""
+    layers: After = None
+    """What becomes of the layers' gathered weights after the forward pass, if not what the strategy says: `full_shard`
+    frees them, `shard_grad_op` keeps them, a number N keeps them spread over groups of N processes (ZeRO++)."""
+    last_layer: After = None
+    """The same for the last layer, which the backward pass needs first. As `layers` by default."""
+    root: After = None
+    """The same for embedding, LM head and task head, which are one group. Kept by default."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of the arithmetic; weights, optimizer state and gradient sums stay fp32. `auto`: bf16 on NVIDIA GPUs from compute
+    capability 8.0 on, fp16 with a loss scale from 7.0 on, else fp32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In which gradients are added up over processes. bf16 halves that traffic and loses digits."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """`full` keeps only the input of each layer and computes the rest again: a third more work, far less memory.
+    `selective` keeps the outputs of matrix products and attention too: little work, about two thirds of the memory."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in the machine's memory, and gather each layer from there."""
+    prefetch_forward: int = Field(0, ge=0, le=8)
+    """Layers whose weights are asked for ahead of time in the forward pass, beyond what overlaps by itself."""
+    prefetch_backward: int = Field(1, ge=1, le=8)
+    """The same in the backward pass."""
+    accumulate: Literal["sharded", "unsharded"] = "sharded"
+    """Gradients between the micro-batches of a step: `sharded` adds them up over processes each time; `unsharded`
+    keeps all of them in every process and does so once: less traffic, as much memory as the whole model."""
+    compile: bool = False
+    """Compile each layer, once for all lengths. A minute at the start; on a CPU it does not pay (docs/devices.md)."""
+    start_timeout: int = Field(1800, ge=1)
+    """Seconds that a process waits for the others until the first step is done, such as while weights are read."""
+    step_timeout: int = Field(600, ge=1)
+    """The same after that. Then the run ends and names the process that did not come."""
+
+
+class CheckpointSettings(Settings):
+    """Sharded checkpoints, from which a run goes on."""
+
+    every: int = Field(100, ge=1)
+    """Steps between two checkpoints. The last step always leaves one."""
+    keep: int = Field(3, ge=1)
+    """How many of the newest ones stay."""
+
+
+class Recipe(Settings):
+    """One fine-tuning run."""
+
+    task: TaskSettings
+    model: ModelSettings
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` reads the weights that `model.name` points to; `random` starts the same architecture from noise."""
+    data: DataSettings
+    batch: BatchSettings = BatchSettings()  # type: ignore[call-arg]  # the mypy plug-in is not worth a build dependency
+    optim: OptimSettings = OptimSettings()  # type: ignore[call-arg]
+    train: TrainSettings = TrainSettings()  # type: ignore[call-arg]
+    parallel: ParallelSettings = ParallelSettings()  # type: ignore[call-arg]
+    checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
+    out: str
+    """Directory of the run, relative to the working directory."""

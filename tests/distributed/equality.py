@@ -1,0 +1,215 @@
+"""What the ranks of the equality tests do: gradients of one step and losses of twenty, many layouts in one start."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import work
+from torch import nn
+
+from esmshard.batch import TokenBatch
+from esmshard.data.loader import Examples
+from esmshard.data.packing import Plan, deal
+from esmshard.model import weights
+from esmshard.model.config import EsmConfig
+from esmshard.model.esm2 import ESM2
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.mesh import World, world
+from esmshard.parallel.shard import groups, next_micro_batch, shard, trainable
+from esmshard.settings import Recipe
+from esmshard.tasks.contact import ContactTask
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.protocol import LossSum, Task, collate
+from esmshard.train.optim import adamw, schedule, set_learning_rate
+from esmshard.train.splits import open_split
+from esmshard.train.step import StepResult, train_step
+from esmshard.vocab import MASK
+
+CONFIG = EsmConfig(n_layers=3, dim=32, n_heads=4)
+STEPS = 20
+UNLABELLED = 5
+"""The record of the tiny data set that has no coordinates."""
+
+SHARES: dict[int, list[list[list[int]]]] = {
+    1: [[[0, 1, 2, 3], [4, 6], [7, UNLABELLED]]],
+    2: [[[0, 1, 2], [3, 4], [6, 7]], [[UNLABELLED]]],
+    4: [[[0, 1, 2], [3]], [[4, 6]], [[UNLABELLED]], [[7]]],
+}
+"""The same eight records by world size, rank and micro-batch: uneven, and on a rank without any label."""
+
+ALONE = World(0, 1, torch.device("cpu"), None)
+
+Micro = tuple[TokenBatch, list[torch.Tensor], bool]
+
+
+def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[FineTuner, Task]:
+    """Trunk of three layers and a contact head, sharded; or, without a layout, as plain as can be."""
+    task = ContactTask(recipe.task)
+    base = weights.fresh(CONFIG, 3)
+    head = task.head(CONFIG)
+    head.load_state_dict(work.rough_head(recipe, task, base))
+    if laid is None or ranks is None:
+        model = FineTuner(weights.build(base, torch.device("cpu")), head)
+        model.freeze_unused()
+        return model.train(), task
+    with torch.device("meta"):
+        model = FineTuner(ESM2(CONFIG), task.head(CONFIG))
+    model.freeze_unused()
+    shard(model, laid, ranks)
+    materialise(model, model.rows_of(base, head), laid, ranks)
+    return model.train(), task
+
+
+def plain(path: str) -> dict[str, Any]:
+    """The reference: one process, no sharding, no checkpointing, records one by one."""
+    recipe = work.load(path)
+    model, task = build(recipe, None, None)
+    data = open_split(recipe, "train", task.labels)
+    total, count = torch.zeros(()), 0.0
+    for n in [n for share in SHARES[4] for micro in share for n in micro]:
+        batch, targets = collate(task, [data.get(n, 0)])
+        part = task.loss(model(batch), targets)
+        total, count = total + part.sum, count + float(part.count)
+    (total / count).backward()
+    found = {name: work.full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    model, task = build(recipe, None, None)
+    return {"loss": float(total.detach()) / count, "gradients": found} | curve(recipe, model, task, ALONE, Layout())
+
+
+def micro_batches(task: Task, data: Examples, share: Sequence[Sequence[int]], most: int) -> Iterator[Micro]:
+    """A rank's micro-batches, and ghosts up to as many as any rank has."""
+    for n in range(most):
+        ghost = n >= len(share)
+        yield (*collate(task, [data.get(k, 0) for k in share[0 if ghost else n]]), ghost)
+
+
+def gradients(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout, wrong: bool) -> dict[str, Any]:
+    """Loss and gradients of the eight records. `wrong`: each rank divides by its own count, the classic mistake."""
+    data = open_split(recipe, "train", task.labels)
+    shares = SHARES[ranks.size]
+    batches = list(micro_batches(task, data, shares[ranks.rank], max(map(len, shares))))
+    losses, count = 0.0, 0.0
+    for n, (batch, targets, ghost) in enumerate(batches):
+        part = task.loss(model(batch), targets)
+        scale = 0.0 if ghost else 1.0
+        divide = max(1.0, float(part.count)) * len(batches) * ranks.size if wrong else 1.0
+        next_micro_batch(model, laid, n + 1 == len(batches))
+        (part.sum * scale / divide).backward()
+        losses, count = losses + scale * float(part.sum.detach()), count + scale * float(part.count)
+    total, everyone = ranks.sum([losses, count])
+    return {
+        "loss": total / everyone,
+        "count": count,
+        "micro_batches": len(shares[ranks.rank]),
+        "gradients": {n: work.full(p.grad) / (1.0 if wrong else everyone) for n, p in trainable(model).items()},
+    }
+
+
+def curve(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout) -> dict[str, Any]:
+    """Losses and gradient norms of twenty real steps, and the weights after them."""
+    optimizer = adamw(model, recipe.optim)
+    before = work.full(model.trunk.embed_tokens.weight)
+    data = open_split(recipe, "train", task.labels)
+    plan = Plan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
+    results: list[StepResult] = []
+    for step in range(STEPS):
+        set_learning_rate(optimizer, schedule(step, STEPS, 0.1, "cosine"))
+        epoch, records = plan.step(step)
+        micro = deal(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.rank, ranks.size)
+        batches = ((*collate(task, [data.get(n, epoch) for n in m.records]), m.ghost) for m in micro)
+        results.append(train_step(model, task, optimizer, batches, recipe.optim.clip, ranks, laid))
+    for group in groups(model):
+        group.reshard()
+    moved = np.abs(work.full(model.trunk.embed_tokens.weight) - before).max()
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "moved": float(moved)}
+
+
+def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Gradients and losses under each of several `parallel` sections. FSDP is used in a single process, too."""
+    # Dynamo's tracing without a compiler behind it: the same calls in the same places, and seconds instead of minutes.
+    nn.Module.compile = _compile_eagerly  # type: ignore[method-assign,assignment]
+    recipe, found = work.load(path), {}
+    with world(alone_too=True) as ranks:
+        for name, settings in wanted.items():
+            laid = work.laid_out(recipe, ranks, **{k: v for k, v in settings.items() if k != "wrong"})
+            model, task = build(recipe, ranks, laid)
+            passes: list[int] = []
+            handle = model.layers[0].fc1.register_forward_hook(partial(_count, passes))
+            result = gradients(recipe, model, task, ranks, laid, wrong=bool(settings.get("wrong")))
+            handle.remove()
+            result |= {"passes": len(passes), "groups": len(groups(model)), "group": laid.group}
+            result["held"] = sum(p.to_local().numel() for p in trainable(model).values())
+            if not settings.get("wrong"):
+                model, task = build(recipe, ranks, laid)
+                result |= curve(recipe, model, task, ranks, laid)
+            if settings.keys() == {"strategy"}:
+                result["rows"] = masked_step(ranks, settings["strategy"])
+            found[name] = result
+    return found
+
+
+def _count(passes: list[int], *_: Any) -> None:
+    passes.append(1)
+
+
+_compile = nn.Module.compile
+
+
+def _compile_eagerly(module: nn.Module, *, dynamic: bool) -> None:
+    _compile(module, dynamic=dynamic, backend="eager")
+
+
+class MaskedLM(nn.Module):
+    """The trunk under its own LM head: the output of each record are the logits at its masked places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = ESM2(CONFIG)
+        self.trunk.contact_head.requires_grad_(False)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.trunk.layers
+
+    def forward(self, batch: TokenBatch) -> torch.Tensor:
+        at_P = (batch.tokens_T == MASK).nonzero().flatten()
+        logits_PV = self.trunk(batch, logits_at=at_P).logits_PV
+        assert logits_PV is not None
+        return logits_PV.float()
+
+
+class MaskedLoss:
+    """Cross-entropy, summed over masked places."""
+
+    def loss(self, logits_PV: torch.Tensor, targets_P: torch.Tensor) -> LossSum:
+        total = nn.functional.cross_entropy(logits_PV, targets_P, reduction="sum")
+        return LossSum(total, torch.tensor(float(len(targets_P))))
+
+
+def masked_step(ranks: World, strategy: str | None) -> np.ndarray:
+    """Rows' largest change, [33]. `strategy` None: one plain process that takes every rank's batch."""
+    base = weights.fresh(CONFIG, 3)
+    if strategy is None:
+        model, laid = MaskedLM(), Layout()
+        weights.materialise(model.trunk, base, torch.device("cpu"))
+    else:
+        with torch.device("meta"):
+            model = MaskedLM()
+        laid = work.laid(ranks, strategy=strategy)
+        shard(model, laid, ranks)
+        materialise(model, lambda name, rows: base.rows(name.removeprefix("trunk."), rows), laid, ranks)
+    optimizer = adamw(model, work.OPTIM)
+    set_learning_rate(optimizer, 1.0)
+    before = work.full(model.trunk.embed_tokens.weight)
+    batches = [work.masked_batch(n) for n in (range(4) if strategy is None else SPREAD[ranks.size][ranks.rank])]
+    train_step(model, MaskedLoss(), optimizer, batches, 1.0, ranks, laid)  # type: ignore[arg-type]
+    for group in groups(model):
+        group.reshard()
+    moved: np.ndarray = np.abs(work.full(model.trunk.embed_tokens.weight) - before).max(1)
+    return moved
+
+
+SPREAD = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]], 4: [[0], [1], [2], [3]]}

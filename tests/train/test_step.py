@@ -1,0 +1,156 @@
+"""The optimizer step: its loss scale in fp16, and what it tells about micro-batches. Ranks are in tests/distributed."""
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+import equality
+import work
+
+from esmshard.errors import InputError
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.mesh import world
+from esmshard.parallel.watch import peak_flops
+from esmshard.tasks.protocol import collate
+from esmshard.train import finetune
+from esmshard.train import step as steps
+from esmshard.train.optim import adamw, set_learning_rate
+from esmshard.train.splits import open_split
+from esmshard.train.step import LossScale, train_step
+
+
+def test_the_scale_halves_after_an_overflow_and_doubles_after_2000_good_steps() -> None:
+    scale = LossScale()
+    assert scale.value == 65536
+    scale.update(overflow=True)
+    assert (scale.value, scale.good_steps) == (32768, 0)
+    for _ in range(1999):
+        scale.update(overflow=False)
+    assert (scale.value, scale.good_steps) == (32768, 1999)
+    scale.update(overflow=False)
+    assert (scale.value, scale.good_steps) == (65536, 0)
+    scale.update(overflow=False)
+    scale.update(overflow=True)
+    assert (scale.value, scale.good_steps) == (32768, 0)
+    low = LossScale(1.0)
+    low.update(overflow=True)
+    assert low.value == 1.0
+
+
+class Watching:
+    """Sees all batches, and says so."""
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+
+    def data(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.seen += 1
+            yield batch
+
+    def wait_for_device(self) -> None:
+        assert self.seen == 2, "all backward passes were asked for"
+        self.seen += 5
+
+    def numbers(self) -> list[float]:
+        return [self.seen, 8.0]
+
+
+def one_step(recipe: Any, precision: str, scale: LossScale | None) -> tuple[steps.StepResult, float]:
+    """Result of a step, and how far the embedding moved."""
+    with world() as one:
+        laid = Layout(precision=precision)  # type: ignore[arg-type]
+        model, task = work.sharded_model(recipe, one, laid)
+        data = open_split(recipe, "train", task.labels)
+        optimizer = adamw(model, recipe.optim)
+        set_learning_rate(optimizer, 1.0)
+        before = model.trunk.embed_tokens.weight.detach().clone()
+        batches = [(*collate(task, [data.get(n)]), False) for n in range(2)]
+        result = train_step(model, task, optimizer, batches, 1.0, one, laid, scale=scale, watch=Watching())
+        return result, float((model.trunk.embed_tokens.weight.detach() - before).abs().max())
+
+
+def test_a_step_in_fp16_is_the_step_in_fp32_but_for_digits(tiny_recipe: Path) -> None:
+    recipe = work.load(str(tiny_recipe))
+    exact, _ = one_step(recipe, "fp32", None)
+    scale = LossScale(1024.0)
+    half, moved = one_step(recipe, "fp16", scale)
+    assert not half.skipped
+    assert moved > 1e-4
+    assert half.loss == pytest.approx(exact.loss, rel=1e-2)
+    assert half.grad_norm == pytest.approx(exact.grad_norm, rel=5e-2), "the scale is divided out"
+    assert half.loss != exact.loss
+    assert (scale.value, scale.good_steps) == (1024.0, 1)
+    assert half.ranks == exact.ranks == [[7.0, 8.0]]
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale(tiny_recipe: Path) -> None:
+    scale = LossScale(2.0**40)
+    result, moved = one_step(work.load(str(tiny_recipe)), "fp16", scale)
+    assert result.skipped
+    assert moved == 0
+    assert math.isfinite(result.loss)
+    assert (scale.value, scale.good_steps) == (2.0**39, 0)
+
+
+def test_the_scale_does_not_change_an_fp32_step(tiny_recipe: Path) -> None:
+    recipe = work.load(str(tiny_recipe))
+    plain, moved = one_step(recipe, "fp32", None)
+    scaled, also = one_step(recipe, "fp32", LossScale(4096.0))  # a power of two only shifts exponents
+    assert scaled.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
+    assert also == pytest.approx(moved, rel=1e-4)
+
+
+def test_only_the_last_micro_batch_is_told_to_be_last(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(steps, "next_micro_batch", lambda model, layout, last: told.append(last))
+    recipe = work.load(str(tiny_recipe))
+    with world() as one:
+        model, task = equality.build(recipe, None, None)
+        data = open_split(recipe, "train", task.labels)
+        for count in (1, 3):
+            batches = ((*collate(task, [data.get(n)]), False) for n in range(count))
+            train_step(model, task, adamw(model, recipe.optim), batches, 1.0, one, Layout())
+    assert told == [True, False, False, True]
+
+
+def test_a_run_whose_steps_keep_failing_ends() -> None:
+    steps.too_many_skipped(9, 20)
+    with pytest.raises(InputError, match="step 20: loss or gradient was not finite 10 times in a row"):
+        steps.too_many_skipped(10, 20)
+
+
+def test_the_peak_of_a_device_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    names = {
+        "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
+        "NVIDIA A10": (125e12, 31.2e12),
+        "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
+        "NVIDIA L40S": (362e12, 91.6e12),
+        "NVIDIA L4": (121e12, 30.3e12),
+        "NVIDIA H200": (989e12, 67e12),
+        "Tesla V100-SXM2-32GB": (125e12, 15.7e12),
+        "NVIDIA GeForce GTX 1080": (None, None),
+    }
+    for name, (half, full) in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert (peak_flops(gpu, "bf16"), peak_flops(gpu, "fp32")) == (half, full), name
+    assert peak_flops(torch.device("cpu"), "fp32") is None
+
+
+@pytest.mark.parametrize(
+    ("longest", "says"),
+    [
+        (100, "out of memory: micro-batches of 4096 tokens do not fit; set batch.tokens_per_rank=3072, or parallel."),
+        (4096, "out of memory: micro-batches of 4096 tokens do not fit; lower data.max_length, or set parallel."),
+    ],
+)
+def test_out_of_memory_is_one_sentence(longest: int, says: str) -> None:
+    with pytest.raises(InputError, match=f"^{says}"), finetune._out_of_memory(4096, longest):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
