@@ -13,7 +13,7 @@ from measure import Table
 from peers import Variant, flops, in_file_order, protein_lengths, sequences
 
 from esmshard.model.config import SIZES
-from esmshard.parallel.shard import ShardOptions
+from esmshard.parallel.layout import Layout
 
 WORK = ("embed", "mlm", "contacts", "fixed")
 FIXED_LENGTH, FIXED_TURN = 286, 56
@@ -72,8 +72,12 @@ class Bench:
         tokens, device = sequences(protein_lengths(self.count)), self.device
 
         def esmshard(*, checkpointing: bool = False, compiled: bool = False) -> Variant:
-            options = ShardOptions(compute_dtype=self.dtype, activation_checkpointing=checkpointing, compile=compiled)
-            return peers.train_ours(peers.ours(name, device, torch.float32), tokens, self.budget, device, options)
+            how = Layout(
+                precision="bf16" if self.cuda else "fp32",
+                activation_checkpointing="full" if checkpointing else "none",
+                compile=compiled,
+            )
+            return peers.train_ours(peers.ours(name, device, torch.float32), tokens, self.budget, device, how)
 
         def transformers(groups: list[list[int]]) -> Variant:
             model = peers.transformers(name, device, torch.float32)

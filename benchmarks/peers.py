@@ -25,8 +25,9 @@ from esmshard.model import export, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.esm2 import ESM2
+from esmshard.parallel.layout import Layout
 from esmshard.parallel.mesh import World
-from esmshard.parallel.shard import ShardOptions, shard
+from esmshard.parallel.shard import shard
 from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 
 Tokens = npt.NDArray[np.uint8]
@@ -208,12 +209,10 @@ def corrupt(tokens: Sequence[Tokens], seed: int = 1) -> tuple[list[Tokens], list
     return [np.where(mask, MASK, one).astype(np.uint8) for one, mask in zip(tokens, chosen, strict=True)], chosen
 
 
-def train_ours(
-    model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.device, options: ShardOptions
-) -> Variant:
+def train_ours(model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.device, layout: Layout) -> Variant:
     """Laid out as the main job does it on one device; LM logits at the masked residues only."""
     model.contact_head.requires_grad_(False)
-    shard(model, "full_shard", World(0, 1, device, None), options)
+    shard(model, layout, World(0, 1, device, None))
     masked, chosen = corrupt(tokens)
     work: list[tuple[TokenBatch, torch.Tensor, torch.Tensor]] = []
     for group in best_fit(tokens, most):

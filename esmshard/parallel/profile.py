@@ -6,6 +6,7 @@ number can be found again in the picture.
 
 import gzip
 import json
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -165,6 +166,7 @@ class Profile:
 
     def __enter__(self) -> "Profile":
         if self._steps:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes lines of its own when it starts and stops
             activities = [ProfilerActivity.CPU]
             if self._world.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)

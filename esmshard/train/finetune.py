@@ -288,7 +288,7 @@ def _step_of(line: str) -> float:
 
 def _append(out: Path, line: Mapping[str, Any], ranks: World) -> None:
     if ranks.is_first:
-        known = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in line.items()}  # JSON has no NaN
+        known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}  # as in JSON
         with open(out / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(known) + "\n")
 

@@ -1,22 +1,39 @@
 """Sharded checkpoints: complete or absent, the same tensors on another number of ranks, damage noticed."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from esmshard.checkpoint import sharded
 from esmshard.errors import InputError
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from conftest import RECIPE, write_subset
 from ranks import run_ranks
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks, in a directory of checkpoints."""
+    directory = tmp_path_factory.mktemp("written")
+    write_subset(directory, "train", "train", range(24), unresolved=5)
+    write_subset(directory, "valid", "valid", range(5))
+    recipe = directory / "tiny.yaml"
+    recipe.write_text(RECIPE.format(tokens_per_rank=130, out=directory / "run"))
+    run_ranks("work:save", 2, directory, str(recipe), str(directory / "run" / "checkpoints"), 0.5)
+    return directory / "run" / "checkpoints"
+
+
 @pytest.fixture
-def saved(tiny_recipe: Path, tmp_path: Path) -> Path:
-    run_ranks("work:save", 2, tmp_path, str(tiny_recipe), str(tmp_path / "run" / "checkpoints"), 0.5)
+def saved(written: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    shutil.copytree(written, tmp_path / "run" / "checkpoints")
     return tmp_path / "run" / "checkpoints" / "step_000007"
 
 
@@ -47,6 +64,23 @@ def test_a_checkpoint_of_one_process_loads_on_two_ranks(tiny_recipe: Path, tmp_p
     for rank in run_ranks("work:restore", 2, tmp_path, str(tiny_recipe), str(saved)):
         assert rank.keys() == one.keys()
         assert all(np.array_equal(rank[name], one[name]) for name in one)
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(4, "hybrid_shard"), (2, "no_shard")])
+def test_a_checkpoint_of_several_copies_holds_each_tensor_once(
+    tiny_recipe: Path, tmp_path: Path, size: int, strategy: str
+) -> None:
+    text = tiny_recipe.read_text()
+    tiny_recipe.write_text(text.replace("precision: fp32", f"precision: fp32, strategy: {strategy}"))
+    directory = tmp_path / "run" / "checkpoints"
+    run_ranks("work:save", size, tmp_path, str(tiny_recipe), str(directory), 0.5)
+    tiny_recipe.write_text(text)
+    one = run_ranks("work:restore", 1, tmp_path, str(tiny_recipe), str(directory / "step_000007"))[0]
+    assert np.allclose(one["model.trunk.layers.0.fc1.bias"], 0.5)  # fresh biases are 0, the seed does not matter
+    assert np.allclose(one["optim.trunk.embed_tokens.weight.exp_avg"], 0.5)
+    step = directory / "step_000007"
+    indexed = sum(entry.length for entry in FileSystemReader(step).read_metadata().storage_data.values())
+    assert sum(p.stat().st_size for p in step.glob("*.distcp")) == indexed, "what no entry points to was written twice"
 
 
 def test_what_a_checkpoint_leaves(saved: Path) -> None:
