@@ -5,6 +5,7 @@ clusters that nobody here has comes from `esmshard.parallel.cost`, after it has 
 """
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -79,16 +80,16 @@ def memory(model: str, tokens: int, sizes: Sequence[int]) -> Table:
 
 
 def checkpointing(model: str, tokens: int) -> Table:
-    """Activation memory with and without checkpointing in one process: the peak above that of a tenth of the tokens."""
-    table = [["activation_checkpointing", "peak, MiB", f"of which for 9/10 of {tokens:,} tokens", "none / this"]]
+    """Memory that a forward pass leaves for the backward one, with and without checkpointing, in one process."""
+    table = [["activation_checkpointing", "kept for the backward pass, MiB", "none / this", "planned, MiB"]]
     first = 0.0
     for mode in ("none", "selective", "full"):
         how = laid(1, activation_checkpointing=mode)
-        peak, base = (
-            peaks.measure(SHORT[model], how, n, 2, length=64)[0] / MIB for n in (tokens, tokens // 10 // 64 * 64)
-        )
-        first = first or peak - base
-        table.append([mode, f"{peak:,.0f}", f"{peak - base:,.0f}", f"{first / (peak - base):.1f}"])
+        ((kept,),) = ranks_of("forward", [SHORT[model], asdict(how), tokens], 1, os.cpu_count() or 1, whole=True)
+        first = first or kept
+        numbers = peaks.numbers(SHORT[model])
+        planned = tokens * numbers.n_layers * plan.layer_bytes(numbers, how, "cpu").kept
+        table.append([mode, f"{kept / MIB:,.0f}", f"{first / kept:.1f}", f"{planned / MIB:,.0f}"])
         print("  " + " | ".join(table[-1]), file=sys.stderr, flush=True)
     return table
 
@@ -172,7 +173,7 @@ def on_gpu(model: str, tokens: int) -> Table:
         "compile, checkpointing selective": replace(plain, compile=True, activation_checkpointing="selective"),
     }
     for name, how in variants.items():
-        (row,) = ranks_of("step", [SHORT[model], asdict(how), tokens], 1, os.cpu_count() or 1, with_memory=True)
+        (row,) = ranks_of("step", [SHORT[model], asdict(how), tokens], 1, os.cpu_count() or 1, whole=True)
         seconds, peak = row
         planned = plan.memory(numbers, how, tokens, peaks.head_bytes(tokens), "cuda").total
         cells = [name, f"{peak / MIB:,.0f}", f"{planned / MIB:,.0f}", f"{planned / peak:.2f}", f"{seconds:.3f}"]
@@ -217,13 +218,15 @@ def projection() -> Table:
     return table
 
 
-def ranks_of(what: str, work: list[Any], size: int, threads: int, *, with_memory: bool = False) -> list[Any]:
+def ranks_of(what: str, work: list[Any], size: int, threads: int, *, whole: bool = False) -> list[Any]:
     """Start ranks of this script; what each printed last, or its first number only."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     common = {**os.environ, "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)} | (peaks.ALLOCATOR if what == "load" else {})
+    common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)} | (
+        peaks.ALLOCATOR if what in ("load", "forward") else {}
+    )
     command = [sys.executable, __file__, "--rank", json.dumps([what, *work])]
     started = [
         subprocess.Popen(
@@ -235,7 +238,7 @@ def ranks_of(what: str, work: list[Any], size: int, threads: int, *, with_memory
     if any(p.returncode for p in started):
         raise RuntimeError(f"{what} {work}: a rank failed; its error stands above")
     found = [json.loads(output.splitlines()[-1]) for output in outputs]
-    return found if with_memory or what == "load" else [row[0] for row in found]
+    return found if whole or what == "load" else [row[0] for row in found]
 
 
 def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
@@ -270,6 +273,20 @@ def seeded(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """The same new head on every rank."""
     torch.manual_seed(0)
     return make()
+
+
+def forward_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
+    """Bytes that are there after a forward pass and were not before it."""
+    model = ESM2(SIZES[name])
+    shard(model, Layout(**how), World(0, 1, torch.device("cpu"), None))
+    model(peaks._batch(512, 256))  # pages of libraries that are read on first use
+    batch = peaks._batch(tokens, 256)
+    gc.collect()
+    before = measure._status("VmRSS")
+    output = model(batch)
+    kept = measure._status("VmRSS") - before
+    assert output.representations
+    return [kept]
 
 
 def load_rank(folder: str) -> list[float]:
@@ -361,7 +378,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank:
         what, *work = json.loads(args.rank)
-        print(json.dumps({"step": step_rank, "load": load_rank, "fake": fake_rank}[what](*work)))
+        print(
+            json.dumps({"step": step_rank, "load": load_rank, "fake": fake_rank, "forward": forward_rank}[what](*work))
+        )
         return
     args.models = args.models or (["650M"] if args.device == "cuda" else ["35M"])
     args.tokens = args.tokens or (16384 if args.device == "cuda" else 2048)
