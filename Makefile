@@ -13,7 +13,7 @@ finetune: $(READY)
 	$(BIN)/esmshard embed runs/contact/model data/contact/test.fasta -o runs/contact/test.npy --overwrite
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

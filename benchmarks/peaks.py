@@ -27,7 +27,7 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.mesh import World, world
 from esmshard.parallel.shard import shard, trainable
-from esmshard.settings import TaskSettings
+from esmshard.settings import AdaptSettings, TaskSettings
 from esmshard.tasks import TASKS
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.numbers import HEADS
@@ -36,10 +36,18 @@ from esmshard.train.step import train_step
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 TASK = TaskSettings(name="contact", channels=4, blocks=0)
 """A head so small that the trunk is what is measured."""
+FULL = AdaptSettings()  # type: ignore[call-arg]
 
 
 def measure(
-    model_name: str, layout: Layout, tokens: int, steps: int = 3, *, length: int = 256, micro_batches: int = 1
+    model_name: str,
+    layout: Layout,
+    tokens: int,
+    steps: int = 3,
+    *,
+    length: int = 256,
+    micro_batches: int = 1,
+    adapt: AdaptSettings = FULL,
 ) -> list[int]:
     """Bytes of each rank at the peak of a training step, imports not counted.
 
@@ -50,11 +58,12 @@ def measure(
         steps: of training; the largest peak counts. Optimizer state is there from the second one on.
         length: tokens of each protein.
         micro_batches: of a step.
+        adapt: what of the model learns.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    work = json.dumps([model_name, asdict(layout), tokens, steps, length, micro_batches])
+    work = json.dumps([model_name, adapt.model_dump(), asdict(layout), tokens, steps, length, micro_batches])
     common = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= {"WORLD_SIZE": str(layout.world_size), "LOCAL_WORLD_SIZE": str(layout.world_size)}
     ranks = [
@@ -76,9 +85,9 @@ def measure(
     return [int(output.split()[-1]) for output in outputs]
 
 
-def numbers(model_name: str) -> plan.ModelNumbers:
+def numbers(model_name: str, adapt: AdaptSettings = FULL) -> plan.ModelNumbers:
     """Of the model that `measure` trains."""
-    return plan.of_model(_meta(SIZES[model_name]), SIZES[model_name].dim, SIZES[model_name].n_heads)
+    return plan.of_model(_meta(SIZES[model_name], adapt), SIZES[model_name].dim, SIZES[model_name].n_heads)
 
 
 def head_bytes(tokens: int, length: int = 256) -> int:
@@ -86,26 +95,35 @@ def head_bytes(tokens: int, length: int = 256) -> int:
     return tokens // length * HEADS[TASK.name](TASK).head_bytes(length)
 
 
-def _meta(config: EsmConfig) -> FineTuner:
+def _meta(config: EsmConfig, adapt: AdaptSettings) -> FineTuner:
     with torch.device("meta"):
         model = FineTuner(ESM2(config), TASKS[TASK.name](TASK).head(config))
-    model.freeze_unused()
+    model.adapt(adapt, 0)
     return model
 
 
-def _rank(model_name: str, layout: Layout, tokens: int, steps: int, length: int, micro_batches: int) -> int:
+def _rank(
+    model_name: str, adapt: AdaptSettings, layout: Layout, tokens: int, steps: int, length: int, micro_batches: int
+) -> int:
     with world(alone_too=layout.cpu_offload) as ranks:
         # Pages of libraries that are read on first use, and the buffers of connections, are there afterwards.
-        _train(SIZES["nano"], layout, 4 * length, 2, length, micro_batches, ranks)
+        _train(SIZES["nano"], adapt, layout, 4 * length, 2, length, micro_batches, ranks)
         gc.collect()
         before = _resident("VmRSS")
-        return _train(SIZES[model_name], layout, tokens, steps, length, micro_batches, ranks) - before
+        return _train(SIZES[model_name], adapt, layout, tokens, steps, length, micro_batches, ranks) - before
 
 
 def _train(
-    config: EsmConfig, layout: Layout, tokens: int, steps: int, length: int, micro_batches: int, ranks: World
+    config: EsmConfig,
+    adapt: AdaptSettings,
+    layout: Layout,
+    tokens: int,
+    steps: int,
+    length: int,
+    micro_batches: int,
+    ranks: World,
 ) -> int:
-    model, batch = _meta(config), _batch(tokens, length)
+    model, batch = _meta(config, adapt), _batch(tokens, length)
     targets = [torch.zeros(length - 2, length - 2, dtype=torch.int8) for _ in range(len(batch))]
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     shard(model, layout, ranks)
@@ -149,8 +167,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """One rank of `measure`: its peak goes to the standard output."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", required=True)
-    name, layout, *rest = json.loads(parser.parse_args(argv).rank)
-    print(_rank(name, Layout(**layout), *rest))
+    name, adapt, layout, *rest = json.loads(parser.parse_args(argv).rank)
+    print(_rank(name, AdaptSettings(**adapt), Layout(**layout), *rest))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ It is as long as the commands have options: each is declared and explained here,
 
 import os
 import sys
+import time
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -24,6 +25,9 @@ recipes_app = typer.Typer(no_args_is_help=True, help="The shipped recipes.")
 app.add_typer(recipes_app, name="recipes")
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Read a checkpoint that another user wrote.")]
+
+_STARTED = time.time()
 
 
 def _version(wanted: bool) -> None:
@@ -56,49 +60,80 @@ def finetune(
     profile: Annotated[
         int, typer.Option(min=0, metavar="N", help="Record N steps with torch's profiler, and say where time goes.")
     ] = 0,
+    stop_after: Annotated[
+        Optional[str], typer.Option(metavar="TIME", help="Save and leave with exit code 75 after so long, as 3h50m.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Start the processes again, up to N times, when one was lost.")
+    ] = 0,
+    trust: Trust = False,
 ) -> None:
     """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
     from esmshard import recipe as recipes
+    from esmshard.parallel import preemption, worker
 
+    if stop_after is not None:
+        os.environ[preemption.STOP_AT] = str(time.time() + preemption.seconds(stop_after))
     resume = None if resume == "never" else resume
     if resume and overwrite:
         raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
-    resolved = recipes.load(recipes.resolve(recipe), overrides or [])
+    if max_restarts and resume not in (None, "auto"):
+        raise UsageError("--max-restarts goes on from the newest checkpoint of the run: give --resume auto with it")
+    with preemption.Preemption():
+        worker.follow_launcher()
+        resolved = recipes.load(recipes.resolve(recipe), overrides or [])
 
-    import torch
+        import torch
 
-    from esmshard.parallel.mesh import is_launched, own_device
-
-    if not is_launched():
-        from esmshard.train.job import check_out, describe, prepare
+        from esmshard.parallel.mesh import is_launched, own_device
 
         processes = nproc or max(1, torch.cuda.device_count())
-        # Every mistake that can be seen is seen here, once, before any process is started.
-        if not dry_run:
-            check_out(Path(resolved.out), resume, overwrite)
-        job = prepare(resolved, processes, processes, own_device(0, processes))
-        if dry_run:
-            print(describe(job, processes))
+        if not is_launched():
+            from esmshard.train.job import check_out, describe, prepare
+
+            # Every mistake that can be seen is seen here, once, before any process is started.
+            if not dry_run:
+                check_out(Path(resolved.out), resume, overwrite)
+            job = prepare(resolved, processes, processes, own_device(0, processes))
+            if dry_run:
+                print(describe(job, processes))
+                return
+        elif nproc is not None or dry_run or max_restarts:
+            raise UsageError(
+                "--nproc, --max-restarts and --dry-run belong to a single command; a launcher has started this process "
+                "already"
+            )
+        elif stop_after is not None and worker.restarts_allowed():
+            raise UsageError(
+                "--stop-after would count anew when the launcher starts this process again; for the launcher, set "
+                f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(stop_after)})) instead"
+            )
+        elif worker.attempt() and resume is None:
+            from esmshard.train.status import begun_by_this_launch
+
+            # Started again: what it has done so far must not be lost. But what --overwrite is to remove, and did not
+            # come to, is not what it has done.
+            if not overwrite or begun_by_this_launch(Path(resolved.out)):
+                resume, overwrite = "auto", False
+        if is_launched() or (processes == 1 and not max_restarts):
+            from esmshard.train import finetune as training
+
+            run = training.run(resolved, resume, overwrite, profile, trust=trust, started=_STARTED)
+            if run is not None:
+                _figure(run, resolved)
             return
-        if processes > 1:
-            from esmshard.parallel.launch import run_local
 
-            flags = (["--resume", resume] if resume else []) + (["--overwrite"] if overwrite else [])
-            flags += ["--profile", str(profile)] if profile else []
-            code = run_local(["finetune", recipe, *(overrides or []), *flags], processes)
-            if code:
-                raise SystemExit(code)
-            return
-    elif nproc is not None or dry_run:
-        raise UsageError(
-            "--nproc and --dry-run belong to a single command; a launcher has started this process already"
-        )
+    from esmshard.parallel.launch import run_local  # outside: signals are for the processes now
 
-    from esmshard.train import finetune as training
+    flags = (["--resume", resume] if resume else []) + (["--overwrite"] if overwrite else [])
+    flags += (["--profile", str(profile)] if profile else []) + (["--trust"] if trust else [])
+    arguments = ["-m", "esmshard", "finetune", recipe, *(overrides or []), *flags]
+    if code := run_local(arguments, processes, max_restarts=max_restarts):
+        if code != preemption.Preempted.exit_code:
+            from esmshard.train.status import mark_failed
 
-    run = training.run(resolved, resume, overwrite, profile)
-    if run is not None:
-        _figure(run, resolved)
+            mark_failed(Path(resolved.out), "the processes were ended from outside; go on with --resume auto", code)
+        raise SystemExit(code)
 
 
 def _figure(run: Path, resolved: "object") -> None:
@@ -295,19 +330,36 @@ def consolidate(
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
     to: Annotated[str, typer.Option(help="hf (transformers, and all commands here) or fair-esm.")] = "hf",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint of the best validation, if kept.")] = False,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Of a LoRA run: the adapter for PEFT and the head, without the base model."),
+    ] = False,
+    base: Annotated[
+        Optional[str], typer.Option(metavar="MODEL", help="Where the base model of a LoRA or head run lies now.")
+    ] = None,
+    trust: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make one model out of a sharded checkpoint, or of a model in another layout."""
+    """Make one model out of a sharded checkpoint, or of a model in another layout, and compare the two."""
     from esmshard.checkpoint.consolidate import consolidate as run
+    from esmshard.checkpoint.consolidate import consolidate_adapter
     from esmshard.model.export import DTYPES, Target
     from esmshard.progress import say
+    from esmshard.tasks import head_of
 
     if to not in ("hf", "fair-esm"):
         raise UsageError(f"--to {to}: hf or fair-esm is expected")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
     target: Target = "hf" if to == "hf" else "fair-esm"
-    print(run(source, out, to=target, dtype=dtype, overwrite=overwrite, warn=say))
+    how: dict[str, Any] = {"overwrite": overwrite, "best": best, "trust": trust, "base": base, "warn": say}
+    if adapter and (to, dtype) != ("hf", "fp32"):
+        raise UsageError("--adapter: is written in fp32 and for PEFT; leave --to and --dtype out")
+    if adapter:
+        print(consolidate_adapter(Path(source), out, **how))
+        return
+    print(run(source, out, to=target, dtype=dtype, new_head=head_of, **how))
 
 
 @app.command()
@@ -448,8 +500,28 @@ def recipes_schema() -> None:
 def main() -> None:
     """Entry point: a user's mistake is one sentence on stderr and an exit code, never a traceback."""
     try:
+        _main()
+    except SystemExit as leaving:
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise
+        # One of several processes leaves without taking the interpreter down: a thread of gloo that wants it at that
+        # moment would end the process with SIGABRT, and launchers take that for a failure of the run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+
+
+def _main() -> None:
+    from esmshard.parallel import preemption, worker
+
+    try:
         app()
+    except preemption.Preempted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(stop, file=sys.stderr)
+        raise SystemExit(stop.exit_code) from None
     except InputError as error:
+        worker.tell_launcher(error)
         # A wrong command or recipe is wrong on every rank alike; one of them says so.
         everywhere = error.shared or isinstance(error, UsageError)
         if os.environ.get("RANK", "0") == "0" or not everywhere:
@@ -460,5 +532,6 @@ def main() -> None:
         print(f"error: {where}{(error.strerror or str(error)).lower()}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

@@ -11,6 +11,8 @@ class InputError(ValueError):
     exit_code = 1
     shared = False
     """Raised on every rank alike, so that the first one alone should print it."""
+    transient = False
+    """Raised because another process is gone or stuck: the same run may go well if it is started again."""
 
 
 class UsageError(InputError):

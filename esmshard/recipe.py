@@ -227,6 +227,8 @@ def _sentence(tree: CommentedMap, where: _Where, keys: tuple[str, ...], error: E
         return f"{where.of(tree, keys, on_value=True)}: {dotted}: has too few values"
     if error["type"] == "missing":
         return f"{where.of(tree, keys[:-1])}: {dotted}: this key is required"
+    if error["type"] == "value_error":  # one of ours, which says all
+        return f"{where.of(tree, keys, on_value=True)}: {dotted}: {error['ctx']['error']}"
     message, value = error["msg"].removeprefix("Input should be "), error["input"]
     got = repr(value) if isinstance(value, str) else "nothing" if value is None else value
     return f"{where.of(tree, keys, on_value=True)}: {dotted}: must be {message}, not {got}"

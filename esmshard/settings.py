@@ -3,9 +3,9 @@
 `esmshard.recipe` reads them from files; `esmshard recipes schema` prints them.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
 class Settings(BaseModel):
@@ -33,6 +33,57 @@ class ModelSettings(Settings):
     name: str
     """A size (`mini`, `esm2_t6_8M_UR50D` ... `esm2_t48_15B_UR50D`) or the path of trained weights: a fair-esm `.pt`
     file, or a directory in the layout of `transformers`."""
+
+
+LoraTarget = Literal["q", "k", "v", "out", "fc1", "fc2"]
+"""Linear layers of a block: query, key and value, attention's output, and the feed-forward pair."""
+_LORA = {"rank": 4, "alpha": 1.0, "targets": ("q", "k", "v", "out", "fc1", "fc2"), "bias": "all"}
+
+
+class AdaptSettings(Settings):
+    """What of the language model learns (docs/adapt.md). The head always does. The defaults of `lora` are those of
+    Schmirler et al. 2024 (doi:10.1038/s41467-024-51844-2), who train it with `optim.lr` 3e-4.
+    """
+
+    method: Literal["full", "lora", "head"] = "full"
+    """`full`: every weight; `lora`: an adapter of low rank beside the matrices of each layer (Hu et al. 2021,
+    arXiv:2106.09685), which are frozen; `head`: nothing, only the head learns."""
+    rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
+    """Of the adapter's matrices; 4 by default. For `lora` only, as the keys below."""
+    alpha: float | None = Field(None, gt=0, validate_default=True)
+    """What the adapter adds is scaled by alpha / rank; 1 by default."""
+    targets: tuple[LoraTarget, ...] | None = Field(None, strict=False, validate_default=True)
+    """Layers with an adapter, of q, k, v, out, fc1 and fc2; all by default. `transformers` calls the last three
+    `dense`."""
+    bias: Literal["none", "all"] | None = Field(None, validate_default=True)
+    """`all` trains every bias of the language model too, those of LayerNorms included; the default."""
+
+    @property
+    def lora(self) -> tuple[int, float, tuple[LoraTarget, ...]]:
+        """Rank, alpha and targets, of method `lora` only."""
+        assert self.rank is not None
+        assert self.alpha is not None
+        assert self.targets is not None
+        return self.rank, self.alpha, self.targets
+
+    @field_validator(*_LORA, mode="before")
+    @classmethod
+    def _of_lora(cls, value: Any, info: ValidationInfo) -> Any:
+        method = info.data.get("method")
+        if method == "lora":
+            return _LORA[str(info.field_name)] if value is None else value
+        if value is not None and method is not None:
+            raise ValueError(f"is for adapt.method lora, and the recipe has {method}; remove it, or change the method")
+        return value
+
+    @field_validator("targets")
+    @classmethod
+    def _each_once(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if targets == ():
+            raise ValueError("names no layer; name some, or set adapt.method: head")
+        if targets is not None and len(set(targets)) < len(targets):
+            raise ValueError(f"names a layer twice ({', '.join(targets)}); name each once")
+        return targets
 
 
 class DataSettings(Settings):
@@ -149,6 +200,11 @@ class CheckpointSettings(Settings):
     """Steps between two checkpoints. The last step always leaves one."""
     keep: int = Field(3, ge=1)
     """How many of the newest ones stay."""
+    keep_best: bool = False
+    """Save whenever a validation is the best so far, and keep that one too, for `esmshard consolidate --best`."""
+    async_save: Literal["auto"] | bool = "auto"
+    """Write in the background while training goes on, from a copy on the host: 12 bytes a trained parameter, over all
+    processes together. `auto`: with GPUs."""
 
 
 class Recipe(Settings):
@@ -158,8 +214,9 @@ class Recipe(Settings):
     model: ModelSettings
     init: Literal["pretrained", "random"] = "pretrained"
     """`pretrained` reads the weights that `model.name` points to; `random` starts the same architecture from noise."""
+    adapt: AdaptSettings = AdaptSettings()  # type: ignore[call-arg]  # the mypy plug-in is not worth a build dependency
     data: DataSettings
-    batch: BatchSettings = BatchSettings()  # type: ignore[call-arg]  # the mypy plug-in is not worth a build dependency
+    batch: BatchSettings = BatchSettings()  # type: ignore[call-arg]
     optim: OptimSettings = OptimSettings()  # type: ignore[call-arg]
     train: TrainSettings = TrainSettings()  # type: ignore[call-arg]
     parallel: ParallelSettings = ParallelSettings()  # type: ignore[call-arg]

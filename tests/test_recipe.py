@@ -425,3 +425,46 @@ def test_a_key_of_two_types_has_one_sentence(path: Path) -> None:
 
 def test_infinity_is_no_learning_rate(path: Path) -> None:
     assert "optim.lr: must be" in problem(path, "optim.lr=.inf")
+
+
+def test_lora_fills_in_its_defaults_and_other_methods_have_none(path: Path) -> None:
+    assert load(path).adapt.model_dump() == {
+        "method": "full",
+        "rank": None,
+        "alpha": None,
+        "targets": None,
+        "bias": None,
+    }
+    found = load(path, ["adapt.method=lora", "adapt.rank=8", "adapt.targets=[v, q]"]).adapt
+    assert (found.rank, found.alpha, found.targets, found.bias) == (8, 1.0, ("v", "q"), "all")
+    assert found.lora == (8, 1.0, ("v", "q"))
+    assert load(path, ["adapt.method=lora"]).adapt.targets == ("q", "k", "v", "out", "fc1", "fc2")
+    for method in ("full", "lora", "head"):
+        recipe = load(path, [f"adapt.method={method}"])
+        path.with_name("again.yaml").write_text(dump(recipe))
+        assert load(path.with_name("again.yaml")) == recipe == Recipe.model_validate(recipe.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("{rank: 8}", "13:15: adapt.rank: is for adapt.method lora, and the recipe has full; remove it, or change"),
+        ("{method: head, bias: none}", "13:29: adapt.bias: is for adapt.method lora, and the recipe has head; remove"),
+        ("{method: head, alpha: 1}", "13:30: adapt.alpha: is for adapt.method lora, and the recipe has head; remove"),
+        ("{method: lora, targets: []}", "13:32: adapt.targets: names no layer; name some, or set adapt.method: head"),
+        ("{method: lora, targets: [q, k, q]}", "13:32: adapt.targets: names a layer twice (q, k, q); name each once"),
+        ("{method: lora, rank: 0}", "13:29: adapt.rank: must be greater than or equal to 1, not 0"),
+        ("{method: lora, rank: 2000}", "13:29: adapt.rank: must be less than or equal to 1024, not 2000"),
+        ("{method: lora, alpha: 0}", "13:30: adapt.alpha: must be greater than 0, not 0"),
+        ("{method: lorra, rank: 3}", "13:17: adapt.method: must be 'full', 'lora' or 'head', not 'lorra'"),
+    ],
+)
+def test_what_a_method_does_not_read_is_refused(path: Path, section: str, expected: str) -> None:
+    path.write_text(f"{TEXT}adapt: {section}\n")
+    assert problem(path).startswith(f"{path}:{expected}")
+
+
+def test_a_target_that_is_no_layer_is_refused(path: Path) -> None:
+    assert problem(path, "adapt.method=lora", "adapt.targets=[q, dense]") == (
+        "adapt.targets=[q, dense]: adapt.targets: must be 'q', 'k', 'v', 'out', 'fc1' or 'fc2', not 'dense'"
+    )

@@ -1,28 +1,49 @@
-"""One model directory out of a sharded checkpoint, or out of a model of the other layout: one process, no GPU."""
+"""One model directory out of a sharded checkpoint, or out of a model of the other layout: one process, no GPU.
+
+Tensors go from one to the other a few at a time, and what was written is read again and compared, layer by layer
+(`esmshard.checkpoint.compare`): the memory needed is that of a layer and a few tensors, whatever the model's size.
+"""
 
 import json
-import shutil
-import tempfile
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import nn
 
 from esmshard import __version__
-from esmshard.checkpoint import sharded
-from esmshard.errors import UsageError
+from esmshard.checkpoint import adapted, card, manifest, sharded
+from esmshard.checkpoint.compare import Model, compare
+from esmshard.checkpoint.whole import settle, whole_directory
+from esmshard.errors import InputError, UsageError
 from esmshard.model import export, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source, Target
 from esmshard.model.files import read_json
-from esmshard.model.weights import Weights
+from esmshard.model.layouts import TIED
+from esmshard.settings import TaskSettings
 
-FORMAT, VERSION = "esmshard-model", 1
+FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
-Sizes = Mapping[str, torch.Size]
+NewHead = Callable[[TaskSettings, EsmConfig], nn.Module]
+"""Makes the head of a task. Handed in, for nothing here knows the tasks."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What is to be written."""
+
+    config: EsmConfig
+    sizes: Mapping[str, torch.Size]
+    """By name, ours for the trunk and `head.*`. Without the tied `lm_head.weight`."""
+    read: Source
+    about: dict[str, Any]
+    """`esmshard.json`; empty for a model that was not made here."""
+    evaluation: Mapping[str, Any] | None = None
+    """`evaluation.json` of the same model, if there is one."""
 
 
 def consolidate(
@@ -32,46 +53,119 @@ def consolidate(
     to: Target = "hf",
     dtype: str = "fp32",
     overwrite: bool = False,
+    best: bool = False,
+    trust: bool = False,
+    base: str | None = None,
     warn: Callable[[str], None] = lambda message: None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    new_head: NewHead | None = None,
 ) -> Path:
     """Write the model of a run (its newest good checkpoint), of one checkpoint, or of a model file to a directory.
+
+    A checkpoint that holds only what was trained is put on its base model, and a LoRA is added to the weights.
+
+    What was written is read back: every tensor must be the one that was to be written, to the last bit, and what both
+    compute on two proteins the same, but for the rounding of bf16 and fp16. The directory appears when that is so.
 
     Args:
         source: run directory, checkpoint directory, or any model that `esmshard.model.weights.read` knows.
         out: directory to make; it appears only when it is whole.
         to: `hf` for `transformers.EsmForMaskedLM` (and all commands here), `fair-esm` for its `.pt` loader.
         dtype: of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
-        overwrite: replace `out` if it exists.
-        warn: called with a sentence for each damaged checkpoint that was passed over, and for what a model lacks.
+        overwrite: replace `out` if it is a model directory.
+        best: take the run's checkpoint of the best validation, if it kept one.
+        trust: read a checkpoint that another user wrote.
+        base: where the base model of a LoRA or a head lies now, if not where it lay when the run began.
+        warn: called with a sentence for each damaged checkpoint that was passed over, for what a model lacks, and for
+            what bf16 or fp16 changed.
         max_file_bytes: above this the weights are split over several files with an index.
+        new_head: makes the task head, whose output is then compared too and not only its tensors.
 
     Raises:
-        InputError: if there is no good checkpoint, or what was written does not read back equal.
+        InputError: if there is no good checkpoint, it does not hold a whole model, its base is missing or another, a
+            weight is not finite or too large for `dtype`, or what was written does not read back equal.
         UsageError: if `out` exists, or is where the source lies.
     """
-    if out.exists() and not overwrite:
-        raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
-    if out.exists() and Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
-        raise UsageError(f"{out}: holds the model to read; choose another directory")
-    config, sizes, read, about = _open_model(source, to, warn) if _is_model(source) else _open_run(Path(source), warn)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".tmp-{out.name}-", dir=out.parent))
-    try:
-        work.chmod(0o755)  # mkdtemp's private mode is for secrets
-        if to == "hf":
-            digest = export.write_transformers(work, config, sizes, read, DTYPES[dtype], max_file_bytes)
-        else:
-            digest = export.write_fair_esm(work, out.name, config, sizes, read, DTYPES[dtype])
-        if about:
-            text = json.dumps(about | {"weights_sha256": digest}, indent=1) + "\n"
-            (work / "esmshard.json").write_text(text, encoding="utf-8")
-        if out.exists():
-            shutil.rmtree(out)
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    settle(out)
+    _check_out(out, source, overwrite)
+    if best and _is_model(source):
+        raise UsageError(f"{source}: is a model and has no checkpoints to choose the best of; leave --best out")
+    if base is not None and _is_model(source):
+        raise UsageError(f"{source}: is a whole model, which has no other base; leave --base out")
+    opened = _open_model(source, to, warn) if _is_model(source) else _open_run(Path(source), warn, best, trust, base)
+    sizes = {n: s for n, s in opened.sizes.items() if to == "hf" or not n.startswith("head.")}
+    with whole_directory(out) as work:
+        try:
+            if to == "hf":
+                digest = export.write_transformers(
+                    work, opened.config, sizes, opened.read, DTYPES[dtype], max_file_bytes
+                )
+                written = weights.read(str(work))
+            else:
+                digest = export.write_fair_esm(work, out.name, opened.config, sizes, opened.read, DTYPES[dtype])
+                written = weights.read(str(export.fair_esm_file(work, out.name, opened.config)))
+        except FloatingPointError as error:
+            raise InputError(f"{source}: {error}") from None
+        given = Model(opened.read, frozenset(sizes), _head_of(opened, source, new_head))
+        differences = compare(opened.config, given, _source_of(written), str(out), DTYPES[dtype])
+        if any(differences.values()):
+            what = ", ".join(f"{name} by {100 * share:.2g}%" for name, share in differences.items())
+            warn(f"{out}: {dtype} moves {what} of their size")
+        if opened.about:
+            about = opened.about | {"dtype": dtype, "weights_sha256": digest}
+            (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            if "recipe" in about:
+                card.write(work, about, opened.evaluation)
     return out
+
+
+def consolidate_adapter(
+    source: Path,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    best: bool = False,
+    trust: bool = False,
+    base: str | None = None,
+    warn: Callable[[str], None] = lambda message: None,
+) -> Path:
+    """Write what a LoRA run trained, without its base: an adapter that PEFT loads, `head.safetensors`, `esmshard.json`.
+
+    Args:
+        source: run directory or checkpoint directory.
+        out: directory to make; it appears only when it is whole.
+        overwrite: as for `consolidate`, and so are `best`, `trust` and `warn`.
+        best: see above.
+        trust: see above.
+        base: name or path of the base model for PEFT's configuration, if not the recipe's. It is not read.
+        warn: see above.
+
+    Raises:
+        InputError: if there is no good checkpoint, or it does not hold what its recipe says.
+        UsageError: if the run has no LoRA, or `out` exists.
+    """
+    settle(out)
+    _check_out(out, source, overwrite)
+    if _is_model(source):
+        raise UsageError(f"{source}: is a whole model; --adapter is for a run with adapt.method lora")
+    found = _open_checkpoint(source, warn, best, trust)
+    with whole_directory(out) as work:
+        digest = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base)
+        about = _about(found.state) | {"format": ADAPTER_FORMAT, "weights_sha256": digest}
+        (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return out
+
+
+def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
+    if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
+        raise UsageError(f"{out}: holds the model to read; choose another directory")
+    ours = ("config.json", "adapter_config.json", "*.pt")
+    if not out.is_dir() or (any(out.iterdir()) and not any(any(out.glob(name)) for name in ours)):
+        raise UsageError(f"{out}: is not a model directory, and is not replaced by one; choose another directory")
 
 
 def _is_model(source: Path | str) -> bool:
@@ -79,47 +173,123 @@ def _is_model(source: Path | str) -> bool:
     return path.is_file() or (path / "config.json").is_file() or (not path.exists() and str(source) in SIZES)
 
 
-def _open_model(
-    source: Path | str, to: Target, warn: Callable[[str], None]
-) -> tuple[EsmConfig, Sizes, Source, dict[str, Any]]:
+def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> Opened:
     """A model as it is, its head and `esmshard.json` included."""
-    found: Weights = weights.read(str(source))
+    found = weights.read(str(source))
     for notice in found.notices:
         warn(notice)
-    head = {f"head.{name}": reader() for name, reader in found.head.items()}
-    sizes = weights.shapes(found.config) | {name: tensor.shape for name, tensor in head.items()}
+    head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
+    sizes = {name: size for name, size in weights.shapes(found.config).items() if name != TIED} | head
     if to == "hf":  # what it lacks stays lacking, so that whoever reads it is told; fair-esm reads whole models only
         sizes = {name: size for name, size in sizes.items() if name.split(".")[0] not in found.absent}
     path = Path(source).expanduser()
-    path = (path.parent if path.suffix == ".safetensors" else path) / "esmshard.json"
-    about = read_json(path) if path.is_file() else {}
+    directory = path.parent if path.suffix == ".safetensors" else path
+    about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
+    evaluation = _evaluation(directory.parent)
+    if evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256"):
+        evaluation = None
+    return Opened(found.config, sizes, _source_of(found), about, evaluation)
 
-    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: head[name] if name in head else found[name] for name in names}
 
-    return found.config, sizes, read, about
+@dataclass(frozen=True)
+class _Checkpoint:
+    path: Path
+    state: Mapping[str, Any]
+    sizes: Mapping[str, torch.Size]
+    """Of what it holds, named as in `Opened`."""
+    read: Source
 
 
-def _open_run(source: Path, warn: Callable[[str], None]) -> tuple[EsmConfig, Sizes, Source, dict[str, Any]]:
-    checkpoint = sharded.locate(source, warn)
-    state = sharded.read_state(checkpoint)
+def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trust: bool) -> _Checkpoint:
+    checkpoint = manifest.locate(source, warn, trust=trust, prefer_best=best)
+    reader = sharded.Reader(checkpoint)
     entries = {
         key.removeprefix("model.").removeprefix("trunk."): (key, entry)
-        for key, entry in FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()
-        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        for key, entry in sharded.index(checkpoint, reader).items()
+        if key.startswith("model.")
     }
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
         wanted = {entries[n][0]: torch.empty(entries[n][1].size, dtype=entries[n][1].properties.dtype) for n in names}
-        sharded.load(checkpoint, wanted, alone=True)
-        return {name: wanted[entries[name][0]] for name in names}
+        sharded.load(checkpoint, wanted, alone=True, reader=reader)
+        return {name: wanted.pop(entries[name][0]) for name in names}
 
-    about = {
-        "format": FORMAT,
-        "version": VERSION,
-        "esmshard": __version__,
-        "step": state["step"],
-        "recipe": state["recipe"],
-        "baselines": state["baselines"],
-    }
-    return EsmConfig(**state["config"]), {name: entry.size for name, (_, entry) in entries.items()}, read, about
+    sizes = {name: entry.size for name, (_, entry) in entries.items() if name != TIED}
+    return _Checkpoint(checkpoint, sharded.read_state(checkpoint), sizes, read)
+
+
+def _open_run(source: Path, warn: Callable[[str], None], best: bool, trust: bool, base: str | None) -> Opened:
+    found = _open_checkpoint(source, warn, best, trust)
+    checkpoint, state, sizes, read = found.path, found.state, found.sizes, found.read
+    config = EsmConfig(**state["config"])
+    if state.get("base"):
+        sizes, read = adapted.on_base(checkpoint, state, sizes, read, base)
+    elif base is not None:
+        raise UsageError(f"{checkpoint}: holds a whole model, which has no other base; leave --base out")
+    _account(checkpoint, config, sizes)
+    about = _about(state)
+    run = checkpoint.parent.parent
+    evaluation = _evaluation(run)
+    if evaluation is not None and (
+        any(evaluation.get(key) != about[key] for key in ("step", "recipe"))
+        or (run / "evaluation.json").stat().st_mtime < (checkpoint / "state.json").stat().st_mtime
+    ):
+        evaluation = None
+    return Opened(config, sizes, read, about, evaluation)
+
+
+def _about(state: Mapping[str, Any]) -> dict[str, Any]:
+    about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
+    about |= {key: state[key] for key in ("step", "recipe", "baselines")}
+    return about | {key: state[key] for key in ("config", "data", "world_size", "versions", "base") if key in state}
+
+
+def _account(checkpoint: Path, config: EsmConfig, sizes: Mapping[str, torch.Size]) -> None:
+    """Every tensor of the trunk is there, once, and no other: a name of a wrapper is not one of the model's."""
+    wanted = {name: size for name, size in weights.shapes(config).items() if name != TIED}
+    trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
+    for problem, names in (
+        ("lacks", sorted(wanted.keys() - trunk.keys())),
+        ("holds besides the model", sorted(trunk.keys() - wanted.keys())),
+        ("holds in another shape", sorted(n for n in wanted.keys() & trunk.keys() if wanted[n] != trunk[n])),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+            raise InputError(
+                f"{checkpoint}: {problem} {', '.join(names[:3])}{more}; it is no checkpoint of this model, take another"
+            )
+
+
+def _head_of(opened: Opened, source: Path | str, new_head: NewHead | None) -> Callable[[], nn.Module] | None:
+    if new_head is None or "recipe" not in opened.about:
+        return None
+    try:
+        settings = TaskSettings.model_validate(opened.about["recipe"]["task"])
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{source}: the task in its recipe cannot be read; it is of another version") from None
+
+    def make() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):  # its first values are never used
+            head = new_head(settings, opened.config)
+        given = {name: size for name, size in opened.sizes.items() if name.startswith("head.")}
+        if given != {f"head.{name}": tensor.shape for name, tensor in head.state_dict().items()}:
+            raise InputError(f"{source}: its head does not fit the task in its recipe; take another checkpoint")
+        return head
+
+    return make
+
+
+def _source_of(found: weights.Weights) -> Source:
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {n: found.head[n.removeprefix("head.")]() if n.startswith("head.") else found[n] for n in names}
+
+    return read
+
+
+def _evaluation(run: Path) -> dict[str, Any] | None:
+    """`evaluation.json` of a run, if there is a readable one."""
+    try:
+        found = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from esmshard.batch import TokenBatch
+from esmshard.model.lora import LoraLinear
 
 _EAGER = ("_attend_slices", "_attend_padded", "_hand_out")
 
@@ -196,7 +197,19 @@ class SelfAttention(nn.Module):
         return self.out_proj(attend(q_THK, k_THK, v_THK, batch).flatten(1))  # type: ignore[no-any-return]
 
     def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values [T, E] as one matrix product."""
+        """Queries, keys and values [T, E]: one matrix product, and one more where projections have a LoRA."""
+        qkv_TE = self._project_base(x_TD)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        low_rank = [p for p in projections if isinstance(p, LoraLinear)]
+        if not low_rank:
+            return qkv_TE
+        # B of each in blocks along the diagonal. Many zeros, but R is small, and there is one sum over [T, E].
+        b = [p.lora_B.weight if isinstance(p, LoraLinear) else p.weight[:, :0] for p in projections]
+        b_ER = _join(self.n_heads if self.rot_emb else None, *torch.block_diag(*b).chunk(3))  # type: ignore[no-untyped-call]
+        h_TR = F.linear(x_TD, torch.cat([p.lora_A.weight for p in low_rank]))
+        return torch.addmm(qkv_TE, h_TR, b_ER.t(), alpha=low_rank[0].scale)
+
+    def _project_base(self, x_TD: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # the compiler decides for itself what to keep
             return F.linear(x_TD, self._joined("weight"), self._joined("bias"))
         q, k, v = self.q_proj, self.k_proj, self.v_proj

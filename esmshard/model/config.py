@@ -59,6 +59,16 @@ class EsmConfig:
         return VOCAB_SIZE * d + positions + before + self.n_layers * layer + norm + lm_head + contacts
 
 
+LINEAR = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "out": "self_attn.out_proj",
+    "fc1": "fc1",
+    "fc2": "fc2",
+}
+"""Linear layers of a block, as a recipe's `adapt.targets` calls them."""
+
 SIZES: dict[str, EsmConfig] = {
     # Ours, for tests and for training from scratch on a laptop; nothing is released under these names.
     "nano": EsmConfig(n_layers=2, dim=32, n_heads=4),

@@ -1,6 +1,7 @@
 """Write a model: `transformers`' layout, with tokenizer files, or fair-esm's `.pt` with its contact regression.
 
-Tensors are asked for one output file at a time, so the memory needed is that of the largest file, not of the model.
+Tensors are asked for a few at a time, no more than the largest of them has numbers, and go to disk at once: the memory
+needed is a few times that of the largest tensor, whatever the size of the model or of a file.
 """
 
 import hashlib
@@ -10,10 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
-from esmshard.errors import InputError
 from esmshard.model.config import EsmConfig
 from esmshard.model.layouts import TIED, fair_esm_settings, to_transformers, transformers_config
 from esmshard.vocab import CLS, EOS, MASK, PAD, TOKENS, UNK
@@ -25,6 +24,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Source = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 """Reads the tensors of these names: ours for the trunk, `head.*` for a task head."""
+
+# What safetensors calls them.
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def write_transformers(
@@ -49,36 +51,22 @@ def write_transformers(
         sha256 of the weight files, one after the other.
 
     Raises:
-        InputError: if what was written does not read back equal.
+        FloatingPointError: if a weight is not finite, or too large for `dtype`.
     """
-    stored = {
-        name: sizes[name].numel() * (4 if name.endswith("inv_freq") else dtype.itemsize)
-        for name in sorted(sizes)
-        if name != TIED
-    }
+    stored = {name: sizes[name].numel() * stored_dtype(name, dtype).itemsize for name in sorted(sizes) if name != TIED}
     parts = list(_cut(stored, max_file_bytes))
     files = ["model.safetensors"]
     if len(parts) > 1:
         files = [f"model-{n + 1:05d}-of-{len(parts):05d}.safetensors" for n in range(len(parts))]
-    weight_map: dict[str, str] = {}
-    digests: dict[str, str] = {}
     for file, names in zip(files, parts, strict=True):
-        tensors = {to_transformers(n): _cast(n, t, dtype) for n, t in source(names).items()}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        digests |= {key: _digest(t) for key, t in tensors.items()}
-        weight_map |= dict.fromkeys(tensors, file)
-        del tensors
+        _write_safetensors(directory / file, {name: sizes[name] for name in names}, source, dtype, to_transformers)
     if len(parts) > 1:
+        weight_map = {to_transformers(n): file for file, names in zip(files, parts, strict=True) for n in names}
         index = {"metadata": {"total_size": sum(stored.values())}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    for file in files:
-        with safe_open(directory / file, framework="pt") as written:
-            for key in written.keys():  # noqa: SIM118  # not a dictionary
-                if _digest(written.get_tensor(key)) != digests.pop(key):
-                    raise InputError(f"{directory / file}: {key} was not written as it was read; check the disk")
-    assert not digests, "every tensor is in one of the files"
-    settings = transformers_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    (directory / "config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        _write_json(directory / "model.safetensors.index.json", index)
+    _write_json(
+        directory / "config.json", transformers_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    )
     _write_tokenizer(directory)
     return _files_digest(directory, files)
 
@@ -94,26 +82,98 @@ def write_fair_esm(
     """Write `NAME.pt` and `NAME-contact-regression.pt` for `esm.pretrained.load_model_and_alphabet_local`.
 
     NAME is `stem`, with the family before it where it does not begin with one: fair-esm takes the architecture from
-    the file's name. A task head is left out. Arguments and result as for `write_transformers`.
+    the file's name. A task head is left out. Arguments, result and errors as for `write_transformers`.
+
+    `torch.save` wants all tensors at once. They are written to a file beside it first and mapped from there, so that
+    it costs the disk the model's size once more for a while, and no memory.
     """
-    family = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
-    stem = stem if stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v")) else f"{family}_{stem}"
-    names = [name for name in sizes if not name.startswith("head.") and name != TIED]
-    tensors = {name: _cast(name, tensor, dtype) for name, tensor in source(names).items()}
+    names = {name: size for name, size in sizes.items() if not name.startswith("head.") and name != TIED}
+    mapped = directory / "tensors.safetensors"
+    _write_safetensors(mapped, names, source, dtype, str)
+    tensors = load_file(mapped)
+    mapped.unlink()  # where a mapped file cannot be removed (Windows), this is an error and not a leftover
     tensors[TIED] = tensors["embed_tokens.weight"]
     regression = {name: tensors.pop(name) for name in list(tensors) if name.startswith("contact_head.")}
-    files = [f"{stem}.pt", f"{stem}-contact-regression.pt"]
-    torch.save(fair_esm_settings(config) | {"model": tensors}, directory / files[0])
-    torch.save({"model": regression}, directory / files[1])
-    return _files_digest(directory, files)
+    file = fair_esm_file(directory, stem, config)
+    torch.save(fair_esm_settings(config) | {"model": tensors}, file)
+    beside = file.with_name(f"{file.stem}-contact-regression.pt")
+    torch.save({"model": regression}, beside)
+    return _files_digest(directory, [file.name, beside.name])
 
 
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if name.endswith("inv_freq") else tensor.to(dtype)
+def fair_esm_file(directory: Path, stem: str, config: EsmConfig) -> Path:
+    """The `.pt` that `write_fair_esm` makes."""
+    family = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
+    whole = stem if stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v")) else f"{family}_{stem}"
+    return directory / f"{whole}.pt"
 
 
-def _cut(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
-    """Names in order, cut into groups of at most `most` bytes (a larger tensor stands alone)."""
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """In which a tensor of a model of this precision is written."""
+    return torch.float32 if name.endswith("inv_freq") else dtype
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor as it is written. `FloatingPointError` if a value is not finite, or not within `dtype`."""
+    written = tensor.to(stored_dtype(name, dtype)).contiguous()
+    # NaN and infinity come through as least or largest value: no mask, and no copy, of a tensor that may be large.
+    if written.numel() and not torch.isfinite(torch.stack(torch.aminmax(written))).all():
+        low, high = (float(value) for value in torch.aminmax(tensor))
+        if max(-low, high) < float("inf"):
+            raise FloatingPointError(
+                f"{name} holds {high if high > -low else low:.3g}, which is beyond the largest "
+                f"{str(dtype).removeprefix('torch.')}, {torch.finfo(dtype).max:.5g}; write it as fp32 or bf16"
+            )
+        raise FloatingPointError(f"{name} holds a value that is not finite; the run that made it diverged")
+    return written
+
+
+def few(sizes: Mapping[str, torch.Size]) -> Iterator[list[str]]:
+    """Names in order, in groups that have together no more numbers than the largest tensor."""
+    numbers = {name: size.numel() for name, size in sizes.items()}
+    return _cut(numbers, max(numbers.values()))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """sha256 of the bytes of a tensor."""
+    return hashlib.sha256(_bytes(tensor)).hexdigest()
+
+
+def _write_safetensors(
+    path: Path, sizes: Mapping[str, torch.Size], source: Source, dtype: torch.dtype, key_of: Callable[[str], str]
+) -> None:
+    """Byte for byte what `safetensors.torch.save_file` writes, which wants all tensors of a file in memory.
+
+    The format is the header's length (8 bytes, little-endian), a JSON header padded with spaces to a multiple of 8, and
+    the tensors, the wider types first so that all are aligned (https://github.com/huggingface/safetensors).
+    """
+    order = sorted(sizes, key=lambda name: (-stored_dtype(name, dtype).itemsize, key_of(name)))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in order:
+        kept = stored_dtype(name, dtype)
+        end = at + sizes[name].numel() * kept.itemsize
+        header[key_of(name)] = {"dtype": _CODES[kept], "shape": list(sizes[name]), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for names in few({name: sizes[name] for name in order}):
+            tensors = dict(source(names))
+            for name in names:
+                tensor = tensors.pop(name)
+                assert tensor.shape == sizes[name], f"{name} is {list(tensor.shape)}, {list(sizes[name])} was announced"
+                file.write(_bytes(cast(name, tensor, dtype)))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    view: memoryview = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    return view
+
+
+def _cut(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Names in order, cut into groups of at most `most` in all (a larger one stands alone)."""
     group: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -125,16 +185,16 @@ def _cut(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
     yield group
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
-
-
 def _files_digest(work: Path, files: list[str]) -> str:
     total = hashlib.sha256()
     for name in files:
         with open(work / name, "rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_tokenizer(work: Path) -> None:
@@ -147,6 +207,5 @@ def _write_tokenizer(work: Path) -> None:
         "unk_token": TOKENS[UNK],
     }
     (work / "vocab.txt").write_text("\n".join(TOKENS), encoding="utf-8")
-    (work / "special_tokens_map.json").write_text(json.dumps(special, indent=1) + "\n", encoding="utf-8")
-    settings = special | {"tokenizer_class": "EsmTokenizer"}
-    (work / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    _write_json(work / "special_tokens_map.json", special)
+    _write_json(work / "tokenizer_config.json", special | {"tokenizer_class": "EsmTokenizer"})

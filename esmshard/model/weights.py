@@ -39,6 +39,10 @@ class Weights:
     """Parts that the file does not have and that were drawn anew: `lm_head`, `contact_head`."""
     left_out: tuple[str, ...] = ()
     """Heads of another task in the file, which nothing here reads: `classifier` of `transformers`."""
+    files: tuple[Path, ...] = ()
+    """The weight files, for `esmshard.model.origin`; none of fresh weights."""
+    seed: int | None = None
+    """Of fresh weights."""
 
     @property
     def notices(self) -> list[str]:
@@ -67,10 +71,12 @@ def fresh(config: EsmConfig, seed: int) -> Weights:
     is the LM head's matrix too, is normal with deviation 0.02, so that first logits are small, and so are learned
     positions; biases are 0 and LayerNorms 1.
     """
-    return Weights(config, f"fresh weights, seed {seed}", _fresh(config, shapes(config), seed))
+    return Weights(config, f"fresh weights, seed {seed}", drawn(config, shapes(config), seed), seed=seed)
 
 
-def _fresh(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, Reader]:
+def drawn(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, Reader]:
+    """Readers of new values, as `fresh` says. Of a LoRA, A is Kaiming-uniform as in PEFT and B is 0."""
+
     # Whoever wants some rows gets them out of the whole, which is drawn once for calls in a row.
     @lru_cache(maxsize=1)
     def draw(name: str, shape: torch.Size) -> torch.Tensor:
@@ -78,7 +84,7 @@ def _fresh(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> di
             return inverse_frequencies(config.head_dim)
         if re.search(r"layer_norm(_before|_after)?\.weight$", name):
             return torch.ones(shape)
-        if name.endswith("bias"):
+        if name.endswith(("bias", "lora_B.weight")):
             return torch.zeros(shape)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -88,6 +94,8 @@ def _fresh(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> di
             return table
         gain = 1 / math.sqrt(2) if re.search(r"\.[qkv]_proj\.", name) else 1.0
         bound = gain * math.sqrt(6 / (shape[0] + shape[1]))
+        if name.endswith("lora_A.weight"):
+            bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_(a=sqrt(5))
         return torch.rand(shape, generator=generator) * 2 * bound - bound
 
     def rows(name: str, rows: slice) -> torch.Tensor:
@@ -108,6 +116,10 @@ def read(model: str) -> Weights:
         InputError: naming the file and what is wrong with it.
     """
     path = Path(model).expanduser()
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
+        raise InputError(
+            f"{path}: holds a LoRA adapter and not a model; consolidate its run without --adapter, or let PEFT merge it"
+        )
     if path.is_dir():
         return _read_directory(path)
     if path.is_file() and path.suffix == ".pt":
@@ -176,7 +188,8 @@ def _read_directory(path: Path, single: Path | None = None) -> Weights:
     except ValueError as error:
         raise InputError(f"{path / 'config.json'}: not a model that can be read: {error}") from None
     found: dict[str, Reader] = {}
-    for file in [single] if single is not None else _weight_files(path):
+    weight_files = [single] if single is not None else _weight_files(path)
+    for file in weight_files:
         read_file = files.read_safetensors if file.suffix == ".safetensors" else files.read_state_dict
         found.update(read_file(file))
 
@@ -188,7 +201,8 @@ def _read_directory(path: Path, single: Path | None = None) -> Weights:
         if not key.startswith(("head.", "classifier."))
         for name in layouts.from_transformers(key, config)
     }
-    return replace(_complete(config, str(single or path), trunk, head), left_out=left_out)
+    complete = _complete(config, str(single or path), trunk, head)
+    return replace(complete, left_out=left_out, files=tuple(weight_files))
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -226,7 +240,7 @@ def _read_fair_esm(path: Path) -> Weights:
     if not config.rotary and "embed_tokens.weight" in found:
         # As fair-esm does on loading: these files hold noise in the row of <mask>, and the LM head shares the table.
         found["embed_tokens.weight"] = found["embed_tokens.weight"].then(_without_mask_row)
-    return _complete(config, str(path), found, {})
+    return replace(_complete(config, str(path), found, {}), files=tuple(f for f in (path, regression) if f.is_file()))
 
 
 def _without_mask_row(table: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -247,7 +261,7 @@ def _complete(config: EsmConfig, source: str, found: dict[str, Reader], head: di
     partial_parts = [p for p in parts if any(n.startswith(p + ".") for n in found)]
     if lost or partial_parts:
         raise InputError(f"{source}: {_some(lost or missing)} are missing; the file is not a complete model")
-    added = _fresh(config, {n: wanted[n] for n in missing}, seed=0)
+    added = drawn(config, {n: wanted[n] for n in missing}, seed=0)
 
     for name, reader in found.items():
         if reader.shape != wanted[name]:

@@ -108,6 +108,15 @@ def forward_flops(numbers: ModelNumbers, attended: float) -> float:
     return numbers.n_layers * (2 * numbers.layer_parameters + 4 * numbers.dim * attended)
 
 
+def training_flops(numbers: ModelNumbers, attended: float) -> float:
+    """FLOPs of one token's forward and backward pass: as much again for the gradients of inputs, if anything in the
+    layers learns, and for those of the matrices that do. Three times the forward pass where all of it learns.
+    """
+    through = 1 if numbers.layer_trained else 0
+    products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
+    return numbers.n_layers * (products + (1 + 2 * through) * 4 * numbers.dim * attended)
+
+
 def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
     """Time and traffic of one training step.
 
@@ -126,21 +135,26 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     attention = work.tokens * 4 * numbers.dim * work.attended / (ATTENTION_SHARE * peak)
     moved = work.tokens * work.passes * numbers.dim * size / (HBM_SHARE * gpu.hbm)
     forward = max(products + attention + moved, LAUNCH)
-    # Gradients of inputs and of weights: two products for each one of the forward pass.
-    backward = 2 * forward
+    # Gradients of inputs and of weights: two products for each one of the forward pass, fewer where weights are frozen.
+    through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
+    backward = through * (2 * max(products + attention + moved, LAUNCH) - (1 - learning) * products)
     again = {
         "none": 0.0,
         "selective": max(moved + work.recomputed_products * products, LAUNCH),
         "full": forward,
     }[layout.activation_checkpointing]
+    again = again if through else 0.0
     head = 3 * work.head_bytes / (HBM_SHARE * gpu.hbm)
     head += 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
-    layer, root = _Group(numbers.layer_parameters, layout, machines), _Group(numbers.root_parameters, layout, machines)
+    layer = _Group(numbers.layer_parameters, numbers.layer_trained, layout, machines)
+    root = _Group(numbers.root_parameters, numbers.root_trained, layout, machines)
     syncs = 1 if layout.accumulate == "unsharded" else m
     seconds = {
         "gather": layer.gather(layout.group),
-        "again": 0.0 if layout.free_layers is False else layer.gather(layer.kept_over(layout.free_layers)),
+        "again": 0.0
+        if layout.free_layers is False or not through
+        else layer.gather(layer.kept_over(layout.free_layers)),
         "reduce": layer.reduce(),
         "replicas": layer.all_reduce(),
     }
@@ -168,7 +182,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
 
     compute, recompute = m * (n * (forward + backward) + head), m * n * again
     total = compute + recompute + shown + optimizer
-    flops = 3 * m * work.tokens * (forward_flops(numbers, work.attended) + 2 * work.head_products)
+    flops = m * work.tokens * (training_flops(numbers, work.attended) + 6 * work.head_products)
     return Cost(
         compute=compute,
         recompute=recompute,
@@ -183,13 +197,14 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
 
 def traffic(numbers: ModelNumbers, layout: Layout, machines: Machines, micro_batches: int = 1) -> Traffic:
     """Bytes that one rank receives in a step. A collective over N ranks brings it (N - 1) / N of the whole."""
-    layers = _Group(numbers.n_layers * numbers.layer_parameters, layout, machines)
-    root = _Group(numbers.root_parameters, layout, machines)
+    n = numbers.n_layers
+    layers = _Group(n * numbers.layer_parameters, n * numbers.layer_trained, layout, machines)
+    root = _Group(numbers.root_parameters, numbers.root_trained, layout, machines)
     syncs = 1 if layout.accumulate == "unsharded" else micro_batches
     forward = micro_batches * (layers.gathered + root.gathered)
     again, again_outside = 0, 0
     for group, free in ((layers, layout.free_layers), (root, layout.free_root)):
-        if free is not False:
+        if free is not False and (group is root or numbers.layer_trained):
             over = group.kept_over(free)
             again += micro_batches * _received(group.bytes, over)
             again_outside += micro_batches * round(group.bytes * machines_outside(over, machines))
@@ -222,6 +237,8 @@ class _Group:
     """Collectives of parameters that FSDP gathers as one."""
 
     parameters: int
+    trained: int
+    """Those of them that have gradients."""
     layout: Layout
     machines: Machines
 
@@ -231,7 +248,7 @@ class _Group:
 
     @property
     def reduce_bytes(self) -> int:
-        return self.parameters * BYTES[self.layout.reduce_dtype]
+        return self.trained * BYTES[self.layout.reduce_dtype]
 
     @property
     def gathered(self) -> int:
@@ -261,7 +278,7 @@ class _Group:
 
     def reduce(self) -> float:
         """Seconds of a reduce-scatter, and of taking this rank's part to the host."""
-        taken = self.parameters * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
+        taken = self.trained * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
         return taken + self._seconds(self.reduce_bytes, self.layout.group)
 
     def _seconds(self, whole: int, ranks: int) -> float:

@@ -1,6 +1,7 @@
 """The processes of a run: start, agree, stop. Any launcher that sets RANK, WORLD_SIZE and LOCAL_RANK will do."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from esmshard.errors import InputError, UsageError
+from esmshard.parallel.worker import attempt
 
 if TYPE_CHECKING:  # torch may be built without any of this, and one process does without it
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,13 +107,32 @@ def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False) -> Ite
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     timeout = timedelta(seconds=start_timeout)
-    dist.init_process_group(backend, timeout=timeout, **(alone if size == 1 else {}))
+    meeting = alone if size == 1 else _own_store(rank, size, timeout)
+    dist.init_process_group(backend, timeout=timeout, **meeting)
     try:
         yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
     finally:
         # No barrier: on the way out of an error the others may never come. After a lost connection it is gone already.
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A thread of gloo that still holds a tensor of the last collective wants the interpreter to let it go. When it
+        # comes while the process is leaving, it takes the whole process with it (SIGABRT, in one of ten short runs).
+        time.sleep(0.1)
+
+
+def _own_store(rank: int, size: int, timeout: timedelta) -> dict[str, Any]:
+    """Where the processes of this attempt meet, if one agent of torchelastic started all; nothing says: as torch does.
+
+    The agent's store outlives the processes. One that it has started again would read there, under the keys that torch
+    takes, the addresses of those before it, and wait for them in vain. Of several agents each counts its own restarts,
+    so their numbers name no attempt that all have in common.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return {}
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"attempt {attempt()}", store)  # type: ignore[attr-defined]
+    return {"store": own, "rank": rank, "world_size": size}
 
 
 def processes_per_machine(size: int) -> int:

@@ -6,7 +6,7 @@ docs/plan.md, and how near they come to measured peaks; `benchmarks/peaks.py` me
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -25,8 +25,20 @@ WORKSPACE = {"cpu": 12 * MIB, "cuda": 96 * MIB, "cuda-padded": 96 * MIB}
 a handle on Hopper, 8 before), rounding of the caching allocator. The CUDA context is in none of torch's numbers."""
 
 
+MATRICES = {
+    "self_attn.q_proj": "qkv",
+    "self_attn.k_proj": "qkv",
+    "self_attn.v_proj": "qkv",
+    "self_attn.out_proj": "out",
+    "fc1": "fc1",
+    "fc2": "fc2",
+}
+"""Linear layers of a block of `esmshard.model`, by the input that they share."""
+
+
 class _Parameter(Protocol):
     requires_grad: bool
+    shape: Sequence[int]
 
     def numel(self) -> int: ...
 
@@ -48,6 +60,10 @@ class ModelNumbers:
     root_trained: int
     ffn: int = 4
     """Width of the feed-forward layer over `dim`."""
+    inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")
+    """Of these, in this order, those that learn or have a LoRA: their input is kept for its gradient."""
+    lora: int = 0
+    """Ranks of a layer's LoRA matrices added up."""
 
     @property
     def parameters(self) -> int:
@@ -64,6 +80,8 @@ def of_model(model: Any, dim: int, n_heads: int) -> ModelNumbers:
     """Count the parameters of a model with `layers`; sharded or not, on the meta device or not."""
     in_layer, all_of_it = _counts(model.layers[0].parameters()), _counts(model.parameters())
     n = len(model.layers)
+    learns = {name: p for name, p in model.layers[0].named_parameters() if p.requires_grad}
+    matrices = {name.removesuffix(".weight").removesuffix(".lora_A") for name in learns if name.endswith(".weight")}
     return ModelNumbers(
         n_layers=n,
         dim=dim,
@@ -72,6 +90,8 @@ def of_model(model: Any, dim: int, n_heads: int) -> ModelNumbers:
         root_parameters=all_of_it[0] - n * in_layer[0],
         layer_trained=in_layer[1],
         root_trained=all_of_it[1] - n * in_layer[1],
+        inputs=tuple(sorted({MATRICES[name] for name in matrices & MATRICES.keys()})),
+        lora=sum(p.shape[0] for name, p in learns.items() if name.endswith("lora_A.weight")),
     )
 
 
@@ -133,6 +153,9 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     things the rotary angles, the attention's log-sum-exp and the LayerNorms' statistics. On a CPU the outputs of
     several sequences are laid together, on a padded device q, k, v and output exist as blocks: one more vector.
 
+    Where a matrix is frozen, its input is not kept: normalised forms, the laid-together output, what leaves gelu. If
+    nothing in the layers learns, nothing of them is kept, and the feed-forward layer's vectors are the most at a time.
+
     Args:
         numbers: of the model.
         layout: of its precision and checkpointing.
@@ -144,20 +167,27 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     stream = FP32 if not layout.sharded else size
     wide = numbers.ffn * d * size
     blocks = padding if device == "cuda-padded" else 1.0
-    attended = round(d * size * (1 if device == "cuda" else 1 + blocks))
+    inputs = numbers.inputs
+    attended = d * size if device == "cuda" else round(d * size * (blocks + ("out" in inputs)))
     qkv = round(3 * d * size * blocks)
     small = 4 * d // numbers.n_heads + 4 * numbers.n_heads + 16
-    everything = 2 * stream * d + 2 * size * d + qkv + attended + 2 * wide + small
-    # Backward through gelu: gradients before and after it are both there, and that of the sum; the output is not.
-    passing = wide + stream * d
+    normalised = size * d * (("qkv" in inputs) + ("fc1" in inputs))
+    everything = 2 * stream * d + normalised + qkv + attended + wide * (1 + ("fc2" in inputs)) + small
+    everything += numbers.lora * size
+    if not numbers.layer_trained:
+        return LayerBytes(0, stream * d + wide * 2, 0)
+    # Backward through gelu: gradients before and after it are both there, and that of the sum; the output, if it was
+    # kept, is not.
+    passing = wide * (1 if "fc2" in inputs else 2) + stream * d
     if layout.activation_checkpointing == "none":
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
         return LayerBytes(stream * d, everything - stream * d, passing)
     # Outputs of three matrix products (q, k, v are one) and of attention; not of fc2. Once the rest is computed again,
-    # q, k, v are there turned and not turned.
+    # q, k, v are there turned and not turned; with a LoRA turned only, the product having gone into a sum.
     kept = stream * d + 3 * size * d + size * d + wide + size * d + 4 * numbers.n_heads
-    return LayerBytes(kept, everything - kept + size * d + 3 * size * d, passing)
+    turned = 0 if numbers.lora and "qkv" in inputs else 3 * size * d
+    return LayerBytes(kept, everything - kept + size * d + turned, passing)
 
 
 def memory(
@@ -247,13 +277,15 @@ def _moments(
         replace(
             always,
             when="backward pass of the head",
-            gradients=before,
+            gradients=before + (0 if numbers.layer_trained else root),
             gathered=_gathered(numbers, layout, n, at_work=False),
             activations=n * kept + ends,
             head=head_bytes,
         ),
         replace(always, when="optimizer step", gradients=share),
     ]
+    if not numbers.layer_trained:  # the backward pass ends at the head
+        return moments
     for done in sorted({0, min(1, n - 1), max(0, n - 1 - layout.prefetch_backward), n - 1}):
         sent, name = reduce if done else 0, f"layer {n - done} of {n}"
         moments += [

@@ -109,11 +109,12 @@ def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoint
     """What selective checkpointing keeps: what costs the most to compute again for the bytes that it takes.
 
     Not the product that narrows, a block's last one: no gradient needs its output, and nothing after it is computed
-    again.
+    again. Nor the two of a LoRA, which cost next to nothing.
     """
     kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
-    if operation in _PRODUCTS and args[-1].shape[0] > args[-1].shape[1]:  # [in, out]
-        kept = False
+    if operation in _PRODUCTS:
+        inner, outer = args[-1].shape
+        kept = inner <= outer <= 4 * inner
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

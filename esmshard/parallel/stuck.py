@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from esmshard.errors import InputError
 from esmshard.parallel.mesh import World
+from esmshard.parallel.preemption import Preempted
 
 BARRIER_EVERY = 10.0
 """Seconds of steps between two barriers. One takes a millisecond or two: too much for each step of a small model."""
@@ -43,6 +44,10 @@ _LOST = re.compile(
 )
 _TIMED_OUT = re.compile(r"timed out|failed to pass monitoredbarrier", re.IGNORECASE)
 """Not "timeout": connections that another rank broke off are said to be closed by an "application timeout"."""
+
+
+_KINDS: dict[str, type[BaseException]] = {"mistake": InputError, "preempted": Preempted}
+"""How a rank can end that has something to say to the others, the more telling first."""
 
 
 class Stuck(RuntimeError):
@@ -155,8 +160,9 @@ class Control:
             raise self._verdict(str(error)) from None
         try:
             self._tell()
-            words = f"{error}" if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-            self._store.set(f"ended/{self._world.rank}", words.strip().split("\n")[0][:500])
+            kind = next((k for k, of in _KINDS.items() if isinstance(error, of)), "crash")
+            words = f"{type(error).__name__}: {error}" if kind == "crash" else f"{error}"
+            self._store.set(f"ended/{self._world.rank}", json.dumps([kind, words.strip().split("\n")[0][:500]]))
         except RuntimeError:  # the process that holds the store is gone, too
             pass
 
@@ -242,48 +248,55 @@ class Control:
     def _read(self, key: str) -> str:
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
-    def _verdict(self, words: str) -> InputError:
+    def _verdict(self, words: str) -> InputError | Preempted:
         """The roll call, and what follows from it: one sentence, the same on all survivors, and one of them says it."""
         rank = self._world.rank
         dump_recorder(self._dumps, rank, self._world.device)
         _break_off()
         try:
             self._tell()
-            speaker, sentence = self._roll_call(words)
+            speaker, sentence, kind = self._roll_call(words)
         except RuntimeError:
             where = os.environ.get("MASTER_ADDR", "unknown")
-            speaker = rank
+            speaker, kind = rank, "crash"
             sentence = (
                 f"rank 0 or the launcher on its machine ({where}) is gone in {self._here()}, and with it the store "
                 "through which the processes met; look at what it said last, then start again with --resume auto"
             )
+        if kind == "preempted":
+            return Preempted(sentence)
         error = InputError(sentence)
-        error.shared = rank != speaker
+        error.shared, error.transient = rank != speaker, kind != "mistake"
         if error.shared:
             time.sleep(1)  # it speaks before anybody leaves, for launchers end all ranks when one leaves
         return error
 
-    def _roll_call(self, words: str) -> tuple[int, str]:
-        """Who speaks, and the sentence. The rank that opens the call concludes; only it knows who came late."""
+    def _roll_call(self, words: str) -> tuple[int, str, str]:
+        """Who speaks, the sentence, and how a rank ended, if any did and told: by a user's mistake, or asked to stop.
+
+        The rank that opens the call concludes; only it knows who came late.
+        """
         rank, size = self._world.rank, self._world.size
         call = json.dumps([rank, words.strip().split("\n")[0]])
         opened = self._store.compare_set("call", "", call).decode() == call
         self._store.set(f"answer/{rank}", "timed out" if _TIMED_OUT.search(words) else "lost")
-        answered, ended = {rank: 0.0}, dict[int, str]()
+        answered, ended, kinds = {rank: 0.0}, dict[int, str](), {"crash"}
         begin = time.monotonic()
         # The others conclude, later, if the one that opened the call is gone in the meantime.
         while (waited := time.monotonic() - begin) < ROLL_CALL * (1 if opened else 2):
             for other in set(range(size)) - set(answered) - set(ended):
                 if self._store.check([f"answer/{other}"]):
                     answered[other] = waited
-                elif message := self._read(f"ended/{other}"):
-                    ended[other] = message
+                elif note := self._read(f"ended/{other}"):
+                    kind, ended[other] = json.loads(note)
+                    kinds.add(kind)
             if self._read("verdict") or (opened and len(answered) + len(ended) == size):
                 break
             time.sleep(0.05)
-        verdict = json.dumps([min(answered), self._sentence(answered, ended)])
-        speaker, sentence = json.loads(self._store.compare_set("verdict", "", verdict).decode())
-        return int(speaker), str(sentence)
+        kind = next(kind for kind in (*_KINDS, "crash") if kind in kinds)
+        verdict = json.dumps([min(answered), self._sentence(answered, ended), kind])
+        speaker, sentence, kind = json.loads(self._store.compare_set("verdict", "", verdict).decode())
+        return int(speaker), str(sentence), str(kind)
 
     def _sentence(self, answered: dict[int, float], ended: dict[int, str]) -> str:
         if ended:

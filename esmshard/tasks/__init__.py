@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 from esmshard.settings import TaskSettings
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from esmshard.model.config import EsmConfig
     from esmshard.tasks.protocol import Task
 
 
@@ -18,3 +21,8 @@ def _contact(settings: TaskSettings) -> "Task":
 TASKS: dict[str, Callable[[TaskSettings], "Task"]] = {
     "contact": _contact,
 }
+
+
+def head_of(settings: TaskSettings, config: "EsmConfig") -> "nn.Module":
+    """A new head of a task, on a model of these numbers."""
+    return TASKS[settings.name](settings).head(config)

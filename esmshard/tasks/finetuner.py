@@ -14,8 +14,10 @@ from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
+from esmshard.model.files import Reader
+from esmshard.model.lora import add_lora
 from esmshard.model.weights import Weights
-from esmshard.settings import Recipe, TaskSettings
+from esmshard.settings import AdaptSettings, Recipe, TaskSettings
 from esmshard.tasks import TASKS
 from esmshard.tasks.protocol import Task
 
@@ -27,6 +29,7 @@ class FineTuner(nn.Module):
         super().__init__()
         self.trunk = trunk
         self.head = head
+        self._drawn: Mapping[str, Reader] = {}
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -38,21 +41,40 @@ class FineTuner(nn.Module):
         x_TD = self.trunk(batch).representations[self.trunk.config.n_layers]
         return [output.float() for output in self.head(x_TD, batch)]
 
-    def rows_of(self, weights: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
-        """Reads rows of this module's tensors by name: the trunk's out of `weights`, the head's out of `head`."""
+    def adapt(self, settings: AdaptSettings, seed: int) -> None:
+        """Say what learns: the head, and of the trunk what the recipe's `adapt` section asks for.
+
+        What no output depends on never does: LM head (all but the tied embedding) and contact regression.
+
+        Args:
+            settings: of the recipe.
+            seed: of new LoRA matrices.
+        """
+        trunk = self.trunk.requires_grad_(settings.method == "full")
+        if settings.method == "lora":
+            added = add_lora(trunk.layers, *settings.lora)
+            self._drawn = weights.drawn(trunk.config, added, seed)
+            for name, parameter in trunk.named_parameters():
+                parameter.requires_grad_(name in added or (settings.bias == "all" and name.endswith("bias")))
+        trunk.contact_head.requires_grad_(False)
+        for name, parameter in trunk.lm_head.named_parameters():
+            if name != "weight":
+                parameter.requires_grad_(False)
+
+    def rows_of(self, found: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
+        """Reads rows of this module's tensors by name: the trunk's out of `found`, the head's out of `head`; a LoRA's
+        are drawn.
+        """
         state = head.state_dict()
 
         def read(name: str, rows: slice) -> torch.Tensor:
             part, _, own = name.partition(".")
-            return weights.rows(own, rows) if part == "trunk" else state[own][rows]
+            if part == "trunk":
+                return self._drawn[own](rows) if own in self._drawn else found.rows(own, rows)
+            mine: torch.Tensor = state[own][rows]
+            return mine
 
         return read
-
-    def freeze_unused(self) -> None:
-        """Freeze what no output depends on: LM head (all but the tied embedding) and contact regression."""
-        self.trunk.contact_head.requires_grad_(False)
-        for name, parameter in self.trunk.lm_head.named_parameters():
-            parameter.requires_grad_(name == "weight")
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,25 @@ Outputs = Callable[[TokenBatch], Sequence[torch.Tensor]]
 
 
 def validate(
-    model: nn.Module, task: Task, data: Examples, tokens_per_rank: int, world: World
-) -> tuple[float, list[Row]]:
-    """Loss and one row of metrics a record, in the order of the split, on every rank. Whole records, no gradient."""
+    model: nn.Module,
+    task: Task,
+    data: Examples,
+    tokens_per_rank: int,
+    world: World,
+    stop: Callable[[], object] = lambda: False,
+) -> tuple[float, list[Row]] | None:
+    """Loss and one row of metrics a record, in the order of the split, on every rank. Whole records, no gradient.
+
+    `stop` is asked before each micro-batch, and must answer alike on all ranks. None if it said so.
+    """
     model.eval()
     longest = max(tokens_per_rank, int(data.tokens.max()))
     mine: list[tuple[int, Row]] = []
-    sums = np.zeros(2)
+    sums, stopped = np.zeros(2), False
     with torch.no_grad():
         for micro in deal(range(len(data)), data.tokens, longest, world.rank, world.size):
+            if stopped := bool(stop()):
+                break
             batch, targets = collate(task, [data.get(n) for n in micro.records])
             outputs = model(batch.to(world.device))
             if micro.ghost:
@@ -45,6 +55,8 @@ def validate(
             rows = task.score([o.cpu().numpy() for o in outputs], [t.numpy() for t in targets])
             mine += zip(micro.records, rows, strict=True)
     model.train()
+    if stopped:
+        return None
     loss, count = world.sum(sums.tolist())
     everyone = dict(pair for part in world.gather(mine) for pair in part)
     assert sorted(everyone) == list(range(len(data))), "each record is scored once"

@@ -1,9 +1,8 @@
 """The main job, from the recipe to the evaluated model. Read it top to bottom."""
 
-import json
 import math
 import os
-import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,34 +13,40 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard import recipe as recipes
 from esmshard.batch import TokenBatch
-from esmshard.checkpoint import sharded
+from esmshard.checkpoint import card, manifest, sharded
 from esmshard.checkpoint.consolidate import consolidate
+from esmshard.checkpoint.saver import Saver
 from esmshard.data.loader import Examples, digests
 from esmshard.data.packing import MicroBatch, Plan, deal
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
+from esmshard.model import origin
 from esmshard.model.esm2 import ESM2
+from esmshard.model.files import read_json
 from esmshard.parallel import health
 from esmshard.parallel import plan as memory
-from esmshard.parallel.cost import forward_flops
+from esmshard.parallel.cost import training_flops
 from esmshard.parallel.guards import check_optimizer
 from esmshard.parallel.load import materialise
 from esmshard.parallel.mesh import World, processes_per_machine, world
+from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.profile import Profile
 from esmshard.parallel.shard import shard
 from esmshard.parallel.stuck import Control, recorder_settings
 from esmshard.parallel.watch import Watch, peak_flops
 from esmshard.progress import Progress, rate, say
 from esmshard.settings import Recipe
+from esmshard.tasks import head_of
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.tasks.numbers import HEADS
 from esmshard.tasks.protocol import Task, collate
-from esmshard.train import evaluate
-from esmshard.train.job import RUN_FILES, Job, check_out, leakage_notices, prepare, provenance, versions
+from esmshard.train import evaluate, rng
+from esmshard.train.attempt import Attempt
+from esmshard.train.job import Job, check_out, prepare, provenance, versions
 from esmshard.train.metrics import mean
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.planning import head_bytes
+from esmshard.train.start import check_room, describe_run, resolved, starting_point
 from esmshard.train.step import LossScale, too_many_skipped, train_step
 
 BASELINE_RECORDS = 2000
@@ -50,16 +55,16 @@ BASELINE_RECORDS = 2000
 RESERVED = 0.9
 """Of the free memory, what a run plans to use. The rest is for the gaps of allocators, and other programs."""
 
-# A resumed run may differ in these: where and how it runs, not what it computes.
-_FREE = (
-    *("out", "data.test", "checkpoint.", "train.eval_every", "batch.tokens_per_rank", "parallel.strategy"),
-    *("parallel.group_size", "parallel.layers", "parallel.last_layer", "parallel.root", "parallel.prefetch"),
-    *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.accumulate"),
-    *("parallel.start_timeout", "parallel.step_timeout"),
-)
 
-
-def run(recipe: Recipe, resume: str | None = None, overwrite: bool = False, profile: int = 0) -> Path | None:
+def run(
+    recipe: Recipe,
+    resume: str | None = None,
+    overwrite: bool = False,
+    profile: int = 0,
+    *,
+    trust: bool = False,
+    started: float | None = None,
+) -> Path | None:
     """Fine-tune in this process and those that were launched with it, then write the results.
 
     Args:
@@ -68,42 +73,69 @@ def run(recipe: Recipe, resume: str | None = None, overwrite: bool = False, prof
             checkpoint; None starts anew.
         overwrite: remove what an earlier run left in `out`.
         profile: steps to record with torch's profiler.
+        trust: go on from a checkpoint that another user wrote.
+        started: when the command was, in seconds since 1970; now by default.
 
     Returns:
         The run's directory on the first rank, whose work it is to consolidate and evaluate; None on the others.
 
     Raises:
         InputError: for any mistake in recipe or data, on all ranks.
+        Preempted: on all ranks, after a signal or a time limit; what was done is saved.
     """
     wait, dumps = recipe.parallel, Path(recipe.out) / "flight_recorder"
     for name, value in recorder_settings(dumps).items():
         os.environ.setdefault(name, value)
-    with (
-        world(wait.start_timeout, alone_too=recipe.parallel.cpu_offload) as ranks,
-        Control(ranks, start_timeout=wait.start_timeout, step_timeout=wait.step_timeout, dumps=dumps) as control,
-    ):
-        job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
-        start = ranks.from_first(lambda: _starting_point(job, resume, overwrite))
-        _train(job, start, ranks, control, profile)
-        if not ranks.is_first:
-            return None
-    torch.set_num_threads(os.cpu_count() or 1)  # the other ranks are leaving
-    model = consolidate(job.out, job.out / "model", overwrite=True, warn=say)
-    say(f"model in {model}; scoring {len(job.test)} test records")
-    print(evaluate.report(str(model), job.test, job.out, warn=say), flush=True)
-    return job.out
+    out, started = Path(recipe.out), started or time.time()
+    with Preemption() as preemption, Attempt(out, recipe.train.steps, started) as attempt:
+        try:
+            with (
+                world(wait.start_timeout, alone_too=recipe.parallel.cpu_offload) as ranks,
+                Control(
+                    ranks, start_timeout=wait.start_timeout, step_timeout=wait.step_timeout, dumps=dumps
+                ) as control,
+            ):
+                job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
+                ranks.from_first(lambda: check_out(out, resume, overwrite))
+                ranks.agree(lambda: attempt.open(ranks.is_first))
+                start = ranks.from_first(lambda: starting_point(job, resume, trust))
+                _train(job, start, ranks, control, preemption, attempt, profile)
+                if not ranks.is_first:
+                    return None
+        except InputError as error:
+            if error.transient and preemption.asked:  # another rank heard of it first, and had nothing to save
+                raise Preempted(f"stopped by {reason(preemption.asked)}; go on with --resume auto") from None
+            raise
+        torch.set_num_threads(os.cpu_count() or 1)  # the other ranks are leaving
+        attempt.tell("running", "consolidating and evaluating")
+        best = recipe.checkpoint.keep_best
+        model = consolidate(out, out / "model", best=best, overwrite=True, warn=say, new_head=head_of)
+        say(f"model in {model}; scoring {len(job.test)} test records")
+        print(evaluate.report(str(model), job.test, out, warn=say), flush=True)
+        card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))
+        say(attempt.summary())
+    return out
 
 
-def _train(job: Job, start: Path | None, ranks: World, control: Control, profile: int) -> None:
+def _train(
+    job: Job,
+    start: Path | None,
+    ranks: World,
+    control: Control,
+    preemption: Preemption,
+    attempt: Attempt,
+    profile: int,
+) -> None:
     """Model, shards, optimizer, loop, checkpoints."""
     recipe, task, weights, out = job.recipe, job.task, job.weights, job.out
 
     # Shapes first, then shards, then values: of several ranks none ever holds the whole model.
     with torch.device("meta"):
         model = FineTuner(ESM2(weights.config), task.head(weights.config))
-    model.freeze_unused()
+    model.adapt(recipe.adapt, recipe.train.seed)
     shard(model, job.layout, ranks)
     saved = sharded.read_state(start) if start is not None else None
+    adapted = recipe.adapt.method != "full"  # then a checkpoint holds what learns, and names the base that does not
     tokens_per_rank = _tokens_per_rank(job, model, saved, ranks)
     control.note("reading weights")
     materialise(model, model.rows_of(weights, new_head(recipe, task, weights)), job.layout, ranks)
@@ -111,26 +143,36 @@ def _train(job: Job, start: Path | None, ranks: World, control: Control, profile
     optimizer = adamw(model, recipe.optim)
     check_optimizer(model, optimizer)
     scale = LossScale() if job.layout.precision == "fp16" else None
-    done = 0
+    tensors = state_tensors(model, optimizer, trained_only=adapted)
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    ranks.from_first(lambda: check_room(out / "checkpoints", needed, recipe.checkpoint.keep))
+    done, skipped_in_a_row, best = 0, 0, None
     if start is not None and saved is not None:
-        sharded.load(start, state_tensors(model, optimizer))
-        done = int(saved["step"])
+        known = sharded.index(start) if saved["world_size"] == ranks.size else {}
+        tensors |= rng.wanted(ranks.rank, ranks.device, known)
+        sharded.load(start, tensors)
+        rng.restore(tensors, ranks.device)
+        done, skipped_in_a_row, best = int(saved["step"]), saved["skipped_in_a_row"], saved["best"]
         scale = LossScale(**saved["loss_scale"]) if scale else None
 
     # What was resolved on this machine goes into the recipe that lies beside the results.
-    resolved = _resolved(recipe, tokens_per_rank, job.layout.precision)
+    full_recipe = resolved(job, tokens_per_rank)
     state: dict[str, Any] = {
-        "recipe": resolved.model_dump(mode="json"),
+        "recipe": full_recipe.model_dump(mode="json"),
         "config": asdict(weights.config),
         "world_size": ranks.size,
         "versions": versions(),
         "data": provenance(job),
         "baselines": {},
+        "base": None,
     }
     if ranks.is_first:
+        if adapted:
+            state["base"] = saved["base"] if saved else origin.identity(weights, recipe.model.name)
         some = range(0, len(job.train), -(-len(job.train) // BASELINE_RECORDS))
         state["baselines"] = dict(task.baselines([task.targets(job.train.get(n)) for n in some]))
-        _open_run(job, resolved, done, ranks)
+        describe_run(job, full_recipe, done, ranks)
+        attempt.begin(done, saved is None or saved["validated"])
 
     # Every rank plans the same records for a step and takes its own share of them.
     plan = Plan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed)
@@ -139,14 +181,55 @@ def _train(job: Job, start: Path | None, ranks: World, control: Control, profile
     health.check_first_batch(ranks, lambda: digests(job.train, mine, epoch))
     if ranks.is_first and (alone := health.started_apart(ranks, os.environ)):
         say(alone)
-    skipped_in_a_row, validation = 0, ""
+    validation = ""
     numbers = memory.of_model(model, weights.config.dim, weights.config.n_heads)
     watch = Watch(model, ranks, control, peak_flops(ranks.device, job.layout.precision))
+    saver = Saver(out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device))
+
+    def save(step: int, *, validated: bool, is_best: bool) -> None:
+        control.note("saving a checkpoint")
+        attempt.check()
+        began = time.perf_counter()
+        now = {"loss_scale": asdict(scale) if scale else None, "skipped_in_a_row": skipped_in_a_row, "best": best}
+        tensors = state_tensors(model, optimizer, trained_only=adapted) | rng.tensors(ranks.rank, ranks.device)
+        saver.save(step, tensors, state | now | {"validated": validated}, is_best)
+        attempt.write(event="checkpoint", step=step, stall_s=round(time.perf_counter() - began, 4))
+        attempt.tell("running", "training")
+
+    def asked_anywhere() -> int:
+        return int(max(row[0] for row in ranks.rows([preemption.asked])))
+
+    def validate(step: int) -> bool | None:
+        """Whether it is the best so far. None if the run was asked to stop before it was through."""
+        nonlocal best, validation
+        control.note("validating")
+        scored = evaluate.validate(model, task, job.valid, tokens_per_rank, ranks, asked_anywhere)
+        if scored is None:
+            return None
+        loss, rows = scored
+        means = {metric: mean([row[metric] for row in rows]) for metric in task.columns}
+        attempt.write(step=step, split="valid", loss=loss, **means)
+        headline, value = task.columns[0], means[task.columns[0]]
+        validation = f"  valid {headline} {value:.3f}"
+        if not value > (best["value"] if best else -math.inf):
+            return False
+        best = {"step": step, "metric": headline, "value": value}
+        return True
+
     with (
+        preemption.noted(),
         _out_of_memory(tokens_per_rank, int(job.train.tokens.max())),
+        saver,
         Progress("step", recipe.train.steps, done=done, show=ranks.is_first) as progress,
         Profile(ranks, profile, recipe.train.steps - done, out / "profile") as recording,
     ):
+        if start is not None and saved is not None and not saved["validated"]:  # there was no time for it any more
+            found = validate(done)
+            if found is None:
+                why = reason(asked_anywhere())
+                raise Preempted(f"stopped by {why} after step {done}, which is saved; go on with --resume auto")
+            if found and recipe.checkpoint.keep_best and ranks.is_first:
+                manifest.point(out / "checkpoints", "BEST", start.name)
         for step in range(done, recipe.train.steps):
             share = schedule(step, recipe.train.steps, recipe.optim.warmup, recipe.optim.schedule)
             set_learning_rate(optimizer, share)
@@ -154,8 +237,18 @@ def _train(job: Job, start: Path | None, ranks: World, control: Control, profile
             mine = deal(records, job.train.tokens, tokens_per_rank, ranks.rank, ranks.size)
             watch.begin_step(step + 1, *_work(mine, job.train.tokens, numbers))
             batches = _batches(task, job.train, mine, epoch)
+            attempt.check()
             result = train_step(
-                model, task, optimizer, batches, recipe.optim.clip, ranks, job.layout, scale=scale, watch=watch
+                model,
+                task,
+                optimizer,
+                batches,
+                recipe.optim.clip,
+                ranks,
+                job.layout,
+                scale=scale,
+                watch=watch,
+                asked=preemption.asked,
             )
             report = watch.report(result.ranks)
             for warning in report.warnings if ranks.is_first else ():
@@ -176,21 +269,30 @@ def _train(job: Job, start: Path | None, ranks: World, control: Control, profile
                 "skipped": result.skipped,
                 **report.line,
             }
+            attempt.step_done(line)
             last = step + 1 == recipe.train.steps
-            _append(out, line, ranks)
-            if last or (step + 1) % recipe.train.eval_every == 0:
-                control.note("validating")
-                loss, rows = evaluate.validate(model, task, job.valid, tokens_per_rank, ranks)
-                means = {metric: mean([row[metric] for row in rows]) for metric in task.columns}
-                _append(out, {"step": step + 1, "split": "valid", "loss": loss, **means}, ranks)
-                validation = f"  valid {task.columns[0]} {means[task.columns[0]]:.3f}"
-            if last or (step + 1) % recipe.checkpoint.every == 0:
-                control.note("saving a checkpoint")
-                tensors = state_tensors(model, optimizer)
-                state["loss_scale"] = asdict(scale) if scale else None
-                sharded.save(out / "checkpoints", step + 1, tensors, state, recipe.checkpoint.keep)
+            asked, found, due = result.asked, None, last or (step + 1) % recipe.train.eval_every == 0
+            if due and not asked:  # a run that was asked to stop saves, and validates when it goes on
+                found = validate(step + 1)
+                asked = asked_anywhere() if found is None else 0
+            is_best = bool(found) and recipe.checkpoint.keep_best
+            if last or is_best or asked or (step + 1) % recipe.checkpoint.every == 0:
+                save(step + 1, validated=not due or found is not None, is_best=is_best)
+            if asked:
+                saver.finish()
+                raise Preempted(
+                    f"stopped by {reason(asked)} after step {step + 1} of {recipe.train.steps}, which is saved; go on "
+                    "with --resume auto"
+                )
             speed, held = report.line["residues_per_s"], (report.line["peak_memory_bytes"] or 0) / 2**20
             progress.update(step + 1, f"loss {result.loss:.4f}  {rate(speed)} residues/s  {held:.0f} MiB{validation}")
+        saver.finish()
+
+
+def _in_background(recipe: Recipe, device: torch.device) -> bool:
+    """Whether to save while training goes on. With GPUs the host's memory has room for the copy; a CPU shares it."""
+    wanted = recipe.checkpoint.async_save
+    return device.type == "cuda" if wanted == "auto" else wanted
 
 
 @contextmanager
@@ -214,7 +316,7 @@ def _work(
     own_N = tokens_N[[n for micro in mine if not micro.ghost for n in micro.records]].astype(np.int64)
     tokens = int(own_N.sum())
     attended = float((own_N**2).sum()) / max(tokens, 1)
-    return tokens - 2 * len(own_N), 3 * tokens * forward_flops(numbers, attended)
+    return tokens - 2 * len(own_N), tokens * training_flops(numbers, attended)
 
 
 def _batches(
@@ -223,80 +325,6 @@ def _batches(
     for micro in mine:
         batch, targets = collate(task, [data.get(n, epoch) for n in micro.records])
         yield batch, targets, micro.ghost
-
-
-def _starting_point(job: Job, resume: str | None, overwrite: bool) -> Path | None:
-    """The checkpoint to go on from; None for a new run, whose directory is then free of an old one's files."""
-    check_out(job.out, resume, overwrite)
-    start = None
-    if resume == "auto":
-        start = sharded.newest_good(job.out / "checkpoints", say)
-    elif resume is not None:
-        start = sharded.locate(Path(resume), say)
-    if start is None and not overwrite and (job.out / "model").exists():
-        raise UsageError(f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again")
-    if start is None:
-        for name in RUN_FILES:
-            path = job.out / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        return None
-    state = sharded.read_state(start)
-    now = _resolved(job.recipe, job.recipe.batch.tokens_per_rank, job.layout.precision)
-    changed = recipes.differences(Recipe.model_validate(state["recipe"]), now)
-    changed = [line for line in changed if not line.startswith(_FREE)]
-    before, here = state["data"]["train"]["tokens_sha256"], provenance(job)["train"]["tokens_sha256"]
-    if before != here:  # the order of records and the crops follow from them
-        changed.append(f"data.train ({job.train.path} holds other sequences than it did)")
-    if changed:
-        raise UsageError(
-            f"{start}: was written under another recipe: {'; '.join(changed)}; go on with the old values, or start "
-            "again with --overwrite or out=DIR"
-        )
-    return start
-
-
-def _open_run(job: Job, resolved: Recipe, done: int, ranks: World) -> None:
-    """Directory, resolved recipe and versions of a run; notices about its data and weights."""
-    out = job.out
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "recipe.yaml").write_text(recipes.dump(resolved), encoding="utf-8")
-    facts = {**versions(), "device": str(ranks.device), "processes": ranks.size, "data": provenance(job)}
-    (out / "versions.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    metrics = out / "metrics.jsonl"
-    if metrics.is_file():  # lines of steps after the checkpoint will be written again
-        lines = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= done]
-        metrics.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    for split in (job.train, job.valid, job.test):
-        for notice in split.notices:
-            say(f"{split.path}: {notice}")
-    for notice in [*job.weights.notices, *([] if done else leakage_notices(job))]:
-        say(notice)
-    if done:
-        say(f"going on after step {done} of {job.recipe.train.steps}")
-
-
-def _step_of(line: str) -> float:
-    """Step of a line of metrics.jsonl; a line cut off by a crash counts as later than any."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
-
-
-def _append(out: Path, line: Mapping[str, Any], ranks: World) -> None:
-    if ranks.is_first:
-        known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}  # as in JSON
-        with open(out / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(known) + "\n")
-
-
-def _resolved(recipe: Recipe, tokens_per_rank: int | str, precision: str) -> Recipe:
-    batch = recipe.batch.model_copy(update={"tokens_per_rank": tokens_per_rank})
-    parallel = recipe.parallel.model_copy(update={"precision": precision})
-    return recipe.model_copy(update={"batch": batch, "parallel": parallel})
 
 
 def _tokens_per_rank(job: Job, model: FineTuner, saved: Mapping[str, Any] | None, ranks: World) -> int:

@@ -19,11 +19,12 @@ from esmshard.settings import Recipe
 from esmshard.tasks import TASKS
 from esmshard.tasks.finetuner import initial_weights
 from esmshard.tasks.protocol import Task
+from esmshard.train.lease import is_lease
 from esmshard.train.splits import open_split
 
 RUN_FILES = (
     *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv"),
-    *("checkpoints", "model", "figures", "profile", "flight_recorder"),
+    *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder"),
 )
 """What a run leaves. `--overwrite` removes these and nothing else from the directory."""
 
@@ -77,7 +78,7 @@ def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
     if resume not in (None, "auto") and not Path(str(resume)).is_dir():
         raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
     goes_on = resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(out.resolve()))
-    if not goes_on and not overwrite and out.is_dir() and any(out.iterdir()):
+    if not goes_on and not overwrite and out.is_dir() and any(not is_lease(path) for path in out.iterdir()):
         raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
 
 

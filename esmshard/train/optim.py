@@ -13,8 +13,8 @@ from esmshard.settings import OptimSettings
 def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
     """AdamW over the trainable parameters of a model; call it after `materialise`.
 
-    Four groups: trunk and head have their own learning rates; biases, norms and embeddings have no weight decay. Each
-    group's `peak` is its learning rate at the top of the schedule.
+    Four groups at most: trunk (LoRA included) and head have their own learning rates; biases, norms and embeddings have
+    no weight decay. Each group's `peak` is its learning rate at the top of the schedule.
     """
     plain = {
         id(p)
@@ -63,16 +63,24 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
         group["lr"] = share * group["peak"]
 
 
-def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def state_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
+) -> dict[str, torch.Tensor]:
     """Weights and optimizer state by name, as `model.NAME` and `optim.NAME.exp_avg`; the tensors themselves.
 
     State that the optimizer would make in its first step is made here, as zeros, so that a checkpoint can be loaded
     into it. A tied weight is one entry.
+
+    Args:
+        model: whose task head is `head`.
+        optimizer: over its trainable parameters.
+        trained_only: leave out the frozen parameters, and buffers outside the head: what `esmshard.model.origin`
+            can find again.
     """
     reshard(model)
     weights = {id(p): name for name, p in model.named_parameters()}
-    tensors = {f"model.{name}": p.data for name, p in model.named_parameters()}
-    tensors |= {f"model.{name}": b for name, b in model.named_buffers()}
+    tensors = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad or not trained_only}
+    tensors |= {f"model.{name}": b for name, b in model.named_buffers() if name.startswith("head.") or not trained_only}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]

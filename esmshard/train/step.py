@@ -34,6 +34,8 @@ class StepResult:
     """The loss or a gradient was not finite, so no rank changed its weights."""
     ranks: list[list[float]]
     """`Watch.numbers` of each rank; empty if nobody watched."""
+    asked: int
+    """Not 0 if any rank was asked to stop."""
 
 
 @dataclass
@@ -68,6 +70,7 @@ def train_step(
     *,
     scale: LossScale | None = None,
     watch: Watch | None = None,
+    asked: int = 0,
 ) -> StepResult:
     """Gradients of all micro-batches of all ranks, one clipped AdamW step.
 
@@ -81,6 +84,7 @@ def train_step(
         layout: how the model lies over them.
         scale: of the loss, in fp16 only. An overflow skips the step, and halves it.
         watch: times the step; its numbers travel with the step's own.
+        asked: not 0 if this rank was asked to stop. That travels with them too, so that all hear of it at once.
 
     Losses are added up unscaled, and FSDP sums gradients over ranks; both are divided once, by the global count. So it
     makes no difference how the records were dealt to ranks and micro-batches. The host waits for the device once a
@@ -104,10 +108,10 @@ def train_step(
     loss_sum, count = torch.stack(parts).cpu().double().sum(0).tolist()
     square = norms.cpu().double().square().sum().item()
     # Every copy of the model has the same gradients: their squares are counted once.
-    rows = world.rows([loss_sum, count, square / layout.replicas, residues, *(watch.numbers() if watch else [])])
-    total_loss, total_count, total_square, total_residues = (
-        sum(column) for column in list(zip(*rows, strict=True))[:4]
-    )
+    own = [loss_sum, count, square / layout.replicas, residues, asked]
+    rows = world.rows([*own, *(watch.numbers() if watch else [])])
+    columns = list(zip(*rows, strict=True))
+    total_loss, total_count, total_square, total_residues = (sum(column) for column in columns[:4])
     divisor = max(total_count, 1) * (scale.value if scale else 1.0)
     norm = math.sqrt(total_square) / divisor
     skipped = total_count == 0 or not math.isfinite(norm) or not math.isfinite(total_loss)
@@ -117,7 +121,8 @@ def train_step(
     if scale is not None:
         scale.update(not math.isfinite(norm))
     loss = total_loss / total_count if total_count else math.nan
-    return StepResult(loss, norm, int(total_residues), skipped, [row[4:] for row in rows])
+    numbers = [row[len(own) :] for row in rows]
+    return StepResult(loss, norm, int(total_residues), skipped, numbers, int(max(columns[4])))
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -53,17 +53,21 @@ def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[Fin
     head.load_state_dict(work.rough_head(recipe, task, base))
     if laid is None or ranks is None:
         model = FineTuner(weights.build(base, torch.device("cpu")), head)
-        model.freeze_unused()
+        model.adapt(recipe.adapt, recipe.train.seed)
+        rows_of = work.rough_rows(model, base, head)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(rows_of(name, slice(None)))
         return model.train(), task
     with torch.device("meta"):
         model = FineTuner(ESM2(CONFIG), task.head(CONFIG))
-    model.freeze_unused()
+    model.adapt(recipe.adapt, recipe.train.seed)
     shard(model, laid, ranks)
-    materialise(model, model.rows_of(base, head), laid, ranks)
+    materialise(model, work.rough_rows(model, base, head), laid, ranks)
     return model.train(), task
 
 
-def plain(path: str) -> dict[str, Any]:
+def plain(path: str, steps: int = STEPS) -> dict[str, Any]:
     """The reference: one process, no sharding, no checkpointing, records one by one."""
     recipe = work.load(path)
     model, task = build(recipe, None, None)
@@ -76,7 +80,9 @@ def plain(path: str) -> dict[str, Any]:
     (total / count).backward()
     found = {name: work.full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     model, task = build(recipe, None, None)
-    return {"loss": float(total.detach()) / count, "gradients": found} | curve(recipe, model, task, ALONE, Layout())
+    return {"loss": float(total.detach()) / count, "gradients": found} | curve(
+        recipe, model, task, ALONE, Layout(), steps
+    )
 
 
 def micro_batches(task: Task, data: Examples, share: Sequence[Sequence[int]], most: int) -> Iterator[Micro]:
@@ -108,23 +114,44 @@ def gradients(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: 
     }
 
 
-def curve(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout) -> dict[str, Any]:
-    """Losses and gradient norms of twenty real steps, and the weights after them."""
+def curve(
+    recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout, steps: int = STEPS
+) -> dict[str, Any]:
+    """Losses and gradient norms of real steps, and how far they moved each weight."""
     optimizer = adamw(model, recipe.optim)
-    before = work.full(model.trunk.embed_tokens.weight)
+    before = {name: work.full(p) for name, p in model.named_parameters()}
     data = open_split(recipe, "train", task.labels)
     plan = Plan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
     results: list[StepResult] = []
-    for step in range(STEPS):
-        set_learning_rate(optimizer, schedule(step, STEPS, 0.1, "cosine"))
+    for step in range(steps):
+        set_learning_rate(optimizer, schedule(step, steps, 0.1, "cosine"))
         epoch, records = plan.step(step)
         micro = deal(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.rank, ranks.size)
         batches = ((*collate(task, [data.get(n, epoch) for n in m.records]), m.ghost) for m in micro)
         results.append(train_step(model, task, optimizer, batches, recipe.optim.clip, ranks, laid))
     for group in groups(model):
         group.reshard()
-    moved = np.abs(work.full(model.trunk.embed_tokens.weight) - before).max()
-    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "moved": float(moved)}
+    moved = {name: float(np.abs(work.full(p) - before[name]).max()) for name, p in model.named_parameters()}
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "moved": moved["trunk.embed_tokens.weight"],
+        "all_moved": moved,
+    }
+
+
+def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int) -> list[dict[str, Any]]:
+    """Gradients and losses of several recipes, each under a `parallel` section."""
+    found = []
+    with world(alone_too=True) as ranks:
+        for path, settings in wanted:
+            recipe = work.load(path)
+            laid = work.laid_out(recipe, ranks, **settings)
+            model, task = build(recipe, ranks, laid)
+            result = gradients(recipe, model, task, ranks, laid, wrong=False)
+            model, task = build(recipe, ranks, laid)
+            found.append(result | curve(recipe, model, task, ranks, laid, steps))
+    return found
 
 
 def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

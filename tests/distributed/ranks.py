@@ -1,17 +1,25 @@
-"""Run a function of a test module on several gloo ranks, each a process with a time limit."""
+"""Run a function of a test module on several gloo ranks, each a process with a time limit.
+
+The ranks are forked from a process that has imported everything already: the imports take longer than most tests.
+"""
 
 import contextlib
 import importlib
+import multiprocessing
 import os
 import pickle
 import random
 import socket
-import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 TIMEOUT = 240
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["torch.distributed.checkpoint", "esmshard.train.finetune"])
 
 
 def free_port() -> int:
@@ -31,33 +39,43 @@ def run_ranks(function: str, world_size: int, scratch: Path, *args: Any) -> list
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, function, str(job)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        _server.Process(target=_rank, args=(function, str(job), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
         for rank in range(world_size)
     ]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + TIMEOUT
     try:
-        outputs = [p.communicate(timeout=TIMEOUT)[0] for p in ranks]
+        for process in ranks:
+            process.join(max(0.0, end - time.monotonic()))
+        hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     finally:
-        for p in ranks:
-            p.kill()
-    for rank, (p, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert p.returncode == 0, f"rank {rank} of {world_size} failed:\n{output[-4000:]}"
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert not hung, f"ranks {hung} of {world_size} did not end within {TIMEOUT} s"
+    for rank, process in enumerate(ranks):
+        output = (job / f"output-{rank}").read_text(errors="replace")
+        assert process.exitcode == 0, f"rank {rank} of {world_size} failed:\n{output[-4000:]}"
     return [pickle.loads((job / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def main() -> None:
-    function, job = sys.argv[1], Path(sys.argv[2])
-    module, name = function.split(":")
-    sys.path.insert(0, str(Path(__file__).parent))
-    args = pickle.loads((job / "args").read_bytes())
-    result = getattr(importlib.import_module(module), name)(*args)
-    (job / f"result-{os.environ['RANK']}").write_bytes(pickle.dumps(result))
+def _rank(function: str, job: str, environment: dict[str, str]) -> None:
+    """What a forked process does."""
+    output = os.open(Path(job) / f"output-{environment['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.environ.clear()
+    os.environ |= environment
+    import torch
 
-
-if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    try:
+        module, name = function.split(":")
+        sys.path.insert(0, str(Path(__file__).parent))
+        args = pickle.loads((Path(job) / "args").read_bytes())
+        result = getattr(importlib.import_module(module), name)(*args)
+        (Path(job) / f"result-{environment['RANK']}").write_bytes(pickle.dumps(result))
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from esmshard.checkpoint import sharded
+from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,7 +56,7 @@ def test_a_checkpoint_of_one_process_loads_on_two_ranks(tiny_recipe: Path, tmp_p
     names = {p.name for p in saved.iterdir()}
     assert names == {".metadata", "__0_0.distcp", "state.json", "MANIFEST.json"}
     assert json.loads((saved / "MANIFEST.json").read_text())["files"].keys() == names - {"MANIFEST.json"}
-    sharded.verify(saved)
+    manifest.verify(saved)
     one = run_ranks("work:restore", 1, tmp_path, str(tiny_recipe), str(saved))[0]
     assert np.allclose(one["model.trunk.layers.0.fc1.bias"], 0.5)  # fresh biases are 0, the seed does not matter
     assert np.allclose(one["optim.trunk.embed_tokens.weight.exp_avg"], 0.5)
@@ -88,10 +88,10 @@ def test_what_a_checkpoint_leaves(saved: Path) -> None:
     assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "state.json", "MANIFEST.json"}
     assert (saved.parent / "LATEST").read_text() == "step_000007\n"
     assert sorted(p.name for p in saved.parent.iterdir()) == ["LATEST", "step_000007"]
-    manifest = json.loads((saved / "MANIFEST.json").read_text())
-    assert manifest["files"].keys() == names - {"MANIFEST.json"}
+    listed = json.loads((saved / "MANIFEST.json").read_text())
+    assert listed["files"].keys() == names - {"MANIFEST.json"}
     assert sharded.read_state(saved)["step"] == 7
-    sharded.verify(saved)
+    manifest.verify(saved)
 
 
 def truncate(path: Path) -> None:
@@ -121,34 +121,37 @@ def test_damage_is_named_and_an_older_checkpoint_is_taken(saved: Path, damage, f
         (older / part.name).write_bytes(part.read_bytes())
     damage(saved / file)
     warnings: list[str] = []
-    assert sharded.newest_good(saved.parent, warnings.append) == older
+    assert manifest.newest_good(saved.parent, warnings.append) == older
     assert len(warnings) == 1
     assert file in warnings[0]
     assert says in warnings[0]
     with pytest.raises(InputError, match=file):
-        sharded.locate(saved, warnings.append)
+        manifest.locate(saved, warnings.append)
     damage(older / file)
     with pytest.raises(InputError, match="every checkpoint is damaged"):
-        sharded.newest_good(saved.parent, warnings.append)
+        manifest.newest_good(saved.parent, warnings.append)
 
 
 def test_an_unfinished_save_is_no_checkpoint(saved: Path) -> None:
     saved.rename(saved.with_name(".tmp-step_000007"))
-    assert sharded.complete(saved.parent) == []
+    assert manifest.complete(saved.parent) == []
     with pytest.raises(InputError, match="no complete checkpoint"):
-        sharded.locate(saved.parent.parent, print)
+        manifest.locate(saved.parent.parent, print)
 
 
-def test_a_later_save_clears_leftovers_and_keeps_the_newest(saved: Path, tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_later_save_keeps_the_newest_and_what_stood_in_its_place(
+    saved: Path, tiny_recipe: Path, tmp_path: Path
+) -> None:
     for step in (3, 5):
         other = saved.with_name(f"step_{step:06d}")
         other.mkdir()
         (other / "MANIFEST.json").write_text("{}")
-    leftover = saved.with_name(".tmp-step_000009")
+    leftover = saved.with_name(".tmp-step_000007")
     leftover.mkdir()
     (leftover / "__0_0.distcp").write_bytes(b"half")
     run_ranks("work:save", 1, tmp_path, str(tiny_recipe), str(saved.parent), 1.5)
-    assert sorted(p.name for p in saved.parent.iterdir()) == ["LATEST", "step_000005", "step_000007"]
+    names = ["LATEST", "step_000005", "step_000007", "step_000007.abandoned"]
+    assert sorted(p.name for p in saved.parent.iterdir()) == names
     again = run_ranks("work:restore", 1, tmp_path, str(tiny_recipe), str(saved))[0]
     assert np.allclose(again["model.trunk.layers.0.fc1.bias"], 1.5)
     assert not list(saved.glob("__1*")), "files of the earlier two-rank save are gone"

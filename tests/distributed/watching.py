@@ -175,7 +175,12 @@ def stopped(
                 watch.begin_step(step, 10, 0)
                 watch.report(one_step(model, ranks, watch))
     except InputError as error:
-        return {"says": str(error), "shared": error.shared, "after": time.monotonic() - began}
+        return {
+            "says": str(error),
+            "shared": error.shared,
+            "transient": error.transient,
+            "after": time.monotonic() - began,
+        }
     return {"says": "", "shared": False, "after": time.monotonic() - began}
 
 
@@ -228,7 +233,12 @@ def at_the_start(ranks: World, folder: Path) -> dict[str, Any]:
                 sleep_on()
             control.begin_step(1)
     except InputError as error:
-        return {"says": str(error), "shared": error.shared, "after": time.monotonic() - began}
+        return {
+            "says": str(error),
+            "shared": error.shared,
+            "transient": error.transient,
+            "after": time.monotonic() - began,
+        }
     return {"says": ""}
 
 

@@ -15,7 +15,7 @@ from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
 from esmshard.parallel.layout import Layout, layout
-from esmshard.parallel.load import materialise
+from esmshard.parallel.load import RowsOf, materialise
 from esmshard.parallel.mesh import World, world
 from esmshard.parallel.shard import shard
 from esmshard.settings import OptimSettings, ParallelSettings, Recipe
@@ -67,11 +67,11 @@ def sharded_model(recipe: Recipe, ranks: World, laid_: Layout | None = None) -> 
     base = weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
     with torch.device("meta"):
         model = FineTuner(ESM2(base.config), task.head(base.config))
-    model.freeze_unused()
+    model.adapt(recipe.adapt, recipe.train.seed)
     shard(model, laid_, ranks)
     head = task.head(base.config)
     head.load_state_dict(rough_head(recipe, task, base))
-    materialise(model, model.rows_of(base, head), laid_, ranks)
+    materialise(model, rough_rows(model, base, head), laid_, ranks)
     return model.train(), task
 
 
@@ -79,6 +79,19 @@ def rough_head(recipe: Recipe, task: Task, base: weights.Weights) -> dict[str, t
     """A new head with a large last layer: behind a tiny one all other gradients vanish, and any two are equal."""
     state = new_head(recipe, task, base).state_dict()
     return state | {"out.weight": torch.randn(state["out.weight"].shape, generator=torch.Generator().manual_seed(1))}
+
+
+def rough_rows(model: FineTuner, base: weights.Weights, head: torch.nn.Module) -> RowsOf:
+    """`model.rows_of` with a large B for each LoRA: behind zeros all gradients of A vanish."""
+    read = model.rows_of(base, head)
+
+    def rows_of(name: str, rows: slice) -> torch.Tensor:
+        if not name.endswith("lora_B.weight"):
+            return read(name, rows)
+        generator = torch.Generator().manual_seed(len(name) + ord(name[len("trunk.layers.")]))
+        return torch.randn(read(name, slice(None)).shape, generator=generator)[rows]
+
+    return rows_of
 
 
 def full(tensor: torch.Tensor) -> np.ndarray:
@@ -169,7 +182,7 @@ def save(path: str, directory: str, marker: float) -> list[str]:
             "config": {k: getattr(model.trunk.config, k) for k in ("n_layers", "dim", "n_heads", "token_dropout")},
             "baselines": {},
         }
-        sharded.save(Path(directory), 7, tensors, state, keep=2)
+        sharded.write(Path(directory), 7, tensors, state, keep=2)
         return sorted(tensors)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from esmshard.parallel import cost as costs
-from esmshard.parallel.cost import Cost, Work, cost, forward_flops, traffic
+from esmshard.parallel.cost import Cost, Work, cost, forward_flops, traffic, training_flops
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.machines import GPU, GPUS, Machines
 from esmshard.parallel.plan import ModelNumbers
@@ -232,3 +232,37 @@ def test_shapes_of_the_published_models() -> None:
     assert LLAMA3_8B.parameters == pytest.approx(8.03e9, rel=1e-3)
     assert esm2(36, 2560, 40).parameters == pytest.approx(2.84e9, rel=2e-3)
     assert esm2(48, 5120, 40).parameters == pytest.approx(15.1e9, rel=5e-3)
+
+
+LORA = replace(MODEL, layer_trained=120_000, root_trained=10_000, lora=24)
+HEAD = replace(MODEL, layer_trained=0, root_trained=10_000, inputs=())
+
+
+def test_frozen_weights_have_no_gradient_to_compute() -> None:
+    """Of each parameter two FLOPs forward; two for the gradient of its input; two for its own, if it learns."""
+    attention = 4 * 1000 * 300
+    assert training_flops(MODEL, 300) == 3 * forward_flops(MODEL, 300) == 10 * 3 * (24e6 + attention)
+    assert training_flops(LORA, 300) == 10 * (24e6 + 24e6 + 2 * 120_000 + 3 * attention)
+    assert training_flops(HEAD, 300) == forward_flops(MODEL, 300), "no gradient goes into the trunk"
+
+
+def test_frozen_weights_travel_forward_and_their_gradients_not_at_all() -> None:
+    four = bf16(world_size=4, group=4)
+    lora, head = traffic(LORA, four, FOUR), traffic(HEAD, four, FOUR)
+    assert lora.gather_forward == head.gather_forward == 256 * MB * 3 // 4
+    assert (lora.gather_backward, head.gather_backward) == (240 * MB * 3 // 4, 0)
+    assert (lora.reduce_scatter, head.reduce_scatter) == (4 * 1_210_000 * 3 // 4, 4 * 10_000 * 3 // 4)
+
+
+def test_seconds_of_frozen_weights() -> None:
+    work, alone = Work(tokens=10_000, attended=500), Machines(ROUND, 1)
+
+    def seconds(numbers: ModelNumbers, **options: Any) -> Cost:
+        return cost(numbers, bf16(**options), work, alone)
+
+    whole = seconds(MODEL).compute
+    assert seconds(LORA).compute == pytest.approx(whole - 10 * 0.99 * PRODUCTS)
+    assert seconds(HEAD).compute == pytest.approx(whole / 3)
+    assert seconds(HEAD, activation_checkpointing="full").recompute == 0
+    assert seconds(LORA, activation_checkpointing="full").recompute == pytest.approx(whole / 3)
+    assert seconds(LORA).optimizer == pytest.approx(seconds(MODEL).optimizer * 1_210_000 / 128_000_000)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,9 +12,11 @@ import torch
 from esmshard.batch import pack
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
+from esmshard.model.lora import add_lora
 from esmshard.parallel import plan
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.plan import KINDS, Memory, ModelNumbers, largest_micro_batch, layer_bytes, memory
+from esmshard.settings import AdaptSettings
 from esmshard.vocab import encode
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -231,11 +233,15 @@ def test_padding_and_several_sequences() -> None:
     assert layer_bytes(MODEL, layout, "cuda", padding=1.5).kept == BF16_TOKEN
 
 
+@pytest.mark.parametrize("targets", [None, "q k v out fc1 fc2", "q v", "k fc1", "out fc2 q"])
 @pytest.mark.parametrize("half", [False, True])
-def test_kept_bytes_are_those_that_autograd_keeps(half: bool) -> None:
-    """Counted by the hooks of saved tensors, each storage once, parameters not."""
+def test_kept_bytes_are_those_that_autograd_keeps(half: bool, targets: str | None) -> None:
+    """Counted by the hooks of saved tensors, each storage once, parameters not. With and without a LoRA."""
     config = SIZES["mini"]
-    model = ESM2(config).to(torch.bfloat16 if half else torch.float32)
+    model = ESM2(config)
+    if targets is not None:
+        add_lora(model.requires_grad_(False).layers, 4, 1.0, targets.split())
+    model.to(torch.bfloat16 if half else torch.float32)
     batch = pack([encode("ACDEFGHIKLMNPQRSTVWY" * n) for n in (5, 12, 3, 20)])
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
@@ -252,8 +258,39 @@ def test_kept_bytes_are_those_that_autograd_keeps(half: bool) -> None:
     numbers = plan.of_model(model, config.dim, config.n_heads)
     predicted = config.n_layers * layer_bytes(numbers, layout, "cpu").kept * len(batch.tokens_T)
     assert output.representations
-    # Besides the layers: embedding and last norm.
-    assert 0.97 < (predicted + 2 * config.dim * len(batch.tokens_T) * (2 if half else 4)) / counted < 1.03
+    # Besides the layers: embedding and last norm. Under a frozen embedding, the first layer's norm keeps nothing.
+    ends = 2 * config.dim * len(batch.tokens_T) * (2 if half else 4)
+    assert 0.97 < (predicted + (ends if targets is None else 0)) / counted < 1.03
+
+
+def test_of_frozen_matrices_no_input_is_kept() -> None:
+    layout = bf16(world_size=8, group=8)
+
+    def kept(*inputs: str, lora: int = 0, **options: Any) -> plan.LayerBytes:
+        numbers = replace(MODEL, inputs=inputs, lora=lora, layer_trained=1000)
+        return layer_bytes(numbers, replace(layout, **options), "cuda")
+
+    # Without normalised forms (2) and what leaves gelu (4); the output of attention stays, which attention keeps.
+    assert kept().kept == BF16_TOKEN - 6 * 2000
+    assert kept("qkv").kept == BF16_TOKEN - 5 * 2000
+    assert kept("fc2", "out", lora=24).kept == BF16_TOKEN - 2 * 2000 + 24 * 2
+    assert (kept("fc2").passing, kept("qkv").passing) == (5 * 2000, 9 * 2000)
+    some = kept("qkv", lora=4, activation_checkpointing="selective")
+    assert (some.kept, some.again) == (10 * 2000 + 40, BF16_TOKEN - 5 * 2000 + 8 - (10 * 2000 + 40) + 2000)
+
+
+def test_a_frozen_trunk_keeps_nothing_and_has_no_backward_pass() -> None:
+    numbers = replace(MODEL, inputs=(), layer_trained=0, root_trained=1_000_000)
+    layout = bf16(world_size=4, group=4)
+    assert layer_bytes(numbers, layout, "cuda") == plan.LayerBytes(0, 9 * 2000, 0)
+    found = memory(numbers, layout, 1000, 0, "cuda")
+    assert "backward pass of layer" not in found.when
+    assert found.parameters == 4 * 128_000_000 // 4
+    assert found.optimizer == 8 * 1_000_000 // 4
+    assert found.activations <= 11 * 2000 * 1000
+    # Whole gradients of the root's trained part, at the end.
+    late = memory(numbers, layout, 1, 2**40, "cuda")
+    assert (late.when, late.gradients) == ("backward pass of the head", 2 * 1_000_000)
 
 
 def test_of_model_counts_what_learns() -> None:
@@ -309,6 +346,21 @@ def test_the_free_memory_of_an_apple_gpu_is_what_metal_says(monkeypatch: pytest.
 def test_the_planner_imports_no_torch() -> None:
     code = "import sys, esmshard.parallel.published; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
+@pytest.mark.parametrize("method", ["lora", "head"])
+def test_a_real_step_with_frozen_weights_takes_what_was_predicted(
+    monkeypatch: pytest.MonkeyPatch, method: Literal["lora", "head"]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import peaks
+
+    adapt, size = AdaptSettings(method=method), "esm2_t6_8M_UR50D"  # type: ignore[call-arg]
+    tokens, length = 2048, 64
+    measured = peaks.measure(size, Layout(), tokens, steps=2, length=length, adapt=adapt)
+    numbers, head = peaks.numbers(size, adapt), peaks.head_bytes(tokens, length)
+    assert 0.85 < measured[0] / memory(numbers, Layout(), tokens, head, "cpu").total < 1.1
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")

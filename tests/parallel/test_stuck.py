@@ -64,6 +64,11 @@ def test_all_survivors_name_the_rank(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", SENTENCES)
+def test_starting_again_helps_but_after_a_users_mistake(job: str) -> None:
+    assert {own["transient"] for own in watching.runs()[1][job].values()} == {job != "bad-record"}
+
+
+@pytest.mark.parametrize("job", SENTENCES)
 def test_they_do_so_soon(job: str) -> None:
     """After the time-out of 2 s where one is due, 2 s of roll call if somebody is silent, and 1 s to let one speak."""
     waits = "absent" in job or "stuck" in job or job in ("start", "late")

@@ -11,7 +11,7 @@ from model_files import TINY, fair_esm, ours, perturb, tokenise
 from esmshard.batch import pack
 from esmshard.data.loader import Example
 from esmshard.model.esm2 import ESM2
-from esmshard.settings import TaskSettings
+from esmshard.settings import AdaptSettings, TaskSettings
 from esmshard.tasks import TASKS
 from esmshard.tasks.contact import PRIOR, ContactTask
 from esmshard.tasks.finetuner import FineTuner
@@ -159,7 +159,7 @@ def test_the_loss_takes_what_collate_makes(model: FineTuner) -> None:
 
 
 def test_head_and_trunk_get_gradients_and_frozen_parts_none(model: FineTuner) -> None:
-    model.freeze_unused()
+    model.adapt(AdaptSettings(), 0)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     own = ("trunk.lm_head.", "trunk.contact_head.")

@@ -2,16 +2,16 @@ import torch
 
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
-from esmshard.settings import OptimSettings, TaskSettings
+from esmshard.settings import AdaptSettings, OptimSettings, TaskSettings
 from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.train.optim import adamw, schedule, set_learning_rate
+from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 
 
-def model() -> FineTuner:
+def model(adapt: AdaptSettings | None = None) -> FineTuner:
     task = ContactTask(TaskSettings(name="contact", channels=8, blocks=1))
     tuner = FineTuner(ESM2(SIZES["nano"]), task.head(SIZES["nano"]))
-    tuner.freeze_unused()
+    tuner.adapt(adapt or AdaptSettings(), 0)
     return tuner
 
 
@@ -56,3 +56,60 @@ def test_schedules_rise_and_fall() -> None:
     assert {schedule(s, 100, 0.1, "constant") for s in range(10, 100)} == {1.0}
     assert schedule(0, 1, 0.0, "cosine") >= 0
     assert torch.isfinite(torch.tensor(schedule(0, 1, 1.0, "linear")))
+
+
+LORA = AdaptSettings(method="lora", rank=2, targets=("k", "fc1"))
+
+
+def test_lora_matrices_decay_and_biases_do_not() -> None:
+    tuner = model(LORA)
+    optimizer = adamw(tuner, OptimSettings(lr=1e-5, head_lr=1e-3, weight_decay=0.1))
+    found = {id(p): (g["peak"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    named = {name: found.get(id(p)) for name, p in tuner.named_parameters()}
+    assert named["trunk.layers.0.self_attn.k_proj.lora_A.weight"] == (1e-5, 0.1)
+    assert named["trunk.layers.1.fc1.lora_B.weight"] == (1e-5, 0.1)
+    assert named["trunk.layers.1.fc1.bias"] == (1e-5, 0.0)
+    assert named["trunk.layers.1.final_layer_norm.bias"] == (1e-5, 0.0)
+    assert named["trunk.emb_layer_norm_after.bias"] == (1e-5, 0.0)
+    assert named["head.left.weight"] == (1e-3, 0.1)
+    frozen = {name for name, group in named.items() if group is None}
+    assert {n for n in named if n.startswith("trunk.layers.") and n.endswith("_proj.weight")} <= frozen
+    # No output depends on these, biases or not.
+    assert {"trunk.lm_head.bias", "trunk.lm_head.dense.bias", "trunk.contact_head.regression.bias"} <= frozen
+    assert {
+        "trunk.embed_tokens.weight",
+        "trunk.layers.0.fc1.weight",
+        "trunk.layers.0.final_layer_norm.weight",
+    } <= frozen
+
+
+def test_without_biases_a_lora_is_all_that_learns_in_the_trunk() -> None:
+    tuner = model(AdaptSettings(method="lora", rank=2, targets=("k", "fc1"), bias="none"))
+    learns = {name for name, p in tuner.named_parameters() if p.requires_grad and name.startswith("trunk.")}
+    places = [f"trunk.layers.{n}.{place}" for n in range(2) for place in ("self_attn.k_proj", "fc1")]
+    assert learns == {f"{place}.{part}.weight" for place in places for part in ("lora_A", "lora_B")}
+
+
+def test_with_head_nothing_in_the_trunk_learns() -> None:
+    tuner = model(AdaptSettings(method="head"))
+    learns = {name for name, p in tuner.named_parameters() if p.requires_grad}
+    assert learns == {name for name, _ in tuner.named_parameters() if name.startswith("head.")}
+    assert {g["peak"] for g in adamw(tuner, OptimSettings(lr=1e-5, head_lr=1e-3)).param_groups} == {1e-3}
+
+
+def test_state_tensors_hold_all_or_what_learns() -> None:
+    tuner = model(LORA)
+    tuner.head.register_buffer("running", torch.ones(3))
+    optimizer = adamw(tuner, OptimSettings(lr=1e-5, head_lr=1e-3))
+    everything = state_tensors(tuner, optimizer)
+    some = state_tensors(tuner, optimizer, trained_only=True)
+    learns = {name for name, p in tuner.named_parameters() if p.requires_grad}
+    of_model = {name.removeprefix("model.") for name in some if name.startswith("model.")}
+    assert of_model == learns | {"head.running"}
+    assert {n for n in some if n.startswith("optim.")} == {
+        f"optim.{name}.{key}" for name in learns for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert everything.keys() - some.keys() == {
+        f"model.{name}" for name, p in tuner.named_parameters() if not p.requires_grad
+    } | {f"model.trunk.layers.{n}.self_attn.rot_emb.inv_freq" for n in range(2)}
+    assert all(everything[name] is some[name] for name in some if name.startswith("optim."))

@@ -1,0 +1,235 @@
+"""The model card: `README.md` beside a model, as the Hugging Face hub shows it.
+
+It says what is known and names what is not. A model is never called ESM-2 because of its shape: only weights that were
+asked for by a released name are.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from esmshard.checkpoint.manifest import sync_directory, write_synced
+from esmshard.model.config import SIZES, EsmConfig
+from esmshard.model.hub import RELEASED
+
+CITATION = """\
+@article{lin2023evolutionary,
+  title   = {Evolutionary-scale prediction of atomic-level protein structure with a language model},
+  author  = {Lin, Zeming and Akin, Halil and Rao, Roshan and Hie, Brian and Zhu, Zhongkai and Lu, Wenting and
+             Smetanin, Nikita and Verkuil, Robert and Kabeli, Ori and Shmueli, Yaniv and {dos Santos Costa}, Allan and
+             Fazel-Zarandi, Maryam and Sercu, Tom and Candido, Salvatore and Rives, Alexander},
+  journal = {Science}, volume = {379}, number = {6637}, pages = {1123--1130}, year = {2023},
+  doi     = {10.1126/science.ade2574}
+}"""
+
+
+def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
+    """Write `README.md` to a model directory, in place of the one that is there, in one go.
+
+    Args:
+        directory: holds the model.
+        about: its `esmshard.json`.
+        evaluation: its `evaluation.json`; without it the card says that the model has not been scored.
+    """
+    temporary = directory / ".tmp-README.md"
+    write_synced(temporary, text(directory, about, evaluation))
+    temporary.replace(directory / "README.md")
+    sync_directory(directory)
+
+
+def text(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
+    """The card. Of paths the last part only: where data lay on somebody's machine is nobody's business."""
+    recipe, fair_esm = about["recipe"], not (directory / "config.json").is_file()
+    parts = [
+        _front_matter(recipe, fair_esm),
+        f"# {_name(recipe['out'])}\n\n{_base(about)}",
+        _use(directory, recipe, fair_esm),
+        _data(about),
+        _training(about),
+        _scores(about, evaluation),
+        _limits(recipe),
+        _licence(recipe),
+        f"## Citation\n\nESM-2:\n\n```bibtex\n{CITATION}\n```",
+        _made(about, fair_esm),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _released(recipe: Mapping[str, Any]) -> str | None:
+    """The released model that it was made from, as far as that is known."""
+    name = recipe["model"]["name"]
+    return name if recipe["init"] == "pretrained" and name in RELEASED else None
+
+
+def _front_matter(recipe: Mapping[str, Any], fair_esm: bool) -> str:
+    """What the hub reads. YAML, of which JSON is a part."""
+    found: dict[str, Any] = {}
+    if base := _released(recipe):
+        found |= {"license": "mit", "base_model": RELEASED[base], "base_model_relation": "finetune"}
+    if not fair_esm:
+        found["library_name"] = "transformers"
+    found["tags"] = ["biology", "protein-language-model", "esmshard", f"{recipe['task']['name']}-prediction"]
+    return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in found.items()), "---"])
+
+
+def _base(about: Mapping[str, Any]) -> str:
+    recipe = about["recipe"]
+    name, task = recipe["model"]["name"], recipe["task"]
+    options = ", ".join(f"{key} {value}" for key, value in task.items() if key != "name")
+    lines = [f"A protein language model with a head for the task `{task['name']}` ({options})."]
+    if base := _released(recipe):
+        lines.append(f"It was fine-tuned from `{base}` ([{RELEASED[base]}](https://huggingface.co/{RELEASED[base]})).")
+    elif recipe["init"] == "random":
+        lines.append(
+            f"**It is not ESM-2**: it was trained from random weights (seed {recipe['train']['seed']}) in the shape of "
+            f"`{_name(name)}`, and on nothing but the data below."
+        )
+    else:
+        lines.append(
+            f"It was fine-tuned from the weights in `{_name(name)}`, which were given as a file: whether they are "
+            "those of a released ESM-2 is not known here."
+        )
+    if method := recipe.get("adapt", {}).get("method"):
+        lines.append(f"Adaptation: `{method}`.")
+    if "config" in about:
+        config = EsmConfig(**about["config"])
+        same = [size for size, shape in SIZES.items() if shape == config]
+        shape = f", the shape of `{same[0]}`" if same else ""
+        lines.append(
+            f"{config.n_layers} layers, width {config.dim}, {config.n_heads} heads, {config.n_parameters:,} parameters "
+            f"without the head{shape}; weights in {about['dtype']}."
+        )
+    return " ".join(lines)
+
+
+def _use(directory: Path, recipe: Mapping[str, Any], fair_esm: bool) -> str:
+    if fair_esm:
+        file = next(p.name for p in sorted(directory.glob("*.pt")) if not p.stem.endswith("-contact-regression"))
+        code = f'import esm\nmodel, alphabet = esm.pretrained.load_model_and_alphabet_local("{file}")'
+        return (
+            "## Use\n\nThe language model, without the head, for [fair-esm](https://github.com/facebookresearch/esm):"
+            f"\n\n```python\n{code}\n```"
+        )
+    return (
+        "## Use\n\n```\nesmshard predict MODEL proteins.fasta -o out.npz    # what the head says\n"
+        "esmshard embed MODEL proteins.fasta -o out.h5\n```\n\n"
+        "The language model alone, without the head, also loads in `transformers.EsmForMaskedLM.from_pretrained`, "
+        "which names the tensors under `head.` as unused."
+    )
+
+
+def _data(about: Mapping[str, Any]) -> str:
+    given = about["recipe"]["data"]
+    rows = []
+    for split in ("train", "valid", "test"):
+        facts = about.get("data", {}).get(split, {})
+        numbers = [f"{facts[key]:,}" if key in facts else "not recorded" for key in ("records", "residues")]
+        digest = f"`{facts['tokens_sha256']}`" if "tokens_sha256" in facts else "not recorded"
+        rows.append([split, f"`{_name(given[split])}`", *numbers, digest])
+    return (
+        "## Data\n\n"
+        + _table(["split", "given as", "records", "residues", "sha256 of the tokens"], rows)
+        + "\n\nThe splits are as they were given. How they were divided, and how much alike training and test proteins "
+        "are, is for whoever publishes this model to say; `esmshard split` divides by clusters and tells what they "
+        "share. "
+        f"Training records of more than {given['max_length']:,} residues: `{given['long']}`."
+    )
+
+
+def _training(about: Mapping[str, Any]) -> str:
+    recipe = about["recipe"]
+    optim, parallel = recipe["optim"], recipe["parallel"]
+    rows = [
+        ["steps", f"{about['step']:,} of {recipe['train']['steps']:,}"],
+        ["tokens a step, at most", f"{recipe['batch']['global_tokens']:,}"],
+        ["optimizer", f"AdamW, betas {_pair(optim['betas'])}, weight decay {optim['weight_decay']:g}"],
+        ["learning rate", f"{optim['lr']:g}, head {optim['head_lr']:g}"],
+        ["schedule", f"{optim['schedule']}, {100 * optim['warmup']:g}% warm-up"],
+        ["gradient norm, at most", f"{optim['clip']:g}"],
+        ["seed", str(recipe["train"]["seed"])],
+        ["precision", f"{parallel['precision']}, weights and optimizer state in fp32"],
+        ["processes", f"{about.get('world_size', 'not recorded')}, {parallel['strategy']}"],
+        ["software", _software(about)],
+    ]
+    return "## Training\n\n" + _table(["", ""], rows)
+
+
+def _software(about: Mapping[str, Any]) -> str:
+    torch = about.get("versions", {}).get("torch")
+    return f"esmshard {about['esmshard']}" + (f", torch {torch}" if torch else "")
+
+
+def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
+    if evaluation is None:
+        return "## Metrics\n\nNot scored yet. `esmshard evaluate` scores a model beside its baselines."
+    metrics: Mapping[str, Mapping[str, Any]] = evaluation["metrics"]
+    columns = list(next(iter(metrics.values())))
+    rows = [[name, *(_interval(row[column]) for column in columns)] for name, row in metrics.items()]
+    lines = [
+        f"Mean over the {evaluation['records']:,} records of `{_name(evaluation['data'])}` "
+        f"({evaluation['split']}), with {evaluation['interval']}."
+    ]
+    if missing := [f"{count} without {name}" for name, count in evaluation["without_value"].items() if count]:
+        lines.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
+    if evaluation["weights_sha256"] != about["weights_sha256"]:
+        lines.append("Scored before the weights were written in this layout and precision.")
+    return "## Metrics\n\n" + " ".join(lines) + "\n\n" + _table(["", *columns], rows)
+
+
+def _interval(value: Mapping[str, float | None]) -> str:
+    if value["mean"] is None:
+        return "no value"
+    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
+def _limits(recipe: Mapping[str, Any]) -> str:
+    lines = [
+        "The scores hold for proteins that are to the training data as the test set is; for others, such as families, "
+        "lengths or organisms that the data do not have, nothing was measured.",
+        "What it says is a prediction, and no ground for a medical decision.",
+    ]
+    if recipe["init"] == "random":
+        lines.append("Its LM head and its contact regression (`predict_contacts`) were never trained and say nothing.")
+    elif recipe.get("adapt", {}).get("method") != "head":
+        lines.append("Its LM head and its contact regression did not learn along with the layers below them.")
+    return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def _licence(recipe: Mapping[str, Any]) -> str:
+    if _released(recipe):
+        said = (
+            "The weights of the base model are under the MIT licence (Copyright Meta Platforms, Inc. and affiliates)."
+        )
+    elif recipe["init"] == "random":
+        said = "No licence is stated. It holds no weights of others."
+    else:
+        said = "No licence is stated; that of the weights it was fine-tuned from holds on."
+    return f"## Licence\n\n{said} The licence of the training data is for whoever publishes this model to state."
+
+
+def _made(about: Mapping[str, Any], fair_esm: bool) -> str:
+    processes = f" --nproc {about['world_size']}" if about.get("world_size", 1) > 1 else ""
+    return (
+        "## How it was made\n\n```\n"
+        f"esmshard finetune recipe.yaml{processes}\n"
+        f"esmshard consolidate RUN -o MODEL --to {'fair-esm' if fair_esm else 'hf'} --dtype {about['dtype']}\n"
+        "```\n\n`recipe.yaml` is what `esmshard.json` holds under `recipe`. sha256 of the weights, as `esmshard.json` "
+        f"has it: `{about['weights_sha256']}`."
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _pair(betas: Sequence[float]) -> str:
+    return " and ".join(f"{beta:g}" for beta in betas)
+
+
+def _name(given: str) -> str:
+    """A path without the directories it lies in; `sample:...` and names of models as they are."""
+    shown = given if given.startswith("sample:") else os.path.basename(given.rstrip("/")) or given  # noqa: PTH119
+    return shown.replace("`", "'").replace("\n", " ")

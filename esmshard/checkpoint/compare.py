@@ -1,0 +1,124 @@
+"""Whether a model that was written is the one that was to be written: tensor by tensor, and by what it computes."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.errors import InputError
+from esmshard.model import export
+from esmshard.model.config import EsmConfig
+from esmshard.model.contacts import ContactAccumulator
+from esmshard.model.export import Source
+from esmshard.model.streamed import streamed
+from esmshard.vocab import CLS, EOS, MASK, VOCAB_SIZE, encode
+
+TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Largest difference of an output, root mean square over that of the output itself, by the precision of the weights.
+
+Rounding every weight to bf16 moves the outputs of ESM-2's shapes by about 1%, to fp16 by an eighth of that. A model
+that it moves much further is a bad one to keep in that precision.
+"""
+
+
+class Model(NamedTuple):
+    """Tensors to be compared."""
+
+    source: Source
+    """Answers to every name of the trunk, also of a part that the model does not have and nobody looks at."""
+    names: frozenset[str]
+    """Of all tensors that it has, without the tied `lm_head.weight`."""
+    head: Callable[[], nn.Module] | None
+    """Makes the module that the tensors under `head.` belong to, if it is known."""
+
+
+def compare(config: EsmConfig, given: Model, written: Source, where: str, dtype: torch.dtype) -> dict[str, float]:
+    """Compare a model with what was read back of it.
+
+    One layer of one of them is in memory at a time. All arithmetic is fp32, so what differs comes from the weights.
+
+    Args:
+        config: of both.
+        given: what was to be written.
+        written: reads what was written, by the same names.
+        where: it lies, for messages.
+        dtype: in which it was written.
+
+    Returns:
+        For each output (`representations`, `logits`, `contacts`, `head`, as far as the model has them) the root mean
+        square of its difference over that of the output. Zero for fp32.
+
+    Raises:
+        InputError: if a tensor differs by a bit, or an output by more than `TOLERANCE`.
+    """
+    expected: dict[str, str] = {}
+
+    def remember(name: str, tensor: torch.Tensor) -> None:
+        expected[name] = export.digest(export.cast(name, tensor, dtype))
+
+    def check(name: str, tensor: torch.Tensor) -> None:
+        if export.digest(tensor) != expected[name]:
+            raise InputError(f"{where}: {name} does not read back as it was written; check the disk, and try again")
+
+    outputs = _outputs(config, given, remember)
+    assert expected.keys() == given.names, "every tensor is looked at"
+    found = _outputs(config, given._replace(source=written), check)
+    differences: dict[str, float] = {}
+    for name, output in outputs.items():
+        spread = float(output.square().mean().sqrt())
+        off = float((found[name] - output).square().mean().sqrt())
+        differences[name] = off / spread if off else 0.0
+        if not differences[name] <= TOLERANCE[dtype]:
+            raise InputError(
+                f"{where}: its {name} differ from the given model's by {differences[name]:.2g} of their size, more "
+                f"than the {TOLERANCE[dtype]:g} that rounding to {str(dtype).removeprefix('torch.')} explains; "
+                + ("check the disk, and try again" if dtype == torch.float32 else "write it as fp32")
+            )
+    return differences
+
+
+def _outputs(config: EsmConfig, model: Model, seen: Callable[[str, torch.Tensor], None]) -> dict[str, torch.Tensor]:
+    """What a model says of two proteins that are always the same."""
+    batch = _proteins()
+    with torch.no_grad():
+        trunk = streamed(config, model.source, lambda name, tensor: seen(name, tensor) if name in model.names else None)
+        regression = trunk.contact_head.regression
+        sums = [ContactAccumulator(regression.weight[0], regression.bias) for _ in range(len(batch))]
+        has = {part: any(name.startswith(f"{part}.") for name in model.names) for part in ("lm_head", "contact_head")}
+        x_TD, logits_PV = trunk(
+            batch,
+            logits_at=torch.arange(batch.bounds[-1]) if has["lm_head"] else None,
+            on_attention=(lambda layer, n, q, k: sums[n].add(layer, q, k)) if has["contact_head"] else None,
+        )
+        x_TD = x_TD[config.n_layers]
+        found = {"representations": x_TD}
+        if logits_PV is not None:
+            found["logits"] = logits_PV
+        if has["contact_head"]:
+            found["contacts"] = torch.cat([s.logits().flatten() for s in sums])
+        own = sorted(name for name in model.names if name.startswith("head."))
+        tensors = dict(model.source(own)) if own else {}
+        for name, tensor in tensors.items():
+            seen(name, tensor)
+        if own and model.head is not None:
+            found["head"] = _head_output(model.head(), tensors, x_TD, batch)
+    return found
+
+
+def _head_output(
+    head: nn.Module, tensors: Mapping[str, torch.Tensor], x_TD: torch.Tensor, batch: TokenBatch
+) -> torch.Tensor:
+    head.load_state_dict({name.removeprefix("head."): tensor.float() for name, tensor in tensors.items()})
+    return torch.cat([output.float().flatten() for output in head.eval()(x_TD, batch)])
+
+
+def _proteins() -> TokenBatch:
+    """Every token of the alphabet but the two ends, in order; and ubiquitin with a residue masked."""
+    every = [token for token in range(VOCAB_SIZE) if token not in (CLS, EOS)]
+    ubiquitin = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
+    second = encode(ubiquitin).copy()
+    second[40] = MASK
+    return pack([np.array([CLS, *every, EOS], dtype=np.uint8), second], ["alphabet", "ubiquitin"])

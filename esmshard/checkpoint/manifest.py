@@ -1,0 +1,258 @@
+"""A directory of checkpoints: which are finished, whether they are what was written, which may go. No torch.
+
+    checkpoints/step_000100/    finished: MANIFEST.json names every other file with its bytes and sha256
+    checkpoints/LATEST          name of the newest one
+    checkpoints/BEST            name of the one with the best validation, if `checkpoint.keep_best` asks for it
+    checkpoints/.tmp-*          being written or being removed; nobody reads it
+    checkpoints/step_000300.damaged, .abandoned     set aside on resume, see `set_aside`
+
+A checkpoint gets its name when every byte of it is on disk, so a run that dies while saving leaves nothing that could
+be mistaken for one.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePath
+from typing import Any
+
+from esmshard.errors import InputError, UsageError
+
+MANIFEST, VERSION = "MANIFEST.json", 1
+_NAME = re.compile(r"step_(\d{6,})$")
+_READERS = 8
+"""Files hashed at once: sha256 keeps a core busy at 0.5 to 2 GB/s, and file systems give more to several readers."""
+
+Entry = dict[str, Any]
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return directory / f"step_{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint by its name; None if it has not such a name."""
+    found = _NAME.match(path.name)
+    return int(found[1]) if found else None
+
+
+def named(directory: Path) -> list[Path]:
+    """Directories with the name of a checkpoint, oldest first. It comes last, so one without a manifest is damaged."""
+    found = [(step, path) for path in directory.glob("step_*") if (step := step_of(path)) is not None]
+    return [path for _, path in sorted(found) if path.is_dir()]
+
+
+def complete(directory: Path) -> list[Path]:
+    """Checkpoints that were finished, oldest first. Their content is not looked at."""
+    return [path for path in named(directory) if (path / MANIFEST).is_file()]
+
+
+def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
+    """Write the manifest of a finished directory, and give it its name. Once this returns, a power cut takes nothing.
+
+    Args:
+        work: holds all files, each on disk.
+        final: beside it.
+        files: entry by name of every file.
+    """
+    write_synced(work / MANIFEST, json.dumps({"version": VERSION, "files": dict(files)}, indent=1))
+    sync_directory(work)
+    if final.exists():  # left by somebody else: whoever goes on with a run sets later checkpoints aside
+        set_aside(final, "abandoned")
+    work.rename(final)
+    sync_directory(final.parent)
+
+
+def point(directory: Path, pointer: str, name: str) -> None:
+    """Let `LATEST` or `BEST` name another checkpoint, in one go."""
+    write_synced(directory / f".tmp-{pointer}", name + "\n")
+    (directory / f".tmp-{pointer}").replace(directory / pointer)
+    sync_directory(directory)
+
+
+def pointed(directory: Path, pointer: str) -> Path | None:
+    """What `LATEST` or `BEST` names; None if it names nothing that is there."""
+    try:
+        path = directory / PurePath((directory / pointer).read_text(encoding="utf-8").strip()).name
+    except (OSError, ValueError):
+        return None
+    return path if path in complete(directory) else None
+
+
+def prune(directory: Path, newest: Path, keep: int) -> None:
+    """Remove what is older than the `keep` newest up to `newest`, but for `BEST`; and what was damaged before it."""
+    step = step_of(newest) or 0
+    before = [path for path in complete(directory) if (step_of(path) or 0) <= step]
+    spared = {*before[-keep:], newest, pointed(directory, "BEST")}
+    for path in [path for path in before if path not in spared] + list(directory.glob("step_*.damaged")):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory so that no half of it can be taken for a whole one, whenever this dies.
+
+    What cannot be removed stays under a hidden name, for `sweep`.
+    """
+    hidden = path.with_name(f".tmp-removed-{path.name}")
+    if hidden.exists():
+        shutil.rmtree(hidden, ignore_errors=True)
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what an earlier run left while it was writing or removing."""
+    for leftover in directory.glob(".tmp-*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Rename a checkpoint that a run will not go on from, to `step_000300.WHY`; where it then lies."""
+    aside = path.with_name(f"{path.name}.{why}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    path.rename(aside)
+    return aside
+
+
+def damage(path: Path) -> list[str]:
+    """What is wrong with the files of a checkpoint, a phrase for each bad one; sizes first, then sha256.
+
+    Files that the manifest does not name are nobody's business. A name in it that leads out of the directory is damage.
+    """
+    try:
+        files = read_json(path / MANIFEST)["files"]
+        known = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except InputError as error:
+        return [str(error)]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return [f"{path / MANIFEST}: damaged (not a manifest)"]
+
+    def look(name: str) -> str:
+        file, (size, digest) = path / name, known[name]
+        if name != PurePath(name).name or name in (".", "..", ""):
+            return f"{path / MANIFEST}: names a file outside the checkpoint ({name!r})"
+        if not file.is_file() or file.is_symlink():
+            return f"{file}: missing from the checkpoint"
+        found = file.stat().st_size
+        if found != size:
+            return f"{file}: truncated or altered ({found} bytes instead of {size})"
+        if sha256_of(file) != digest:
+            return f"{file}: damaged (its sha256 is not the one in {MANIFEST})"
+        return ""
+
+    if not known:
+        return [f"{path / MANIFEST}: damaged (it names no files)"]
+    with ThreadPoolExecutor(min(_READERS, len(known), os.cpu_count() or 1)) as readers:
+        try:
+            return [phrase for phrase in readers.map(look, sorted(known)) if phrase]
+        except OSError as error:
+            return [f"{error.filename or path}: cannot be read ({(error.strerror or str(error)).lower()})"]
+
+
+def verify(path: Path) -> None:
+    """Compare every file with the manifest. Raises `InputError` naming all bad ones."""
+    if bad := damage(path):
+        raise InputError("; ".join(bad))
+
+
+def check_owner(path: Path, trust: bool) -> None:
+    """Refuse a checkpoint that another user wrote, unless it is to be trusted (docs/checkpoints.md says why)."""
+    if trust or os.name != "posix":
+        return
+    for file in (path, path / ".metadata"):
+        if file.exists() and (owner := file.stat().st_uid) != os.geteuid():
+            raise UsageError(
+                f"{file}: was written by another user (uid {owner}, you are {os.geteuid()}), and the index of a "
+                "sharded checkpoint is a pickle, which can carry code; pass --trust if you trust who wrote it, or take "
+                "the consolidated model"
+            )
+
+
+def newest_good(directory: Path, warn: Callable[[str], None], *, trust: bool = False) -> Path | None:
+    """The newest checkpoint whose files are what was written; None if there never was one.
+
+    A damaged one is passed over, with a warning that names its bad files. If all are damaged that is an error.
+    """
+    candidates = named(directory)
+    for path in reversed(candidates):
+        check_owner(path, trust)
+        bad = damage(path)
+        if not bad:
+            return path
+        warn(f"{'; '.join(bad)}; going back to the checkpoint before it")
+    if candidates:
+        raise InputError(f"{directory}: every checkpoint is damaged; start again with --overwrite")
+    return None
+
+
+def locate(
+    run_or_checkpoint: Path, warn: Callable[[str], None], *, trust: bool = False, prefer_best: bool = False
+) -> Path:
+    """The checkpoint that a path means: itself, verified, or the newest good one of a run. `InputError` if none.
+
+    With `prefer_best` that of the best validation, if the run kept it.
+    """
+    if step_of(run_or_checkpoint) is not None and run_or_checkpoint.is_dir():
+        check_owner(run_or_checkpoint, trust)
+        try:
+            verify(run_or_checkpoint)
+        except InputError as error:
+            raise InputError(f"{error}; use another checkpoint of the run") from None
+        return run_or_checkpoint
+    directory = run_or_checkpoint / "checkpoints"
+    if not directory.is_dir():
+        raise InputError(f"{run_or_checkpoint}: neither a run nor a checkpoint (it has no checkpoints/ directory)")
+    best = pointed(directory, "BEST") if prefer_best else None
+    if best is not None:
+        check_owner(best, trust)
+        bad = damage(best)
+        if not bad:
+            return best
+        warn(f"{'; '.join(bad)}; taking the newest checkpoint instead of the best")
+    found = newest_good(directory, warn, trust=trust)
+    if found is None:
+        raise InputError(f"{directory}: no complete checkpoint yet; let the run reach one, or lower checkpoint.every")
+    return found
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """A file of a checkpoint. `InputError` if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; the checkpoint is not complete") from None
+    except (OSError, ValueError):
+        raise InputError(f"{path}: damaged (not JSON)") from None
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file, and wait until the disk has it."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in a directory survive a power cut. Windows cannot open directories, and has no need to."""
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,104 @@
+"""Checkpoints of a run: written while all wait, or in the background while training goes on."""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from esmshard.checkpoint import sharded
+
+PATIENCE = 60.0
+"""Seconds that a run which ends by an error waits for what it is writing: the other ranks may be gone, or stuck."""
+
+
+class Saver:
+    """Writes the checkpoints of one run; every rank makes one, and calls it at the same steps.
+
+    Used as `with saver:`, for what is being written when an error ends the run is finished first.
+
+    In the background, `save` copies this rank's shards to the host and returns; a thread writes them, and talks to the
+    other ranks over a group of its own, for messages of two threads over one group get mixed up. There is one copy,
+    made at the first save and used again: a save waits for the one before it. So the host needs room for the shards of
+    its ranks once (weights and both moments: 12 bytes a trained parameter), and no more.
+
+    Args:
+        directory: `checkpoints` of the run.
+        keep: how many of the newest checkpoints stay.
+        background: write while training goes on.
+    """
+
+    def __init__(self, directory: Path, keep: int, background: bool) -> None:
+        self._directory, self._keep, self._background = directory, keep, background
+        # Of its own for either way, so that both are the same code, and no check of one rank costs a GPU a kernel.
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._staged: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        elif self._thread is not None:
+            self._thread.join(PATIENCE)
+
+    def save(
+        self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool = False
+    ) -> None:
+        """Write a checkpoint, after the one before it; see `esmshard.checkpoint.sharded.write`.
+
+        Raises what went wrong with the one before, too.
+        """
+        self.finish()
+        if not self._background:
+            self._write(step, tensors, state, best)
+            return
+        self._stage(tensors)
+        self._thread = threading.Thread(target=self._run, args=(step, state, best), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written. Raises what went wrong in the background, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool) -> None:
+        sharded.write(self._directory, step, tensors, state, keep=self._keep, best=best, group=self._group)
+
+    def _run(self, step: int, state: Mapping[str, Any], best: bool) -> None:
+        try:
+            self._write(step, self._staged, state, best)
+        except BaseException as error:  # raised where the run can hear it
+            self._error = error
+
+    def _stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy all shards into the host's buffers. From a GPU all copies are under way before the first is awaited."""
+        for name, tensor in tensors.items():
+            shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            kept = self._staged.get(name)
+            buffer = kept.to_local() if isinstance(kept, DTensor) else kept
+            if buffer is None or buffer.shape != shard.shape or buffer.dtype != shard.dtype:
+                buffer = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
+                # Not `from_local`, which would move the buffer to the mesh's device.
+                self._staged[name] = buffer
+                if isinstance(tensor, DTensor):
+                    whole = DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+                    self._staged[name] = whole
+            buffer.copy_(shard.detach(), non_blocking=True)
+        for gone in self._staged.keys() - tensors.keys():
+            del self._staged[gone]
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()

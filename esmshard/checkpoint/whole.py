@@ -1,0 +1,91 @@
+"""A directory that appears whole or not at all, also when it replaces another one. No torch."""
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from esmshard.checkpoint.manifest import sync_directory
+
+
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """An empty directory to fill, which takes the name `out` when the block ends well, and is removed otherwise.
+
+    Every byte is on disk before it has the new name. What had the name is first moved to `.old-NAME` beside it, so that
+    one of the two is there whenever this dies; `settle` puts it right.
+    """
+    out = _absolute(out)
+    settle(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = _work(out)
+    work.mkdir()
+    try:
+        yield work
+        for file in work.iterdir():
+            with open(file, "rb+") as written:
+                os.fsync(written.fileno())
+        sync_directory(work)
+        if os.path.lexists(out):
+            out.rename(_old(out))
+        work.rename(out)
+        sync_directory(out.parent)
+    finally:
+        settle(out)
+
+
+def settle(out: Path) -> None:
+    """Put right what a call for `out` left beside it that is over, here or in a process that was killed."""
+    out = _absolute(out)
+    if not out.parent.is_dir():
+        return
+    old, mine = _old(out), _work(out)
+    if os.path.lexists(old) and not os.path.lexists(out):
+        old.rename(out)
+    _remove(mine)
+    if os.path.lexists(old):  # under another name first: half of it must not come back as the model
+        old.rename(mine)
+        _remove(mine)
+    for leftover in out.parent.iterdir():
+        pid = re.fullmatch(re.escape(_prefix(out)) + r"(\d+)", leftover.name)
+        if pid and not _lives(int(pid[1])):
+            _remove(leftover)
+
+
+def _absolute(out: Path) -> Path:
+    return Path(os.path.abspath(out))  # noqa: PTH100  # not resolve(): a link is replaced, not what it leads to
+
+
+def _work(out: Path) -> Path:
+    """Not mkdtemp, whose directories are closed to the group; machine and process say whether somebody works in it."""
+    return out.with_name(f"{_prefix(out)}{os.getpid()}")
+
+
+def _prefix(out: Path) -> str:
+    return f".tmp-{out.name}-{socket.gethostname()}-"
+
+
+def _old(out: Path) -> Path:
+    return out.with_name(f".old-{out.name}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    if os.name != "posix":  # where signal 0 is a real one
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,83 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): a low-rank matrix learned beside each frozen one of the trunk's layers.
+
+    y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank]
+
+B starts at zero, so the first forward pass is the base model's. The two matrices are parameters of the linear layer
+itself, `layers.N.self_attn.q_proj.lora_A.weight`, so that whatever gathers, checkpoints or compiles a block takes them
+along, and the names are PEFT's but for its prefixes (`esmshard.model.adapter`).
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esmshard.model.config import LINEAR
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with a low-rank matrix beside its own, which stay the parameters `weight` and `bias`."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        device = base.weight.device
+        super().__init__(base.in_features, base.out_features, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False, device=device)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False, device=device)
+        self.scale = scale
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, in] to [T, out]."""
+        y_TD = F.linear(x_TD, self.weight, self.bias)
+        return torch.addmm(y_TD, F.linear(x_TD, self.lora_A.weight), self.lora_B.weight.t(), alpha=self.scale)
+
+
+def add_lora(layers: nn.ModuleList, rank: int, alpha: float, targets: Collection[str]) -> dict[str, torch.Size]:
+    """Give linear layers of each block a LoRA, in place.
+
+    Args:
+        layers: of a trunk, on any device, the meta device too.
+        rank: of the new matrices.
+        alpha: over `rank` it scales what they add.
+        targets: keys of LINEAR.
+
+    Returns:
+        Shapes of the new matrices, by the trunk's names. `esmshard.model.weights.drawn` has their first values; those
+        that lie in the model are not defined yet.
+    """
+    added: dict[str, torch.Size] = {}
+    for n, layer in enumerate(layers):
+        for place in (LINEAR[target] for target in LINEAR if target in targets):
+            base = layer.get_submodule(place)
+            assert isinstance(base, nn.Linear)
+            linear = LoraLinear(base, rank, alpha / rank)
+            owner, _, own = place.rpartition(".")
+            setattr(layer.get_submodule(owner), own, linear)
+            names = lora_names(f"layers.{n}.{place}.weight")
+            added |= zip(names, (linear.lora_A.weight.shape, linear.lora_B.weight.shape), strict=True)
+    return added
+
+
+def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
+    """A weight with its LoRA added, in fp32: W + scale * B A. Others pass through as they are.
+
+    Args:
+        name: of one tensor.
+        tensors: it and, where it has a LoRA, `lora_names(name)`.
+        scale: alpha / rank.
+    """
+    a, b = lora_names(name)
+    if a not in tensors:
+        return tensors[name]
+    return torch.addmm(tensors[name].float(), tensors[b].float(), tensors[a].float(), alpha=scale)
+
+
+def lora_names(name: str) -> tuple[str, str]:
+    """Names of A and B beside a weight.
+
+    >>> lora_names("layers.0.fc1.weight")
+    ('layers.0.fc1.lora_A.weight', 'layers.0.fc1.lora_B.weight')
+    """
+    stem = name.removesuffix(".weight")
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"

@@ -1,0 +1,147 @@
+"""Checkpoints without their base: put on it, accounted for, or written as an adapter. No training here."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from esmshard.checkpoint import adapted
+from esmshard.errors import InputError, UsageError
+from esmshard.model import origin, weights
+from esmshard.model.config import SIZES
+
+NANO = SIZES["nano"]
+HERE = Path("run/checkpoints/step_000007")
+A, B = "layers.0.fc1.lora_A.weight", "layers.0.fc1.lora_B.weight"
+LORA = {"method": "lora", "rank": 2, "alpha": 6.0, "targets": ["fc1"], "bias": "all"}
+
+
+def state(adapt: dict[str, Any], seed: int = 3) -> dict[str, Any]:
+    base = origin.identity(weights.fresh(NANO, seed), "nano")
+    return {"config": asdict(NANO), "recipe": {"adapt": adapt}, "base": base}
+
+
+def trained() -> dict[str, torch.Tensor]:
+    """A LoRA on both layers' fc1, one bias, a head."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {f"layers.{n}.fc1.{p}.weight": s for n in (0, 1) for p, s in (("lora_A", (2, 32)), ("lora_B", (128, 2)))}
+    found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return found | {"layers.1.fc1.bias": torch.full((128,), 5.0), "head.out": torch.full((3,), 7.0)}
+
+
+class Reading:
+    """Reads tensors and notes the names."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.asked = tensors, list[str]()
+
+    def __call__(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        self.asked += names
+        return {name: self.tensors[name] for name in names}
+
+
+def opened(adapt: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[Any, Any, Reading]:
+    reading = Reading(tensors)
+    sizes = {name: tensor.shape for name, tensor in tensors.items()}
+    return *adapted.on_base(HERE, state(adapt), sizes, reading), reading
+
+
+def test_the_base_with_what_was_trained_put_in() -> None:
+    tensors, base = trained(), weights.fresh(NANO, 3)
+    sizes, read, reading = opened(LORA, tensors)
+    shapes = weights.shapes(NANO)
+    assert sizes.keys() == (shapes.keys() - {"lm_head.weight"}) | {"head.out"}
+    assert all(sizes[name] == shapes[name] for name in sizes if name != "head.out")
+    found = read(list(sizes))
+    for name, tensor in found.items():
+        if name in ("layers.0.fc1.weight", "layers.1.fc1.weight"):
+            stem = name.removesuffix(".weight")
+            expected = base[name] + 3.0 * tensors[f"{stem}.lora_B.weight"] @ tensors[f"{stem}.lora_A.weight"]
+            assert (tensor - expected).abs().max() < 1e-5
+            assert (tensor - base[name]).abs().max() > 1
+        else:
+            assert torch.equal(tensor, tensors[name] if name in tensors else base[name]), name
+    assert sorted(reading.asked) == sorted(tensors)
+
+
+def test_only_what_is_asked_for_is_read() -> None:
+    _, read, reading = opened(LORA, trained())
+    assert read(["layers.0.fc1.weight", "layers.0.fc2.weight"]).keys() == {"layers.0.fc1.weight", "layers.0.fc2.weight"}
+    assert sorted(reading.asked) == [A, B]
+
+
+def test_a_head_alone_leaves_the_base_as_it_is() -> None:
+    sizes, read, reading = opened({"method": "head"}, {"head.out": torch.ones(3)})
+    base = weights.fresh(NANO, 3)
+    found = read(list(sizes))
+    assert all(torch.equal(t, base[n]) for n, t in found.items() if n != "head.out")
+    assert torch.equal(found["head.out"], torch.ones(3))
+    assert reading.asked == ["head.out"]
+
+
+@pytest.mark.parametrize(
+    ("method", "lost", "extra", "says"),
+    [
+        ("lora", [A], {}, f"lacks {A}; it is no checkpoint of its recipe"),
+        ("lora", [A, B, "layers.1.fc1.lora_A.weight", "layers.1.fc1.lora_B.weight"], {}, "and 1 more; it is no"),
+        ("lora", [], {"layers.0.fc2.weight": (32, 128)}, "holds besides the LoRA layers.0.fc2.weight;"),
+        ("lora", [], {"layers.0.q.lora_A.weight": (2, 32)}, "holds besides the LoRA layers.0.q.lora_A.weight;"),
+        ("lora", [], {A: (3, 32)}, f"holds in another shape {A};"),
+        ("lora", [], {"layers.0.fc1.bias": (4,)}, "holds in another shape layers.0.fc1.bias;"),
+        ("lora", [], {"layers.9.fc1.bias": (128,)}, "holds in another shape layers.9.fc1.bias;"),
+        ("head", [], {}, "holds besides the LoRA layers.0.fc1.lora_A.weight"),
+    ],
+)
+def test_what_does_not_belong_is_refused(
+    method: str, lost: list[str], extra: dict[str, tuple[int, ...]], says: str, tmp_path: Path
+) -> None:
+    tensors = {name: tensor for name, tensor in trained().items() if name not in lost}
+    tensors |= {name: torch.zeros(shape) for name, shape in extra.items()}
+    adapt = LORA if method == "lora" else {"method": "head"}
+    with pytest.raises(InputError) as caught:
+        opened(adapt, tensors)
+    assert str(caught.value).startswith(f"{HERE}: ")
+    assert says in str(caught.value)
+    if method == "lora":
+        sizes = {name: tensor.shape for name, tensor in tensors.items()}
+        with pytest.raises(InputError, match="it is no checkpoint of its recipe, take another"):
+            adapted.write_adapter(tmp_path, HERE, state(adapt), sizes, Reading(tensors))
+        assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_is_written_without_reading_the_base(tmp_path: Path) -> None:
+    tensors = trained()
+    of_run = state(LORA) | {"base": {"name": "gone", "config": {}, "seed": None, "files": {}}}
+    sizes = {name: tensor.shape for name, tensor in tensors.items()}
+    digest = adapted.write_adapter(tmp_path, HERE, of_run, sizes, Reading(tensors))
+    assert len(digest) == 64
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    prefix = "base_model.model.esm.encoder.layer.1.intermediate.dense"
+    assert torch.equal(written[f"{prefix}.base_layer.bias"], tensors["layers.1.fc1.bias"])
+    assert torch.equal(written[f"{prefix}.lora_A.weight"], tensors["layers.1.fc1.lora_A.weight"])
+    assert len(written) == 5
+    assert load_file(tmp_path / "head.safetensors").keys() == {"head.out"}
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["bias"]) == (2, 6.0, "all")
+    assert config["base_model_name_or_path"] == "gone"
+    assert config["target_modules"] == [f"encoder.layer.{n}.intermediate.dense" for n in (0, 1)]
+    adapted.write_adapter(tmp_path, HERE, of_run, sizes, Reading(tensors), base="facebook/x")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "facebook/x"
+
+
+def test_an_adapter_that_diverged_is_refused(tmp_path: Path) -> None:
+    tensors = trained()
+    tensors[B][3, 1] = torch.nan
+    with pytest.raises(InputError, match=rf"step_000007: {B} holds a value that is not finite; the run"):
+        adapted.write_adapter(tmp_path, HERE, state(LORA), {n: t.shape for n, t in tensors.items()}, Reading(tensors))
+
+
+@pytest.mark.parametrize("recipe", [{"adapt": {"method": "head"}}, {"adapt": {"method": "full"}}, {}])
+def test_without_a_lora_there_is_no_adapter(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no LoRA"):
+        adapted.write_adapter(tmp_path, HERE, state(LORA) | {"recipe": recipe}, {}, Reading({}))

@@ -1,0 +1,207 @@
+"""The model card says what is known, never more; nothing but ESM-2 is called so, and no path of a machine is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+from ruamel.yaml import YAML
+
+from esmshard.checkpoint import card
+from esmshard.settings import Recipe
+
+
+def about(**changes: Any) -> dict[str, Any]:
+    recipe = Recipe.model_validate(
+        {
+            "task": {"name": "contact", "channels": 8, "blocks": 1},
+            "model": {"name": "esm2_t6_8M_UR50D"},
+            "data": {"train": "sample:contact/train", "valid": "/home/ada/b|c.fasta", "test": "/home/ada/c.fasta"},
+            "optim": {"lr": 1e-4, "warmup": 0.1},
+            "batch": {"global_tokens": 20000},
+            "parallel": {"precision": "bf16"},
+            "out": "/home/ada/runs/mine",
+        }
+    )
+    data = {
+        name: {"path": f"/home/ada/{name}", "records": 1200 + n, "residues": 345678 + n, "tokens_sha256": 64 * str(n)}
+        for n, name in enumerate(("train", "valid", "test"))
+    }
+    found = {
+        "format": "esmshard-model",
+        "esmshard": "0.1.0",
+        "step": 380,
+        "recipe": recipe.model_dump(mode="json"),
+        "config": {"n_layers": 6, "dim": 320, "n_heads": 20},
+        "data": data,
+        "world_size": 4,
+        "versions": {"torch": "2.13.0", "platform": "Linux-6.1-ada"},
+        "dtype": "fp32",
+        "weights_sha256": "f" * 64,
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            found["recipe"][section][name] = value
+        elif key in found["recipe"]:
+            found["recipe"][key] = value
+        else:
+            found[key] = value
+    return found
+
+
+EVALUATION = {
+    "split": "test",
+    "data": "/home/ada/c.fasta",
+    "records": 100,
+    "without_value": {"long P@L": 3, "AUPRC": 0},
+    "interval": "95% percentile bootstrap over records",
+    "weights_sha256": "f" * 64,
+    "metrics": {
+        "fine-tuned": {"long P@L": {"mean": 0.51239, "low": 0.4801, "high": 0.5449, "n": 97}, "AUPRC": {"mean": None}},
+        "untrained": {"long P@L": {"mean": 0.02, "low": 0.01, "high": 0.03, "n": 97}, "AUPRC": {"mean": None}},
+    },
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def written(model: Path, about: dict[str, Any], evaluation: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
+    """Front matter and text of a card."""
+    card.write(model, about, evaluation)
+    text = (model / "README.md").read_text(encoding="utf-8")
+    start, front, rest = text.split("---\n", 2)
+    assert start == ""
+    found = YAML(typ="safe", pure=True).load(front)
+    assert ModelCard(text).data.to_dict() == found, "as the hub reads it"
+    assert "/home" not in text
+    assert "Linux" not in text
+    assert text.endswith("\n")
+    assert not text.endswith("\n\n")
+    return found, rest
+
+
+def row(text: str, first: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {first} |"))
+    return [cell.strip() for cell in line.replace("\\|", "!").strip("|").split("|")]
+
+
+def test_a_fine_tuned_released_model(model: Path) -> None:
+    front, text = written(model, about(), EVALUATION)
+    assert front == {
+        "license": "mit",
+        "base_model": "facebook/esm2_t6_8M_UR50D",
+        "base_model_relation": "finetune",
+        "library_name": "transformers",
+        "tags": ["biology", "protein-language-model", "esmshard", "contact-prediction"],
+    }
+    assert text.startswith("\n# mine\n\n")
+    assert "a head for the task `contact` (channels 8, blocks 1)" in text
+    assert "fine-tuned from `esm2_t6_8M_UR50D` ([facebook/esm2_t6_8M_UR50D](https://huggingface.co/facebook/" in text
+    assert "not ESM-2" not in text
+    assert (
+        "6 layers, width 320, 20 heads, 7,512,474 parameters without the head, the shape of `esm2_t6_8M_UR50D`" in text
+    )
+    assert row(text, "train") == ["train", "`sample:contact/train`", "1,200", "345,678", f"`{64 * '0'}`"]
+    assert row(text, "valid") == ["valid", "`b!c.fasta`", "1,201", "345,679", f"`{64 * '1'}`"]
+    assert row(text, "test") == ["test", "`c.fasta`", "1,202", "345,680", f"`{64 * '2'}`"]
+    assert "`esmshard split` divides by clusters" in text
+    assert "Training records of more than 1,022 residues: `crop`." in text
+    expected = {
+        "steps": "380 of 400",
+        "tokens a step, at most": "20,000",
+        "optimizer": "AdamW, betas 0.9 and 0.98, weight decay 0.01",
+        "learning rate": "0.0001, head 0.0002",
+        "schedule": "cosine, 10% warm-up",
+        "gradient norm, at most": "1",
+        "seed": "0",
+        "precision": "bf16, weights and optimizer state in fp32",
+        "processes": "4, full_shard",
+        "software": "esmshard 0.1.0, torch 2.13.0",
+    }
+    assert {name: row(text, name)[1] for name in expected} == expected
+    assert "MIT licence (Copyright Meta Platforms" in text
+    assert "The licence of the training data is for whoever publishes this model to state." in text
+    assert "10.1126/science.ade2574" in text
+    assert "esmshard finetune recipe.yaml --nproc 4\n" in text
+    assert "esmshard consolidate RUN -o MODEL --to hf --dtype fp32\n" in text
+    assert f"`{'f' * 64}`" in text
+
+
+def test_scores_stand_beside_their_baselines(model: Path) -> None:
+    _, text = written(model, about(), EVALUATION)
+    assert "Mean over the 100 records of `c.fasta` (test), with 95% percentile bootstrap over records." in text
+    assert "left out of it: 3 without long P@L." in text
+    assert row(text, "fine-tuned") == ["fine-tuned", "0.512 [0.480, 0.545]", "no value"]
+    assert row(text, "untrained") == ["untrained", "0.020 [0.010, 0.030]", "no value"]
+    assert "|  | long P@L | AUPRC |\n| --- | --- | --- |\n" in text
+    assert "Scored before" not in text
+    other = written(model, about(), EVALUATION | {"weights_sha256": "e" * 64})[1]
+    assert "Scored before the weights were written in this layout and precision." in other
+    assert "Not scored yet" in written(model, about())[1]
+
+
+def test_random_weights_never_pass_for_esm2(model: Path) -> None:
+    front, text = written(model, about(init="random", train__seed=5))
+    assert front.keys() == {"library_name", "tags"}
+    assert "**It is not ESM-2**: it was trained from random weights (seed 5) in the shape of `esm2_t6_8M_UR50D`" in text
+    assert "fine-tuned from" not in text
+    assert "No licence is stated. It holds no weights of others." in text
+    assert "MIT" not in text
+    assert "were never trained and say nothing" in text
+
+
+@pytest.mark.parametrize("name", ["/home/ada/esm2_t6_8M_UR50D", "/home/ada/esm2_t6_8M_UR50D.pt", "/home/ada/x/"])
+def test_a_file_is_not_taken_for_a_released_model(name: str, model: Path) -> None:
+    front, text = written(model, about(model__name=name))
+    assert front.keys() == {"library_name", "tags"}
+    shown = Path(name).name
+    assert f"fine-tuned from the weights in `{shown}`, which were given as a file: whether they are those of a" in text
+    assert "that of the weights it was fine-tuned from holds on" in text
+    assert "MIT" not in text
+
+
+def test_what_is_not_known_is_not_made_up(model: Path) -> None:
+    known = about()
+    for key in ("config", "data", "world_size", "versions"):
+        del known[key]
+    _, text = written(model, known)
+    assert row(text, "test") == ["test", "`c.fasta`", *["not recorded"] * 3]
+    assert row(text, "processes") == ["processes", "not recorded, full_shard"]
+    assert row(text, "software") == ["software", "esmshard 0.1.0"]
+    assert "layers, width" not in text
+    assert "--nproc" not in text
+
+
+def test_adaptation_is_named(model: Path) -> None:
+    moved = "did not learn along with the layers below them"
+    assert moved in written(model, about())[1]
+    for method, said in (("lora", True), ("full", True), ("head", False)):
+        recipe = about()["recipe"] | {"adapt": {"method": method}}
+        _, text = written(model, about() | {"recipe": recipe})
+        assert f"Adaptation: `{method}`." in text
+        assert (moved in text) is said
+
+
+def test_a_card_of_a_file_of_fair_esm(tmp_path: Path) -> None:
+    for name in ("esm2_mine.pt", "esm2_mine-contact-regression.pt"):
+        (tmp_path / name).touch()
+    front, text = written(tmp_path, about())
+    assert "library_name" not in front
+    assert 'load_model_and_alphabet_local("esm2_mine.pt")' in text
+    assert "esmshard predict" not in text
+    assert "--to fair-esm --dtype fp32" in text
+
+
+def test_a_card_is_replaced_in_one_go(model: Path) -> None:
+    written(model, about())
+    before = (model / "README.md").stat().st_ino
+    assert "0.512" in written(model, about(), EVALUATION)[1]
+    assert (model / "README.md").stat().st_ino != before
+    assert sorted(p.name for p in model.iterdir()) == ["README.md", "config.json"]
+    assert json.dumps(about()), "plain JSON, as in esmshard.json"

@@ -1,0 +1,466 @@
+"""One model out of a checkpoint: the same to the last bit, checked when it is written, in little memory; or nothing."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from esm.pretrained import load_model_and_alphabet_local
+from model_files import TINY, fair_esm, tokenise
+from safetensors import safe_open
+from transformers import EsmForMaskedLM
+
+from esmshard import cli
+from esmshard.checkpoint import compare, sharded
+from esmshard.checkpoint.consolidate import consolidate
+from esmshard.errors import InputError, UsageError
+from esmshard.model import export, weights
+from esmshard.model.config import EsmConfig
+from esmshard.model.layouts import TIED
+from esmshard.settings import Recipe
+from esmshard.tasks import head_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+from drills import fork, killed_at
+from ranks import run_ranks
+
+SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "XBUZO<mask>LLGG<mask>AVW"]
+TASK = {"name": "contact", "channels": 4, "blocks": 1}
+
+
+def state_of(config: EsmConfig) -> dict[str, Any]:
+    data = {"train": "/home/ada/a.fasta", "valid": "/home/ada/b.fasta", "test": "/home/ada/c.fasta"}
+    recipe = Recipe.model_validate(
+        {"task": TASK, "model": {"name": "nano"}, "init": "random", "data": data, "out": "/home/ada/runs/mine"}
+    )
+    return {
+        "recipe": recipe.model_dump(mode="json"),
+        "config": asdict(config),
+        "world_size": 2,
+        "baselines": {"a": [1.0]},
+    }
+
+
+def tensors_of(config: EsmConfig) -> dict[str, torch.Tensor]:
+    """Names and values as a run saves them: fair-esm's own model, and a head with a large last layer."""
+    found = {f"model.trunk.{n}": t for n, t in fair_esm(config).state_dict().items() if n != TIED}
+    torch.manual_seed(1)
+    head = head_of(Recipe.model_validate(state_of(config)["recipe"]).task, config).state_dict()
+    head["out.weight"] = torch.randn(head["out.weight"].shape)
+    return found | {f"model.head.{n}": t for n, t in head.items()} | {"optim.trunk.fc.step": torch.ones(3)}
+
+
+def write_run(run: Path, change: Callable[[dict[str, torch.Tensor]], object] = lambda it: None) -> Path:
+    tensors = tensors_of(TINY)
+    change(tensors)
+    sharded.write(run / "checkpoints", 7, tensors, state_of(TINY), keep=1)
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "mine")
+
+
+def refused(call: Callable[[], object], kind: type[InputError] = InputError) -> str:
+    with pytest.raises(InputError) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def keys(directory: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def test_transformers_and_fair_esm_say_what_the_run_says(run: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    out = consolidate(run, tmp_path / "model", warn=said.append, new_head=head_of)
+    pt = consolidate(run, tmp_path / "esm2_it", to="fair-esm", warn=said.append, new_head=head_of)
+    assert said == []
+    reference = fair_esm(TINY)
+    block, _ = tokenise(SEQUENCES)
+    mask = (block != 1).long()
+    theirs, info = EsmForMaskedLM.from_pretrained(out, attn_implementation="eager", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    head = {n.removeprefix("model.") for n in tensors_of(TINY) if n.startswith("model.head.")}
+    assert set(info["unexpected_keys"]) == head
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        oracle = load_model_and_alphabet_local(pt / "esm2_it.pt")[0].eval()
+    assert all(torch.equal(t, reference.state_dict()[n]) for n, t in oracle.state_dict().items())
+    with torch.no_grad():
+        expected = reference(block, return_contacts=True)
+        found = oracle(block, return_contacts=True)
+        logits, contacts = theirs(block, attention_mask=mask).logits, theirs.predict_contacts(block, mask)
+    assert torch.equal(found["logits"], expected["logits"])
+    assert torch.equal(found["contacts"], expected["contacts"])
+    kept = block != 1
+    assert (logits - expected["logits"])[kept].abs().max() <= 1e-5
+    assert (contacts - expected["contacts"])[:, :18, :18].abs().max() <= 1e-5
+    assert expected["contacts"].std() > 0.005
+    assert not list(pt.glob("tensors*"))
+
+
+def test_what_lies_beside_the_weights(run: Path, tmp_path: Path) -> None:
+    out = consolidate(run, tmp_path / "model", dtype="bf16", new_head=head_of)
+    names = ("README.md", "config.json", "esmshard.json", "model.safetensors", "special_tokens_map.json")
+    assert sorted(p.name for p in out.iterdir()) == sorted([*names, "tokenizer_config.json", "vocab.txt"])
+    about = json.loads((out / "esmshard.json").read_text())
+    state = state_of(TINY)
+    assert {key: about[key] for key in state} == state
+    assert (about["step"], about["format"], about["dtype"]) == (7, "esmshard-model", "bf16")
+    stored = keys(out)
+    assert {str(t.dtype) for key, t in stored.items() if "inv_freq" not in key} == {"torch.bfloat16"}
+    tensors = tensors_of(TINY)
+    assert len(stored) == len([n for n in tensors if n.startswith("model.")])
+    assert torch.equal(stored["head.out.weight"], tensors["model.head.out.weight"].bfloat16())
+    assert not [key for key in stored if key.startswith(("optim", "model", "trunk")) or key == "lm_head.decoder.weight"]
+    # And from this model to another one: what is known goes along.
+    said: list[str] = []
+    again = consolidate(out, tmp_path / "esm2_again", to="fair-esm", dtype="bf16", warn=said.append, new_head=head_of)
+    assert said == [], "rounding what is rounded changes nothing"
+    assert {p.name for p in again.iterdir()} == {
+        "README.md",
+        "esmshard.json",
+        "esm2_again.pt",
+        "esm2_again-contact-regression.pt",
+    }
+
+
+def test_no_wrapper_leaves_its_name(tiny_recipe: Path, tmp_path: Path) -> None:
+    options = "precision: fp32, compile: true, activation_checkpointing: full"
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("precision: fp32", options))
+    run_ranks("work:save", 2, tmp_path, str(tiny_recipe), str(tmp_path / "run" / "checkpoints"), 0.5)
+    out = consolidate(tmp_path / "run", tmp_path / "model", new_head=head_of)
+    found = keys(out)
+    assert not [key for key in found if key.split(".")[0] not in ("esm", "lm_head", "head")]
+    assert not [key for key in found if any(part.startswith("_") for part in key.split("."))]
+    assert not EsmForMaskedLM.from_pretrained(out, output_loading_info=True)[1]["missing_keys"]
+
+
+def test_scores_of_the_same_model_go_along(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    row = {"long P@L": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 5}}
+    facts = {"split": "test", "data": "c.fasta", "records": 5, "without_value": {}, "interval": "95%"}
+    facts |= {"metrics": {"fine-tuned": row}, "step": 7, "recipe": state_of(TINY)["recipe"], "weights_sha256": "x"}
+    scores, checkpoint = run / "evaluation.json", run / "checkpoints" / "step_000007" / "state.json"
+
+    def scored(source: Path, **changes: object) -> bool:
+        scores.write_text(json.dumps(facts | changes))
+        text = (consolidate(source, tmp_path / "out", overwrite=True) / "README.md").read_text()
+        assert ("0.500 [0.400, 0.600]" in text) is ("Not scored yet" not in text)
+        return "0.500" in text
+
+    assert scored(run)
+    assert not scored(run, step=6)
+    assert not scored(run, recipe={})
+    model = consolidate(run, run / "model")
+    assert not scored(model), "of other weights"
+    assert scored(model, weights_sha256=json.loads((model / "esmshard.json").read_text())["weights_sha256"])
+    os.utime(checkpoint, (2**33, 2**33))
+    assert not scored(run), "older than the checkpoint"
+    scores.write_text("[")
+    assert "Not scored yet" in (consolidate(run, tmp_path / "again") / "README.md").read_text()
+
+
+# The check of what was written
+
+
+@pytest.mark.parametrize("to", ["hf", "fair-esm"])
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_bit_that_flips_on_disk_is_noticed(
+    to: str, place: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = {"hf": "write_transformers", "fair-esm": "write_fair_esm"}[to]
+    real = getattr(export, writer)
+
+    def damaged(work: Path, *rest: Any) -> str:
+        digest: str = real(work, *rest)
+        file = max(work.iterdir(), key=lambda p: p.stat().st_size)
+        data = bytearray(file.read_bytes())
+        if to == "hf":
+            start = 8 + int.from_bytes(data[:8], "little")
+            at = {"first": start, "middle": (start + len(data)) // 2, "last": len(data) - 4}[place]
+        else:
+            embedding = fair_esm(TINY).state_dict()["embed_tokens.weight"].numpy().tobytes()
+            at = data.index(embedding) + {"first": 0, "middle": 2000, "last": len(embedding) - 4}[place]
+        data[at] ^= 1  # the lowest bit of a number: logits may well be the same
+        file.write_bytes(data)
+        return digest
+
+    monkeypatch.setattr(export, writer, damaged)
+    out = tmp_path / "esm2_out"
+    message = refused(lambda: consolidate(run, out, to=to, new_head=head_of))  # type: ignore[arg-type]
+    assert message.startswith(f"{out}: ")
+    assert message.endswith(" does not read back as it was written; check the disk, and try again")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_written_in_the_wrong_place_are_noticed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = export.to_transformers
+    monkeypatch.setattr(
+        export,
+        "to_transformers",
+        lambda name: real(name).replace("key", "?").replace("value", "key").replace("?", "value"),
+    )
+    message = refused(lambda: consolidate(run, tmp_path / "out"))
+    assert "self_attn.k_proj" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outputs_are_compared_and_not_only_tensors(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the comparison of tensors out of the way, each output notices a part that it depends on."""
+    monkeypatch.setattr(export, "digest", lambda tensor: "")
+    source_of = sys.modules[consolidate.__module__]._source_of
+    for name, output in (
+        ("lm_head.bias", "logits"),
+        ("contact_head.regression.weight", "contacts"),
+        ("head.out.bias", "head"),
+        ("layers.1.fc2.bias", "representations"),
+    ):
+
+        def altered(found: weights.Weights, name: str = name) -> Any:
+            read = source_of(found)
+
+            def source(names: Sequence[str]) -> dict[str, torch.Tensor]:
+                return {n: t + 1e-3 if n == name else t for n, t in read(names).items()}
+
+            return source
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[consolidate.__module__], "_source_of", altered)
+            message = refused(lambda: consolidate(run, tmp_path / "out", new_head=head_of))
+        assert f"{tmp_path / 'out'}: its {output} differ from the given model's by " in message
+        assert message.endswith(
+            "of their size, more than the 0 that rounding to float32 explains; check the disk, and try again"
+        )
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_difference_is_a_share_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a LayerNorm of zeros logits are the bias, 4 everywhere; 4.12 is 3% off."""
+    monkeypatch.setattr(export, "digest", lambda tensor: "")
+    given = {n: t for n, t in fair_esm(TINY).state_dict().items() if n != TIED}
+    given |= {f"lm_head.layer_norm.{n}": torch.zeros(TINY.dim) for n in ("weight", "bias")}
+    given["lm_head.bias"] = torch.full((33,), 4.0)
+    written = given | {"lm_head.bias": torch.full((33,), 4.12)}
+    model = compare.Model(lambda names: {n: given[n] for n in names}, frozenset(given), None)
+    found = compare.compare(TINY, model, lambda names: {n: written[n] for n in names}, "out", torch.bfloat16)
+    assert found == {"representations": 0.0, "logits": pytest.approx(0.03, rel=1e-4), "contacts": 0.0}
+    written["lm_head.bias"] += 0.1
+    with pytest.raises(InputError, match=r"^out: its logits differ .* by 0\.055 of their size, more than the 0\.05 "):
+        compare.compare(TINY, model, lambda names: {n: written[n] for n in names}, "out", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("bf16", 0.05, 5.0), ("fp16", 0.005, 1.0)])
+def test_what_rounding_changes_is_said(dtype: str, least: float, most: float, run: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    out = consolidate(run, tmp_path / "out", dtype=dtype, warn=said.append, new_head=head_of)
+    assert len(said) == 1
+    assert said[0].startswith(f"{out}: {dtype} moves representations by ")
+    assert said[0].endswith(" of their size")
+    words = said[0].replace("%", "").replace(",", "").split()
+    assert [word for word in words if word in ("representations", "logits", "contacts", "head")] == words[3::3][:4]
+    shares = [float(word) for word in words if word.replace(".", "").isdigit()]
+    assert len(shares) == 4
+    assert all(least <= share <= most for share in shares), said
+
+
+def test_a_model_that_rounding_changes_too_much_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(compare.TOLERANCE, torch.bfloat16, 1e-5)
+    message = refused(lambda: consolidate(run, tmp_path / "out", dtype="bf16"))
+    assert "more than the 1e-05 that rounding to bfloat16 explains; write it as fp32" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+# What cannot be a model
+
+
+def poison(value: float) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors["model.trunk.layers.1.fc1.weight"][3, 4].fill_(value)
+
+
+def rename(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.trunk.layers.0._orig_mod.fc1.bias"] = tensors.pop("model.trunk.layers.0.fc1.bias")
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "says"),
+    [
+        (poison(float("nan")), "fp32", "layers.1.fc1.weight holds a value that is not finite; the run that made it"),
+        (
+            poison(1e6),
+            "fp16",
+            "layers.1.fc1.weight holds 1e+06, which is beyond the largest float16, 65504; write it as",
+        ),
+        (lambda t: t.pop("model.trunk.layers.0.fc1.bias"), "fp32", "lacks layers.0.fc1.bias; it is no checkpoint of"),
+        (rename, "fp32", "lacks layers.0.fc1.bias; it is no checkpoint"),
+        (
+            lambda t: t.update({"model.trunk.layers.9.fc1.bias": torch.ones(2)}),
+            "fp32",
+            "holds besides the model layers.9.fc1.bias; it is no",
+        ),
+        (
+            lambda t: t.update({"model.trunk.lm_head.bias": torch.ones(2)}),
+            "fp32",
+            "holds in another shape lm_head.bias; it is no checkpoint",
+        ),
+        (lambda t: [t.pop(n) for n in list(t) if n.startswith("model.")], "fp32", "and 41 more tensors; it is no"),
+        (
+            lambda t: t.update({"model.head.out.bias": torch.ones(2)}),
+            "fp32",
+            "its head does not fit the task in its recipe; take",
+        ),
+    ],
+)
+def test_what_is_no_model_is_one_sentence_and_leaves_nothing(
+    change: Callable[[dict[str, torch.Tensor]], object], dtype: str, says: str, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "runs" / "bad", change)
+    message = refused(lambda: consolidate(run, tmp_path / "out" / "model", dtype=dtype, new_head=head_of))
+    assert says in message
+    assert message.startswith(str(run))
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["run", "checkpoints", "steps"])
+def test_nothing_is_not_made_a_model(missing: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    if missing == "checkpoints":
+        run.mkdir()
+    if missing == "steps":
+        (run / "checkpoints").mkdir(parents=True)
+    message = refused(lambda: consolidate(run, tmp_path / "out"))
+    assert (
+        "no complete checkpoint yet" in message if missing == "steps" else "neither a run nor a checkpoint" in message
+    )
+    assert not (tmp_path / "out").exists()
+
+
+# Where it goes
+
+
+def test_what_is_no_model_is_not_replaced_by_one(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("notes", "file", "dangling"):
+        message = refused(lambda name=name: consolidate(run, tmp_path / name, overwrite=True), UsageError)
+        assert message == (
+            f"{tmp_path / name}: is not a model directory, and is not replaced by one; choose another directory"
+        )
+        message = refused(lambda name=name: consolidate(run, tmp_path / name), UsageError)
+        assert message == f"{tmp_path / name}: exists already; choose another directory or pass --overwrite"
+    assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    consolidate(run, tmp_path / "empty", overwrite=True)
+    (tmp_path / "empty" / "mine.txt").write_text("mine")
+    consolidate(run, tmp_path / "empty", overwrite=True)
+    assert not (tmp_path / "empty" / "mine.txt").exists()
+    consolidate(run, tmp_path / "empty", overwrite=True, to="fair-esm")
+    consolidate(run, tmp_path / "empty", overwrite=True)
+
+
+def test_a_call_that_is_killed_leaves_the_old_model_or_the_new_one(run: Path, tmp_path: Path) -> None:
+    before = consolidate(run, tmp_path / "before" / "model", dtype="bf16")
+    digests = {"bf16": json.loads((before / "esmshard.json").read_text())["weights_sha256"]}
+    found: list[str] = []
+    for n in range(1, 100, 2):
+        directory = tmp_path / str(n)
+        consolidate(run, directory / "model", dtype="bf16")
+        if not killed_at(n, directory, lambda it: consolidate(run, it / "model", overwrite=True)):
+            break
+        assert isinstance(refused(lambda d=directory: consolidate(run, d / "model"), UsageError), str)
+        model = directory / "model"
+        about = json.loads((model / "esmshard.json").read_text())
+        found.append(about["dtype"])
+        digests.setdefault(about["dtype"], about["weights_sha256"])
+        assert about["weights_sha256"] == digests[about["dtype"]]
+        assert len(weights.read(str(model)).read) > 30
+        assert (model / "README.md").is_file()
+        assert [p.name for p in directory.iterdir()] == ["model"]
+    assert found == sorted(found, key=lambda dtype: dtype == "fp32")
+    assert set(found) == {"bf16", "fp32"}
+    assert len(found) >= 8
+
+
+def test_memory_is_a_few_tensors_and_not_a_file(tmp_path: Path) -> None:
+    """Resident memory at its peak, mapped files included, against 1.2 times the one file of 156 MB."""
+    config = EsmConfig(n_layers=8, dim=640, n_heads=20)
+    flat = weights.fresh(config, 0)
+    tensors = {f"model.trunk.{name}": flat[name] for name in weights.shapes(config) if name != TIED}
+    sharded.write(tmp_path / "run" / "checkpoints", 1, tensors, state_of(config), keep=1)
+    del tensors
+
+    def resident(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+    def work() -> int:
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        out = consolidate(tmp_path / "run", tmp_path / "model")
+        (tmp_path / "peak").write_text(str(resident("VmHWM") - before))
+        return 0 if out.is_dir() else 1
+
+    assert fork(work) == 0
+    file = (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert file > 155e6
+    assert int((tmp_path / "peak").read_text()) < 0.6 * file, "half of what is allowed"
+
+
+# The command
+
+
+def test_the_command(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["esmshard", "consolidate", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0), *capsys.readouterr()
+
+    out = tmp_path / "model"
+    code, stdout, stderr = command(run, "-o", out, "--dtype", "bf16")
+    assert (code, stdout) == (0, f"{out}\n")
+    assert f"{out}: bf16 moves representations by " in stderr
+    assert ", head by " in stderr, "the command knows the task"
+    code, _, stderr = command(run, "-o", out)
+    assert code == 2
+    assert stderr == f"error: {out}: exists already; choose another directory or pass --overwrite\n"
+    code, _, stderr = command(out, "-o", tmp_path / "again", "--best")
+    assert code == 2
+    assert "is a model and has no checkpoints to choose the best of; leave --best out" in stderr
+    assert command(run, "-o", out, "--overwrite")[0] == 0
+    assert json.loads((out / "esmshard.json").read_text())["dtype"] == "fp32"
+
+
+def test_best_and_trust_reach_the_checkpoints(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = write_run(tmp_path / "run")
+    sharded.write(copy / "checkpoints", 3, tensors_of(TINY), state_of(TINY), keep=9, best=True)
+    sharded.write(copy / "checkpoints", 9, tensors_of(TINY), state_of(TINY), keep=9)
+    for best, step in ((True, 3), (False, 9)):
+        out = consolidate(copy, tmp_path / str(step), best=best)
+        assert json.loads((out / "esmshard.json").read_text())["step"] == step
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert "pass --trust" in refused(lambda: consolidate(copy, tmp_path / "out"), UsageError)
+    assert consolidate(copy, tmp_path / "out", trust=True).is_dir()

@@ -1,0 +1,80 @@
+"""The index of a checkpoint is a pickle, and is read as if an enemy had written it."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from esmshard.checkpoint import manifest, sharded
+from esmshard.errors import InputError, UsageError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return sharded.write(tmp_path / "checkpoints", 1, {"w": torch.arange(6.0).view(2, 3)}, {}, keep=1)
+
+
+class Touch:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("where", ["alone", "inside"])
+def test_what_a_pickle_would_call_is_not_called(checkpoint: Path, tmp_path: Path, where: str) -> None:
+    trap = Touch(str(tmp_path / "called"))
+    index = FileSystemReader(checkpoint).read_metadata()
+    index.planner_data = trap
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(trap if where == "alone" else index))
+    for read in (lambda: sharded.index(checkpoint), lambda: sharded.load(checkpoint, {"w": torch.zeros(2, 3)})):
+        with pytest.raises(InputError, match=r"mkdir"):
+            read()
+    assert not (tmp_path / "called").exists()
+    pickle.loads((checkpoint / ".metadata").read_bytes())
+    assert (tmp_path / "called").exists(), "the trap works"
+
+
+def test_an_index_that_leads_out_of_its_directory_is_refused(checkpoint: Path) -> None:
+    index = FileSystemReader(checkpoint).read_metadata()
+    (info,) = index.storage_data.values()
+    info.relative_path = "../elsewhere.distcp"
+    index.storage_data = {MetadataIndex("w", torch.Size([0, 0])): info}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(InputError, match=r"names a file outside it \('../elsewhere.distcp'\)"):
+        sharded.index(checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(None)])
+def test_what_is_no_index_is_one_sentence(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / ".metadata").write_bytes(content)
+    with pytest.raises(InputError, match=r"\.metadata: not the index of a checkpoint"):
+        sharded.index(checkpoint)
+
+
+def test_the_index_holds_no_path(checkpoint: Path) -> None:
+    assert str(checkpoint.parent).encode() not in (checkpoint / ".metadata").read_bytes()
+    assert b"pathlib" not in (checkpoint / ".metadata").read_bytes()
+
+
+def test_another_users_checkpoint_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    said: list[str] = []
+    for call in (
+        lambda trust: manifest.newest_good(checkpoint.parent, said.append, trust=trust),
+        lambda trust: manifest.locate(checkpoint, said.append, trust=trust),
+    ):
+        with pytest.raises(UsageError, match=rf"written by another user \(uid {me}, you are {me + 1}\).* pass --trust"):
+            call(False)
+        assert call(True) == checkpoint
+    assert said == []

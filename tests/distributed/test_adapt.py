@@ -1,0 +1,108 @@
+"""LoRA and head-only training on several ranks compute what one plain process computes, and nothing frozen moves."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import equality
+from conftest import RECIPE, write_subset
+from ranks import run_ranks
+
+STEPS = 5
+ADAPT = {
+    "lora": "adapt: {method: lora, rank: 3, alpha: 2.0}\n",
+    "lora of some": "adapt: {method: lora, rank: 2, targets: [k, fc2], bias: none}\n",
+    "head": "adapt: {method: head}\n",
+}
+CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    1: [
+        ("lora", {}),
+        ("lora of some", {"activation_checkpointing": "full"}),
+        ("head", {}),
+    ],
+    2: [
+        ("lora", {"activation_checkpointing": "full", "prefetch_backward": 2}),
+        ("lora", {"cpu_offload": True, "activation_checkpointing": "selective"}),
+        ("lora of some", {"strategy": "shard_grad_op", "accumulate": "unsharded"}),
+        ("head", {"strategy": "shard_grad_op", "accumulate": "unsharded"}),
+    ],
+    4: [
+        ("lora", {"strategy": "hybrid_shard"}),
+        ("head", {"prefetch_forward": 1, "last_layer": "shard_grad_op"}),
+    ],
+}
+"""By number of ranks. A frozen layer is a group without gradients, and the first one's input has none either."""
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A recipe for each way to adapt, over one data set."""
+    directory = tmp_path_factory.mktemp("adapt")
+    write_subset(directory, "train", "train", range(24), unresolved=equality.UNLABELLED)
+    write_subset(directory, "valid", "valid", range(5))
+    text = RECIPE.replace("global_tokens: 400", "global_tokens: 150").replace("blocks: 1", "blocks: 0")
+    text = text.format(tokens_per_rank=66, out=directory / "run")
+    for name, section in ADAPT.items():
+        (directory / f"{name}.yaml").write_text(text + section)
+    return {name: directory / f"{name}.yaml" for name in ADAPT}
+
+
+@pytest.fixture(scope="module")
+def references(recipes: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    return {name: equality.plain(str(path), STEPS) for name, path in recipes.items()}
+
+
+@pytest.fixture(scope="module")
+def on_ranks(recipes: dict[str, Path]) -> Callable[[int], list[list[dict[str, Any]]]]:
+    """All cases of a world size, on all its ranks, which are started once."""
+    known: dict[int, list[list[dict[str, Any]]]] = {}
+
+    def run(size: int) -> list[list[dict[str, Any]]]:
+        if size not in known:
+            wanted = [(str(recipes[method]), options) for method, options in CASES[size]]
+            known[size] = run_ranks("equality:recipes", size, recipes["lora"].parent, wanted, STEPS)
+        return known[size]
+
+    return run
+
+
+def learns(method: str, name: str) -> bool:
+    """Written out anew, and not asked of the code."""
+    if name.startswith("head."):
+        return True
+    if method == "lora":
+        of_trunk = name.startswith(("trunk.layers.", "trunk.emb_layer_norm_after."))
+        return of_trunk and ("lora_" in name or name.endswith("bias"))
+    return method == "lora of some" and "lora_" in name
+
+
+@pytest.mark.parametrize(("size", "case"), [(size, n) for size, cases in CASES.items() for n in range(len(cases))])
+def test_gradients_and_losses(
+    on_ranks: Callable[[int], list[list[dict[str, Any]]]],
+    references: dict[str, dict[str, Any]],
+    size: int,
+    case: int,
+) -> None:
+    method, _ = CASES[size][case]
+    reference = references[method]
+    assert reference["gradients"].keys() == {name for name in reference["all_moved"] if learns(method, name)}
+    largest = {name: np.abs(g).max() for name, g in reference["gradients"].items()}
+    floor = max(largest.values()) / 100
+    assert sum(value > floor for value in largest.values()) >= {"lora": 40, "lora of some": 15, "head": 5}[method]
+    results = [found[case] for found in on_ranks(size)]
+    assert len(results) == size
+    for found in results:
+        assert found["loss"] == pytest.approx(reference["loss"], abs=1e-5)
+        assert found["gradients"].keys() == reference["gradients"].keys()
+        for name, gradient in reference["gradients"].items():
+            worst = np.abs(found["gradients"][name] - gradient).max() / max(largest[name], floor)
+            assert worst < 1e-5, name
+        assert np.allclose(found["losses"], reference["losses"], rtol=0, atol=1e-5)
+        for name, moved in found["all_moved"].items():
+            assert (moved > 0) == learns(method, name) or name.endswith("k_proj.bias"), name

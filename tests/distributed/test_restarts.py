@@ -1,0 +1,22 @@
+"""The launcher brings real process groups back after a loss."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+RESTARTING = Path(__file__).parent / "restarting.py"
+LAUNCH = """\
+import sys
+from esmshard.parallel.launch import run_local
+sys.exit(run_local(sys.argv[2:], int(sys.argv[1]), max_restarts=2))
+"""
+
+
+def test_processes_meet_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LAUNCH, "2", str(RESTARTING), str(tmp_path), "1"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    restarts = re.findall(r"^the process of rank (\d) was ended by SIGKILL .*; restart (\d) of 2$", done.stderr, re.M)
+    assert restarts == [("1", "1")], done.stderr
+    assert [(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)] == ["39", "39"], "19 and 20"

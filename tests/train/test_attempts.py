@@ -1,0 +1,156 @@
+"""Runs that go on: from where, over what is damaged, beside another one, on a full disk."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from esmshard import recipe as recipes
+from esmshard.checkpoint import manifest, sharded
+from esmshard.errors import InputError
+from esmshard.train import finetune, goodput
+from esmshard.train.lease import Lease
+
+
+def run(recipe: Path, *overrides: str, resume: str | None = "auto") -> None:
+    torch.set_num_threads(1)  # a run takes all at its end, and sums come out otherwise
+    finetune.run(recipes.load(recipe, list(overrides)), resume)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return goodput.parse((out / "metrics.jsonl").read_text())
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in lines(out) if "lr" in line]
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny recipe in one process, with all its checkpoints and the best one marked."""
+    from conftest import RECIPE, write_subset
+
+    directory = tmp_path_factory.mktemp("finished")
+    write_subset(directory, "train", "train", range(24), unresolved=5)
+    write_subset(directory, "valid", "valid", range(5))
+    (directory / "tiny.yaml").write_text(RECIPE.format(tokens_per_rank=130, out=directory / "run"))
+    run(directory / "tiny.yaml", *OPTIONS, resume=None)
+    return directory
+
+
+OPTIONS = ("checkpoint.keep=1", "checkpoint.every=4", "checkpoint.keep_best=true", "train.eval_every=1")
+
+
+def test_the_best_checkpoint_stays_and_becomes_the_model(finished: Path) -> None:
+    out = finished / "run"
+    values = {line["step"]: line["long P@L"] for line in lines(out) if line.get("split") == "valid"}
+    assert sorted(values) == [1, 2, 3, 4, 5, 6]
+    best = min(step for step in values if values[step] == max(values.values()))
+    pointed = manifest.pointed(out / "checkpoints", "BEST")
+    assert pointed is not None
+    assert manifest.step_of(pointed) == best
+    assert names(out) == sorted({"BEST", "LATEST", f"step_{best:06d}", "step_000006"})
+    assert sharded.read_state(pointed)["best"] == {"step": best, "metric": "long P@L", "value": values[best]}
+    assert json.loads((out / "model" / "esmshard.json").read_text())["step"] == best
+    card = (out / "model" / "README.md").read_text()
+    assert "fine-tuned" in card.split("## Metrics")[1], "written again when the model had been scored"
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_ones_choice(
+    finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint of step 6 is set aside, and comes out again as it was."""
+    out, recipe = tmp_path / "run", finished / "tiny.yaml"
+    options = ("checkpoint.keep=9", "checkpoint.every=2", "train.eval_every=1", f"out={out}")
+    run(recipe, *options, resume=None)
+    assert losses(out) == losses(finished / "run")
+    run(recipe, *options, resume=str(out / "checkpoints" / "step_000004"))
+    assert "step_000006: set aside as step_000006.abandoned" in capfd.readouterr().err
+    assert names(out) == ["LATEST", "step_000002", "step_000004", "step_000006", "step_000006.abandoned"]
+    assert losses(out) == losses(finished / "run")
+    first, second = (out / "checkpoints" / n / "__0_0.distcp" for n in ("step_000006", "step_000006.abandoned"))
+    assert first.read_bytes() == second.read_bytes()
+
+    # And a damaged one is named, set aside, and gone after the next save.
+    broken = first.with_name(".metadata")
+    broken.write_bytes(broken.read_bytes()[:-5])
+    (out / "checkpoints" / ".tmp-step_000008").mkdir()
+    before = losses(out)
+    run(recipe, *options)
+    said = capfd.readouterr().err
+    assert f"{broken}: truncated or altered" in said
+    assert "going on after step 4 of 6" in said
+    assert names(out) == ["LATEST", "step_000002", "step_000004", "step_000006", "step_000006.abandoned"]
+    assert losses(out) == before
+    attempts = [line for line in lines(out) if line.get("event") == "attempt"]
+    assert [(line["attempt"], line["from_step"], line["steps_lost"]) for line in attempts] == [
+        (1, 0, 0),
+        (2, 4, 2),
+        (3, 4, 2),
+    ]
+    found = goodput.summary(lines(out))
+    assert (found["attempts"], found["steps_lost"], found["useful_steps"]) == (3, 4, 0.6)
+    assert "3 attempts, 4 steps lost" in said
+
+
+def test_a_directory_that_another_run_holds_is_left_alone(finished: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(finished / "run", tmp_path / "run")
+    with Lease(out, print):
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lease" not in path.name}
+        with pytest.raises(InputError, match="which is still running; wait for it, stop it, or choose another"):
+            run(finished / "tiny.yaml", *OPTIONS, f"out={out}")
+        after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lease" not in path.name}
+    assert before == after
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    free = 10_000
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(InputError, match=r"a checkpoint takes 0\.000\d+ GB, and 1e-05 GB are free; make room"):
+        run(finished / "tiny.yaml", f"out={tmp_path / 'run'}", resume=None)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert "make room" in status["message"]
+    assert not list((tmp_path / "run").glob("lease*"))
+
+
+def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_path: Path) -> None:
+    """On two processes; then to the end, with the losses of an unbroken run."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "esmshard", "finetune", str(finished / "tiny.yaml"), f"out={out}", "--nproc", "2"]
+    command += ["--resume", "auto", *OPTIONS, "checkpoint.async_save=true"]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    for _ in range(600):
+        if (out / "metrics.jsonl").is_file() and any("lr" in line for line in lines(out)):
+            break
+        time.sleep(0.1)
+    asked = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+        started.send_signal(number)
+        time.sleep(0.05)
+    said = started.communicate(timeout=60)[1]
+    assert time.monotonic() - asked < 30
+    assert started.returncode == 75, said
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    assert f"stopped by SIGTERM after step {status['step']} of 6, which is saved; go on with --resume auto" in said
+    assert manifest.newest_good(out / "checkpoints", print) == manifest.path_of(out / "checkpoints", status["step"])
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [loss for _, loss in losses(out)] == pytest.approx([loss for _, loss in losses(finished / "run")], abs=1e-4)
+    assert goodput.summary(lines(out))["useful_steps"] == 1
+    assert "goodput " in done.stderr
