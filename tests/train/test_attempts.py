@@ -1,6 +1,7 @@
 """Runs that go on: from where, over what is damaged, beside another one, on a full disk."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -147,7 +148,9 @@ def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_pat
     assert started.returncode == 75, said
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
-    assert f"stopped by SIGTERM after step {status['step']} of 6, which is saved; go on with --resume auto" in said
+    # Of signals that come while Python is in one call it hears the one of the lowest number first.
+    words = rf"stopped by SIG(TERM|USR1) after step {status['step']} of 6, which is saved; go on with --resume auto"
+    assert re.search(words, said), said
     assert manifest.newest_good(out / "checkpoints", print) == manifest.path_of(out / "checkpoints", status["step"])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
