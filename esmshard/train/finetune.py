@@ -108,8 +108,8 @@ def run(
             raise
         torch.set_num_threads(os.cpu_count() or 1)  # the other ranks are leaving
         attempt.tell("running", "consolidating and evaluating")
-        best = recipe.checkpoint.keep_best
-        model = consolidate(out, out / "model", best=best, overwrite=True, warn=say, new_head=head_of)
+        how: dict[str, Any] = {"best": recipe.checkpoint.keep_best, "trust": trust, "new_head": head_of}
+        model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
         say(f"model in {model}; scoring {len(job.test)} test records")
         print(evaluate.report(str(model), job.test, out, warn=say), flush=True)
         card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))
