@@ -54,8 +54,8 @@ def write_run(run: Path, name: str) -> None:
     tensors = {f"model.trunk.{key}": part.view(shape) for part, (key, shape) in zip(parts, shapes.items(), strict=True)}
     for key, shape in shapes.items():
         fill(tensors[f"model.trunk.{key}"], key, shape, weights.fresh(config, 0))
-    tensors |= {f"model.head.{key}": tensor for key, tensor in head_of(recipe.task, config).state_dict().items()}
-    state = {"recipe": recipe.model_dump(mode="json"), "config": asdict(config), "world_size": 1, "baselines": {}}
+    tensors |= {f"model.head.{key}": tensor for key, tensor in head_of(recipe.task, {}, config).state_dict().items()}
+    state = {"recipe": recipe.model_dump(mode="json"), "config": asdict(config), "world_size": 1, "facts": {}}
     sharded.write(run / "checkpoints", 1, tensors, state, keep=1)
     flat.unlink()
 

@@ -27,14 +27,15 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.mesh import World, world
 from esmshard.parallel.shard import shard, trainable
-from esmshard.settings import AdaptSettings, TaskSettings
+from esmshard.settings import AdaptSettings
+from esmshard.task_settings import ContactSettings
 from esmshard.tasks import TASKS
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.numbers import HEADS
 from esmshard.train.step import train_step
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-TASK = TaskSettings(name="contact", channels=4, blocks=0)
+TASK = ContactSettings(name="contact", channels=4, blocks=0)
 """A head so small that the trunk is what is measured."""
 FULL = AdaptSettings()  # type: ignore[call-arg]
 
@@ -97,7 +98,7 @@ def head_bytes(tokens: int, length: int = 256) -> int:
 
 def _meta(config: EsmConfig, adapt: AdaptSettings) -> FineTuner:
     with torch.device("meta"):
-        model = FineTuner(ESM2(config), TASKS[TASK.name](TASK).head(config))
+        model = FineTuner(ESM2(config), TASKS[TASK.name](TASK, {}).head(config))
     model.adapt(adapt, 0)
     return model
 
@@ -143,7 +144,7 @@ def _train(
     for _ in range(steps):
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         work = [(batch, targets, False)] * micro_batches
-        train_step(model, TASKS[TASK.name](TASK), optimizer, work, 1.0, ranks, layout)
+        train_step(model, TASKS[TASK.name](TASK, {}), optimizer, work, 1.0, ranks, layout)
         peak = max(peak, _resident("VmHWM"))
     return peak
 

@@ -248,7 +248,7 @@ def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
         model = peaks._meta(config)
         shard(model, settings, ranks)
         base = weights.fresh(config, 0)
-        task = TASKS[peaks.TASK.name](peaks.TASK)
+        task = TASKS[peaks.TASK.name](peaks.TASK, {})
         materialise(model, model.rows_of(base, seeded(lambda: task.head(config))), settings, ranks)
         optimizer = adamw(model.train(), OptimSettings())  # type: ignore[call-arg]
         set_learning_rate(optimizer, 1.0)

@@ -1,4 +1,5 @@
-"""Coordinates of a FASTA file's chains from ProMod3's structure database: `rebuild.py structure_db.dat X.fasta X.npz`.
+"""Coordinates of a FASTA file's chains from ProMod3's structure database: `rebuild.py structure_db.dat X.fasta X.npz`;
+labels of whole chains from such files: `rebuild.py labels.csv train.npz valid.npz test.npz`.
 
 See README.md for the source. Needs numpy only. The database is little-endian: the number of chains as uint64 at byte
 0x4d; per chain uint32 length + id, uint32 length + chain name, uint32 first row, uint16 residues, int16 first residue
@@ -8,6 +9,7 @@ in 0.01 A, int16[2] phi and psi, uint16 solvent accessibility, uint16 residue de
 
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,28 @@ def main(database: Path, fasta: Path, out: Path) -> None:
     print(f"{out}: {len(names)} chains, {offsets[-1]} residues")
 
 
+def label_table(files: Sequence[Path]) -> str:
+    """`id,helix,strand,fold` of all chains of some `.npz` files, sorted by id, as CSV.
+
+    `helix` is the share of residues in the DSSP states H, G and I, `strand` that in E and B, with four digits. `fold`
+    is `alpha` where a quarter of the residues or more is helix, but not strand; `beta` the other way round; `mixed`
+    where both are; `irregular` where neither is.
+    """
+    lines = []
+    for file in files:
+        with np.load(file) as arrays:
+            for name, states in zip(arrays["names"], arrays["dssp8"], strict=True):
+                helix, strand = (sum(map(states.count, kinds)) / len(states) for kinds in ("HGI", "EB"))
+                fold = {(1, 0): "alpha", (0, 1): "beta", (1, 1): "mixed", (0, 0): "irregular"}
+                lines.append(f"{name},{helix:.4f},{strand:.4f},{fold[helix >= 0.25, strand >= 0.25]}")
+    return "\n".join(["id,helix,strand,fold", *sorted(lines)]) + "\n"
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) < 4:
         sys.exit(__doc__)
-    main(*(Path(argument) for argument in sys.argv[1:]))
+    given = [Path(argument) for argument in sys.argv[1:]]
+    if given[0].suffix == ".csv":
+        given[0].write_text(label_table(given[1:]))
+    else:
+        main(*given)

@@ -8,7 +8,7 @@ Letters at the end of a tensor's name are its logical dimensions, the same on on
     D  width of the residual stream          F  width of the feed-forward layer
     H  attention heads                       K  width of one head
     C  channels of the pair representation   V  vocabulary (33)
-    B  sequences of a padded block           P  positions at which logits are asked for
+    B  sequences of a padded block           P  places at which logits are asked for
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,10 @@ class TokenBatch:
     record_ids: tuple[str, ...]
     bounds: tuple[int, ...]
     """`cu_seqlens` as Python ints. Reading the tensor back would stop the host until the device has caught up."""
+    logits_at_P: torch.Tensor | None = None
+    """int64 [P]: places in the pack at which logits of the language model are wanted; None where none are."""
+    logit_counts: tuple[int, ...] = ()
+    """Places of each sequence among them."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -80,15 +84,29 @@ class TokenBatch:
             self.max_seqlen,
             self.record_ids,
             self.bounds,
+            None if self.logits_at_P is None else self.logits_at_P.to(device, non_blocking=True),
+            self.logit_counts,
         )
 
 
-def pack(tokens: Sequence[npt.NDArray[np.uint8]], record_ids: Sequence[str] | None = None) -> TokenBatch:
-    """Lay encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`, and there must be one."""
+def pack(
+    tokens: Sequence[npt.NDArray[np.uint8]],
+    record_ids: Sequence[str] | None = None,
+    logits_at: Sequence[npt.NDArray[np.int64]] | None = None,
+) -> TokenBatch:
+    """Lay encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`, and there must be one.
+
+    Args:
+        tokens: uint8 [L + 2] of each sequence.
+        record_ids: of each; numbers by default.
+        logits_at: places in each sequence, `<cls>` being 0, at which logits are wanted.
+    """
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
     if record_ids is not None and len(record_ids) != len(tokens):
         raise ValueError(f"{len(record_ids)} ids for {len(tokens)} sequences")
+    if logits_at is not None and len(logits_at) != len(tokens):
+        raise ValueError(f"places for {len(logits_at)} of {len(tokens)} sequences")
     for k, sequence in enumerate(tokens):
         if len(sequence) < 3 or sequence[0] != CLS or sequence[-1] != EOS:
             raise ValueError(f"sequence {k} of the batch is not <cls> residues <eos>")
@@ -101,4 +119,8 @@ def pack(tokens: Sequence[npt.NDArray[np.uint8]], record_ids: Sequence[str] | No
         max_seqlen=max(lengths),
         record_ids=tuple(record_ids) if record_ids is not None else tuple(str(k) for k in range(len(tokens))),
         bounds=tuple(int(b) for b in bounds),
+        logits_at_P=None
+        if logits_at is None
+        else torch.from_numpy(np.concatenate([at + start for at, start in zip(logits_at, bounds, strict=False)])),
+        logit_counts=() if logits_at is None else tuple(len(at) for at in logits_at),
     )

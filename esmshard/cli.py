@@ -66,6 +66,11 @@ def finetune(
     max_restarts: Annotated[
         int, typer.Option(min=0, metavar="N", help="Start the processes again, up to N times, when one was lost.")
     ] = 0,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train N times, from as many seeds.")] = 1,
+    folds: Annotated[
+        Optional[int],
+        typer.Option(min=3, metavar="K", help="Cross-validate: K runs, each tested on another part of data.train."),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
@@ -87,21 +92,28 @@ def finetune(
 
         from esmshard.parallel.mesh import is_launched, own_device
 
-        processes = nproc or max(1, torch.cuda.device_count())
+        processes = nproc or (1 if resolved.adapt.method == "probe" else max(1, torch.cuda.device_count()))
+        runs: list[tuple[str, ...]] = [()]  # overrides of each
         if not is_launched():
             from esmshard.train.job import check_out, describe, prepare
+            from esmshard.train.repeats import is_done, repeats, summarise
 
+            several = repeats(resolved, seeds, folds) if seeds > 1 or folds else []
+            runs = [run.overrides for run in several if resume != "auto" or not is_done(run.out)] if several else runs
             # Every mistake that can be seen is seen here, once, before any process is started.
-            if not dry_run:
-                check_out(Path(resolved.out), resume, overwrite)
-            job = prepare(resolved, processes, processes, own_device(0, processes))
+            for n, options in enumerate(runs):
+                one = recipes.load(recipes.resolve(recipe), [*(overrides or []), *options])
+                if not dry_run:
+                    check_out(Path(one.out), resume, overwrite)
+                if n == 0:
+                    job = prepare(one, processes, processes, own_device(0, processes))
             if dry_run:
-                print(describe(job, processes))
+                print(describe(job, processes) + (f"\nruns      {len(runs)}" if several else ""))
                 return
-        elif nproc is not None or dry_run or max_restarts:
+        elif nproc is not None or dry_run or max_restarts or seeds > 1 or folds:
             raise UsageError(
-                "--nproc, --max-restarts and --dry-run belong to a single command; a launcher has started this process "
-                "already"
+                "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher has "
+                "started this process already"
             )
         elif stop_after is not None and worker.restarts_allowed():
             raise UsageError(
@@ -115,40 +127,49 @@ def finetune(
             # come to, is not what it has done.
             if not overwrite or begun_by_this_launch(Path(resolved.out)):
                 resume, overwrite = "auto", False
-        if is_launched() or (processes == 1 and not max_restarts):
+        if is_launched() or (processes == 1 and not max_restarts and not several):
             from esmshard.train import finetune as training
 
             run = training.run(resolved, resume, overwrite, profile, trust=trust, started=_STARTED)
             if run is not None:
-                _figure(run, resolved)
+                _pictures(run, resolved)
             return
 
     from esmshard.parallel.launch import run_local  # outside: signals are for the processes now
+    from esmshard.progress import say
 
     flags = (["--resume", resume] if resume else []) + (["--overwrite"] if overwrite else [])
     flags += (["--profile", str(profile)] if profile else []) + (["--trust"] if trust else [])
-    arguments = ["-m", "esmshard", "finetune", recipe, *(overrides or []), *flags]
-    if code := run_local(arguments, processes, max_restarts=max_restarts):
-        if code != preemption.Preempted.exit_code:
-            from esmshard.train.status import mark_failed
+    for options in runs:
+        arguments = ["-m", "esmshard", "finetune", recipe, *(overrides or []), *options, *flags]
+        if several:
+            say(f"{' '.join(options)}")
+        if code := run_local(arguments, processes, max_restarts=max_restarts):
+            if code != preemption.Preempted.exit_code:
+                from esmshard.train.status import mark_failed
 
-            mark_failed(Path(resolved.out), "the processes were ended from outside; go on with --resume auto", code)
-        raise SystemExit(code)
+                one = recipes.load(recipes.resolve(recipe), [*(overrides or []), *options])
+                mark_failed(Path(one.out), "the processes were ended from outside; go on with --resume auto", code)
+            raise SystemExit(code)
+    if several:
+        print(summarise(Path(resolved.out), several, folds))
 
 
-def _figure(run: Path, resolved: "object") -> None:
+def _pictures(run: Path, resolved: Any) -> None:
+    """Figure and report of a run, as far as what they need is installed."""
     from esmshard.progress import say
+    from esmshard.report.html import report as write
     from esmshard.report.plots import contact_figure
-    from esmshard.settings import Recipe
     from esmshard.tasks import TASKS
     from esmshard.train.splits import open_split
 
-    assert isinstance(resolved, Recipe)
-    labels = TASKS[resolved.task.name](resolved.task).labels
     try:
-        say(f"figure in {contact_figure(run, open_split(resolved, 'test', labels))}")
+        if resolved.task.name == "contact":
+            labels = TASKS["contact"](resolved.task, {}).labels
+            say(f"figure in {contact_figure(run, open_split(resolved, 'test', labels))}")
+        say(f"report in {write(run)}")
     except InputError as error:
-        say(f"no figure: {error}")
+        say(f"no figures: {error}")
 
 
 @app.command()
@@ -425,6 +446,9 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="A consolidated model directory with a fine-tuned head.")],
     data: Annotated[str, typer.Argument(help="A labelled FASTA file, structures, or sample:contact/test.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory for evaluation.json and per_protein.csv.")],
+    labels: Annotated[
+        Optional[str], typer.Option(metavar="FILE", help="Labels of DATA, if they are not in it or beside it.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Score a model on labelled data, with intervals, beside the baselines."""
@@ -433,6 +457,7 @@ def evaluate(
     from esmshard.data.structure_splits import cached_split, holds_structures, notices
     from esmshard.progress import say
     from esmshard.recipe import sample
+    from esmshard.settings import Recipe
     from esmshard.tasks.finetuner import load_finetuned
     from esmshard.train.evaluate import report
 
@@ -443,10 +468,24 @@ def evaluate(
     fasta = cached_split(path) if holds_structures(path) else path
     for notice in notices(fasta) if fasta != path else ():
         say(f"{path}: {notice}")
-    store = cached(fasta)
-    examples = Examples(Path(data).name, path, store, load_finetuned(model).task.labels(fasta, store))
+    store, found = cached(fasta), load_finetuned(model)
+    where = Recipe.model_validate(found.about["recipe"]).data.model_copy(update={"labels": labels, "mask": None})
+    examples = Examples(Path(data).name, path, store, found.task.labels(fasta, store, where))
     out.mkdir(parents=True, exist_ok=True)
     print(report(model, examples, out, warn=say))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, done or not.")],
+    out: Annotated[
+        Optional[Path], typer.Option("-o", "--out", help="File to write; RUN/report.html by default.")
+    ] = None,
+) -> None:
+    """Write one HTML page about a run: curves, metrics beside baselines, predictions, speed, memory, time."""
+    from esmshard.report.html import report as write
+
+    print(write(run, out))
 
 
 @recipes_app.command("ls")
@@ -455,8 +494,7 @@ def recipes_ls() -> None:
     from esmshard import recipe as recipes
 
     for name in recipes.names():
-        first = (recipes.shipped("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        print(f"{name:12} {first.removeprefix('#').strip()}")
+        print(f"{name:14} {recipes.description(name)}")
 
 
 @recipes_app.command("cp")
@@ -472,7 +510,7 @@ def recipes_cp(
     target = to / source.name if to.is_dir() else to
     if target.exists() and not overwrite:
         raise UsageError(f"{target}: exists already; choose another name or pass --overwrite")
-    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    target.write_text(recipes.copy_of(source), encoding="utf-8")
     print(target)
 
 
@@ -490,11 +528,9 @@ def recipes_validate(
 @recipes_app.command("schema")
 def recipes_schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
-    import json
-
     from esmshard import recipe as recipes
 
-    print(json.dumps(recipes.schema(), indent=1))
+    print(recipes.schema_text(), end="")
 
 
 def main() -> None:

@@ -9,12 +9,14 @@ those given as an override and `out` to the working directory. `~` and `${VAR}` 
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -25,9 +27,21 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
 from esmshard.errors import InputError, UsageError
-from esmshard.settings import Recipe
+from esmshard.settings import Clash, Recipe
+from esmshard.task_settings import TaskSettings
 
-PATH_KEYS = (("model", "name"), ("data", "train"), ("data", "valid"), ("data", "test"))
+PATH_KEYS = (
+    ("model", "name"),
+    *(("data", key) for key in ("train", "valid", "test", "labels", "mask", "clusters")),
+)
+
+SCHEMA_LINE = "# yaml-language-server: $schema="
+"""How the first line of a recipe tells editors where its schema is."""
+
+TASK_SECTIONS: dict[str, type[BaseModel]] = {
+    get_args(section.model_fields["name"].annotation)[0]: section for section in get_args(get_args(TaskSettings)[0])
+}
+"""What may stand under `task`, by its `name`."""
 
 
 def shipped(kind: Literal["recipes", "data"]) -> Path:
@@ -68,8 +82,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         recipe = Recipe.model_validate(_plain(tree))
     except ValidationError as error:
-        found = {_key(e["loc"]): e for e in reversed(error.errors())}  # of a key with two problems, the first
-        problems += [_sentence(tree, where, key, e) for key, e in reversed(found.items())]
+        found = {_place(e).keys: e for e in reversed(error.errors())}  # of a key with two problems, the first
+        problems += [_sentence(tree, where, e) for e in reversed(found.values())]
     if problems:
         raise UsageError(*problems)
     return recipe
@@ -85,8 +99,27 @@ def dump(recipe: Recipe) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of a recipe, for editors."""
-    return Recipe.model_json_schema()
+    """JSON schema of a recipe, for editors. `recipes/schema.json` holds it."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+
+
+def schema_text() -> str:
+    """The schema as it is shipped and printed."""
+    return json.dumps(schema(), indent=1) + "\n"
+
+
+def description(name: str) -> str:
+    """What a shipped recipe is for: its first line that is a comment for people."""
+    lines = (shipped("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith(SCHEMA_LINE)), "")
+
+
+def copy_of(path: Path) -> str:
+    """The text of a recipe, its first line naming the installed schema wherever the copy lies."""
+    first, newline, rest = path.read_text(encoding="utf-8").partition("\n")
+    if first.startswith(SCHEMA_LINE):
+        first = f"{SCHEMA_LINE}{shipped('recipes') / 'schema.json'}"
+    return first + newline + rest
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
@@ -211,56 +244,84 @@ def _did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def _key(loc: tuple[Any, ...]) -> tuple[str, ...]:
-    """The key that the user wrote. A field of two types, or a list, reports each member by a name of its own."""
-    keys = tuple(str(k) for k in loc)
-    while len(keys) > 1 and not _is_key(keys):
-        keys = keys[:-1]
-    return keys
+_IN_YAML = {
+    **dict.fromkeys(("model_type", "model_attributes_type"), "a mapping of keys to values"),
+    "tuple_type": "a list such as [a, b]",
+}
+"""Kinds of pydantic's errors that speak of Python."""
 
 
-def _sentence(tree: CommentedMap, where: _Where, keys: tuple[str, ...], error: ErrorDetails) -> str:
-    dotted = ".".join(keys)
-    if error["type"] == "extra_forbidden":
-        return f"{where.of(tree, keys)}: {dotted}: unknown key{_did_you_mean(keys[-1], _siblings(keys))}"
-    if error["type"] == "missing" and len(keys) < len(error["loc"]):
+@dataclass(frozen=True)
+class _Place:
+    """The key that an error is about, as the user wrote it."""
+
+    keys: tuple[str, ...]
+    section: type[BaseModel]
+    """In which the last key stands."""
+    within: bool
+    """The error is about a part of the value: a member of a list, or one of several types."""
+
+
+def _place(error: ErrorDetails) -> _Place:
+    """Where an error is. pydantic's own location also names the task, the types of a field, and numbers in lists."""
+    loc = list(error["loc"])
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return _Place((*map(str, loc), "name"), Recipe, within=False)
+    if error["type"] == "value_error" and isinstance(error["ctx"]["error"], Clash):
+        loc.append(error["ctx"]["error"].key)
+    keys: list[str] = []
+    section: type[BaseModel] = Recipe
+    inner: Any = Recipe
+    while loc and isinstance(inner, type) and issubclass(inner, BaseModel):
+        section = inner
+        keys.append(str(loc.pop(0)))
+        field = section.model_fields.get(keys[-1])
+        inner = field.annotation if field is not None else None
+        if keys == ["task"] and loc:
+            inner = TASK_SECTIONS[str(loc.pop(0))]
+    return _Place(tuple(keys), section, within=bool(loc))
+
+
+def _sentence(tree: CommentedMap, where: _Where, error: ErrorDetails) -> str:
+    place, kind = _place(error), error["type"]
+    keys, dotted = place.keys, ".".join(place.keys)
+    if kind == "extra_forbidden":
+        return f"{where.of(tree, keys)}: {dotted}: {_unknown(keys, place.section)}"
+    if kind == "missing" and place.within:
         return f"{where.of(tree, keys, on_value=True)}: {dotted}: has too few values"
-    if error["type"] == "missing":
+    if kind in ("missing", "union_tag_not_found"):
         return f"{where.of(tree, keys[:-1])}: {dotted}: this key is required"
-    if error["type"] == "value_error":  # one of ours, which says all
-        return f"{where.of(tree, keys, on_value=True)}: {dotted}: {error['ctx']['error']}"
-    message, value = error["msg"].removeprefix("Input should be "), error["input"]
+    at = where.of(tree, keys, on_value=True)
+    if kind == "value_error":  # one of ours, which says all
+        ours = error["ctx"]["error"]
+        return f"{at}: {dotted}: {ours.reason if isinstance(ours, Clash) else ours}"
+    message, value = _IN_YAML.get(kind, error["msg"].removeprefix("Input should be ")), error["input"]
+    hint = ""
+    if kind == "union_tag_invalid":
+        value = value["name"]
+        *others, last = (f"'{name}'" for name in TASK_SECTIONS)
+        message, hint = f"{', '.join(others)} or {last}", _did_you_mean(str(value), list(TASK_SECTIONS))
     got = repr(value) if isinstance(value, str) else "nothing" if value is None else value
-    return f"{where.of(tree, keys, on_value=True)}: {dotted}: must be {message}, not {got}"
+    return f"{at}: {dotted}: must be {message}, not {got}{hint}"
 
 
-def _section(keys: tuple[str, ...]) -> type[BaseModel] | None:
-    model: type[BaseModel] = Recipe
-    for key in keys:
-        field = model.model_fields.get(key)
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return None
-        model = annotation
-    return model
-
-
-def _siblings(keys: tuple[str, ...]) -> list[str]:
-    section = _section(keys[:-1])
-    return list(section.model_fields) if section else []
-
-
-def _is_key(keys: tuple[str, ...]) -> bool:
-    """Whether the last of these may stand in a recipe: known, or an unknown one inside a known section."""
-    return _section(keys[:-1]) is not None
+def _unknown(keys: tuple[str, ...], section: type[BaseModel]) -> str:
+    """What to say of a key that its section does not have; one of another task says so."""
+    tasks = [name for name, other in TASK_SECTIONS.items() if keys[-1] in other.model_fields]
+    ours = [name for name, known in TASK_SECTIONS.items() if known is section]
+    if tasks and ours:
+        return f"is for task {' and '.join(tasks)}, and the recipe has {ours[0]}; remove it, or change task.name"
+    return f"unknown key{_did_you_mean(keys[-1], list(section.model_fields))}"
 
 
 def sample(path: str) -> Path:
-    """The file that a data path means; `sample:contact/train` is `contact/train.fasta` of the shipped data."""
+    """The file that a data path means; `sample:contact/train` is `contact/train.fasta` of the shipped data, and a name
+    with an ending, such as `sample:contact/labels.csv`, that very file.
+    """
     if not path.startswith("sample:"):
         return Path(path)
     name = path.removeprefix("sample:")
-    file = shipped("data") / f"{name}.fasta"
+    file = shipped("data") / (name if Path(name).suffix else f"{name}.fasta")
     if not file.is_file() or ".." in Path(name).parts:
         root = shipped("data")
         known = sorted(str(p.relative_to(root).with_suffix("")) for p in root.glob("*/*.fasta"))

@@ -3,28 +3,19 @@
 `esmshard.recipe` reads them from files; `esmshard recipes schema` prints them.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-
-class Settings(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion, field docstrings in the schema."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-class TaskSettings(Settings):
-    """What is learned, and the head that learns it."""
-
-    name: Literal["contact"]
-    """`contact`: which pairs of residues touch (Cb-Cb under 8 A)."""
-    channels: int = Field(32, ge=4, le=512)
-    """Channels of the head's pair representation."""
-    blocks: int = Field(4, ge=0, le=64)
-    """Residual 3x3 convolution blocks of the head, their dilation cycling through 1, 2, 4."""
+from esmshard.task_settings import (
+    ContactSettings,
+    MlmSettings,
+    ResidueSettings,
+    SequenceSettings,
+    Settings,
+    TaskSettings,
+)
 
 
 class ModelSettings(Settings):
@@ -45,9 +36,13 @@ class AdaptSettings(Settings):
     Schmirler et al. 2024 (doi:10.1038/s41467-024-51844-2), who train it with `optim.lr` 3e-4.
     """
 
-    method: Literal["full", "lora", "head"] = "full"
+    method: Literal["full", "lora", "head", "probe"] = "full"
     """`full`: every weight; `lora`: an adapter of low rank beside the matrices of each layer (Hu et al. 2021,
-    arXiv:2106.09685), which are frozen; `head`: nothing, only the head learns."""
+    arXiv:2106.09685), which are frozen; `head`: nothing, only the head learns; `probe`: a linear head fitted by
+    scikit-learn on the frozen model, without any step."""
+    freeze: tuple[str, ...] = Field((), strict=False)
+    """Of `full`: parts that do not learn, such as [embedding, layers.0-10]: `embedding`, `norms`, `biases`, or layers
+    from 0."""
     rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
     """Of the adapter's matrices; 4 by default. For `lora` only, as the keys below."""
     alpha: float | None = Field(None, gt=0, validate_default=True)
@@ -57,6 +52,22 @@ class AdaptSettings(Settings):
     `dense`."""
     bias: Literal["none", "all"] | None = Field(None, validate_default=True)
     """`all` trains every bias of the language model too, those of LayerNorms included; the default."""
+
+    @field_validator("freeze")
+    @classmethod
+    def _parts(cls, freeze: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        method = info.data.get("method")
+        if freeze and method not in ("full", None):
+            raise ValueError(f"is for adapt.method full, and the recipe has {method}; remove it, or change the method")
+        for part in freeze:
+            layers = re.fullmatch(r"layers\.([0-9]+)(?:-([0-9]+))?", part)
+            if layers is None and part not in ("embedding", "norms", "biases"):
+                raise ValueError(
+                    f"'{part}' is no part of the model; name embedding, norms, biases, or layers as layers.0-10"
+                )
+            if layers is not None and layers[2] is not None and int(layers[2]) < int(layers[1]):
+                raise ValueError(f"'{part}' ends before it begins; write the first layer first, from 0")
+        return freeze
 
     @property
     def lora(self) -> tuple[int, float, tuple[LoraTarget, ...]]:
@@ -97,12 +108,41 @@ class DataSettings(Settings):
     """Records to watch while training. Never trained on."""
     test: str
     """Records for the final numbers. Never looked at before."""
+    labels: str | None = None
+    """Labels of all three splits in one file: a table, a label FASTA, or an `.npz` (docs/labels.md). By default they
+    stand in the headers of the FASTA files, or in the `.npz` beside each."""
+    target: tuple[str, ...] | None = Field(None, strict=False)
+    """Columns of the table, keys of the headers, or the array of the `.npz` that are learned."""
+    id_column: str | None = None
+    """Column of the table with the ids; found by its name by default."""
+    mask: str | None = None
+    """FASTA file of 0 and 1: residues under a 0 have no label. For task `residue`."""
+    folds: int | None = Field(None, ge=3)
+    """Cross-validation: `train` is divided into so many parts, one of which is the test set. `--folds` sets it."""
+    fold: int = Field(0, ge=0)
+    """Which part that is, from 0."""
+    clusters: str | None = None
+    """MMseqs2's `_cluster.tsv` of the training records: `folds` keep its clusters together. Without it, equal sequences
+    only."""
     long: Literal["crop", "window", "full", "skip", "error"] = "crop"
     """What to do with a training record over `max_length`: `crop` cuts a random window, another one each epoch;
     `window` makes as few windows as cover it, each an example; `full` takes it whole; `skip` leaves it out, counted;
-    `error` refuses it. Validation, test and prediction always see whole chains."""
+    `error` refuses it. Validation, test and prediction always see whole chains. For task `sequence` `full` is the
+    default, and `crop` is refused: it may cut away what the label comes from."""
     max_length: int = Field(1022, ge=8)
     """Residues of the longest training record."""
+
+    @field_validator("fold")
+    @classmethod
+    def _of_folds(cls, fold: int, info: ValidationInfo) -> int:
+        if "folds" not in info.data:  # refused itself
+            return fold
+        folds = info.data["folds"]
+        if fold and folds is None:
+            raise ValueError("is one of data.folds, and the recipe has none; add data.folds, or remove it")
+        if folds is not None and fold >= folds:
+            raise ValueError(f"is counted from 0, and of {folds} folds the last one is {folds - 1}, not {fold}")
+        return fold
 
 
 class BatchSettings(Settings):
@@ -141,12 +181,25 @@ class OptimSettings(Settings):
 class TrainSettings(Settings):
     """How long, from which seed, watched how often."""
 
-    steps: int = Field(400, ge=1)
-    """Optimizer steps."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps; 400 if `epochs` is not given either."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training records, in place of `steps`."""
+
+    @field_validator("epochs")
+    @classmethod
+    def _or_steps(cls, epochs: float | None, info: ValidationInfo) -> float | None:
+        steps = info.data.get("steps")
+        if epochs is not None and steps is not None:
+            raise ValueError(f"is another way to say train.steps, which is {steps}; give one of the two")
+        return epochs
+
     seed: int = Field(0, ge=0)
     """Fixes the new weights, the order of the records and the crops."""
     eval_every: int = Field(50, ge=1)
     """Steps between two validations."""
+    early_stop: int | None = Field(None, ge=1)
+    """Stop after so many validations in a row without a better headline metric, and take the model of the best."""
 
 
 After = Annotated[Literal["full_shard", "shard_grad_op"] | Annotated[int, Field(ge=2)] | None, Field()]
@@ -207,10 +260,24 @@ class CheckpointSettings(Settings):
     processes together. `auto`: with GPUs."""
 
 
+_LABELLED = ("residue", "sequence")
+_OF_TASKS = {"labels": _LABELLED, "target": _LABELLED, "id_column": _LABELLED, "mask": ("residue",)}
+"""Keys of the data section that only some tasks read."""
+
+
+class Clash(ValueError):
+    """A key of one section that does not go with another section."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.key, self.reason = key, reason
+
+
 class Recipe(Settings):
     """One fine-tuning run."""
 
     task: TaskSettings
+    """What is learned, and the head that learns it (docs/tasks.md)."""
     model: ModelSettings
     init: Literal["pretrained", "random"] = "pretrained"
     """`pretrained` reads the weights that `model.name` points to; `random` starts the same architecture from noise."""
@@ -223,3 +290,32 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
     out: str
     """Directory of the run, relative to the working directory."""
+
+    @field_validator("adapt")
+    @classmethod
+    def _fits_task(cls, adapt: AdaptSettings, info: ValidationInfo) -> AdaptSettings:
+        task = info.data.get("task")
+        if adapt.method != "probe" or task is None:
+            return adapt
+        if isinstance(task, MlmSettings):
+            raise Clash("method", "probe has no meaning for task mlm, which has no labels; choose full, lora or head")
+        if isinstance(task, ContactSettings) and task.head != "attention":
+            raise Clash("method", "probe fits a regression over attention maps; set task.head: attention")
+        if isinstance(task, ResidueSettings | SequenceSettings) and task.hidden != 0:
+            raise Clash("method", "probe fits a linear head; set task.hidden: 0")
+        return adapt
+
+    @field_validator("data")
+    @classmethod
+    def _suits_task(cls, data: DataSettings, info: ValidationInfo) -> DataSettings:
+        if "task" not in info.data:
+            return data
+        task = info.data["task"].name
+        for key, tasks in _OF_TASKS.items():
+            if getattr(data, key) is not None and task not in tasks:
+                raise Clash(key, f"is for task {' and '.join(tasks)}, and the recipe has {task}; remove it")
+        if task == "sequence" and data.long == "crop":
+            if "long" in data.model_fields_set:
+                raise Clash("long", "crop may cut away what the label of a protein comes from; choose full or skip")
+            return data.model_copy(update={"long": "full"})
+        return data

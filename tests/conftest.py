@@ -36,6 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # of commands, too
     os.environ["ESMSHARD_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     # No test may find, or fetch, a released model by accident. Tests of downloads start processes of their own.
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path_factory.mktemp("hf"))}
@@ -45,7 +46,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def write_subset(directory: Path, name: str, split: str, chains: range, unresolved: int | None = None) -> Path:
     """Some chains of a sample split as `name.fasta` and `name.npz`; chain number `unresolved` loses its coordinates."""
     with np.load(shipped("data") / "contact" / f"{split}.npz") as file:
-        names, seqs, offsets, cb = file["names"], file["seqs"], file["offsets"], file["cb_dA"]
+        names, seqs, offsets, cb, dssp8 = (file[key] for key in ("names", "seqs", "offsets", "cb_dA", "dssp8"))
     parts = [cb[offsets[k] : offsets[k + 1]].copy() for k in chains]
     if unresolved is not None:
         parts[unresolved][:] = UNRESOLVED
@@ -55,6 +56,7 @@ def write_subset(directory: Path, name: str, split: str, chains: range, unresolv
         directory / f"{name}.npz",
         names=names[list(chains)],
         seqs=seqs[list(chains)],
+        dssp8=dssp8[list(chains)],
         offsets=np.cumsum([0, *map(len, parts)]).astype(np.int32),
         cb_dA=np.concatenate(parts),
     )

@@ -105,7 +105,11 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
             {},
             r"^--max-restarts goes on from the newest checkpoint of the run",
         ),
-        ({"max_restarts": 1}, LAUNCHED, r"^--nproc, --max-restarts and --dry-run belong to a single command"),
+        (
+            {"max_restarts": 1},
+            LAUNCHED,
+            r"^--nproc, --max-restarts, --seeds, --folds and --dry-run belong to",
+        ),
         (
             {"stop_after": "90s"},
             {**LAUNCHED, "TORCHELASTIC_MAX_RESTARTS": "2"},

@@ -1,5 +1,6 @@
 """Recipes: what is read, what is refused and where the message points, and what paths mean."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from esmshard import recipe as recipes
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import differences, dump, load, resolve, sample, schema
 from esmshard.settings import Recipe
+from esmshard.task_settings import ContactSettings
 
 TEXT = """\
 # the line numbers below count from this comment
@@ -61,8 +63,10 @@ def problem(path: Path, *overrides: str) -> str:
 
 
 def test_recipes_are_shipped() -> None:
-    assert recipes.names() == sorted(p.stem for p in recipes.shipped("recipes").iterdir())
-    assert "contact" in recipes.names()
+    files = {p.name for p in recipes.shipped("recipes").iterdir()}
+    assert files == {f"{name}.yaml" for name in recipes.names()} | {"schema.json"}
+    assert recipes.names() == sorted(recipes.names())
+    assert {load(resolve(name)).task.name for name in recipes.names()} == {"contact", "mlm", "residue", "sequence"}
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -71,15 +75,43 @@ def test_a_shipped_recipe_loads_anywhere(name: str, path: Path) -> None:
     loaded = recipe.model_dump(mode="json")
     assert recipe.out == str(path.parent.parent / "work" / written.pop("out"))
     assert len(written) > 2
+    files = [getattr(recipe.data, key) for key in ("train", "valid", "test", "labels", "mask", "clusters")]
+    shipped = [file for file in files if file is not None and file.startswith("sample:")]
+    assert len(shipped) in (0, 3, 4)
+    assert all(sample(file).is_file() for file in shipped)
+    for key in ("train", "valid", "test", "labels", "mask"):  # a recipe to be copied names files of its user's
+        if not str(written["data"].get(key, "sample:")).startswith("sample:"):
+            assert loaded["data"].pop(key) == str(resolve(name).parent / written["data"].pop(key))
     for section, value in written.items():
         assert ({key: loaded[section][key] for key in value} if isinstance(value, dict) else loaded[section]) == value
-    for split in (recipe.data.train, recipe.data.valid, recipe.data.test):
-        assert sample(split).is_file()
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_shipped_recipe_says_what_it_is_for_and_where_its_schema_is(name: str) -> None:
+    first, second, *_ = resolve(name).read_text().splitlines()
+    assert first == "# yaml-language-server: $schema=schema.json"
+    assert second.startswith("# ")
+    assert recipes.description(name) == second[2:]
+    assert len(second) > 40
+
+
+def test_a_copy_names_the_installed_schema(path: Path) -> None:
+    lines = recipes.copy_of(resolve("contact")).splitlines()
+    assert lines[0] == f"# yaml-language-server: $schema={recipes.shipped('recipes') / 'schema.json'}"
+    assert Path(lines[0].partition("=")[2]).is_file()
+    assert lines[1:] == resolve("contact").read_text().splitlines()[1:]
+    assert recipes.copy_of(path) == TEXT  # one without that line stays as it is
+
+
+def test_the_shipped_schema_is_that_of_the_settings() -> None:
+    written = (recipes.shipped("recipes") / "schema.json").read_text()
+    assert written == recipes.schema_text(), "esmshard recipes schema > recipes/schema.json"
+    assert json.loads(written) == schema()
 
 
 def test_values_are_those_written_and_others_the_defaults(path: Path) -> None:
     recipe = load(path)
-    assert (recipe.task.name, recipe.task.blocks, recipe.task.channels) == ("contact", 2, 32)
+    assert recipe.task == ContactSettings(name="contact", head="pairwise", channels=32, blocks=2)
     assert (recipe.train.steps, recipe.train.seed, recipe.train.eval_every) == (40, 7, 50)
     assert (recipe.optim.head_lr, recipe.optim.betas, recipe.init) == (2e-4, (0.9, 0.98), "pretrained")
     assert recipe.batch.tokens_per_rank == "auto"
@@ -148,7 +180,7 @@ def test_a_section_that_is_no_mapping_is_refused_in_its_line(path: Path, section
     edit(path, "train: {steps: 40, seed: 7}", section)
     found = problem(path)
     assert found.startswith(f"{path}:11:")
-    assert ": train: must be " in found
+    assert ": train: must be a mapping of keys to values, not " in found
 
 
 @pytest.mark.parametrize(
@@ -226,7 +258,13 @@ def test_overrides_change_values_and_make_sections(path: Path) -> None:
     assert (recipe.optim.lr, recipe.train.steps, recipe.train.seed) == (3e-5, 9, 7)
     assert (recipe.batch.global_tokens, recipe.optim.schedule) == (64, "linear")
     assert load(path, ["optim.lr=1", "optim.lr=2"]).optim.lr == 2
-    assert load(path, ["train={steps: 3}"]).train.model_dump() == {"steps": 3, "seed": 0, "eval_every": 50}
+    assert load(path, ["train={steps: 3}"]).train.model_dump() == {
+        "steps": 3,
+        "epochs": None,
+        "seed": 0,
+        "eval_every": 50,
+        "early_stop": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -235,6 +273,7 @@ def test_overrides_change_values_and_make_sections(path: Path) -> None:
         ("optim.lrr=1", "optim.lrr: unknown key; did you mean 'lr'?"),
         ("batch.global_token=1", "batch.global_token: unknown key; did you mean 'global_tokens'?"),
         ("qqqqq=1", "qqqqq: unknown key"),
+        ("optim.blocks=1", "optim.blocks: unknown key"),
         ("train={stepz: 1}", "train.stepz: unknown key; did you mean 'steps'?"),
         ("train.steps=x", "train.steps: must be a valid integer, not 'x'"),
         ("train.steps=", "train.steps: must be a valid integer, not ''"),
@@ -257,6 +296,21 @@ def test_an_override_with_a_control_character_is_no_crash(path: Path) -> None:
 def test_a_key_that_is_missing_beside_an_override_is_refused(path: Path) -> None:
     edit(path, "task: {name: contact, blocks: 2}\n", "")
     assert problem(path, "task.channels=8").endswith(": task.name: this key is required")
+
+
+def test_label_files_are_paths_too(path: Path) -> None:
+    here = path.parent
+    edit(path, "{name: contact, blocks: 2}", "{name: residue}")
+    edit(path, "  train: train.fasta", "  labels: a.csv\n  mask: ../m.fasta\n  clusters: ~/c.tsv\n  train: t")
+    data = load(path).data
+    assert (data.labels, data.mask) == (str(here / "a.csv"), str(here.parent / "m.fasta"))
+    assert data.clusters == str(Path("~/c.tsv").expanduser())
+    assert load(path, ["data.labels=b.csv"]).data.labels == str(Path.cwd() / "b.csv")
+    assert load(path, ["data.labels=sample:contact/labels.csv"]).data.labels == "sample:contact/labels.csv"
+    assert load(path, ["data.labels=null"]).data.labels is None
+    assert problem(path, "data.mask=${UNSET_HERE}/m") == (
+        "data.mask=${UNSET_HERE}/m: data.mask: the environment variable UNSET_HERE is not set"
+    )
 
 
 def test_data_and_model_paths_are_relative_to_the_recipe(path: Path) -> None:
@@ -330,6 +384,14 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+def all_keys() -> list[str]:
+    """Every key that a recipe of some task may have."""
+    keys = keys_of(Recipe)
+    return (
+        keys[:1] + [f"task.{key}" for section in recipes.TASK_SECTIONS.values() for key in keys_of(section)] + keys[1:]
+    )
+
+
 def keys_in(tree: dict[str, Any], prefix: str = "") -> list[str]:
     keys = []
     for name, value in tree.items():
@@ -339,7 +401,8 @@ def keys_in(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 def test_a_dumped_recipe_writes_every_key_out(path: Path) -> None:
     tree = YAML(typ="safe").load(dump(load(path)))
-    assert keys_in(tree) == keys_of(Recipe)
+    task = [f"task.{key}" for key in keys_of(ContactSettings)]
+    assert keys_in(tree) == ["task", *task, *keys_of(Recipe)[1:]]
     assert len(keys_in(tree)) > 30
 
 
@@ -379,10 +442,13 @@ def test_an_unknown_recipe_is_refused_with_a_hint(name: str, sentence: str) -> N
 
 def test_a_sample_is_a_shipped_file_and_a_path_stays_a_path() -> None:
     assert sample("sample:contact/train") == recipes.shipped("data") / "contact" / "train.fasta"
+    assert sample("sample:contact/train.npz") == recipes.shipped("data") / "contact" / "train.npz"
     assert sample("/data/x.fasta") == Path("/data/x.fasta")
 
 
-@pytest.mark.parametrize("name", ["sample:contact/trian", "sample:", "sample:contact/../contact/train"])
+@pytest.mark.parametrize(
+    "name", ["sample:contact/trian", "sample:", "sample:contact/../contact/train", "sample:contact/labls.csv"]
+)
 def test_an_unknown_sample_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(InputError) as error:
         sample(name)
@@ -397,16 +463,176 @@ def test_the_schema_describes_every_key() -> None:
     def walk(node: dict[str, Any], prefix: str) -> None:
         assert node["additionalProperties"] is False
         for name, field in node["properties"].items():
-            section = tree["$defs"][field["$ref"].split("/")[-1]] if "$ref" in field else {}
-            assert len(field.get("description") or section.get("description", "")) > 10, prefix + name
+            sections = [
+                tree["$defs"][one["$ref"].split("/")[-1]] for one in field.get("oneOf", [field]) if "$ref" in one
+            ]
+            texts = [field.get("description") or section.get("description", "") for section in sections or [field]]
+            # A task's name is explained by its section.
+            assert all(len(text) > 10 for text in texts) or "const" in field, prefix + name
+            assert "default" in field or name in node["required"]
             described.append(prefix + name)
-            if section:
+            for section in sections:
                 walk(section, f"{prefix}{name}.")
 
     walk(tree, "")
-    assert described == keys_of(Recipe)
-    assert len(described) > 30
+    assert described == all_keys()
+    assert len(described) > 60
     assert math.isclose(tree["$defs"]["OptimSettings"]["properties"]["lr"]["default"], 2e-5)
+
+
+def test_the_schema_tells_tasks_apart_by_their_names() -> None:
+    tree = schema()
+    names = ["contact", "mlm", "residue", "sequence"]
+    assert list(recipes.TASK_SECTIONS) == names
+    assert [section.__name__ for section in recipes.TASK_SECTIONS.values()] == [
+        f"{name.capitalize()}Settings" for name in names
+    ]
+    task = tree["properties"]["task"]
+    assert [one["$ref"] for one in task["oneOf"]] == [f"#/$defs/{name.capitalize()}Settings" for name in names]
+    assert task["discriminator"]["propertyName"] == "name"
+    for name in names:
+        section = tree["$defs"][f"{name.capitalize()}Settings"]
+        assert section["properties"]["name"]["const"] == name
+        assert "name" in section["required"]
+
+
+# Tasks
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("{name: contct}", "2:14: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not 'contct'; did you"),
+        ("{name: contct, q: 1}", "2:14: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not 'contct'; "),
+        ("{name: variants}", "2:14: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not 'variants'"),
+        ("{name: 3}", "2:14: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not 3"),
+        ("{name: }", "2:8: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not nothing"),
+        ("{blocks: 2}", "2:1: task.name: this key is required"),
+        ("{}", "2:1: task.name: this key is required"),
+        ("contact", "2:7: task: must be a mapping of keys to values, not 'contact'"),
+        ("[contact]", "2:7: task: must be a mapping of keys to values, not ['contact']"),
+        ("", "2:1: task: must be a mapping of keys to values, not nothing"),
+        ("{name: contact, blockz: 2}", "2:23: task.blockz: unknown key; did you mean 'blocks'?"),
+        ("{name: mlm, maks: 0.2}", "2:19: task.maks: unknown key; did you mean 'mask'?"),
+        ("{name: mlm, hiden: 2}", "2:19: task.hiden: unknown key"),
+        ("{name: mlm, mask: 0.9}", "2:25: task.mask: must be less than or equal to 0.5, not 0.9"),
+        ("{name: contact, head: none}", "2:29: task.head: must be 'attention', 'pairwise' or 'both', not 'none'"),
+        (
+            "{name: mlm, blocks: 2}",
+            "2:19: task.blocks: is for task contact, and the recipe has mlm; remove it, or change task.name",
+        ),
+        (
+            "{name: mlm, dropout: 0}",
+            "2:19: task.dropout: is for task residue and sequence, and the recipe has mlm; remove it, or change",
+        ),
+        ("{name: residue, classes: HEC}", "2:32: task.classes: must be a list such as [a, b], not 'HEC'"),
+        ("{name: residue, classes: [H, 3]}", "2:32: task.classes: must be a valid string, not 3"),
+    ],
+)
+def test_the_keys_of_a_task_are_checked_by_its_name(path: Path, task: str, expected: str) -> None:
+    edit(path, "{name: contact, blocks: 2}", task)
+    assert problem(path).startswith(f"{path}:{expected}")
+
+
+def test_an_override_changes_the_task(path: Path) -> None:
+    assert problem(path, "task.name=mlm") == (
+        f"{path}:2:23: task.blocks: is for task contact, and the recipe has mlm; remove it, or change task.name"
+    )
+    assert load(path, ["task={name: mlm, mask: 0.3}"]).task.model_dump() == {"name": "mlm", "mask": 0.3}
+    assert problem(path, "task={name: mlm, mask: x}") == (
+        "task={name: mlm, mask: x}: task.mask: must be a valid number, not 'x'"
+    )
+
+
+@pytest.mark.parametrize("name", ["contact", "mlm", "residue", "sequence"])
+def test_a_recipe_of_any_task_is_dumped_and_loaded(path: Path, name: str) -> None:
+    recipe = load(path, [f"task={{name: {name}}}"])
+    path.with_name("again.yaml").write_text(dump(recipe))
+    assert load(path.with_name("again.yaml")) == recipe == Recipe.model_validate(recipe.model_dump(mode="json"))
+    assert type(recipe.task) is recipes.TASK_SECTIONS[name]
+
+
+# Keys that do not go together
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.epochs=2"], "train.epochs: is another way to say train.steps, which is 40; give one of the two"),
+        (["data.fold=2"], "data.fold: is one of data.folds, and the recipe has none; add data.folds, or remove it"),
+        (["data.folds=3", "data.fold=3"], "data.fold: is counted from 0, and of 3 folds the last one is 2, not 3"),
+        (["data.labels=x.csv"], "data.labels: is for task residue and sequence, and the recipe has contact; remove it"),
+        (["data.target=[y]"], "data.target: is for task residue and sequence, and the recipe has contact; remove it"),
+        (["data.id_column=y"], "data.id_column: is for task residue and sequence, and the recipe has contact; remove"),
+        (["task={name: sequence}", "data.mask=x"], "data.mask: is for task residue, and the recipe has sequence; rem"),
+        (
+            ["task={name: sequence}", "data.long=crop"],
+            "data.long: crop may cut away what the label of a protein comes from; choose full or skip",
+        ),
+        (
+            ["task={name: mlm}", "adapt.method=probe"],
+            "adapt.method: probe has no meaning for task mlm, which has no labels; choose full, lora or head",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(path: Path, overrides: list[str], expected: str) -> None:
+    found = problem(path, *overrides)
+    assert found.startswith(f"{overrides[-1]}: {expected}")
+
+
+def test_a_contradiction_in_the_file_is_shown_where_it_is(path: Path) -> None:
+    edit(path, "  train: train.fasta", "  mask: sample:x.fasta\n  train: train.fasta")
+    edit(path, "steps: 40", "epochs: 1.5, steps: 40")
+    assert problems(path) == [
+        f"{path}:5:9: data.mask: is for task residue, and the recipe has contact; remove it",
+        f"{path}:12:17: train.epochs: is another way to say train.steps, which is 40; give one of the two",
+    ]
+    with pytest.raises(ValidationError, match="mask: is for task residue"):
+        Recipe.model_validate(load_tree(path))
+
+
+def load_tree(path: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = YAML(typ="safe").load(path.read_text())
+    del tree["train"], tree["optim"]
+    return tree
+
+
+def test_what_is_written_out_contradicts_nothing(path: Path) -> None:
+    again = path.with_name("again.yaml")
+    for overrides in (["train.steps=null", "train.epochs=0.5"], ["data.folds=3", "data.fold=2"], ["data.fold=0"]):
+        recipe = load(path, overrides)
+        again.write_text(dump(recipe))
+        assert load(again) == recipe
+    # Folds come from the command line, on top of a recipe that names their clusters.
+    assert load(path, ["data.clusters=c.tsv"]).data.folds is None
+
+
+@pytest.mark.parametrize("freeze", ["embedding", "norms", "biases", "layers.0", "layers.0-10", "layers.3-3"])
+def test_parts_of_the_model_can_be_frozen(path: Path, freeze: str) -> None:
+    assert load(path, [f"adapt.freeze=[{freeze}]"]).adapt.freeze == (freeze,)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "expected"),
+    [
+        *(
+            (f"[norms, {part}]", f"'{part}' is no part of the model; name embedding, norms, biases, or layers as")
+            for part in ("layers", "layers.", "layers.a", "layers.-1", "layers.1-", "layers.0-1-2", "norm", "head")
+        ),
+        ("[layers.3-1]", "'layers.3-1' ends before it begins; write the first layer first, from 0"),
+        ("[3]", "must be a valid string, not 3"),
+        ("norms", "must be a list such as [a, b], not 'norms'"),
+    ],
+)
+def test_what_is_no_part_of_the_model_cannot_be_frozen(path: Path, freeze: str, expected: str) -> None:
+    assert problem(path, f"adapt.freeze={freeze}").startswith(f"adapt.freeze={freeze}: adapt.freeze: {expected}")
+
+
+def test_the_sequence_task_takes_proteins_whole(path: Path) -> None:
+    assert load(path, ["task={name: sequence}"]).data.long == "full"
+    assert load(path, ["task={name: sequence}", "data.long=skip"]).data.long == "skip"
+    for name in ("contact", "mlm", "residue"):
+        assert load(path, [f"task={{name: {name}}}"]).data.long == "crop"
 
 
 def test_an_unset_variable_does_no_harm_where_an_override_stands_in_for_it(path: Path) -> None:
@@ -430,6 +656,7 @@ def test_infinity_is_no_learning_rate(path: Path) -> None:
 def test_lora_fills_in_its_defaults_and_other_methods_have_none(path: Path) -> None:
     assert load(path).adapt.model_dump() == {
         "method": "full",
+        "freeze": (),
         "rank": None,
         "alpha": None,
         "targets": None,
@@ -451,12 +678,16 @@ def test_lora_fills_in_its_defaults_and_other_methods_have_none(path: Path) -> N
         ("{rank: 8}", "13:15: adapt.rank: is for adapt.method lora, and the recipe has full; remove it, or change"),
         ("{method: head, bias: none}", "13:29: adapt.bias: is for adapt.method lora, and the recipe has head; remove"),
         ("{method: head, alpha: 1}", "13:30: adapt.alpha: is for adapt.method lora, and the recipe has head; remove"),
+        (
+            "{method: head, freeze: [norms]}",
+            "13:31: adapt.freeze: is for adapt.method full, and the recipe has head; remove it, or change the method",
+        ),
         ("{method: lora, targets: []}", "13:32: adapt.targets: names no layer; name some, or set adapt.method: head"),
         ("{method: lora, targets: [q, k, q]}", "13:32: adapt.targets: names a layer twice (q, k, q); name each once"),
         ("{method: lora, rank: 0}", "13:29: adapt.rank: must be greater than or equal to 1, not 0"),
         ("{method: lora, rank: 2000}", "13:29: adapt.rank: must be less than or equal to 1024, not 2000"),
         ("{method: lora, alpha: 0}", "13:30: adapt.alpha: must be greater than 0, not 0"),
-        ("{method: lorra, rank: 3}", "13:17: adapt.method: must be 'full', 'lora' or 'head', not 'lorra'"),
+        ("{method: lorra, rank: 3}", "13:17: adapt.method: must be 'full', 'lora', 'head' or 'probe', not 'lorra'"),
     ],
 )
 def test_what_a_method_does_not_read_is_refused(path: Path, section: str, expected: str) -> None:

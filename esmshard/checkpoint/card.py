@@ -78,7 +78,8 @@ def _base(about: Mapping[str, Any]) -> str:
     recipe = about["recipe"]
     name, task = recipe["model"]["name"], recipe["task"]
     options = ", ".join(f"{key} {value}" for key, value in task.items() if key != "name")
-    lines = [f"A protein language model with a head for the task `{task['name']}` ({options})."]
+    kind = "A protein language model" if task["name"] == "mlm" else "A protein language model with a head"
+    lines = [f"{kind} for the task `{task['name']}` ({options})."]
     if base := _released(recipe):
         lines.append(f"It was fine-tuned from `{base}` ([{RELEASED[base]}](https://huggingface.co/{RELEASED[base]})).")
     elif recipe["init"] == "random":
@@ -141,8 +142,12 @@ def _data(about: Mapping[str, Any]) -> str:
 def _training(about: Mapping[str, Any]) -> str:
     recipe = about["recipe"]
     optim, parallel = recipe["optim"], recipe["parallel"]
+    if recipe.get("adapt", {}).get("method") == "probe":
+        return "## Training\n\nNone: the head was fitted by scikit-learn on what the frozen model says. " + _software(
+            about
+        )
     rows = [
-        ["steps", f"{about['step']:,} of {recipe['train']['steps']:,}"],
+        ["steps", f"{about['step']:,} of {recipe['train']['steps'] or about['step']:,}"],
         ["tokens a step, at most", f"{recipe['batch']['global_tokens']:,}"],
         ["optimizer", f"AdamW, betas {_pair(optim['betas'])}, weight decay {optim['weight_decay']:g}"],
         ["learning rate", f"{optim['lr']:g}, head {optim['head_lr']:g}"],
@@ -165,10 +170,10 @@ def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> s
     if evaluation is None:
         return "## Metrics\n\nNot scored yet. `esmshard evaluate` scores a model beside its baselines."
     metrics: Mapping[str, Mapping[str, Any]] = evaluation["metrics"]
-    columns = list(next(iter(metrics.values())))
-    rows = [[name, *(_interval(row[column]) for column in columns)] for name, row in metrics.items()]
+    columns = list(evaluation.get("columns") or next(iter(metrics.values())))
+    rows = [[name, *(_interval(row.get(column)) for column in columns)] for name, row in metrics.items()]
     lines = [
-        f"Mean over the {evaluation['records']:,} records of `{_name(evaluation['data'])}` "
+        f"Over the {evaluation['records']:,} records of `{_name(evaluation['data'])}` "
         f"({evaluation['split']}), with {evaluation['interval']}."
     ]
     if missing := [f"{count} without {name}" for name, count in evaluation["without_value"].items() if count]:
@@ -178,10 +183,12 @@ def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> s
     return "## Metrics\n\n" + " ".join(lines) + "\n\n" + _table(["", *columns], rows)
 
 
-def _interval(value: Mapping[str, float | None]) -> str:
-    if value["mean"] is None:
+def _interval(value: Mapping[str, float | None] | None) -> str:
+    if value is None or value["value"] is None:
         return "no value"
-    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+    if value["low"] is None:
+        return f"{value['value']:.3f}"
+    return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
 
 
 def _limits(recipe: Mapping[str, Any]) -> str:
@@ -190,10 +197,13 @@ def _limits(recipe: Mapping[str, Any]) -> str:
         "lengths or organisms that the data do not have, nothing was measured.",
         "What it says is a prediction, and no ground for a medical decision.",
     ]
+    untold = "contact regression (`predict_contacts`)"
+    if recipe["task"]["name"] != "mlm":
+        untold = f"LM head and its {untold}"
     if recipe["init"] == "random":
-        lines.append("Its LM head and its contact regression (`predict_contacts`) were never trained and say nothing.")
-    elif recipe.get("adapt", {}).get("method") != "head":
-        lines.append("Its LM head and its contact regression did not learn along with the layers below them.")
+        lines.append(f"Its {untold} never learned and says nothing of use.")
+    elif recipe.get("adapt", {}).get("method") not in ("head", "probe"):
+        lines.append(f"Its {untold} did not learn along with the layers below.")
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
 
 

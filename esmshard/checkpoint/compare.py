@@ -1,6 +1,6 @@
 """Whether a model that was written is the one that was to be written: tensor by tensor, and by what it computes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.errors import InputError
 from esmshard.model import export
 from esmshard.model.config import EsmConfig
-from esmshard.model.contacts import ContactAccumulator
+from esmshard.model.contacts import ContactAccumulators
 from esmshard.model.export import Source
 from esmshard.model.streamed import streamed
 from esmshard.vocab import CLS, EOS, MASK, VOCAB_SIZE, encode
@@ -85,34 +85,49 @@ def _outputs(config: EsmConfig, model: Model, seen: Callable[[str, torch.Tensor]
     batch = _proteins()
     with torch.no_grad():
         trunk = streamed(config, model.source, lambda name, tensor: seen(name, tensor) if name in model.names else None)
-        regression = trunk.contact_head.regression
-        sums = [ContactAccumulator(regression.weight[0], regression.bias) for _ in range(len(batch))]
+        head = _head(model, seen)
         has = {part: any(name.startswith(f"{part}.") for name in model.names) for part in ("lm_head", "contact_head")}
+        regression, listeners, given = trunk.contact_head.regression, [], None
+        sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
+        if has["contact_head"]:
+            listeners.append(sums.add)
+        attention = getattr(head, "attention", None)
+        if attention is not None:
+            given = attention(batch)
+            listeners.append(given.add)
+
+        def on_attention(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
+            for add in listeners:
+                add(layer, sequence, q_THK, k_THK)
+
         x_TD, logits_PV = trunk(
             batch,
             logits_at=torch.arange(batch.bounds[-1]) if has["lm_head"] else None,
-            on_attention=(lambda layer, n, q, k: sums[n].add(layer, q, k)) if has["contact_head"] else None,
+            on_attention=on_attention if listeners else None,
         )
         x_TD = x_TD[config.n_layers]
         found = {"representations": x_TD}
         if logits_PV is not None:
             found["logits"] = logits_PV
         if has["contact_head"]:
-            found["contacts"] = torch.cat([s.logits().flatten() for s in sums])
-        own = sorted(name for name in model.names if name.startswith("head."))
-        tensors = dict(model.source(own)) if own else {}
-        for name, tensor in tensors.items():
-            seen(name, tensor)
-        if own and model.head is not None:
-            found["head"] = _head_output(model.head(), tensors, x_TD, batch)
+            found["contacts"] = torch.cat([logits_1LL.flatten() for logits_1LL in sums.logits()])
+        if head is not None:
+            outputs = head(x_TD, batch) if given is None else head(x_TD, batch, given)
+            found["head"] = torch.cat([output.float().flatten() for output in outputs])
     return found
 
 
-def _head_output(
-    head: nn.Module, tensors: Mapping[str, torch.Tensor], x_TD: torch.Tensor, batch: TokenBatch
-) -> torch.Tensor:
+def _head(model: Model, seen: Callable[[str, torch.Tensor], None]) -> nn.Module | None:
+    """The task head with its tensors, if there is one and it is known what it computes."""
+    own = sorted(name for name in model.names if name.startswith("head."))
+    tensors = dict(model.source(own)) if own else {}
+    for name, tensor in tensors.items():
+        seen(name, tensor)
+    if not own or model.head is None:
+        return None
+    head = model.head()
     head.load_state_dict({name.removeprefix("head."): tensor.float() for name, tensor in tensors.items()})
-    return torch.cat([output.float().flatten() for output in head.eval()(x_TD, batch)])
+    return head.eval()
 
 
 def _proteins() -> TokenBatch:

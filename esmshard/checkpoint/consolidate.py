@@ -6,12 +6,14 @@ Tensors go from one to the other a few at a time, and what was written is read a
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from esmshard import __version__
@@ -24,12 +26,14 @@ from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source, Target
 from esmshard.model.files import read_json
 from esmshard.model.layouts import TIED
-from esmshard.settings import TaskSettings
+from esmshard.task_settings import TaskSettings
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
-NewHead = Callable[[TaskSettings, EsmConfig], nn.Module]
-"""Makes the head of a task. Handed in, for nothing here knows the tasks."""
+NewHead = Callable[[TaskSettings, Mapping[str, Any], EsmConfig], nn.Module]
+"""Makes the head of a task that has learned facts of its labels. Handed in, for nothing here knows the tasks."""
+BASELINES = "baselines.npz"
+"""What the baselines of a run learned; goes with the model, so that it can be scored beside them."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Opened:
     """`esmshard.json`; empty for a model that was not made here."""
     evaluation: Mapping[str, Any] | None = None
     """`evaluation.json` of the same model, if there is one."""
+    baselines: Path | None = None
+    """`baselines.npz` of the same run, if there is one."""
 
 
 def consolidate(
@@ -116,6 +122,8 @@ def consolidate(
             (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             if "recipe" in about:
                 card.write(work, about, opened.evaluation)
+        if opened.baselines is not None and opened.baselines.is_file() and to == "hf":
+            shutil.copyfile(opened.baselines, work / BASELINES)
     return out
 
 
@@ -188,7 +196,7 @@ def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> 
     evaluation = _evaluation(directory.parent)
     if evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256"):
         evaluation = None
-    return Opened(found.config, sizes, _source_of(found), about, evaluation)
+    return Opened(found.config, sizes, _source_of(found), about, evaluation, directory / BASELINES)
 
 
 @dataclass(frozen=True)
@@ -235,12 +243,12 @@ def _open_run(source: Path, warn: Callable[[str], None], best: bool, trust: bool
         or (run / "evaluation.json").stat().st_mtime < (checkpoint / "state.json").stat().st_mtime
     ):
         evaluation = None
-    return Opened(config, sizes, read, about, evaluation)
+    return Opened(config, sizes, read, about, evaluation, run / BASELINES)
 
 
 def _about(state: Mapping[str, Any]) -> dict[str, Any]:
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
-    about |= {key: state[key] for key in ("step", "recipe", "baselines")}
+    about |= {key: state[key] for key in ("step", "recipe", "facts")}
     return about | {key: state[key] for key in ("config", "data", "world_size", "versions", "base") if key in state}
 
 
@@ -264,13 +272,14 @@ def _head_of(opened: Opened, source: Path | str, new_head: NewHead | None) -> Ca
     if new_head is None or "recipe" not in opened.about:
         return None
     try:
-        settings = TaskSettings.model_validate(opened.about["recipe"]["task"])
+        settings: TaskSettings = TypeAdapter(TaskSettings).validate_python(opened.about["recipe"]["task"])
+        facts = opened.about["facts"]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{source}: the task in its recipe cannot be read; it is of another version") from None
 
     def make() -> nn.Module:
         with torch.random.fork_rng(devices=[]):  # its first values are never used
-            head = new_head(settings, opened.config)
+            head = new_head(settings, facts, opened.config)
         given = {name: size for name, size in opened.sizes.items() if name.startswith("head.")}
         if given != {f"head.{name}": tensor.shape for name, tensor in head.state_dict().items()}:
             raise InputError(f"{source}: its head does not fit the task in its recipe; take another checkpoint")

@@ -8,7 +8,7 @@ import re
 import zipfile
 import zlib
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,32 @@ UNRESOLVED = 65535
 
 Policy = Literal["error", "drop"]
 """What happens to a record without a label, and to a label without a record: refused, or left out and counted."""
+Surplus = Literal["error", "drop", "ignore"]
+"""What happens to a label without a record: `ignore` does not count it, where one file has the labels of all splits."""
 
 _FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")
+
+
+def npz_beside(fasta: Path) -> Path:
+    """`train.npz` beside `train.fasta`, or beside `train.fa.gz`."""
+    return fasta.with_name(_FASTA_ENDING.sub("", fasta.name) + ".npz")
+
+
+def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """All arrays of an `.npz` file.
+
+    Raises:
+        InputError: it cannot be read, or holds pickled objects.
+    """
+    try:
+        with zipfile.ZipFile(path):  # numpy would take a single array, or a pickle, for an answer too
+            file = np.load(path, allow_pickle=False)
+        with file:
+            return {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read ({error}); copy or make it again") from None
 
 
 class Records(Protocol):
@@ -64,19 +88,15 @@ class CoordinateLabels:
     labelled_N: ClassVar[None] = None
 
     def __init__(self, fasta: Path, store: TokenStore) -> None:
-        path = fasta.with_name(_FASTA_ENDING.sub("", fasta.name) + ".npz")
+        path = npz_beside(fasta)
+        if not path.exists():
+            raise InputError(f"{path}: no such file; the coordinates of {fasta.name} are expected there")
+        arrays = read_arrays(path)
         try:
-            with zipfile.ZipFile(path):  # numpy would take a single array, or a pickle, for an answer too
-                file = np.load(path, allow_pickle=False)
-            with file:
-                names, seqs, offsets = file["names"], file["seqs"], file["offsets"]
-                self._cb_dA: npt.NDArray[np.uint16] = file["cb_dA"]
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file; the coordinates of {fasta.name} are expected there") from None
+            names, seqs, offsets = arrays["names"], arrays["seqs"], arrays["offsets"]
+            self._cb_dA: npt.NDArray[np.uint16] = arrays["cb_dA"]
         except KeyError as error:
             raise InputError(f"{path}: has no array {error}; names, seqs, offsets and cb_dA are expected") from None
-        except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-            raise InputError(f"{path}: cannot be read ({error}); copy or make it again") from None
         if self._cb_dA.dtype != np.uint16 or self._cb_dA.ndim != 2 or self._cb_dA.shape[1] != 3:
             raise InputError(
                 f"{path}: cb_dA is {self._cb_dA.dtype} {list(self._cb_dA.shape)}, not uint16 [residues, 3]"

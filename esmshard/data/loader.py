@@ -41,6 +41,8 @@ class Example:
     """`<cls> ... <eos>`, uint8 [L + 2]."""
     labels: Mapping[str, npt.NDArray[Any]]
     """Arrays of first dimension L, cropped with the tokens, or values of the whole protein."""
+    draw: str = "fixed"
+    """What random choices are drawn from, the id besides: seed and epoch; `fixed` outside training."""
 
 
 class Examples:
@@ -54,6 +56,7 @@ class Examples:
         long: see `recipe.DataSettings.long`.
         max_length: residues; None takes every record whole.
         seed: of the recipe; crops follow from (seed, epoch, id), never from rank or batch.
+        members_N: which records belong to the split, bool [N]; all by default.
 
     Raises:
         InputError: a record is longer than `max_length` where that is an error, or none is left.
@@ -69,19 +72,27 @@ class Examples:
         long: Long = "full",
         max_length: int | None = None,
         seed: int = 0,
+        members_N: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         self.name, self.path, self.store = name, path, store
-        self.notices = list(store.notices)
+        self.notices = [*store.notices, *getattr(labels, "notices", ())]
         """What was changed or left out on the way here, one sentence each."""
-        self._labels, self._seed = labels, seed
+        self.labels = labels
+        """Of all records of the store."""
+        self._seed = seed
         self._crop: int | None = None
         # Record and first residue of each example; None while every record is one example and begins at its start.
         self._record_E: npt.NDArray[np.int64] | None = None
         self._start_E: npt.NDArray[np.int64] | None = None
         cut_E: npt.NDArray[np.int32] = store.lengths
-        if labels is not None and labels.labelled_N is not None and not labels.labelled_N.all():
-            self._record_E = np.flatnonzero(labels.labelled_N)
+        taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
+        if labels is not None and labels.labelled_N is not None:
+            taken_N = taken_N & labels.labelled_N
+        if not taken_N.all():
+            self._record_E = np.flatnonzero(taken_N)
             cut_E = store.lengths[self._record_E]
+            if not len(cut_E):
+                raise InputError(f"{path}: {name} has no labelled record; give it labels, or another file")
         if max_length is not None and long != "full" and int(cut_E.max()) > max_length:
             cut_E = self._shorten(long, max_length, cut_E)
         self.tokens: npt.NDArray[np.int32] = cut_E + np.int32(2)
@@ -98,7 +109,7 @@ class Examples:
         """
         record, start = self._origin(n)
         record_id, residues = self.id(n), self.store.residues(record)
-        labels = {} if self._labels is None else self._labels[record]
+        labels = {} if self.labels is None else self.labels[record]
         window = None
         if self._start_E is not None:
             window = slice(start, start + int(self.tokens[n]) - 2)
@@ -108,10 +119,10 @@ class Examples:
             window = slice(start, start + self._crop)
         if window is not None:
             residues = residues[window]
-            if self._labels is not None and self._labels.per_residue:
+            if self.labels is not None and self.labels.per_residue:
                 labels = {name: values[window] for name, values in labels.items()}
         tokens = np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")
-        return Example(record_id, tokens, labels)
+        return Example(record_id, tokens, labels, "fixed" if epoch is None else f"{self._seed}:{epoch}")
 
     def id(self, n: int) -> str:
         """The id of example n, without its tokens."""

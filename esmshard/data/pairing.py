@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.labels import Policy, Records
+from esmshard.data.labels import Policy, Records, Surplus
 from esmshard.data.symbols import Edits
 from esmshard.data.tables import Table, listed, shown
 from esmshard.errors import InputError, UsageError
@@ -75,7 +75,7 @@ def rows_of_records(
     labelled_R: npt.NDArray[np.bool_],
     what: Literal["label", "split"] = "label",
     missing: Policy,
-    surplus: Policy,
+    surplus: Surplus,
     edits: Edits,
 ) -> npt.NDArray[np.int64]:
     """Row of each record, int64 [N], -1 for a record without a label.
@@ -139,7 +139,8 @@ def rows_of_records(
         if not used_R[row]:
             name = shown(cells[row], 20)[1:-1]
             extra.add(name)
-            edits.add(f"a {what} of no record was passed over", name)
+            if surplus != "ignore":
+                edits.add(f"a {what} of no record was passed over", name)
     lacks = f"{what} in {table.path}"
     settle(store, fasta, row_N >= 0, lacks, extra, table.path, missing=missing, surplus=surplus, edits=edits)
     return row_N
@@ -154,7 +155,7 @@ def settle(
     source: Path,
     *,
     missing: Policy,
-    surplus: Policy,
+    surplus: Surplus,
     edits: Edits,
 ) -> None:
     """Refuse records without a label and labels without a record, or count them.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.headers import FLOAT32_MAX, TRUTH, attributes, number
-from esmshard.data.labels import Policy, Records
+from esmshard.data.labels import Policy, Records, Surplus
 from esmshard.data.pairing import Tally, only_column, rows_of_records, settle
 from esmshard.data.symbols import Edits
 from esmshard.data.tables import MISSING, Table, listed, shown
@@ -61,7 +61,7 @@ def protein_labels(
     id_column: str | None = None,
     classes: Sequence[str] = (),
     missing: Policy = "error",
-    surplus: Policy = "error",
+    surplus: Surplus = "error",
 ) -> ProteinLabels:
     """Labels of N proteins.
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from esmshard.data.headers import FLOAT32_MAX, attributes, number
 from esmshard.data.label_fasta import read_label_fasta
-from esmshard.data.labels import Policy, Records
+from esmshard.data.labels import Policy, Records, Surplus
 from esmshard.data.pairing import Tally, only_column, rows_of_records, settle
 from esmshard.data.symbols import Edits
 from esmshard.data.tables import Table, listed, shown
@@ -79,7 +79,7 @@ def residue_labels(
     id_column: str | None = None,
     classes: str = "",
     missing: Policy = "error",
-    surplus: Policy = "error",
+    surplus: Surplus = "error",
 ) -> ResidueLabels:
     """Labels of all residues of N proteins.
 
@@ -129,7 +129,8 @@ def residue_labels(
     for n, record_id, text, own_mask, where, line in given:
         if n is None:
             extra.add(record_id)
-            edits.add("labels of no record were passed over", record_id)
+            if surplus != "ignore":
+                edits.add("labels of no record were passed over", record_id)
             continue
         if own_mask is not None and mask is not None:
             raise InputError(f"{where} has MASK=, but masks come from {mask}; leave one of them out")
@@ -192,7 +193,7 @@ def _of_rows(
     column: str | None,
     id_column: str | None,
     missing: Policy,
-    surplus: Policy,
+    surplus: Surplus,
     edits: Edits,
 ) -> Iterator[_Given]:
     column = column or only_column(table, ("target", "targets", "label", "labels"), "column")
@@ -274,7 +275,7 @@ def _read_masks(
     counted: npt.NDArray[np.bool_],
     offsets: npt.NDArray[np.int64],
     labelled_N: npt.NDArray[np.bool_],
-    surplus: Policy,
+    surplus: Surplus,
     edits: Edits,
 ) -> None:
     """Write the masks of a file into `counted`. Every record with labels needs one."""
@@ -284,7 +285,8 @@ def _read_masks(
         where, n = f"{path}:{record.line}: record {shown(record.id)}", store.find(record.id)
         if n is None:
             extra.add(record.id)
-            edits.add("a mask of no record was passed over", record.id)
+            if surplus != "ignore":
+                edits.add("a mask of no record was passed over", record.id)
             continue
         part = slice(offsets[n], offsets[n + 1])
         mask_L = _mask(record.text, where, int(offsets[n + 1] - offsets[n]), fasta)

@@ -4,10 +4,12 @@ A writer takes one array a record, in input order, and is a context manager: lea
 in place, leaving it with one removes what was written.
 """
 
+import csv
 import io
 import os
 import zipfile
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -126,6 +128,37 @@ class NpzWriter(Writer):
     def close(self) -> None:
         """Write the directory of the archive."""
         self._zip.close()
+
+
+class CsvWriter(Writer):
+    """`x.csv`: a line a protein, or a line a residue with its place counted from 1 and its letter.
+
+    Args:
+        out: file to write.
+        names: of the numbers of each line.
+        per_residue: whether a record's array has a row for each residue.
+        choose: whether the numbers are probabilities of classes of which one is right; it is named in `prediction`.
+    """
+
+    def __init__(self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool) -> None:
+        super().__init__(out)
+        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # closed in `close`
+        self._csv = csv.writer(self._file, lineterminator="\n")
+        place = ["position", "residue"] if per_residue else []
+        self._csv.writerow(["id", *place, *(["prediction"] if choose else []), *names])
+
+    def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
+        """`values` is [C], or [L, C] for the L letters of `residues`."""
+        rows = values.reshape(-1, len(self._names))
+        for n, row in enumerate(rows):
+            place = [n + 1, residues[n]] if self._per_residue else []
+            chosen = [self._names[int(row.argmax())]] if self._choose else []
+            self._csv.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
+
+    def close(self) -> None:
+        """Flush to disk."""
+        self._file.close()
 
 
 WRITERS: dict[str, type[NpyWriter] | type[Hdf5Writer]] = {

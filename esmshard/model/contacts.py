@@ -3,10 +3,10 @@
 The reference (`esm.modules.ContactPredictionHead`, Rao et al. 2021) stacks all maps: 2.6 GiB for one protein of 1,024
 residues in the 650M model. With P_c the map of head c, `<cls>` and `<eos>` stripped, and S_c = P_c + P_c^T, it computes
 
-    logit = b + sum_c w_c (S_c - a_c a_c^T / A_c),    a_c = row sums of S_c,    A_c = sum of a_c,
+    logit = b + sum_c w_c F_c,    F_c = S_c - a_c a_c^T / A_c,    a_c = row sums of S_c,    A_c = sum of a_c,
 
 which is linear in the maps: one [L, L] accumulator M = sum_c w_c P_c and the vectors a_c are enough. Maps are made for
-a few heads at a time and, in training, once more in the backward pass.
+a few heads at a time and, in training, once more in the backward pass. Several regressions can share the maps.
 """
 
 from __future__ import annotations
@@ -24,52 +24,82 @@ if TYPE_CHECKING:
     from esmshard.model.esm2 import ESM2
 
 MAP_NUMBERS = 1 << 20
-"""Numbers of the maps that are alive at once (one head's, if that is more): 4 MiB, which a cache may hold."""
+"""Numbers of the maps that are alive at once (as many maps as regressions, if that is more): 4 MiB, which a cache may
+hold."""
 
 
 class ContactAccumulator:
-    """Sums the regression of one sequence over heads and layers. Gradients flow through it."""
+    """Sums A regressions of one sequence over heads and layers. Gradients flow through it.
 
-    def __init__(self, weight_C: torch.Tensor, bias: torch.Tensor) -> None:
-        self._weight_C, self._bias = weight_C.float(), bias.float()
-        self._sum_TT: torch.Tensor | None = None
+    Activation checkpointing runs a layer again in the backward pass, and with it `add`. By then `logits` has been
+    called: the same is computed once more, for autograd looks for its inputs there, and kept nowhere.
+
+    Args:
+        weight_AC: of the regressions, `nn.Linear(C, A)`, in any precision; C maps, layer-major as in fair-esm.
+        bias_A: of the same.
+    """
+
+    def __init__(self, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
+        self._weight_AC, self._bias_A = weight_AC.float(), bias_A.float()
+        self._sum_ATT: torch.Tensor | None = None
         self._row_sums: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor] = []
+        self._summed = False
 
     def add(self, layer: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """Add the H maps of one layer (counted from 0, layer-major as in fair-esm)."""
+        """Add the H maps of one layer, layers in their order from 0. In fp32, whatever the precision of q and k."""
         n_tokens, n_heads = q_THK.shape[:2]
-        weight_H = self._weight_C[layer * n_heads : (layer + 1) * n_heads]
-        at_once = max(1, MAP_NUMBERS // n_tokens**2)
-        parts = (torch.split(q_THK, at_once, 1), torch.split(k_THK, at_once, 1), torch.split(weight_H, at_once))
+        weight_AH = self._weight_AC[:, layer * n_heads : (layer + 1) * n_heads]
+        at_once = max(len(weight_AH), MAP_NUMBERS // n_tokens**2)
+        parts = (torch.split(q_THK, at_once, 1), torch.split(k_THK, at_once, 1), torch.split(weight_AH, at_once, 1))
         for q, k, weight in zip(*parts, strict=True):
-            if torch.is_grad_enabled():
-                partial_TT, row_sums = checkpoint(_weighed_maps, q, k, weight, use_reentrant=False)
-                self._sum_TT = partial_TT if self._sum_TT is None else self._sum_TT + partial_TT
-            else:
-                if self._sum_TT is None:
-                    self._sum_TT = torch.zeros(n_tokens, n_tokens, device=q.device)
-                maps_HTT = attention_map(q, k)
-                self._sum_TT.view(1, -1).addmm_(weight[None], maps_HTT.flatten(1))
-                row_sums = _row_sums(maps_HTT)
-            self._row_sums.append(row_sums)
-        self._weights.append(weight_H)
+            with torch.autocast(q.device.type, enabled=False):
+                if torch.is_grad_enabled():
+                    partial_ATT, row_sums_HL = checkpoint(
+                        _weighed_maps, q, k, weight, use_reentrant=False, preserve_rng_state=False
+                    )
+                    if self._summed:
+                        continue
+                    self._sum_ATT = partial_ATT if self._sum_ATT is None else self._sum_ATT + partial_ATT
+                else:
+                    if self._sum_ATT is None:
+                        self._sum_ATT = torch.zeros(len(weight), n_tokens, n_tokens, device=q.device)
+                    maps_HTT = attention_map(q, k)
+                    self._sum_ATT.flatten(1).addmm_(weight, maps_HTT.flatten(1))
+                    row_sums_HL = _row_sums(maps_HTT)
+            self._row_sums.append(row_sums_HL)
 
     def logits(self) -> torch.Tensor:
-        """fp32 [L, L], symmetric."""
-        assert self._sum_TT is not None, "no attention was added"
-        a_CL, weight_C = torch.cat(self._row_sums), torch.cat(self._weights)
-        sum_LL = self._sum_TT[1:-1, 1:-1]
-        correction_LL = a_CL.T @ (a_CL * (weight_C / a_CL.sum(-1))[:, None])
-        return sum_LL + sum_LL.T - correction_LL + self._bias
+        """fp32 [A, L, L], each symmetric. Nothing can be added after that."""
+        assert self._sum_ATT is not None, "no attention was added, or it was asked for twice"
+        with torch.autocast(self._sum_ATT.device.type, enabled=False):
+            a_CL, sum_ALL = torch.cat(self._row_sums), self._sum_ATT[:, 1:-1, 1:-1]
+            correction_ALL = a_CL.T @ (a_CL * (self._weight_AC / a_CL.sum(-1))[:, :, None])
+            logits_ALL = sum_ALL + sum_ALL.mT - correction_ALL + self._bias_A[:, None, None]
+        self._sum_ATT, self._row_sums, self._summed = None, [], True
+        return logits_ALL
+
+
+class ContactAccumulators:
+    """One `ContactAccumulator` for each of N sequences; `add` is what `ESM2.forward` calls `on_attention`."""
+
+    def __init__(self, n_sequences: int, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
+        self._each = [ContactAccumulator(weight_AC, bias_A) for _ in range(n_sequences)]
+
+    def add(self, layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
+        """See `ContactAccumulator.add`."""
+        self._each[sequence].add(layer, q_THK, k_THK)
+
+    def logits(self) -> list[torch.Tensor]:
+        """fp32 [A, L, L] of each sequence."""
+        return [accumulator.logits() for accumulator in self._each]
 
 
 def _weighed_maps(
-    q_THK: torch.Tensor, k_THK: torch.Tensor, weight_H: torch.Tensor
+    q_THK: torch.Tensor, k_THK: torch.Tensor, weight_AH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maps of some heads as their weighed sum [T, T], `<cls>` and `<eos>` still in it, and row sums of S_c [H, L]."""
+    """Maps of some heads as weighed sums [A, T, T], `<cls>` and `<eos>` still in it, and row sums of S_c [H, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
-    return (weight_H @ maps_HTT.flatten(1)).view(maps_HTT.shape[1:]), _row_sums(maps_HTT)
+    return (weight_AH @ maps_HTT.flatten(1)).view(-1, *maps_HTT.shape[1:]), _row_sums(maps_HTT)
 
 
 def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
@@ -84,6 +114,13 @@ def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
     return (maps_HTT @ inner_T + inner_T @ maps_HTT)[:, 1:-1]
 
 
+def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
+    """F_c of the H maps of one layer and sequence, fp32 [H, L, L]: what the regression sees of a pair, map by map."""
+    maps_HTT = attention_map(q_THK, k_THK)
+    a_HL, maps_HLL = _row_sums(maps_HTT), maps_HTT[:, 1:-1, 1:-1]
+    return maps_HLL + maps_HLL.mT - a_HL[:, :, None] * (a_HL / a_HL.sum(-1, keepdim=True))[:, None, :]
+
+
 class ContactRegression(nn.Module):
     """Holder of `contact_head.regression` under fair-esm's name: one weight per attention head of every layer."""
 
@@ -95,6 +132,6 @@ class ContactRegression(nn.Module):
 def predict_contacts(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
     """Contact probabilities of each sequence by the model's own regression, fp32 [L, L]; with gradients if enabled."""
     regression = model.contact_head.regression
-    sums = [ContactAccumulator(regression.weight[0], regression.bias) for _ in range(len(batch))]
-    model(batch, layers=(), on_attention=lambda layer, n, q_THK, k_THK: sums[n].add(layer, q_THK, k_THK))
-    return [s.logits().sigmoid() for s in sums]
+    sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
+    model(batch, layers=(), on_attention=sums.add)
+    return [logits_1LL[0].sigmoid() for logits_1LL in sums.logits()]

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from esmshard.parallel.preemption import Preempted
-from esmshard.parallel.worker import LAUNCHER
+from esmshard.parallel.worker import LAUNCHER, SHARED_CORES
 from esmshard.progress import say
 
 STOP_TIMEOUT = 600.0
@@ -61,7 +61,8 @@ def run_local(
     """
     # The agent logs each failure as a page; the worker has said what is wrong already, and the rest is said below.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), SHARED_CORES: "1"}
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers leave the processes behind at a second signal
     rendezvous = RendezvousParameters(

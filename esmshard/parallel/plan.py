@@ -77,10 +77,15 @@ class ModelNumbers:
 
 
 def of_model(model: Any, dim: int, n_heads: int) -> ModelNumbers:
-    """Count the parameters of a model with `layers`; sharded or not, on the meta device or not."""
-    in_layer, all_of_it = _counts(model.layers[0].parameters()), _counts(model.parameters())
-    n = len(model.layers)
-    learns = {name: p for name, p in model.layers[0].named_parameters() if p.requires_grad}
+    """Count the parameters of a model with `layers`; sharded or not, on the meta device or not.
+
+    Where some layers are frozen, each counts as the average one, and keeps its inputs as one that learns.
+    """
+    n, all_of_it = len(model.layers), _counts(model.parameters())
+    in_layers = [_counts(layer.parameters()) for layer in model.layers]
+    in_layer = in_layers[0][0], sum(trained for _, trained in in_layers) // n
+    most = max(range(n), key=lambda k: in_layers[k][1])
+    learns = {name: p for name, p in model.layers[most].named_parameters() if p.requires_grad}
     matrices = {name.removesuffix(".weight").removesuffix(".lora_A") for name in learns if name.endswith(".weight")}
     return ModelNumbers(
         n_layers=n,

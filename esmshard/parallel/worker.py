@@ -11,6 +11,8 @@ from esmshard.errors import InputError
 
 LAUNCHER = "ESMSHARD_LAUNCHER"
 """Environment variable: process id of our own launcher, in the processes that it started."""
+SHARED_CORES = "ESMSHARD_SHARED_CORES"
+"""Environment variable: the launcher has shared the cores out among the processes, and not the user."""
 
 
 def attempt() -> int:

@@ -1,18 +1,23 @@
 """Figures of a run, drawn with matplotlib (extra `plots`)."""
 
+import base64
 import csv
+import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from esmshard.batch import pack
-from esmshard.data.loader import Examples
+from esmshard.data.loader import Example, Examples
 from esmshard.data.structures import MIN_SEPARATION
 from esmshard.errors import InputError
-from esmshard.tasks.finetuner import load_finetuned
+
+if TYPE_CHECKING:
+    from esmshard.tasks.finetuner import FineTuned
+
+HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
+"""Of contacts: told apart without telling red from green (Okabe and Ito)."""
 
 
 def contact_figure(run: Path, data: Examples) -> Path:
@@ -20,49 +25,82 @@ def contact_figure(run: Path, data: Examples) -> Path:
 
     The protein is the one with the median long-range P@L, so the picture is neither the best nor the worst.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise InputError("the figure needs matplotlib; pip install 'esmshard[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from esmshard.tasks.finetuner import load_finetuned
 
     record_id, value = _median(run / "per_protein.csv", "long P@L")
     example = data.get(next(n for n in range(len(data)) if data.id(n) == record_id))
-    found = load_finetuned(str(run / "model"))
-    with torch.no_grad():
-        batch = pack([example.tokens]).to(next(found.model.parameters()).device)
-        probability_LL = found.task.predict(found.model(batch)[0].cpu().numpy())
-    figure, axes = pyplot.subplots(figsize=(6.4, 6.0), layout="constrained")
-    image = _draw(axes, probability_LL, found.task.targets(example))
-    about = f"{len(probability_LL)} residues, long-range P@L {value:.2f}, the median of {data.name}"
-    axes.set_title(f"{record_id[:60]}\n{about}", fontsize="medium")
-    figure.colorbar(image, ax=axes, label="predicted probability (upper triangle)")
+    length = len(example.tokens) - 2
+    about = f"{length} residues, long-range P@L {value:.2f}, the median of {data.name}"
     out = run / "figures" / f"contacts_{_file_name(record_id)}.png"
     out.parent.mkdir(exist_ok=True)
-    figure.savefig(out, dpi=130)
-    pyplot.close(figure)
+    out.write_bytes(contact_map(load_finetuned(str(run / "model")), example, f"{record_id[:60]}\n{about}"))
     return out
 
 
+def contact_map(found: "FineTuned", example: Example, title: str | None = None) -> bytes:
+    """A PNG of what a model says of one protein, beside its true contacts."""
+    figure_of, settings = matplotlib_figure()
+    inputs = found.task.inputs(example)
+    probability_LL = found.task.predict(found.model.outputs([inputs])[0])
+    with settings:
+        figure = figure_of(figsize=(5.0, 5.0), layout="constrained")
+        axes = figure.add_subplot()
+        image = _draw(axes, probability_LL, inputs.target)
+        if title:
+            axes.set_title(title, fontsize="medium")
+        figure.colorbar(image, ax=axes, label="predicted probability (upper triangle)", shrink=0.85)
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=140, facecolor="white")
+    return out.getvalue()
+
+
+def data_uri(png: bytes) -> str:
+    """A picture as the text of a page."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def matplotlib_figure() -> tuple[Any, Any]:
+    """The class of figures, which needs no display, and settings to draw under. `InputError` without matplotlib.
+
+    Ids of records are text: matplotlib would read formulae between dollar signs.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("figures need matplotlib; pip install 'esmshard[plots]'") from None
+    settings: Any = {"text.parse_math": False, "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "esmshard"}
+    return Figure, matplotlib.rc_context(settings)
+
+
 def _draw(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> Any:
-    """Probabilities above the diagonal; below it true contacts, filled where they are among the L best predictions."""
+    """Probabilities above the diagonal; below it true contacts, filled where they are among the L best predictions.
+
+    Residues are counted from 1. Pairs without coordinates are in no rank, as in the scores.
+    """
     length = len(labels_LL)
     i, j = np.triu_indices(length, MIN_SEPARATION)
-    best = np.argsort(-probability_LL[i, j], kind="stable")[:length]
+    known = labels_LL[i, j] >= 0
+    i_K, j_K = i[known], j[known]
+    best = np.argsort(-probability_LL[i_K, j_K], kind="stable")[:length]
     upper_LL = np.full((length, length), np.nan)
     upper_LL[i, j] = probability_LL[i, j]
-    image = axes.imshow(upper_LL, cmap="viridis_r", vmin=0, vmax=max(0.1, float(np.nanmax(upper_LL))))
-    true = labels_LL[i, j] == 1
-    hit = np.zeros(len(i), dtype=bool)
+    edges = (0.5, length + 0.5, length + 0.5, 0.5)
+    top = float(np.nanmax(upper_LL)) if len(i) else 0.0
+    image = axes.imshow(upper_LL, cmap="viridis_r", vmin=0, vmax=max(0.1, top), extent=edges)
+    true = labels_LL[i_K, j_K] == 1
+    hit = np.zeros(len(i_K), dtype=bool)
     hit[best] = True
+    side = float(np.clip(340 / max(length, 1), 1.2, 5))  # points: a pixel of the map, as far as it can be seen
     for chosen, colour, label in (
-        (true & ~hit, "0.75", "contact, not among the L best"),
-        (~true & hit, "tab:red", "L best, no contact"),
-        (true & hit, "tab:green", "L best, contact"),
+        (true & ~hit, MISSED, "contact, not among the L best"),
+        (~true & hit, WRONG, "L best, no contact"),
+        (true & hit, HIT, "L best, contact"),
     ):
-        axes.scatter(i[chosen], j[chosen], s=6, c=colour, marker="s", label=label)
-    axes.figure.legend(loc="outside lower center", ncols=3, fontsize="small", markerscale=2)
+        axes.scatter(i_K[chosen] + 1, j_K[chosen] + 1, s=side**2, c=colour, marker="s", linewidths=0, label=label)
+    legend = axes.figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    for handle in legend.legend_handles:
+        handle.set_sizes([25])
     axes.set_xlabel("residue")
     axes.set_ylabel("residue")
     return image

@@ -1,29 +1,40 @@
 """Trunk and task head as one module: made from a recipe, or opened from a consolidated directory."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
-from esmshard.batch import TokenBatch
-from esmshard.errors import InputError
+from esmshard.batch import TokenBatch, pack
+from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
 from esmshard.model.files import Reader
 from esmshard.model.lora import add_lora
 from esmshard.model.weights import Weights
-from esmshard.settings import AdaptSettings, Recipe, TaskSettings
+from esmshard.settings import AdaptSettings, Recipe
+from esmshard.task_settings import TaskSettings
 from esmshard.tasks import TASKS
-from esmshard.tasks.protocol import Task
+from esmshard.tasks.protocol import Inputs, Task, batch_of
+
+
+class LanguageModelHead(nn.Module):
+    """Stands for the head that the language model has already. No parameters of its own."""
 
 
 class FineTuner(nn.Module):
-    """Trunk and task head as one module, so that one FSDP root holds both. `forward` gives one tensor a record."""
+    """Trunk and task head as one module, so that one FSDP root holds both. `forward` gives one tensor a record.
+
+    The head's output; of a batch that asks for logits (`TokenBatch.logits_at_P`), those of the language model.
+    """
 
     def __init__(self, trunk: ESM2, head: nn.Module) -> None:
         super().__init__()
@@ -38,13 +49,42 @@ class FineTuner(nn.Module):
 
     def forward(self, batch: TokenBatch) -> list[torch.Tensor]:
         """N outputs, fp32, whatever the precision of the arithmetic."""
-        x_TD = self.trunk(batch).representations[self.trunk.config.n_layers]
-        return [output.float() for output in self.head(x_TD, batch)]
+        head: Any = self.head
+        given = head.attention(batch) if hasattr(head, "attention") else None
+        found = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=given.add if given is not None else None)
+        if found.logits_PV is not None:
+            return list(found.logits_PV.float().split(batch.logit_counts))
+        x_TD = found.representations[self.trunk.config.n_layers]
+        outputs = head(x_TD, batch) if given is None else head(x_TD, batch, given)
+        return [output.float() for output in outputs]
+
+    @torch.no_grad()
+    def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
+        """What the head says of some examples, on the device of the weights."""
+        return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
+
+    @torch.no_grad()
+    def representations(self, tokens: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.float32]]:
+        """Last-layer representations [L, D] of the residues of some encoded sequences."""
+        batch = pack(tokens).to(self.device)
+        x_TD = self.trunk(batch).representations[self.trunk.config.n_layers].float()
+        return [x_LD.cpu().numpy() for x_LD in batch.residues(x_TD)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.trunk.embed_tokens.weight.device
+
+    @property
+    def asks_logits(self) -> bool:
+        """Whether the task's head is the language model's own."""
+        return isinstance(self.head, LanguageModelHead)
 
     def adapt(self, settings: AdaptSettings, seed: int) -> None:
         """Say what learns: the head, and of the trunk what the recipe's `adapt` section asks for.
 
-        What no output depends on never does: LM head (all but the tied embedding) and contact regression.
+        What no output depends on never does: contact regression, and the LM head (all but the tied embedding) of tasks
+        that ask for no logits.
 
         Args:
             settings: of the recipe.
@@ -59,7 +99,9 @@ class FineTuner(nn.Module):
         trunk.contact_head.requires_grad_(False)
         for name, parameter in trunk.lm_head.named_parameters():
             if name != "weight":
-                parameter.requires_grad_(False)
+                parameter.requires_grad_(self.asks_logits and settings.method in ("full", "head"))
+        for part in settings.freeze:
+            _freeze(trunk, part)
 
     def rows_of(self, found: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
         """Reads rows of this module's tensors by name: the trunk's out of `found`, the head's out of `head`; a LoRA's
@@ -75,6 +117,24 @@ class FineTuner(nn.Module):
             return mine
 
         return read
+
+
+def _freeze(trunk: ESM2, part: str) -> None:
+    """One entry of `adapt.freeze`. `UsageError` if the model has not so many layers."""
+    if part == "embedding":
+        frozen = [p for n, p in trunk.named_parameters() if n.startswith("embed_")]
+    elif part == "biases":
+        frozen = [p for n, p in trunk.named_parameters() if n.endswith("bias")]
+    elif part == "norms":
+        frozen = [p for m in trunk.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()]
+    else:
+        first, _, last = part.removeprefix("layers.").partition("-")
+        layers = slice(int(first), int(last or first) + 1)
+        if layers.stop > len(trunk.layers):
+            raise UsageError(f"adapt.freeze: {part}: the model has layers.0 to layers.{len(trunk.layers) - 1}")
+        frozen = [p for layer in trunk.layers[layers] for p in layer.parameters()]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -95,7 +155,8 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
     path = Path(model) / "esmshard.json"
     try:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        settings = TaskSettings(**about["recipe"]["task"])
+        settings: TaskSettings = TypeAdapter(TaskSettings).validate_python(about["recipe"]["task"])
+        facts = about.get("facts", {})
     except (FileNotFoundError, NotADirectoryError):
         weights.read(model)  # says so if it is no model at all
         raise InputError(
@@ -105,7 +166,7 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: damaged ({reason}); consolidate the run again") from None
     found = weights.read(model)
-    task = TASKS[settings.name](settings)
+    task = TASKS[settings.name](settings, facts)
     head = task.head(found.config)
     tensors = {name: read() for name, read in found.head.items()}
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in head.state_dict().items()}:
@@ -114,12 +175,10 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
     return FineTuned(_assemble(found, head, device or weights.default_device()), task, about)
 
 
-def load_untrained(recipe: Recipe, device: torch.device | None = None) -> FineTuner:
+def load_untrained(recipe: Recipe, task: Task, device: torch.device | None = None) -> FineTuner:
     """The model as it was before the first step of a run: its base weights under a new head of the same seed."""
     found = initial_weights(recipe)
-    return _assemble(
-        found, new_head(recipe, TASKS[recipe.task.name](recipe.task), found), device or weights.default_device()
-    )
+    return _assemble(found, new_head(recipe, task, found), device or weights.default_device())
 
 
 def initial_weights(recipe: Recipe) -> Weights:
@@ -136,7 +195,9 @@ def new_head(recipe: Recipe, task: Task, found: Weights) -> nn.Module:
     """A new head, drawn from the recipe's seed whatever happened to the random state before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
-        return task.head(found.config)
+        head = task.head(found.config)
+    task.start(head, found)
+    return head
 
 
 def _assemble(found: Weights, head: nn.Module, device: torch.device) -> FineTuner:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +11,21 @@ import torch
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.data.loader import Example, Labels
+from esmshard.data.loader import Example, Examples, Labels
 from esmshard.data.store import TokenStore
 from esmshard.model.config import EsmConfig
+from esmshard.model.weights import Weights
+from esmshard.settings import DataSettings
 
-Row = dict[str, float]
-"""Metrics of one record; NaN where undefined."""
+if TYPE_CHECKING:
+    from esmshard.tasks.finetuner import FineTuner
+
+Row = Mapping[str, float | npt.NDArray[Any]]
+"""What one record adds to the metrics. Numbers (NaN where undefined) become columns of `per_protein.csv`; arrays, such
+as counts of classes, are there for `Task.summary` only."""
+
+Facts = Mapping[str, Any]
+"""What a task knows of its training labels, as JSON: names of classes, means. Kept with the model."""
 
 
 @dataclass(frozen=True)
@@ -29,24 +38,86 @@ class LossSum:
     """Scalar, how many terms the sum has. May be 0."""
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """One example as the model gets it."""
+
+    tokens: npt.NDArray[np.uint8]
+    """`<cls> ... <eos>`, uint8 [L + 2]."""
+    target: npt.NDArray[Any]
+    """What the head should say."""
+    logits_at: npt.NDArray[np.int64] | None = None
+    """Places in `tokens` at which logits of the language model are wanted; None where the head does not ask for any."""
+
+
 class Task(Protocol):
-    """One kind of fine-tuning. Objects are made from the recipe's `task` section and hold settings only."""
+    """One kind of fine-tuning: `TASKS[name](settings, facts)`. Objects hold settings and facts, and nothing else."""
+
+    @property
+    def facts(self) -> Facts:
+        """Empty before `learn`."""
+        ...
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics worth a column in the final table; the first one is the headline, higher is better."""
+        """The metrics worth a column in the final table; the first one is the headline."""
         ...
 
-    def labels(self, fasta: Path, store: TokenStore) -> Labels:
-        """Open the labels that belong to a FASTA file and check them against its records."""
+    @property
+    def lower_is_better(self) -> bool:
+        """Of the headline: true for errors and perplexities."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the numbers of a protein or residue are that `predict` gives: targets, classes, amino acids. Empty for
+        pair maps.
+        """
+        ...
+
+    @property
+    def per_residue(self) -> bool:
+        """Whether `predict` has a row for each residue."""
+        ...
+
+    @property
+    def one_of_names(self) -> bool:
+        """Whether these are probabilities of classes of which one is right."""
+        ...
+
+    def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> Labels | None:
+        """Open the labels of a FASTA file and check them against its records, and against `facts` if there are any.
+
+        None for a task without labels.
+        """
+        ...
+
+    def learn(self, train: Examples) -> "Task":
+        """This task with the facts of the training labels. `InputError` for labels that nothing can be learned from."""
         ...
 
     def head(self, config: EsmConfig) -> nn.Module:
-        """A new head: `head(x_TD, batch) -> list of N outputs`, a tensor for each record."""
+        """A new head: `head(x_TD, batch) -> list of N outputs`, a tensor for each record, on any device.
+
+        A head with a method `attention(batch)` gets what that returns, an object with a method
+        `add(layer, sequence, q_THK, k_THK)`, as a third argument, after each layer has called `add`; see
+        `esmshard.model.attention` for what is given to it.
+        """
         ...
 
-    def targets(self, example: Example) -> npt.NDArray[Any]:
-        """What the head should say of one record."""
+    def start(self, head: nn.Module, found: Weights) -> None:
+        """Give a new head the values that the language model has for it, if any."""
+        ...
+
+    def inputs(self, example: Example) -> Inputs:
+        """What the model sees of one example, and what the head should say of it.
+
+        Random choices are drawn from `example.draw`.
+        """
+        ...
+
+    def question(self, example: Example) -> Inputs:
+        """What the model sees of a record without labels, for a prediction. The target is empty."""
         ...
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
@@ -54,29 +125,54 @@ class Task(Protocol):
         ...
 
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
-        """One row of metrics a record. A record's row never depends on the others."""
+        """What each record adds to the metrics. A record's row never depends on the others."""
+        ...
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, float]:
+        """The metrics of a set of records, `columns` among them; NaN where undefined."""
         ...
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """The head's output of one record as a user reads it, such as probabilities."""
+        """The head's output of one record as a user reads it: probabilities, or values in the unit of the labels."""
         ...
 
-    def baselines(self, train: Sequence[npt.NDArray[Any]]) -> Mapping[str, list[float]]:
-        """Numbers of the training targets that the baselines need; kept with the model."""
+    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+        """What the baselines learn from training examples, as arrays by name; kept with the model.
+
+        Args:
+            train: some examples of the training split.
+            base: the model before the first step.
+        """
         ...
 
     def baseline_outputs(
-        self, targets: npt.NDArray[Any], known: Mapping[str, list[float]]
-    ) -> Mapping[str, npt.NDArray[np.float32] | None]:
-        """What each baseline says of one record, like an output of the head. None stands for a random order."""
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        """What each baseline says of one record: like an output of the head, or its row itself.
+
+        Args:
+            example: the record.
+            known: of `baselines`.
+            base: the model before the first step; without it, baselines that ask it are left out.
+        """
         ...
 
-    def base_rate(self, targets: npt.NDArray[Any]) -> Row:
-        """What a random order is expected to score on one record, in the columns of `score`."""
+    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+        """Fit a linear head with scikit-learn on what the frozen model says of training examples.
+
+        Raises:
+            InputError: the task, or its head, has no such fit.
+        """
         ...
+
+
+def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
+    """Pack what the model sees."""
+    places = [i.logits_at for i in inputs if i.logits_at is not None]
+    return pack([i.tokens for i in inputs], record_ids, places or None)
 
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
     """Pack examples, and make their targets."""
-    batch = pack([e.tokens for e in examples], [e.id for e in examples])
-    return batch, [torch.from_numpy(task.targets(e)) for e in examples]
+    inputs = [task.inputs(example) for example in examples]
+    return batch_of(inputs, [e.id for e in examples]), [torch.from_numpy(i.target) for i in inputs]

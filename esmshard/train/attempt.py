@@ -26,20 +26,20 @@ class Attempt:
 
     Args:
         out: directory of the run.
-        steps: of the recipe.
         started: when the command was, in seconds since 1970.
     """
 
-    def __init__(self, out: Path, steps: int, started: float) -> None:
-        self._out, self._steps, self._started = out, steps, started
+    def __init__(self, out: Path, started: float) -> None:
+        self._out, self._steps, self._started = out, 0, started
         self._lease: Lease | None = None
         self._step, self._number, self._first_step = 0, 0, True
 
     def __enter__(self) -> "Attempt":
         return self
 
-    def open(self, is_first: bool) -> None:
-        """Take the lease of the run directory. `InputError` if another run holds it."""
+    def open(self, is_first: bool, steps: int) -> None:
+        """Take the lease of the run directory, for so many steps. `InputError` if another run holds it."""
+        self._steps = steps
         if is_first:
             lease = Lease(self._out, say)
             lease.__enter__()

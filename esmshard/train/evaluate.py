@@ -1,7 +1,8 @@
-"""Scores of a model on a split: per record, gathered, each record once; means with intervals beside baselines."""
+"""Scores of a model on a split: per record, gathered, each record once; metrics with intervals beside baselines."""
 
 import csv
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,18 +13,22 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from esmshard.batch import TokenBatch
 from esmshard.data.loader import Examples
 from esmshard.data.packing import deal
 from esmshard.errors import InputError
 from esmshard.parallel.mesh import World
+from esmshard.progress import Progress
 from esmshard.settings import Recipe
 from esmshard.tasks.finetuner import FineTuner, load_finetuned, load_untrained
 from esmshard.tasks.protocol import Row, Task, collate
-from esmshard.train.metrics import Interval, bootstrap
+from esmshard.train.metrics import Interval, bootstrap, difference, interval
 
-Outputs = Callable[[TokenBatch], Sequence[torch.Tensor]]
-"""From a batch to one output a record."""
+BASELINE_RECORDS = 2000
+"""Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and minutes
+at any size."""
+
+BASELINES = "baselines.npz"
+MAIN = "fine-tuned"
 
 
 def validate(
@@ -63,79 +68,120 @@ def validate(
     return loss / count if count else float("nan"), [everyone[n] for n in range(len(data))]
 
 
+def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> None:
+    """Fit the task's baselines on training records and keep what they learned as `.npz`. One process."""
+    some = range(0, len(train), -(-len(train) // BASELINE_RECORDS))
+    known = task.baselines([train.get(n) for n in some], base)
+    temporary = path.with_name(f".tmp-{path.name}")
+    with open(temporary, "wb") as file:
+        np.savez(file, **known)  # type: ignore[arg-type]
+    temporary.replace(path)
+
+
+def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """What `fit_baselines` kept; nothing where there is no such file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: damaged ({error}); remove it, and the baselines are left out") from None
+
+
 def evaluate(
-    models: Mapping[str, Outputs], task: Task, data: Examples, known: Mapping[str, list[float]]
+    model: FineTuner,
+    task: Task,
+    data: Examples,
+    known: Mapping[str, npt.NDArray[Any]],
+    base: FineTuner | None,
 ) -> dict[str, list[Row]]:
-    """Rows of metrics for each model and each baseline of the task, in one process.
+    """Rows of metrics for the model and each baseline of the task, in one process.
 
     Args:
-        models: name to a function from a batch to one output a record.
-        task: what they were trained for.
+        model: fine-tuned.
+        task: what it was trained for.
         data: the split; its records are taken whole.
-        known: the numbers that the task's baselines took from the training split (`Task.baselines`).
+        known: what the baselines learned from the training split (`fit_baselines`).
+        base: the model before the first step; without it, baselines that ask it are left out.
     """
-    table: dict[str, list[Row]] = {name: [] for name in models}
-    for n in range(len(data)):
-        batch, targets = collate(task, [data.get(n)])
-        target: npt.NDArray[Any] = targets[0].numpy()
-        with torch.no_grad():
-            for name, outputs in models.items():
-                table[name] += task.score([outputs(batch)[0].cpu().numpy()], [target])
-        for name, output in task.baseline_outputs(target, known).items():
-            row = task.base_rate(target) if output is None else task.score([output], [target])[0]
-            table.setdefault(name, []).append(row)
+    table: dict[str, list[Row]] = {MAIN: []}
+    with Progress("evaluate", len(data)) as progress:
+        for n in range(len(data)):
+            example = data.get(n)
+            inputs = task.inputs(example)
+            table[MAIN] += task.score(model.outputs([inputs]), [inputs.target])
+            for name, output in task.baseline_outputs(example, known, base).items():
+                row = task.score([output], [inputs.target])[0] if isinstance(output, np.ndarray) else output
+                table.setdefault(name, []).append(row)
+            progress.update(n + 1, "")
     return table
 
 
-def summarise(table: Mapping[str, Sequence[Row]], columns: Sequence[str]) -> dict[str, dict[str, Interval]]:
-    """Mean and 95% bootstrap interval over records, for each method and metric."""
-    return {name: {c: bootstrap([row[c] for row in rows]) for c in columns} for name, rows in table.items()}
-
-
-def report(model: str, data: Examples, out: Path, warn: Callable[[str], None]) -> str:
+def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], leakage: Sequence[str] = ()) -> str:
     """Score a consolidated model on a split, beside the untrained model and the task's baselines.
 
     Writes `evaluation.json` and `per_protein.csv` to `out` and returns the table.
+
+    Args:
+        model: a directory of `consolidate`.
+        data: the split.
+        out: directory.
+        warn: called with a sentence for whatever is left out.
+        leakage: what the split shares with the training records, to be written down.
     """
     found = load_finetuned(model)
-    methods: dict[str, FineTuner] = {"fine-tuned": found.model}
+    base = None
     try:
-        methods["untrained"] = load_untrained(Recipe.model_validate(found.about["recipe"]))
+        base = load_untrained(Recipe.model_validate(found.about["recipe"]), found.task)
     except InputError as error:
-        warn(f"the untrained model is left out of the table: {error}")
-    device = next(found.model.parameters()).device
-
-    def on_device(module: FineTuner) -> Outputs:
-        return lambda batch: module(batch.to(device))
-
-    outputs = {name: on_device(module) for name, module in methods.items()}
-    table = evaluate(outputs, found.task, data, found.about["baselines"])
+        warn(f"baselines that need the model before training are left out of the table: {error}")
+    known = read_baselines(Path(model) / BASELINES)
+    if not known:
+        warn(f"{model}: has no {BASELINES}, so baselines that learn from the training records are left out")
+    table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
-    return as_text(write(out, data, found.task, table, "fine-tuned", facts), found.task.columns)
+    return as_text(write(out, data, found.task, table, facts | {"leakage": list(leakage)}), found.task.columns)
 
 
 def write(
-    directory: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], main: str, about: Mapping[str, Any]
+    directory: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], about: Mapping[str, Any]
 ) -> dict[str, dict[str, Interval]]:
-    """Write `evaluation.json` (intervals of every method) and `per_protein.csv` (every metric of the main model).
+    """Write `evaluation.json` (intervals of every method, and of what the model is better by) and `per_protein.csv`
+    (every number of the model's rows).
 
     Returns the intervals.
     """
-    intervals = summarise(table, task.columns)
-    skipped = {c: sum(bool(np.isnan(row[c])) for row in table[main]) for c in task.columns}
+    samples = {name: bootstrap(task.summary, rows) for name, rows in table.items()}
+    intervals = {name: {metric: interval(v) for metric, v in found.items()} for name, found in samples.items()}
+    differences = {
+        name: {metric: difference(samples[MAIN][metric], found[metric]) for metric in task.columns if metric in found}
+        for name, found in samples.items()
+        if name != MAIN
+    }
+    numbers = [key for key, value in table[MAIN][0].items() if not isinstance(value, np.ndarray)]
     evaluation = {
         **about,
+        "task": about["recipe"]["task"]["name"],
         "split": data.name,
         "data": str(data.path),
         "records": len(data),
-        "without_value": skipped,
-        "interval": "95% percentile bootstrap over records",
+        "columns": task.columns,
+        "lower_is_better": task.lower_is_better,
+        "without_value": {
+            c: sum(math.isnan(float(row[c])) for row in table[MAIN]) for c in task.columns if c in numbers
+        },
+        "interval": "95% percentile bootstrap over records; of differences, paired",
         "metrics": {name: {c: asdict(i) for c, i in row.items()} for name, row in intervals.items()},
+        "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
+        "facts": task.facts,
+        "calibration": _calibration(table[MAIN]),
+        "confusion": _confusion(table[MAIN], task),
     }
     _replace(directory / "evaluation.json", json.dumps(_finite(evaluation), indent=1) + "\n")
-    lines = [["id", "length", *table[main][0]]]
-    for n, row in enumerate(table[main]):
-        values = ["" if np.isnan(v) else f"{v:.6g}" for v in row.values()]
+    lines = [["id", "length", *numbers]]
+    for n, row in enumerate(table[MAIN]):
+        values = ["" if math.isnan(v := float(row[key])) else f"{v:.6g}" for key in numbers]
         lines.append([data.id(n), str(data.tokens[n] - 2), *values])
     temporary = directory / ".tmp-per_protein.csv"
     with open(temporary, "w", newline="", encoding="utf-8") as file:
@@ -144,10 +190,30 @@ def write(
     return intervals
 
 
+def _calibration(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Of rows with `calibration` [3, bins]: how many predictions lie in each bin of confidence, the mean confidence
+    there, and the share that is right.
+    """
+    if "calibration" not in rows[0]:
+        return None
+    count, confidence, right = np.sum([np.asarray(row["calibration"]) for row in rows], axis=0)
+    with np.errstate(invalid="ignore"):
+        shares = {"confidence": (confidence / count).tolist(), "accuracy": (right / count).tolist()}
+    return {"edges": np.linspace(0, 1, len(count) + 1).tolist(), "count": count.tolist(), **shares}
+
+
+def _confusion(rows: Sequence[Row], task: Task) -> dict[str, Any] | None:
+    """Of rows with `confusion` [C, C]: how many of each class (first axis) were called what."""
+    if "confusion" not in rows[0]:
+        return None
+    counts = np.sum([np.asarray(row["confusion"]) for row in rows], axis=0)
+    return {"classes": list(task.facts["classes"]), "counts": counts.tolist()}
+
+
 def as_text(intervals: Mapping[str, Mapping[str, Interval]], columns: Sequence[str]) -> str:
     """The table for the terminal: one line a method, mean and interval under each metric."""
     width = max(len(name) for name in intervals) + 2
-    cells = {name: [str(row[c]) for c in columns] for name, row in intervals.items()}
+    cells = {name: [str(row[c]) if c in row else "-" for c in columns] for name, row in intervals.items()}
     widths = [max(len(c), *(len(row[k]) for row in cells.values())) + 2 for k, c in enumerate(columns)]
     lines = ["".join(["".ljust(width), *(c.ljust(w) for c, w in zip(columns, widths, strict=True))]).rstrip()]
     for name, row in cells.items():
@@ -157,9 +223,11 @@ def as_text(intervals: Mapping[str, Mapping[str, Interval]], columns: Sequence[s
 
 def _finite(node: Any) -> Any:
     """NaN to null: JSON has no NaN."""
-    if isinstance(node, dict):
+    if isinstance(node, Mapping):
         return {k: _finite(v) for k, v in node.items()}
-    if isinstance(node, float) and np.isnan(node):
+    if isinstance(node, list | tuple):
+        return [_finite(v) for v in node]
+    if isinstance(node, float) and math.isnan(node):
         return None
     return node
 

@@ -23,7 +23,7 @@ from esmshard.errors import InputError
 from esmshard.model import origin
 from esmshard.model.esm2 import ESM2
 from esmshard.model.files import read_json
-from esmshard.parallel import health
+from esmshard.parallel import health, worker
 from esmshard.parallel import plan as memory
 from esmshard.parallel.cost import training_flops
 from esmshard.parallel.guards import check_optimizer
@@ -37,20 +37,16 @@ from esmshard.parallel.watch import Watch, peak_flops
 from esmshard.progress import Progress, rate, say
 from esmshard.settings import Recipe
 from esmshard.tasks import head_of
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.finetuner import FineTuner, load_untrained, new_head
 from esmshard.tasks.numbers import HEADS
 from esmshard.tasks.protocol import Task, collate
 from esmshard.train import evaluate, rng
 from esmshard.train.attempt import Attempt
-from esmshard.train.job import Job, check_out, prepare, provenance, versions
-from esmshard.train.metrics import mean
+from esmshard.train.job import Job, check_out, leakage_notices, prepare, provenance, versions
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.planning import head_bytes
 from esmshard.train.start import check_room, describe_run, resolved, starting_point
 from esmshard.train.step import LossScale, too_many_skipped, train_step
-
-BASELINE_RECORDS = 2000
-"""Training records, evenly spread, that the baselines learn from: enough for a histogram, and seconds at any size."""
 
 RESERVED = 0.9
 """Of the free memory, what a run plans to use. The rest is for the gaps of allocators, and other programs."""
@@ -87,7 +83,7 @@ def run(
     for name, value in recorder_settings(dumps).items():
         os.environ.setdefault(name, value)
     out, started = Path(recipe.out), started or time.time()
-    with Preemption() as preemption, Attempt(out, recipe.train.steps, started) as attempt:
+    with Preemption() as preemption, Attempt(out, started) as attempt:
         try:
             with (
                 world(wait.start_timeout, alone_too=recipe.parallel.cpu_offload) as ranks,
@@ -97,7 +93,7 @@ def run(
             ):
                 job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
                 ranks.from_first(lambda: check_out(out, resume, overwrite))
-                ranks.agree(lambda: attempt.open(ranks.is_first))
+                ranks.agree(lambda: attempt.open(ranks.is_first, job.steps))
                 start = ranks.from_first(lambda: starting_point(job, resume, trust))
                 _train(job, start, ranks, control, preemption, attempt, profile)
                 if not ranks.is_first:
@@ -106,12 +102,17 @@ def run(
             if error.transient and preemption.asked:  # another rank heard of it first, and had nothing to save
                 raise Preempted(f"stopped by {reason(preemption.asked)}; go on with --resume auto") from None
             raise
-        torch.set_num_threads(os.cpu_count() or 1)  # the other ranks are leaving
+        if worker.SHARED_CORES in os.environ:  # the other ranks are leaving
+            torch.set_num_threads(os.cpu_count() or 1)
         attempt.tell("running", "consolidating and evaluating")
-        how: dict[str, Any] = {"best": recipe.checkpoint.keep_best, "trust": trust, "new_head": head_of}
+        say(f"fitting the baselines, then scoring {len(job.test)} test records")
+        evaluate.fit_baselines(job.task, job.train, load_untrained(job.recipe, job.task), out / evaluate.BASELINES)
+        best = keeps_best(recipe) and (out / "checkpoints" / "BEST").exists()
+        how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
         model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
-        say(f"model in {model}; scoring {len(job.test)} test records")
-        print(evaluate.report(str(model), job.test, out, warn=say), flush=True)
+        say(f"model in {model}")
+        shared = leakage_notices(job)
+        print(evaluate.report(str(model), job.test, out, warn=say, leakage=shared), flush=True)
         card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))
         say(attempt.summary())
     return out
@@ -139,6 +140,10 @@ def _train(
     tokens_per_rank = _tokens_per_rank(job, model, saved, ranks)
     control.note("reading weights")
     materialise(model, model.rows_of(weights, new_head(recipe, task, weights)), job.layout, ranks)
+    if recipe.adapt.method == "probe" and start is None:
+        say(f"fitting the head on {len(job.train)} training records")
+        every = range(len(job.train))
+        task.probe(model.eval().head, [job.train.get(n) for n in every], model, recipe.train.seed)
     model.train()
     optimizer = adamw(model, recipe.optim)
     check_optimizer(model, optimizer)
@@ -146,13 +151,15 @@ def _train(
     tensors = state_tensors(model, optimizer, trained_only=adapted)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     ranks.from_first(lambda: check_room(out / "checkpoints", needed, recipe.checkpoint.keep))
-    done, skipped_in_a_row, best = 0, 0, None
+    done, skipped_in_a_row, best, stale = 0, 0, None, 0
+    rng.begin(recipe.train.seed, ranks.rank, int(saved["step"]) if saved else 0)
     if start is not None and saved is not None:
         known = sharded.index(start) if saved["world_size"] == ranks.size else {}
         tensors |= rng.wanted(ranks.rank, ranks.device, known)
         sharded.load(start, tensors)
         rng.restore(tensors, ranks.device)
-        done, skipped_in_a_row, best = int(saved["step"]), saved["skipped_in_a_row"], saved["best"]
+        done, skipped_in_a_row = int(saved["step"]), saved["skipped_in_a_row"]
+        best, stale = saved["best"], saved["stale"]
         scale = LossScale(**saved["loss_scale"]) if scale else None
 
     # What was resolved on this machine goes into the recipe that lies beside the results.
@@ -163,14 +170,12 @@ def _train(
         "world_size": ranks.size,
         "versions": versions(),
         "data": provenance(job),
-        "baselines": {},
+        "facts": dict(task.facts),
         "base": None,
     }
     if ranks.is_first:
         if adapted:
             state["base"] = saved["base"] if saved else origin.identity(weights, recipe.model.name)
-        some = range(0, len(job.train), -(-len(job.train) // BASELINE_RECORDS))
-        state["baselines"] = dict(task.baselines([task.targets(job.train.get(n)) for n in some]))
         describe_run(job, full_recipe, done, ranks)
         attempt.begin(done, saved is None or saved["validated"])
 
@@ -190,7 +195,8 @@ def _train(
         control.note("saving a checkpoint")
         attempt.check()
         began = time.perf_counter()
-        now = {"loss_scale": asdict(scale) if scale else None, "skipped_in_a_row": skipped_in_a_row, "best": best}
+        now = {"loss_scale": asdict(scale) if scale else None, "skipped_in_a_row": skipped_in_a_row}
+        now |= {"best": best, "stale": stale}
         tensors = state_tensors(model, optimizer, trained_only=adapted) | rng.tensors(ranks.rank, ranks.device)
         saver.save(step, tensors, state | now | {"validated": validated}, is_best)
         attempt.write(event="checkpoint", step=step, stall_s=round(time.perf_counter() - began, 4))
@@ -201,37 +207,50 @@ def _train(
 
     def validate(step: int) -> bool | None:
         """Whether it is the best so far. None if the run was asked to stop before it was through."""
-        nonlocal best, validation
+        nonlocal best, stale, validation
         control.note("validating")
         scored = evaluate.validate(model, task, job.valid, tokens_per_rank, ranks, asked_anywhere)
         if scored is None:
             return None
         loss, rows = scored
-        means = {metric: mean([row[metric] for row in rows]) for metric in task.columns}
-        attempt.write(step=step, split="valid", loss=loss, **means)
-        headline, value = task.columns[0], means[task.columns[0]]
+        metrics = task.summary(rows)
+        attempt.write(step=step, split="valid", loss=loss, **{metric: metrics[metric] for metric in task.columns})
+        headline, value = task.columns[0], metrics[task.columns[0]]
         validation = f"  valid {headline} {value:.3f}"
-        if not value > (best["value"] if best else -math.inf):
+        sign = -1 if task.lower_is_better else 1
+        if not sign * value > (sign * best["value"] if best else -math.inf):
+            stale += 1
             return False
-        best = {"step": step, "metric": headline, "value": value}
+        best, stale = {"step": step, "metric": headline, "value": value}, 0
         return True
+
+    def enough() -> bool:
+        return recipe.train.early_stop is not None and stale >= recipe.train.early_stop
 
     with (
         preemption.noted(),
         _out_of_memory(tokens_per_rank, int(job.train.tokens.max())),
         saver,
-        Progress("step", recipe.train.steps, done=done, show=ranks.is_first) as progress,
-        Profile(ranks, profile, recipe.train.steps - done, out / "profile") as recording,
+        Progress("step", job.steps, done=done, show=ranks.is_first) as progress,
+        Profile(ranks, profile, job.steps - done, out / "profile") as recording,
     ):
         if start is not None and saved is not None and not saved["validated"]:  # there was no time for it any more
             found = validate(done)
             if found is None:
                 why = reason(asked_anywhere())
                 raise Preempted(f"stopped by {why} after step {done}, which is saved; go on with --resume auto")
-            if found and recipe.checkpoint.keep_best and ranks.is_first:
+            if found and keeps_best(recipe) and ranks.is_first:
                 manifest.point(out / "checkpoints", "BEST", start.name)
-        for step in range(done, recipe.train.steps):
-            share = schedule(step, recipe.train.steps, recipe.optim.warmup, recipe.optim.schedule)
+        if not job.steps and start is None:  # a probe
+            found = validate(0)
+            save(0, validated=found is not None, is_best=bool(found) and keeps_best(recipe))
+        for step in range(done, job.steps):
+            if enough():
+                if ranks.is_first:
+                    since = f"that of step {best['step']}" if best else "undefined"
+                    say(f"stopped after step {step}: {stale} validations in a row were no better than {since}")
+                break
+            share = schedule(step, job.steps, recipe.optim.warmup, recipe.optim.schedule)
             set_learning_rate(optimizer, share)
             epoch, records = plan.step(step)
             mine = deal(records, job.train.tokens, tokens_per_rank, ranks.rank, ranks.size)
@@ -270,23 +289,28 @@ def _train(
                 **report.line,
             }
             attempt.step_done(line)
-            last = step + 1 == recipe.train.steps
+            last = step + 1 == job.steps
             asked, found, due = result.asked, None, last or (step + 1) % recipe.train.eval_every == 0
             if due and not asked:  # a run that was asked to stop saves, and validates when it goes on
                 found = validate(step + 1)
                 asked = asked_anywhere() if found is None else 0
-            is_best = bool(found) and recipe.checkpoint.keep_best
-            if last or is_best or asked or (step + 1) % recipe.checkpoint.every == 0:
+            is_best = bool(found) and keeps_best(recipe)
+            if last or is_best or asked or enough() or (step + 1) % recipe.checkpoint.every == 0:
                 save(step + 1, validated=not due or found is not None, is_best=is_best)
             if asked:
                 saver.finish()
                 raise Preempted(
-                    f"stopped by {reason(asked)} after step {step + 1} of {recipe.train.steps}, which is saved; go on "
+                    f"stopped by {reason(asked)} after step {step + 1} of {job.steps}, which is saved; go on "
                     "with --resume auto"
                 )
             speed, held = report.line["residues_per_s"], (report.line["peak_memory_bytes"] or 0) / 2**20
             progress.update(step + 1, f"loss {result.loss:.4f}  {rate(speed)} residues/s  {held:.0f} MiB{validation}")
         saver.finish()
+
+
+def keeps_best(recipe: Recipe) -> bool:
+    """Whether the checkpoint of the best validation is kept, and is the result of the run."""
+    return recipe.checkpoint.keep_best or recipe.train.early_stop is not None
 
 
 def _in_background(recipe: Recipe, device: torch.device) -> bool:

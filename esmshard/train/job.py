@@ -12,19 +12,20 @@ from esmshard.data.leakage import Records, check
 from esmshard.data.loader import Examples
 from esmshard.data.packing import Plan
 from esmshard.errors import InputError, UsageError
+from esmshard.model.esm2 import ESM2
 from esmshard.model.weights import Weights
 from esmshard.parallel.layout import Layout, layout
 from esmshard.parallel.mesh import precision_on
 from esmshard.settings import Recipe
 from esmshard.tasks import TASKS
-from esmshard.tasks.finetuner import initial_weights
+from esmshard.tasks.finetuner import FineTuner, initial_weights
 from esmshard.tasks.protocol import Task
 from esmshard.train.lease import is_lease
 from esmshard.train.splits import open_split
 
 RUN_FILES = (
-    *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv"),
-    *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder"),
+    *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv", "baselines.npz"),
+    *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder", "report.html"),
 )
 """What a run leaves. `--overwrite` removes these and nothing else from the directory."""
 
@@ -35,12 +36,15 @@ class Job:
 
     recipe: Recipe
     task: Task
+    """Knows the training labels."""
     train: Examples
     valid: Examples
     test: Examples
     weights: Weights
     """Not read yet."""
     layout: Layout
+    steps: int
+    """Optimizer steps."""
     out: Path
 
 
@@ -54,8 +58,13 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
         device: of one of them.
     """
     laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
-    task = TASKS[recipe.task.name](recipe.task)
-    train, valid, test = (open_split(recipe, name, task.labels) for name in ("train", "valid", "test"))
+    task = TASKS[recipe.task.name](recipe.task, {})
+    train = open_split(recipe, "train", task.labels)
+    task = task.learn(train)
+    valid, test = (open_split(recipe, name, task.labels) for name in ("valid", "test"))
+    probe = recipe.adapt.method == "probe"
+    if probe and (processes > 1 or recipe.parallel.cpu_offload):
+        raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
     for split in (train, valid):
         if len(split) < processes:
             raise InputError(
@@ -68,7 +77,14 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
             f"{train.path}: the longest training record has {longest} tokens, but batch.tokens_per_rank is {most}; "
             "raise it, or lower data.max_length"
         )
-    return Job(recipe, task, train, valid, test, initial_weights(recipe), laid_out, Path(recipe.out))
+    steps = 0 if probe else recipe.train.steps or 400
+    if recipe.train.epochs is not None and not probe:
+        per_epoch = Plan(train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
+        steps = max(1, round(recipe.train.epochs * per_epoch))
+    found = initial_weights(recipe)
+    with torch.device("meta"):  # a part that the model has not is found before anything is read
+        FineTuner(ESM2(found.config), task.head(found.config)).adapt(recipe.adapt, recipe.train.seed)
+    return Job(recipe, task, train, valid, test, found, laid_out, steps, Path(recipe.out))
 
 
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
@@ -96,7 +112,7 @@ def describe(job: Job, processes: int) -> str:
             f"{config.n_parameters:,} parameters ({job.weights.source})",
             f"records   {splits}",
             f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, {layout}",
-            f"training  {recipe.train.steps} steps, {recipe.train.steps / per_epoch:.1f} epochs",
+            f"training  {job.steps} steps, {job.steps / per_epoch:.1f} epochs",
             f"out       {job.out}{' (exists already)' if job.out.exists() else ''}",
         ]
     )

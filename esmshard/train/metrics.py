@@ -1,43 +1,58 @@
-"""Means over proteins and how sure they are."""
+"""Metrics over proteins and how sure they are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 RESAMPLES = 2000
+"""Of the records, with replacement."""
+MOST_ROWS = 10_000_000
+"""Rows that all resamples have together at most; of many records there are fewer resamples, 200 at least."""
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean over proteins with its 95% percentile bootstrap interval."""
+    """A metric with its 95% percentile bootstrap interval over records."""
 
-    mean: float
+    value: float
     low: float
     high: float
-    n: int
-    """Proteins that have a value."""
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
-    """Mean and 95% interval; proteins are drawn with replacement, NaN (no value) left out and counted.
-
-    The same seed draws the same proteins, so that two methods scored on the same proteins are resampled alike.
+def draws(n: int, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
+    """Numbers of n records drawn with replacement, int64 [n], resample by resample. The same for the same n and seed,
+    so that methods which were scored on the same records are resampled alike, and their differences are paired.
     """
-    x: npt.NDArray[np.float64] = np.asarray(values, dtype=np.float64)
-    x = x[~np.isnan(x)]
-    if not len(x):
-        return Interval(np.nan, np.nan, np.nan, 0)
-    draws = np.random.default_rng(seed).integers(0, len(x), (RESAMPLES, len(x)))
-    low, high = np.percentile(x[draws].mean(1), [2.5, 97.5])
-    return Interval(float(x.mean()), float(low), float(high), len(x))
+    rng = np.random.default_rng(seed)
+    for _ in range(min(RESAMPLES, max(200, MOST_ROWS // max(n, 1)))):
+        yield rng.integers(0, n, n)
 
 
-def mean(values: Sequence[float]) -> float:
-    """Mean of the values that are not NaN; NaN if there is none."""
-    known = [v for v in values if not np.isnan(v)]
-    return float(np.mean(known)) if known else float("nan")
+def bootstrap(
+    summary: Callable[[Sequence[Row]], Mapping[str, float]], rows: Sequence[Row], seed: int = 0
+) -> dict[str, list[float]]:
+    """Each metric of the rows themselves, first, and of each resample of them."""
+    found = [summary(rows), *(summary([rows[n] for n in draw]) for draw in draws(len(rows), seed))]
+    return {name: [one.get(name, np.nan) for one in found] for name in found[0]}
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Of what `bootstrap` found for a metric, or of the differences of two. Resamples without a value are left out."""
+    known = [v for v in values[1:] if not np.isnan(v)]
+    if np.isnan(values[0]) or not known:
+        return Interval(float(values[0]), np.nan, np.nan)
+    low, high = np.percentile(known, [2.5, 97.5])
+    return Interval(float(values[0]), float(low), float(high))
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """Paired: both from `bootstrap` over the same records with the same seed."""
+    return interval([a - b for a, b in zip(ours, theirs, strict=True)])

@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import LINEAR, SIZES, EsmConfig
+from esmshard.model.config import SIZES, EsmConfig
 from esmshard.parallel.cost import Cost, Work, cost
 from esmshard.parallel.layout import BYTES, STRATEGIES, Layout, layout
 from esmshard.parallel.machines import Machines
-from esmshard.parallel.plan import KINDS, MATRICES, Device, Memory, ModelNumbers, largest_micro_batch, memory
-from esmshard.settings import AdaptSettings, Recipe
+from esmshard.parallel.plan import KINDS, Device, Memory, ModelNumbers, largest_micro_batch, memory
+from esmshard.settings import Recipe
 from esmshard.tasks.numbers import HEADS, HeadNumbers
 from esmshard.train.splits import open_split
-from esmshard.vocab import VOCAB_SIZE
+from esmshard.train.trained import numbers_of
 
 RESERVE = 0.1
 """Share of a GPU's memory that a plan leaves free: gaps of the allocator, and what the estimate may be off by."""
@@ -95,7 +95,7 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
             "fewer"
         )
     config = _config(recipe)
-    numbers = numbers_of(config, head.parameters(config.dim), recipe.adapt)
+    numbers = numbers_of(config, head.parameters(config), recipe.adapt, logits=recipe.task.name == "mlm")
     total = float(tokens_N.sum(dtype=np.int64))
     attended = float(np.square(tokens_N, dtype=np.float64).sum()) / total
     lengths = Lengths(len(tokens_N), int(tokens_N.max()), total / len(tokens_N), attended)
@@ -113,42 +113,6 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
     if not any(option.fits for option in found) and not recipe.parallel.cpu_offload:
         found += options(True)
     return Plan(recipe, machines, numbers, lengths, precision, room, found, _best(found))
-
-
-def numbers_of(config: EsmConfig, head: int, adapt: AdaptSettings) -> ModelNumbers:
-    """What the planner wants to know of a trunk with a task head of so many parameters.
-
-    The LM head learns nothing but the matrix that it shares with the embedding, and the contact regression nothing.
-    """
-    d = config.dim
-    layer = 12 * d * d + 13 * d
-    root = config.n_parameters - config.n_layers * layer + head
-    lora, inputs, ranks = 0, set[str](), 0
-    if adapt.method == "full":
-        frozen = d * d + 3 * d + VOCAB_SIZE + config.n_layers * config.n_heads + 1
-        layer_trained, root_trained, inputs = layer, root - frozen, set(MATRICES.values())
-    else:
-        layer_trained, root_trained = 0, head
-    if adapt.method == "lora":
-        rank, _, targets = adapt.lora
-        widths = {"fc1": (d, 4 * d), "fc2": (4 * d, d)}
-        lora = sum(rank * sum(widths.get(target, (d, d))) for target in targets)
-        inputs, ranks = {MATRICES[LINEAR[target]] for target in targets}, rank * len(targets)
-        layer_trained = lora
-        if adapt.bias == "all":  # of q, k, v, out, fc1, fc2 and two LayerNorms; and the LayerNorms around the layers
-            layer_trained += 11 * d
-            root_trained += d * (1 + config.emb_layer_norm_before)
-    return ModelNumbers(
-        n_layers=config.n_layers,
-        dim=d,
-        n_heads=config.n_heads,
-        layer_parameters=layer + lora,
-        root_parameters=root,
-        layer_trained=layer_trained,
-        root_trained=root_trained,
-        inputs=tuple(sorted(inputs)),
-        lora=ranks,
-    )
 
 
 def head_bytes(task: HeadNumbers, tokens_N: npt.NDArray[np.int32], layout: Layout) -> Callable[[int], int]:

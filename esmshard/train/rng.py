@@ -4,9 +4,19 @@ Order of records, crops, new weights and masks follow from seeds and never from 
 such as dropout, does.
 """
 
+import hashlib
 from collections.abc import Collection, Mapping
 
 import torch
+
+
+def begin(seed: int, rank: int, step: int) -> None:
+    """Draw from the recipe's seed, differently on each rank, so that the same run draws the same again.
+
+    After a step, for ranks that a checkpoint has no state of: it was written by fewer.
+    """
+    digest = hashlib.sha256(f"{seed}:{rank}:{step}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # of all devices
 
 
 def tensors(rank: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,31 +1,60 @@
 """The splits of a recipe, opened. No torch."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from esmshard import recipe as recipes
-from esmshard.data import structure_splits
+from esmshard.data import splits, structure_splits
+from esmshard.data.clusters import read_clusters
 from esmshard.data.ingest import cached
 from esmshard.data.loader import Examples, Labels
 from esmshard.data.store import TokenStore
-from esmshard.settings import Recipe
+from esmshard.settings import DataSettings, Recipe
+
+OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
 
-def open_split(recipe: Recipe, name: str, labels: Callable[[Path, TokenStore], Labels] | None) -> Examples:
+def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples:
     """One split: tokens (ingested on first use) and labels. Only training records are cut.
+
+    Under cross-validation the test set is the part of the training file that is left out of it.
 
     Args:
         recipe: as loaded.
         name: train, valid or test.
         labels: opens those of a FASTA file and its records; None where only the sequences are wanted.
     """
-    path = recipes.sample(getattr(recipe.data, name))
+    data, seed = recipe.data, recipe.train.seed
+    divided = data.folds is not None and name != "valid"
+    path = recipes.sample(getattr(data, "train" if divided else name))
     fasta = structure_splits.cached_split(path) if structure_splits.holds_structures(path) else path
     tokens = cached(fasta)
     if fasta != path:  # what was changed in the structures is told with what was changed in the sequences
         tokens.notices = [*structure_splits.notices(fasta), *tokens.notices]
-    found = None if labels is None else labels(fasta, tokens)
+    found = None if labels is None else labels(fasta, tokens, data)
+    members_N = None
+    if divided:
+        assert data.folds is not None
+        members_N = (fold_of(tokens, data.folds, data.clusters) == data.fold) == (name == "test")
     if name != "train":
-        return Examples(name, path, tokens, found)
-    data, seed = recipe.data, recipe.train.seed
-    return Examples(name, path, tokens, found, long=data.long, max_length=data.max_length, seed=seed)
+        return Examples(name, path, tokens, found, members_N=members_N)
+    return Examples(
+        name, path, tokens, found, long=data.long, max_length=data.max_length, seed=seed, members_N=members_N
+    )
+
+
+def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:
+    """Fold of each record, int64 [N], the same for every seed of a recipe.
+
+    Records of one cluster stay together; without clusters, records of one sequence do.
+    """
+    count = len(store)
+    if clusters is not None:
+        groups = read_clusters(Path(clusters), [store.id(n) for n in range(count)]).names
+    else:
+        groups = [hashlib.blake2b(store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]
+    return splits.by_cluster(groups, folds=folds)

@@ -90,7 +90,8 @@ def resolved(job: Job, tokens_per_rank: int | str) -> Recipe:
     """The recipe with what was found on this machine, as it lies beside the results."""
     batch = job.recipe.batch.model_copy(update={"tokens_per_rank": tokens_per_rank})
     parallel = job.recipe.parallel.model_copy(update={"precision": job.layout.precision})
-    return job.recipe.model_copy(update={"batch": batch, "parallel": parallel})
+    train = job.recipe.train.model_copy(update={"steps": job.steps or None, "epochs": None})
+    return job.recipe.model_copy(update={"batch": batch, "parallel": parallel, "train": train})
 
 
 def describe_run(job: Job, recipe: Recipe, done: int, ranks: World) -> None:
@@ -105,7 +106,7 @@ def describe_run(job: Job, recipe: Recipe, done: int, ranks: World) -> None:
     for notice in [*job.weights.notices, *([] if done else leakage_notices(job))]:
         say(notice)
     if done:
-        say(f"going on after step {done} of {job.recipe.train.steps}")
+        say(f"going on after step {done} of {job.steps}")
 
 
 def check_room(directory: Path, needed: int, keep: int) -> None:

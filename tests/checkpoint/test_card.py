@@ -17,6 +17,7 @@ def about(**changes: Any) -> dict[str, Any]:
         {
             "task": {"name": "contact", "channels": 8, "blocks": 1},
             "model": {"name": "esm2_t6_8M_UR50D"},
+            "train": {"steps": 400},
             "data": {"train": "sample:contact/train", "valid": "/home/ada/b|c.fasta", "test": "/home/ada/c.fasta"},
             "optim": {"lr": 1e-4, "warmup": 0.1},
             "batch": {"global_tokens": 20000},
@@ -59,8 +60,8 @@ EVALUATION = {
     "interval": "95% percentile bootstrap over records",
     "weights_sha256": "f" * 64,
     "metrics": {
-        "fine-tuned": {"long P@L": {"mean": 0.51239, "low": 0.4801, "high": 0.5449, "n": 97}, "AUPRC": {"mean": None}},
-        "untrained": {"long P@L": {"mean": 0.02, "low": 0.01, "high": 0.03, "n": 97}, "AUPRC": {"mean": None}},
+        "fine-tuned": {"long P@L": {"value": 0.51239, "low": 0.4801, "high": 0.5449}, "AUPRC": {"value": None}},
+        "untrained": {"long P@L": {"value": 0.02, "low": 0.01, "high": 0.03}, "AUPRC": {"value": None}},
     },
 }
 
@@ -101,7 +102,7 @@ def test_a_fine_tuned_released_model(model: Path) -> None:
         "tags": ["biology", "protein-language-model", "esmshard", "contact-prediction"],
     }
     assert text.startswith("\n# mine\n\n")
-    assert "a head for the task `contact` (channels 8, blocks 1)" in text
+    assert "a head for the task `contact` (head pairwise, channels 8, blocks 1)" in text
     assert "fine-tuned from `esm2_t6_8M_UR50D` ([facebook/esm2_t6_8M_UR50D](https://huggingface.co/facebook/" in text
     assert "not ESM-2" not in text
     assert (
@@ -135,7 +136,7 @@ def test_a_fine_tuned_released_model(model: Path) -> None:
 
 def test_scores_stand_beside_their_baselines(model: Path) -> None:
     _, text = written(model, about(), EVALUATION)
-    assert "Mean over the 100 records of `c.fasta` (test), with 95% percentile bootstrap over records." in text
+    assert "Over the 100 records of `c.fasta` (test), with 95% percentile bootstrap over records." in text
     assert "left out of it: 3 without long P@L." in text
     assert row(text, "fine-tuned") == ["fine-tuned", "0.512 [0.480, 0.545]", "no value"]
     assert row(text, "untrained") == ["untrained", "0.020 [0.010, 0.030]", "no value"]
@@ -153,7 +154,7 @@ def test_random_weights_never_pass_for_esm2(model: Path) -> None:
     assert "fine-tuned from" not in text
     assert "No licence is stated. It holds no weights of others." in text
     assert "MIT" not in text
-    assert "were never trained and say nothing" in text
+    assert "never learned and says nothing of use" in text
 
 
 @pytest.mark.parametrize("name", ["/home/ada/esm2_t6_8M_UR50D", "/home/ada/esm2_t6_8M_UR50D.pt", "/home/ada/x/"])
@@ -179,7 +180,7 @@ def test_what_is_not_known_is_not_made_up(model: Path) -> None:
 
 
 def test_adaptation_is_named(model: Path) -> None:
-    moved = "did not learn along with the layers below them"
+    moved = "did not learn along with the layers below"
     assert moved in written(model, about())[1]
     for method, said in (("lora", True), ("full", True), ("head", False)):
         recipe = about()["recipe"] | {"adapt": {"method": method}}

@@ -44,7 +44,7 @@ def state_of(config: EsmConfig) -> dict[str, Any]:
         "recipe": recipe.model_dump(mode="json"),
         "config": asdict(config),
         "world_size": 2,
-        "baselines": {"a": [1.0]},
+        "facts": {},
     }
 
 
@@ -52,7 +52,7 @@ def tensors_of(config: EsmConfig) -> dict[str, torch.Tensor]:
     """Names and values as a run saves them: fair-esm's own model, and a head with a large last layer."""
     found = {f"model.trunk.{n}": t for n, t in fair_esm(config).state_dict().items() if n != TIED}
     torch.manual_seed(1)
-    head = head_of(Recipe.model_validate(state_of(config)["recipe"]).task, config).state_dict()
+    head = head_of(Recipe.model_validate(state_of(config)["recipe"]).task, {}, config).state_dict()
     head["out.weight"] = torch.randn(head["out.weight"].shape)
     return found | {f"model.head.{n}": t for n, t in head.items()} | {"optim.trunk.fc.step": torch.ones(3)}
 
@@ -153,7 +153,7 @@ def test_no_wrapper_leaves_its_name(tiny_recipe: Path, tmp_path: Path) -> None:
 
 def test_scores_of_the_same_model_go_along(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    row = {"long P@L": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 5}}
+    row = {"long P@L": {"value": 0.5, "low": 0.4, "high": 0.6}}
     facts = {"split": "test", "data": "c.fasta", "records": 5, "without_value": {}, "interval": "95%"}
     facts |= {"metrics": {"fine-tuned": row}, "step": 7, "recipe": state_of(TINY)["recipe"], "weights_sha256": "x"}
     scores, checkpoint = run / "evaluation.json", run / "checkpoints" / "step_000007" / "state.json"

@@ -47,7 +47,7 @@ Micro = tuple[TokenBatch, list[torch.Tensor], bool]
 
 def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[FineTuner, Task]:
     """Trunk of three layers and a contact head, sharded; or, without a layout, as plain as can be."""
-    task = ContactTask(recipe.task)
+    task = ContactTask(recipe.task, {})
     base = weights.fresh(CONFIG, 3)
     head = task.head(CONFIG)
     head.load_state_dict(work.rough_head(recipe, task, base))

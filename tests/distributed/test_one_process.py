@@ -70,7 +70,6 @@ def test_a_run_in_one_process_starts_no_group_and_shards_nothing(
 
     monkeypatch.setattr(finetune, "materialise", materialise)
     monkeypatch.setattr(finetune, "adamw", optimizer_of)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)  # for this run only, not for the tests after it
     out = finetune.run(work.load(str(tiny_recipe)))
     assert out is not None
     assert (out / "evaluation.json").is_file()
@@ -139,7 +138,6 @@ def test_a_recipe_can_compile_its_layers(
         compile_in_place(module, dynamic=dynamic, backend="eager")
 
     monkeypatch.setattr(torch.nn.Module, "compile", record)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     text, losses = tiny_recipe.read_text(), []
     for wanted in ("false", "true"):
         options = f"precision: fp32, compile: {wanted}, activation_checkpointing: {checkpointing}"

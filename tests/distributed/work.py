@@ -63,7 +63,7 @@ def masked_batch(n: int) -> tuple[TokenBatch, torch.Tensor, bool]:
 def sharded_model(recipe: Recipe, ranks: World, laid_: Layout | None = None) -> tuple[FineTuner, Task]:
     """As the main job builds it."""
     laid_ = laid_ or laid_out(recipe, ranks)
-    task = ContactTask(recipe.task)
+    task = ContactTask(recipe.task, {})
     base = weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
     with torch.device("meta"):
         model = FineTuner(ESM2(base.config), task.head(base.config))
@@ -180,7 +180,7 @@ def save(path: str, directory: str, marker: float) -> list[str]:
         state = {
             "recipe": recipe.model_dump(mode="json"),
             "config": {k: getattr(model.trunk.config, k) for k in ("n_layers", "dim", "n_heads", "token_dropout")},
-            "baselines": {},
+            "facts": {},
         }
         sharded.write(Path(directory), 7, tensors, state, keep=2)
         return sorted(tensors)

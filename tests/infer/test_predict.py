@@ -13,19 +13,19 @@ from model_files import TINY, fair_esm, ours, perturb, tokenise, write_fair_esm,
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.errors import InputError, UsageError
 from esmshard.infer.predict import predict
-from esmshard.settings import TaskSettings
+from esmshard.task_settings import ContactSettings
 from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuner import FineTuner, load_finetuned
 from esmshard.vocab import STANDARD
 
-SETTINGS = TaskSettings(name="contact", channels=8, blocks=2)
+SETTINGS = ContactSettings(name="contact", channels=8, blocks=2)
 LENGTHS = {"zeta": 31, "sp|P1|N": 90, "a/b": 7, "a_b": 2, "lower": 64}
 
 
 @pytest.fixture(scope="module")
 def original() -> FineTuner:
     torch.manual_seed(0)
-    head = ContactTask(SETTINGS).head(TINY)
+    head = ContactTask(SETTINGS, {}).head(TINY)
     perturb(head, deviation=0.3)
     torch.nn.init.normal_(head.out.weight, std=0.3)  # a new one is tiny, and all logits nearly equal
     return FineTuner(ours(fair_esm(TINY), TINY), head).eval()
@@ -39,7 +39,7 @@ def write_consolidated(directory: Path, model: FineTuner, **changes: Any) -> Pat
         "version": VERSION,
         "step": 7,
         "recipe": {"task": SETTINGS.model_dump()},
-        "baselines": {},
+        "facts": {},
     }
     (directory / "esmshard.json").write_text(json.dumps(about | changes))
     return directory

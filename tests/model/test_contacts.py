@@ -1,5 +1,6 @@
 """Contacts by the regression over attention maps: streamed over heads and layers, trainable, and without the maps."""
 
+import copy
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -15,8 +16,11 @@ from esmshard.model import attention, weights
 from esmshard.model import contacts as contacts_module
 from esmshard.model.attention import attention_map
 from esmshard.model.config import EsmConfig
-from esmshard.model.contacts import ContactAccumulator, predict_contacts
+from esmshard.model.contacts import ContactAccumulator, corrected_maps, predict_contacts
 from esmshard.model.esm2 import ESM2
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.mesh import World
+from esmshard.parallel.shard import shard
 from esmshard.vocab import STANDARD
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
@@ -74,27 +78,30 @@ def test_attention_maps_are_of_residues_and_not_normalised_again(model: ESM2) ->
         assert (sums_HL < 1).all(), "a part of each row went to <cls> and <eos>"
 
 
+@pytest.mark.parametrize("n_outputs", [1, 2])
 @pytest.mark.parametrize("numbers", [1, 3 * 22**2, 1 << 20], ids=["one head", "three heads", "all heads"])
-def test_the_accumulator_has_the_gradients_of_the_stacked_head(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accumulator_has_the_gradients_of_the_stacked_head(
+    numbers: int, n_outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(contacts_module, "MAP_NUMBERS", numbers)
 
     def inputs() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(3)
-        shapes = ((3, 22, 4, 8), (3, 22, 4, 8), (12,), (1,))
+        shapes = ((3, 22, 4, 8), (3, 22, 4, 8), (n_outputs, 12), (n_outputs,))
         return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
 
-    out_LL = torch.randn(20, 20, generator=torch.Generator().manual_seed(4))
+    out_ALL = torch.randn(n_outputs, 20, 20, generator=torch.Generator().manual_seed(4))
     mine, theirs = inputs(), inputs()
     accumulator = ContactAccumulator(mine[2], mine[3])
     for layer in range(3):
         accumulator.add(layer, mine[0][layer], mine[1][layer])
-    logits_LL = accumulator.logits()
-    (logits_LL * out_LL).sum().backward()
+    logits_ALL = accumulator.logits()
+    (logits_ALL * out_ALL).sum().backward()
 
     maps_CLL = torch.cat([residue_maps(q, k) for q, k in zip(theirs[0], theirs[1], strict=True)])
-    reference_LL = stacked(maps_CLL, theirs[2], theirs[3])
-    (reference_LL * out_LL).sum().backward()
-    assert (logits_LL - reference_LL).abs().max() <= 1e-5
+    reference_ALL = torch.stack([stacked(maps_CLL, w, b) for w, b in zip(theirs[2], theirs[3], strict=True)])
+    (reference_ALL * out_ALL).sum().backward()
+    assert (logits_ALL - reference_ALL).abs().max() <= 1e-5
     for own, other in zip(mine, theirs, strict=True):
         assert other.grad.abs().max() > 1e-2
         assert (own.grad - other.grad).abs().max() <= 1e-5 * max(1, other.grad.abs().max())
@@ -122,6 +129,64 @@ def test_contacts_train_the_trunk_as_stacked_maps_do(model: ESM2) -> None:
         assert (streamed[name] - gradient).abs().max() <= 1e-5 * max(1, float(gradient.abs().max())), name
     assert sum(float(g.abs().max()) > 1e-3 for g in reference.values()) > 10
     model.zero_grad()
+
+
+def checkpointed(model: ESM2, mode: str) -> ESM2:
+    """A copy whose layers are run again in the backward pass, as `esmshard.parallel.shard` has them."""
+    model = copy.deepcopy(model)
+    shard(model, Layout(activation_checkpointing=mode), World(0, 1, torch.device("cpu"), None))  # type: ignore[arg-type]
+    return model
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_layers_that_run_again_change_no_contact_and_no_gradient(model: ESM2, mode: str) -> None:
+    """Peptides too: of their small maps selective checkpointing keeps the products."""
+    batch = tokenise(sequences((1, 40, 2, 3, 83)))[1]
+    found = {}
+    for name, trunk in (("plain", copy.deepcopy(model)), (mode, checkpointed(model, mode))):
+        contacts = predict_contacts(trunk, batch)
+        torch.stack([c.square().sum() for c in contacts]).sum().backward()
+        found[name] = contacts, {n: p.grad for n, p in trunk.named_parameters() if p.grad is not None}
+    for one, other in zip(found["plain"][0], found[mode][0], strict=True):
+        assert (one - other).abs().max() <= 1e-6
+    plain, again = found["plain"][1], found[mode][1]
+    assert plain.keys() == again.keys()
+    assert {f"layers.{n}.self_attn.{p}_proj.weight" for n in range(3) for p in "qk"} <= plain.keys()
+    for name, gradient in plain.items():
+        assert (again[name] - gradient).abs().max() <= 1e-5 * max(1, float(gradient.abs().max())), name
+
+
+def test_an_accumulator_that_has_been_read_keeps_nothing_more() -> None:
+    weight, bias = torch.randn(2, 4).requires_grad_(), torch.zeros(2)
+    accumulator = ContactAccumulator(weight, bias)
+    q_THK, k_THK = torch.randn(2, 9, 4, 8).unbind()
+    accumulator.add(0, q_THK, k_THK)
+    accumulator.logits()
+    accumulator.add(0, q_THK, k_THK)
+    held = [x for x in vars(accumulator).values() if isinstance(x, torch.Tensor | list)]
+    assert sum(len(x) if isinstance(x, list) else x.numel() for x in held) == weight.numel() + bias.numel()
+
+
+def test_contacts_are_summed_in_fp32_under_autocast() -> None:
+    """In bf16 a sum of maps would keep three digits, and its correction would take away two of them."""
+    generator = torch.Generator().manual_seed(0)
+    q_THK, k_THK = (torch.randn(40, 8, 16, generator=generator).bfloat16() for _ in range(2))
+    weight, bias = torch.randn(1, 8, generator=generator), torch.zeros(1)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+            accumulator = ContactAccumulator(weight.bfloat16().float().requires_grad_(grad), bias)
+            accumulator.add(0, q_THK, k_THK)
+            found = accumulator.logits()[0]
+        expected = stacked(residue_maps(q_THK, k_THK), weight[0].bfloat16().float(), bias)
+        assert found.dtype == torch.float32
+        assert (found - expected).abs().max() <= 1e-5
+
+
+def test_corrected_maps_are_those_of_the_reference() -> None:
+    q_THK, k_THK = torch.randn(2, 22, 4, 8, generator=torch.Generator().manual_seed(5)).unbind()
+    found = corrected_maps(q_THK, k_THK)
+    assert found.shape == (4, 20, 20)
+    assert (found - apc(symmetrize(residue_maps(q_THK, k_THK)))).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("numbers", [1, 85 * 85 * 3, 1 << 30], ids=["one head", "three heads", "all heads"])

@@ -28,7 +28,7 @@ def test_layers_that_take_turns_equal_the_whole_model(family: str) -> None:
     _, batch = tokenise(["MKTAYIAKQR", "LLGG<mask>AVWXB"])
     found = []
     for it in (whole, model, model):
-        sums = [ContactAccumulator(it.contact_head.regression.weight[0], it.contact_head.regression.bias)] * 2
+        sums = [ContactAccumulator(it.contact_head.regression.weight, it.contact_head.regression.bias)] * 2
         with torch.no_grad():
             out = it(
                 batch,

@@ -301,7 +301,9 @@ def test_of_model_counts_what_learns() -> None:
     found = plan.of_model(model, 32, 4)
     assert (found.n_layers, found.dim, found.n_heads, found.layer_parameters) == (2, 32, 4, layer)
     assert found.parameters == SIZES["nano"].n_parameters
-    assert found.layer_trained == layer - 4 * 32 * 32 - 4 * 32
+    assert found.layer_trained == layer - (4 * 32 * 32 + 4 * 32) // 2, "of the two layers on average"
+    assert found.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert found.inputs == plan.of_model(ESM2(SIZES["nano"]), 32, 4).inputs, "the other layer keeps all of its inputs"
     assert found.parameters - found.root_parameters == 2 * layer
 
 

@@ -1,47 +1,33 @@
-"""The contact task: head, loss and baselines; and what every task must fulfil."""
+"""The contact task: labels, loss, metrics and baselines; and what every task must fulfil."""
 
 import math
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from model_files import TINY, fair_esm, ours, perturb, tokenise
+from model_files import TINY, fair_esm, ours, perturb
+from pydantic import TypeAdapter
 
-from esmshard.batch import pack
 from esmshard.data.loader import Example
-from esmshard.model.esm2 import ESM2
-from esmshard.settings import AdaptSettings, TaskSettings
-from esmshard.tasks import TASKS
-from esmshard.tasks.contact import PRIOR, ContactTask
+from esmshard.errors import InputError
+from esmshard.settings import AdaptSettings
+from esmshard.task_settings import ContactSettings, TaskSettings
+from esmshard.tasks import TASKS, contact
+from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.numbers import HEADS
 from esmshard.tasks.protocol import Task, collate
-from esmshard.vocab import STANDARD, encode
+from esmshard.vocab import encode
 
-SETTINGS = TaskSettings(name="contact", channels=8, blocks=3)
-TASK = ContactTask(SETTINGS)
-LENGTHS = (30, 2, 75, 9)
+TASK = ContactTask(ContactSettings(name="contact", channels=8, blocks=3), {})
 
 
 @pytest.fixture(scope="module")
-def trunk() -> ESM2:
-    return ours(fair_esm(TINY), TINY)
-
-
-@pytest.fixture
-def model(trunk: ESM2) -> FineTuner:
+def model() -> FineTuner:
     torch.manual_seed(0)
-    head = TASK.head(TINY)
-    perturb(head, deviation=0.3)
-    torch.nn.init.normal_(head.out.weight, std=0.3)  # a new one is tiny, and all logits nearly equal
-    trunk.zero_grad()
-    return FineTuner(trunk.requires_grad_(True), head).eval()
-
-
-def sequences() -> list[str]:
-    rng = np.random.default_rng(4)
-    return ["".join(rng.choice(list(STANDARD), length)) for length in LENGTHS]
+    return FineTuner(ours(fair_esm(TINY), TINY), TASK.head(TINY)).eval()
 
 
 def labels(length: int, *contacts: tuple[int, int], unresolved: tuple[int, ...] = ()) -> torch.Tensor:
@@ -52,55 +38,6 @@ def labels(length: int, *contacts: tuple[int, int], unresolved: tuple[int, ...] 
     for i in unresolved:
         labels_LL[i], labels_LL[:, i] = -1, -1
     return labels_LL
-
-
-# Head
-
-
-def test_logits_are_symmetric_and_differ(model: FineTuner) -> None:
-    with torch.no_grad():
-        outputs = model(tokenise(sequences())[1])
-    assert [tuple(o.shape) for o in outputs] == [(n, n) for n in LENGTHS]
-    for logits_LL in outputs:
-        assert logits_LL.dtype == torch.float32
-        assert torch.equal(logits_LL, logits_LL.T)
-    assert outputs[2].std() > 0.1
-
-
-def test_logits_of_a_record_do_not_depend_on_its_batch(model: FineTuner) -> None:
-    with torch.no_grad():
-        together = model(tokenise(sequences())[1])
-        turned = model(tokenise(sequences()[::-1])[1])[::-1]
-        alone = [model(tokenise([s])[1])[0] for s in sequences()]
-    for a, b, c in zip(together, turned, alone, strict=True):
-        assert (a - b).abs().max() <= 1e-5
-        assert (a - c).abs().max() <= 1e-5
-
-
-def test_pairs_are_multiplied_both_ways_round(model: FineTuner) -> None:
-    batch = tokenise(sequences())[1]
-    with torch.no_grad():
-        before = model(batch)
-        model.head.left, model.head.right = model.head.right, model.head.left
-        after = model(batch)
-    for a, b in zip(before, after, strict=True):
-        assert (a - b).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("blocks", [0, 1, 4])
-def test_a_new_head_starts_near_the_share_of_contacts_and_tells_pairs_apart(blocks: int) -> None:
-    head = ContactTask(TaskSettings(name="contact", channels=4, blocks=blocks)).head(TINY)
-    batch = pack([encode("MKTAYIAK")])
-    (logits_LL,) = head(torch.randn(10, TINY.dim), batch)
-    assert torch.allclose(logits_LL.sigmoid(), torch.full((8, 8), PRIOR), rtol=0, atol=PRIOR / 5)
-    assert len(logits_LL.unique()) > 20
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_a_protein_of_one_residue_goes_through(model: FineTuner, training: bool) -> None:
-    (logits_LL,) = model.train(training)(tokenise(["M"])[1])
-    assert logits_LL.shape == (1, 1)
-    assert logits_LL.isfinite().all()
 
 
 # Loss
@@ -147,7 +84,7 @@ def test_a_batch_without_valid_pairs_counts_nothing_and_has_zero_gradients(targe
 
 
 def test_the_loss_takes_what_collate_makes(model: FineTuner) -> None:
-    example = EXAMPLES["contact"]
+    example = EXAMPLES["contact"][0]
     batch, targets = collate(TASK, [example])
     assert batch.record_ids == ("a",)
     assert targets[0].dtype == torch.int8
@@ -158,47 +95,86 @@ def test_the_loss_takes_what_collate_makes(model: FineTuner) -> None:
     assert float(TASK.loss(model(batch), targets).count) == 1
 
 
-def test_head_and_trunk_get_gradients_and_frozen_parts_none(model: FineTuner) -> None:
+def test_the_language_models_own_heads_are_frozen() -> None:
+    model = FineTuner(ours(fair_esm(TINY), TINY), TASK.head(TINY))
     model.adapt(AdaptSettings(), 0)
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    own = ("trunk.lm_head.", "trunk.contact_head.")
-    assert frozen == {n for n, _ in model.named_parameters() if n.startswith(own)}
+    assert frozen == {n for n, _ in model.named_parameters() if n.startswith(("trunk.lm_head.", "trunk.contact_head."))}
     assert len(frozen) == 7
-    assert "trunk.embed_tokens.weight" in trainable
     assert model.trunk.lm_head.weight.requires_grad, "it is the embedding"
 
-    batch = tokenise(sequences())[1]
-    targets = [labels(n, (0, n - 1)) for n in LENGTHS]
-    found = TASK.loss(model(batch), targets)
-    (found.sum / found.count).backward()
-    for name, parameter in model.named_parameters():
-        if name in frozen:
-            assert parameter.grad is None, name
-        else:
-            assert parameter.grad.isfinite().all(), name
-            # A bias on all keys moves no softmax, one before a norm moves nothing: zero but for rounding.
-            assert parameter.grad.abs().max() > (0 if name.endswith(("k_proj.bias", "conv1.bias")) else 1e-7), name
+
+class Split:
+    """Labels as training examples."""
+
+    path = Path("train.fasta")
+
+    def __init__(self, *targets: torch.Tensor) -> None:
+        self.asked: list[int] = []
+        self._targets = targets
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def get(self, n: int) -> Example:
+        self.asked.append(n)
+        return Example(str(n), encode("M" * len(self._targets[n])), {"cb": self._targets[n].numpy()})
+
+
+def test_training_needs_a_contact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contact, "contact_labels", lambda labels_LL: labels_LL)
+    split = Split(labels(9), labels(9, (0, 5)), labels(9, (1, 7)), labels(9, (0, 6)))
+    assert TASK.learn(split) is TASK  # type: ignore[arg-type]
+    assert split.asked == [0, 1, 2], "it looks no further than the first contact"
+    with pytest.raises(InputError, match=r"^train.fasta: no record has a contact, .* 8 A; give structures"):
+        TASK.learn(Split(labels(9), labels(9, (0, 5)), labels(9, (0, 6), unresolved=(6,))))  # type: ignore[arg-type]
+
+
+# Metrics
+
+
+def test_a_row_and_the_summary_of_two() -> None:
+    """Ten pairs of seven apart or more in ten residues; logits of 0 and of log 3 are probabilities 1/2 and 3/4."""
+    first, second = torch.zeros(10, 10), torch.full((10, 10), math.log(3))
+    targets = [labels(10, (0, 6), (1, 8), (2, 9)).numpy(), labels(10, (0, 7), unresolved=(9,)).numpy()]
+    rows = TASK.score([first.numpy(), second.numpy()], targets)
+    # Bins are 1/15 wide: 1/2 lies in [7/15, 8/15), 3/4 in [11/15, 12/15).
+    expected = np.zeros((2, 3, 15))
+    expected[0, :, 7] = 10, 5, 3
+    expected[1, :, 11] = 6, 4.5, 1
+    for row, counts in zip(rows, expected, strict=True):
+        assert row["calibration"] == pytest.approx(counts)
+    found = TASK.summary(rows)
+    assert found["ECE"] == pytest.approx((abs(5 - 3) + abs(4.5 - 1)) / 16)
+    assert set(TASK.columns) <= found.keys()
+    assert "calibration" not in found
+    assert found["AUPRC"] == pytest.approx((3 / 10 + 1 / 6) / 2)
+    assert found["all P@L/5"] == pytest.approx((1 / 2 + 0) / 2)
+    assert "ECE" not in TASK.summary([{"long P@L": 0.25}])
+    assert math.isnan(TASK.summary([{"long P@L": math.nan}])["long P@L"])
 
 
 # Baselines and predictions
 
 
-def test_the_separation_prior_by_hand() -> None:
-    train = [labels(8, (0, 6), (0, 7)).numpy(), labels(7, (0, 6)).numpy(), labels(8, (1, 7), unresolved=(0,)).numpy()]
-    known = TASK.baselines(train)
+def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contact, "contact_labels", lambda labels_LL: labels_LL)
+    split = Split(labels(8, (0, 6), (0, 7)), labels(7, (0, 6)), labels(8, (1, 7), unresolved=(0,)), labels(10))
+    known = TASK.baselines([split.get(n) for n in range(3)], model)
     # Six apart: (0,6) (1,7) of the first, (0,6) of the second, (1,7) of the third; seven apart: (0,7) of the first.
-    prior = [math.log(1 / 100)] * 6 + [math.log(4 / 104), math.log(2 / 101)]
-    assert known == {"separation prior": pytest.approx(prior)}
-    assert known["separation prior"][6] > known["separation prior"][7] > known["separation prior"][0]
+    prior = [math.log(1 / 99)] * 6 + [math.log(4 / 100), math.log(2 / 99)]
+    assert known["separation prior"] == pytest.approx(prior)
+    assert known["separation prior"].dtype == np.float32
 
-    outputs = TASK.baseline_outputs(labels(10).numpy(), known)
-    assert outputs["base rate"] is None
+    outputs = TASK.baseline_outputs(split.get(3), known, None)
+    assert list(outputs) == ["base rate", "separation prior"]
+    assert math.isnan(outputs["base rate"]["AUPRC"])
     scores_LL = outputs["separation prior"]
     assert scores_LL.shape == (10, 10)
     for i in range(10):
         for j in range(10):
             assert scores_LL[i, j] == pytest.approx(prior[min(abs(i - j), 7)])
+    assert list(TASK.baseline_outputs(split.get(3), {}, None)) == ["base rate"]
 
 
 def test_predictions_are_probabilities() -> None:
@@ -218,69 +194,80 @@ def walk(length: int) -> np.ndarray:
     return cb_L3
 
 
-EXAMPLES: dict[str, Example] = {
-    "contact": Example("a", encode("ACDEFGHIKLMNPQRSTVWY" * 4), {"cb": walk(80)}),
+EXAMPLES: dict[str, list[Example]] = {
+    "contact": [
+        Example("a", encode("ACDEFGHIKLMNPQRSTVWY" * 4), {"cb": walk(80)}),
+        Example("b", encode("MKTAYIAKQRMKTAYIAKQRMKTAYIAKQR"), {"cb": walk(30)}),
+    ],
+    "mlm": [Example("a", encode("ACDEFGHIKLMNPQRSTVWY"), {}), Example("b", encode("MKTAYIAKQR"), {})],
+    "residue": [
+        Example("a", encode("ACDEFGHIKL"), {"target": np.array([0, 0, 0, 0, 1, 1, 2, 2, 2, 1], np.int8)}),
+        Example("b", encode("MKTAYIA"), {"target": np.array([0, -1, 1, 2, 2, 1, 0], np.int8)}),
+    ],
+    "sequence": [
+        Example("a", encode("ACDEFGHIKL"), {"target": np.array([1.5], np.float32)}),
+        Example("b", encode("MKTAYIA"), {"target": np.array([-0.5], np.float32)}),
+        Example("c", encode("MKT"), {"target": np.array([1.0], np.float32)}),
+    ],
 }
-"""A record with labels for each task."""
+"""Records with labels for each task."""
+FACTS: dict[str, Any] = {
+    "residue": {"classes": ["H", "E", "C"], "counts": [6, 5, 5]},
+    "sequence": {"targets": ["y"], "mean": [0.5], "std": [1.0]},
+}
+"""What a task that needs it has learned from them."""
 
 
-def test_every_task_has_an_example_and_a_name_in_recipes() -> None:
+def settings_of(name: str, **keys: Any) -> Any:
+    return TypeAdapter(TaskSettings).validate_python({"name": name} | keys)
+
+
+def test_every_task_has_its_numbers_and_a_name_in_recipes() -> None:
     assert len(TASKS) >= 1
-    assert (
-        TASKS.keys() == HEADS.keys() == EXAMPLES.keys() == set(get_args(TaskSettings.model_fields["name"].annotation))
-    )
+    named = {get_args(kind.model_fields["name"].annotation)[0] for kind in get_args(get_args(TaskSettings)[0])}
+    assert TASKS.keys() == HEADS.keys() == named
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_every_task_fulfils_the_protocol(name: str) -> None:
-    task: Any = TASKS[name](TaskSettings(name=name))
+    examples = EXAMPLES[name]
+    task: Any = TASKS[name](settings_of(name), FACTS.get(name, {}))
     promised = [m for m in vars(Task) if not m.startswith("_")]
-    assert len(promised) >= 10
+    assert len(promised) >= 15
     for method in promised:
         assert hasattr(task, method), method
-        assert method == "columns" or callable(getattr(task, method))
+        assert isinstance(getattr(Task, method), property) or callable(getattr(task, method))
     assert len(task.columns) >= 1
     assert len(set(task.columns)) == len(task.columns)
 
-    head = task.head(TINY)
-    perturb(head, deviation=0.3)
-    torch.nn.init.normal_(head.out.weight, std=0.3)  # a new one is tiny, and all logits nearly equal
-    batch, targets = collate(task, [EXAMPLES[name]])
-    outputs = head(torch.randn(batch.bounds[-1], TINY.dim, generator=torch.Generator().manual_seed(0)), batch)
+    model = FineTuner(ours(fair_esm(TINY), TINY), task.head(TINY))
+    model.adapt(AdaptSettings(), 0)
+    perturb(model.head, deviation=0.3)
+    batch, targets = collate(task, examples)
+    outputs = model(batch)
     found = task.loss(outputs, targets)
     found.sum.backward()
     assert float(found.count) > 0
-    assert any(p.grad is not None and p.grad.any() for p in head.parameters())
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
 
-    arrays = [o.detach().numpy() for o in outputs]
-    known_targets = [t.numpy() for t in targets]
-    (row,) = task.score(arrays, known_targets)
-    assert set(task.columns) <= row.keys()
-    assert math.isfinite(row[task.columns[0]])
-    assert row.keys() == task.base_rate(known_targets[0]).keys()
-    assert task.predict(arrays[0]).dtype == np.float32
-    known = task.baselines(known_targets)
-    for baseline in task.baseline_outputs(known_targets[0], known).values():
-        if baseline is not None:
-            assert set(task.columns) <= task.score([baseline], known_targets)[0].keys()
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_the_planner_knows_the_size_of_every_head(name: str) -> None:
-    for settings in (TaskSettings(name=name), TaskSettings(name=name, channels=12, blocks=2)):  # type: ignore[arg-type]
-        numbers = HEADS[name](settings)
-        head = TASKS[name](settings).head(TINY)
-        assert numbers.parameters(TINY.dim) == sum(p.numel() for p in head.parameters())
-        assert all(p.requires_grad for p in head.parameters())
-        batch = collate(TASKS[name](settings), [EXAMPLES[name]])[0]
-        x_TD = torch.randn(batch.bounds[-1], TINY.dim)
-        kept: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in head.parameters()}
-
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            outputs = head(x_TD, batch)
-        assert outputs
-        assert 0.6 < sum(kept.values()) / numbers.head_bytes(len(x_TD)) < 1.3
+    inputs = [task.inputs(example) for example in examples]
+    arrays = model.eval().outputs(inputs)
+    rows = task.score(arrays, [i.target for i in inputs])
+    assert len(rows) == len(examples)
+    summary = task.summary(rows)
+    assert set(task.columns) <= summary.keys()
+    assert math.isfinite(summary[task.columns[0]])
+    assert all(isinstance(value, float) for value in summary.values())
+    for example, output in zip(examples, arrays, strict=True):
+        (alone,) = model.outputs([task.question(example)])
+        assert task.predict(output).dtype == task.predict(alone).dtype == np.float32
+    known = task.baselines(examples, model)
+    for base in (model, None):
+        by_name: dict[str, list[Any]] = {}
+        for example, i in zip(examples, inputs, strict=True):
+            for baseline, output in task.baseline_outputs(example, known, base).items():
+                row = task.score([output], [i.target])[0] if isinstance(output, np.ndarray) else output
+                by_name.setdefault(baseline, []).append(row)
+        assert by_name or base is None
+        for baseline_rows in by_name.values():
+            assert task.columns[0] in task.summary(baseline_rows)

@@ -7,9 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from esmshard.settings import TaskSettings
+from esmshard.task_settings import ContactSettings
 from esmshard.tasks.contact import ContactTask
-from esmshard.tasks.precision import CUTS, RANGES, base_rate, contact_precision, valid_pairs
+from esmshard.tasks.precision import (
+    BINS,
+    CUTS,
+    RANGES,
+    base_rate,
+    calibration,
+    calibration_error,
+    contact_precision,
+    valid_pairs,
+)
 
 KEYS = [f"{name} {cut}" for name in RANGES for cut in CUTS]
 NOTEBOOK_RANGES = {"all": (6, None), "short": (6, 12), "medium": (12, 24), "long": (24, None)}
@@ -188,12 +197,13 @@ def test_a_row_does_not_depend_on_the_other_proteins() -> None:
             scores_LL, labels_LL = protein(length, density=0.3)
             yield scores_LL, unresolve(labels_LL, hidden)
 
-    task = ContactTask(TaskSettings(name="contact"))
+    task = ContactTask(ContactSettings(name="contact"), {})
     scores, labels = zip(*outputs(), strict=True)
     rows = task.score(scores, labels)
     assert len(rows) == 4
     for k, row in enumerate(rows):
-        np.testing.assert_equal(row, contact_precision(scores[k], labels[k]))
+        assert set(row) == {*KEYS, "AUPRC", "calibration"}
+        np.testing.assert_equal({k: row[k] for k in (*KEYS, "AUPRC")}, contact_precision(scores[k], labels[k]))
         np.testing.assert_equal([row], task.score([scores[k]], [labels[k]]))
     np.testing.assert_equal(rows[::-1], task.score(scores[::-1], labels[::-1]))
     assert rows[0]["long P@L"] != rows[1]["long P@L"]
@@ -253,3 +263,36 @@ def test_auprc_is_the_mean_precision_at_each_contact() -> None:
     hits = np.array([labels_LL[p] for p in sorted(pairs, key=lambda p: -scores_LL[p])])
     precision = hits.cumsum() / np.arange(1, len(hits) + 1)
     assert contact_precision(scores_LL, labels_LL)["AUPRC"] == pytest.approx(precision[hits == 1].mean())
+
+
+# Calibration
+
+
+def test_calibration_counts_pairs_by_their_probability() -> None:
+    """Against a loop over pairs; probabilities of exactly 0 and 1 lie in the outer bins."""
+    scores_LL, labels_LL = protein(60, density=0.3)
+    logits_LL = (8 * scores_LL - 4).astype(np.float32)
+    labels_LL = unresolve(labels_LL, [3, 50])
+    logits_LL[0, 20], logits_LL[0, 21] = 800, -700
+    expected = np.zeros((3, BINS))
+    for i in range(60):
+        for j in range(i + 6, 60):
+            if labels_LL[i, j] >= 0:
+                p = 1 / (1 + math.exp(-float(logits_LL[i, j])))
+                expected[:, min(int(15 * p), 14)] += 1, p, labels_LL[i, j]
+    found = calibration(logits_LL, labels_LL)
+    assert found == pytest.approx(expected)
+    assert expected[0].min() > 0
+    share = np.abs(expected[1] / expected[0] - expected[2] / expected[0])
+    assert calibration_error(found) == pytest.approx((share * expected[0] / expected[0].sum()).sum())
+
+
+def test_a_calibrated_answer_has_no_error_and_nothing_has_none() -> None:
+    labels_LL = np.zeros((40, 40), np.int8)
+    i, j = valid_pairs(labels_LL, "all")
+    labels_LL[i[::4], j[::4]] = 1
+    rate = labels_LL[i, j].mean()
+    logits_LL = np.full((40, 40), math.log(rate / (1 - rate)), np.float32)
+    assert calibration_error(calibration(logits_LL, labels_LL)) == pytest.approx(0, abs=1e-6)
+    assert calibration_error(calibration(logits_LL + 1, labels_LL)) > 0.1
+    assert math.isnan(calibration_error(calibration(logits_LL, np.full_like(labels_LL, -1))))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from esmshard import recipe as recipes
 from esmshard.checkpoint import manifest, sharded
@@ -21,7 +20,6 @@ from esmshard.train.lease import Lease
 
 
 def run(recipe: Path, *overrides: str, resume: str | None = "auto") -> None:
-    torch.set_num_threads(1)  # a run takes all at its end, and sums come out otherwise
     finetune.run(recipes.load(recipe, list(overrides)), resume)
 
 

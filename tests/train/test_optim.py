@@ -2,14 +2,15 @@ import torch
 
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
-from esmshard.settings import AdaptSettings, OptimSettings, TaskSettings
+from esmshard.settings import AdaptSettings, OptimSettings
+from esmshard.task_settings import ContactSettings
 from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 
 
 def model(adapt: AdaptSettings | None = None) -> FineTuner:
-    task = ContactTask(TaskSettings(name="contact", channels=8, blocks=1))
+    task = ContactTask(ContactSettings(name="contact", channels=8, blocks=1), {})
     tuner = FineTuner(ESM2(SIZES["nano"]), task.head(SIZES["nano"]))
     tuner.adapt(adapt or AdaptSettings(), 0)
     return tuner

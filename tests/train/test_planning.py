@@ -20,12 +20,14 @@ from esmshard.parallel import plan
 from esmshard.parallel.cost import Work, cost
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.machines import parse
-from esmshard.settings import AdaptSettings, TaskSettings
+from esmshard.settings import AdaptSettings
+from esmshard.task_settings import ContactSettings, MlmSettings
 from esmshard.tasks import TASKS
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.numbers import HEADS, HeadNumbers
 from esmshard.train import planning
 from esmshard.train.planning import Option, Plan, as_json, as_text, head_bytes, keys
+from esmshard.train.trained import numbers_of
 
 
 def planned(gpus: str, *overrides: str, nodes: int = 1) -> Plan:
@@ -73,7 +75,7 @@ def test_lengths_are_those_that_training_sees() -> None:
 
 
 def _task(channels: int = 32) -> HeadNumbers:
-    return HEADS["contact"](TaskSettings(name="contact", channels=channels))
+    return HEADS["contact"](ContactSettings(name="contact", channels=channels))
 
 
 def test_every_strategy_and_mode_has_a_line(three_b: Plan) -> None:
@@ -321,19 +323,20 @@ def test_frozen_weights_are_planned_with() -> None:
         {"method": "lora"},
         {"method": "lora", "rank": 2, "targets": ["k", "fc1"], "bias": "none"},
         {"method": "lora", "rank": 3, "targets": ["out", "fc2"]},
+        {"freeze": ["embedding", "layers.0"]},
     ],
 )
+@pytest.mark.parametrize("name", ["contact", "mlm"])
 @pytest.mark.parametrize("size", ["nano", "esm2_t12_35M_UR50D", "esm1b_t33_650M_UR50S"])
-def test_the_numbers_of_a_model_are_those_that_it_has(size: str, adapt: dict[str, Any]) -> None:
-    config, settings = SIZES[size], TaskSettings(name="contact", channels=12, blocks=2)
+def test_the_numbers_of_a_model_are_those_that_it_has(size: str, adapt: dict[str, Any], name: str) -> None:
+    settings = {"contact": ContactSettings(name="contact", channels=12, blocks=2), "mlm": MlmSettings(name="mlm")}[name]
+    config = SIZES[size]
     with torch.device("meta"):
-        model = FineTuner(ESM2(config), TASKS["contact"](settings).head(config))
+        model = FineTuner(ESM2(config), TASKS[name](settings, {}).head(config))
     model.adapt(AdaptSettings(**adapt), 0)
-    counted = plan.of_model(model, config.dim, config.n_heads)
-    assert (
-        planning.numbers_of(config, HEADS["contact"](settings).parameters(config.dim), AdaptSettings(**adapt))
-        == counted
-    )
+    head = HEADS[name](settings).parameters(config)
+    found = numbers_of(config, head, AdaptSettings(**adapt), logits=name == "mlm")
+    assert found == plan.of_model(model, config.dim, config.n_heads)
 
 
 def test_a_plan_needs_no_torch() -> None:

@@ -3,10 +3,11 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from structure_texts import THREE, chain, cif, pdb
+from structure_texts import THREE, Line, chain, cif, pdb
 
 from esmshard import cli
 
@@ -23,6 +24,14 @@ out: {out}
 LONG = "MKTAYIAKQRGGLVNDECHWSFPMKTAYLLKQRG"
 
 
+def folded(lines: list[Line]) -> list[Line]:
+    """The chain with its residues from 18 on moved, so that 20 lies 5 A from 3."""
+    place = {line.seq: line.xyz for line in lines if line.name == "CA"}
+    move = [a - b + c for a, b, c in zip(place[3], place[20], (0.0, 5.0, 0.0), strict=True)]
+    moved = [replace(x, xyz=tuple(a + b for a, b in zip(x.xyz, move, strict=True))) for x in lines if x.seq >= 18]
+    return [line for line in lines if line.seq < 18] + moved
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Iterator[Path]:
     """Six chains in PDB to train on, two in mmCIF to validate and one of them to test on."""
@@ -30,11 +39,13 @@ def recipe(tmp_path: Path) -> Iterator[Path]:
         (tmp_path / name).mkdir()
     for k in range(6):
         sequence = LONG[k:] + LONG[:k]
-        text = pdb(chain(sequence, missing=[k]), {"A": [THREE[x] for x in sequence]})
+        text = pdb(folded(chain(sequence, missing=[k + 6])), {"A": [THREE[x] for x in sequence]})
         (tmp_path / "train" / f"{k}trn.pdb").write_text(text)
     for k in (1, 2):
         sequence = LONG[10 * k :] + LONG[: 10 * k]
-        text = cif(chain(sequence) + chain(sequence, "B"), {c: [THREE[x] for x in sequence] for c in "AB"})
+        text = cif(
+            folded(chain(sequence)) + folded(chain(sequence, "B")), {c: [THREE[x] for x in sequence] for c in "AB"}
+        )
         (tmp_path / "valid" / f"{k}tst.cif").write_text(text)
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(out=tmp_path / "run"))

@@ -1,0 +1,92 @@
+"""Where a recipe's labels are: one file for all splits, an `.npz` beside each FASTA file, or the FASTA headers."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard import recipe as recipes
+from esmshard.data.labels import Records, npz_beside, read_arrays
+from esmshard.data.pairing import Tally
+from esmshard.data.tables import Table, read_table
+from esmshard.errors import InputError, UsageError
+from esmshard.settings import DataSettings
+
+_FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+
+
+def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
+    """What the label readers take: a table, the path of a label FASTA, or None for the headers of the FASTA file.
+
+    The strings and numbers of an `.npz` are a table too. Without `data.labels` that is the `.npz` beside the FASTA
+    file, if it has the array which `data.target` names.
+
+    Raises:
+        InputError: the file cannot be read.
+        UsageError: `data.id_column` is given, and there is no table.
+    """
+    source: Table | Path | None = None
+    if data.labels is None:
+        path = npz_beside(fasta)
+        if data.target and path.exists() and data.target[0] in (table := read_npz(path)).columns:
+            source = table
+    else:
+        path = recipes.sample(data.labels)
+        read = read_npz if path.suffix == ".npz" else read_table
+        source = path if _FASTA.search(path.name) else read(path)
+    if data.id_column is not None and not isinstance(source, Table):
+        raise UsageError(f"data.id_column: {source or fasta} is no table; remove it, or name a table in data.labels")
+    return source
+
+
+def read_npz(path: Path) -> Table:
+    """The arrays of an `.npz` with one string or number a record, as a table with the columns `id` and `sequence`.
+
+    Its ids are the array `names`; the array `seqs`, if there is one, is compared with the FASTA file by whoever pairs
+    the rows. Other arrays, such as coordinates, are left out.
+
+    Raises:
+        InputError: it cannot be read, or has no array `names` of one string a record, each another.
+    """
+    arrays = read_arrays(path)
+    names = arrays.get("names")
+    if names is None or names.ndim != 1 or names.dtype.kind != "U" or not len(names):
+        raise InputError(f"{path}: has no array 'names' with the id of each record; add it")
+    if len(np.unique(names)) < len(names):
+        twice = next(name for k, name in enumerate(names) if name in names[:k])
+        raise InputError(f"{path}: names has '{twice}' twice; make the file again")
+    columns = {
+        {"names": "id", "seqs": "sequence"}.get(name, name): _cells(values)
+        for name, values in arrays.items()
+        if values.shape == names.shape and values.dtype.kind in "Ubiuf"
+    }
+    if "seqs" in arrays and "sequence" not in columns:
+        raise InputError(f"{path}: names and seqs do not fit each other; make the file again")
+    return Table(path, columns, list(range(1, len(names) + 1)))
+
+
+def _cells(values: npt.NDArray[np.generic]) -> list[str]:
+    return [str(value) for value in values.tolist()]
+
+
+def require_all(labelled_N: npt.NDArray[np.bool_], store: Records, fasta: Path, where: object) -> None:
+    """Refuse records without a label.
+
+    Args:
+        labelled_N: whether a record has a label, bool [N].
+        store: N records.
+        fasta: their file.
+        where: the labels were looked for.
+
+    Raises:
+        InputError: with their count and the first three.
+    """
+    without = Tally()
+    for n in np.flatnonzero(~labelled_N):
+        without.add(store.id(int(n)))
+    if without.count:
+        raise InputError(
+            f"{fasta}: {without.count:,} of {len(store):,} records have no label in {where} {without}; add their "
+            "labels, or remove the records"
+        )

@@ -1,0 +1,200 @@
+"""The charts of a report, as SVG that takes the colours of the page around it."""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.report.left import Values
+from esmshard.report.plots import matplotlib_figure
+from esmshard.train.metrics import Interval, draws, interval
+
+BLUE, ORANGE, GREY = "#3b82c4", "#d9772b", "#8a8f98"
+"""Readable on white and on black, and told apart by those who see no red or green."""
+POINTS = 400
+"""Of a curve at most: what the width of a chart can show."""
+RASTER = 1500
+"""Points of a cloud from which on it becomes a picture: each as SVG would take a hundred bytes."""
+_INK = "#010203"
+"""Stands for the colour of the page's text while matplotlib draws."""
+
+
+def chart(name: str, draw: Callable[[Any], None], height: float = 2.7, width: float = 4.4) -> str:
+    """One pair of axes as an `<svg>` element.
+
+    Args:
+        name: unlike that of any other chart of the page, and a part of an HTML id.
+        draw: gets the axes.
+        height: inches, at 72 points each.
+        width: inches.
+    """
+    figure_of, settings = matplotlib_figure()
+    with settings:
+        figure = figure_of(figsize=(width, height), layout="constrained")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color=_INK, alpha=0.12, linewidth=0.6)
+        axes.set_axisbelow(True)
+        draw(axes)
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            text.set_color(_INK)
+        axes.tick_params(colors=_INK)
+        for spine in axes.spines.values():
+            spine.set_color(_INK)
+        if legend := axes.get_legend():
+            legend.set_frame_on(False)
+            for text in legend.get_texts():
+                text.set_color(_INK)
+        out = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=True, dpi=120, metadata=nothing)
+    return _inline(out.getvalue(), name)
+
+
+def _inline(svg: str, name: str) -> str:
+    """For use inside HTML: no XML declaration, no style for the whole page, ids of its own, the page's ink and font."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r'^<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg)
+    return svg.replace(_INK, "currentColor").strip()
+
+
+def neighbours(count: int, most: int = POINTS) -> list[npt.NDArray[np.int64]]:
+    """The numbers below `count`, in at most `most` groups of neighbours of about one size.
+
+    >>> [group.tolist() for group in neighbours(5, 2)]
+    [[0, 1, 2], [3, 4]]
+    """
+    return [group for group in np.array_split(np.arange(count), min(count, most) or 1) if len(group)]
+
+
+def curve(axes: Any, x: Values, y: Values, colour: str = BLUE, label: str | None = None) -> None:
+    """A line through finite values. Of many, means of neighbours, and a band from the least to the greatest."""
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y = x[known], y[known]
+    groups = neighbours(len(x))
+    mean_x = np.array([x[group].mean() for group in groups])
+    mean_y = np.array([y[group].mean() for group in groups])
+    if len(groups) < len(x):
+        low, high = ([reach(y[group]) for group in groups] for reach in (np.min, np.max))
+        axes.fill_between(mean_x, low, high, color=colour, alpha=0.2, linewidth=0)
+    marker = "o" if len(x) <= 30 else ""
+    axes.plot(mean_x, mean_y, color=colour, linewidth=1.3, label=label, marker=marker, markersize=3)
+
+
+def cloud(axes: Any, x: Values, y: Values) -> None:
+    """One dot a protein."""
+    shade = float(np.clip(300 / max(len(x), 1), 0.12, 0.6))
+    axes.scatter(x, y, s=10, color=BLUE, alpha=shade, linewidths=0, rasterized=len(x) > RASTER)
+
+
+def intervals(axes: Any, rows: Mapping[str, Interval], main: str) -> None:
+    """One line a method: its value, and the 95% interval around it."""
+    names = [name for name, found in rows.items() if np.isfinite(found.value)]
+    for place, name in enumerate(reversed(names)):
+        found, colour = rows[name], BLUE if name == main else GREY
+        if np.isfinite([found.low, found.high]).all():
+            axes.plot([found.low, found.high], [place, place], color=colour, linewidth=2)
+        axes.plot([found.value], [place], color=colour, marker="o", markersize=6, linestyle="")
+    axes.set_yticks(range(len(names)), [_short(name) for name in reversed(names)])
+    axes.set_ylim(-0.6, len(names) - 0.4)
+
+
+def by_length(axes: Any, length_N: Values, score_N: Values) -> None:
+    """A dot a protein, and means with 95% intervals over proteins of similar length, as many in each bin."""
+    cloud(axes, length_N, score_N)
+    for members in length_bins(length_N):
+        found = mean_interval(score_N[members])
+        left, right, middle = length_N[members].min(), length_N[members].max(), float(np.median(length_N[members]))
+        axes.plot([left, right], [found.value] * 2, color=ORANGE, linewidth=2)
+        axes.plot([middle, middle], [found.low, found.high], color=ORANGE, linewidth=1.3)
+        axes.plot([middle], [found.value], color=ORANGE, marker="o", markersize=4)
+
+
+def length_bins(length_N: Values, most: int = 6, fewest: int = 8) -> list[npt.NDArray[np.int64]]:
+    """Numbers of the proteins in up to `most` bins of at least `fewest`; equal lengths stay together."""
+    order = np.argsort(length_N, kind="stable")
+    bins = max(1, min(most, len(order) // fewest))
+    edges = np.unique(np.quantile(length_N, np.linspace(0, 1, bins + 1)[1:-1])) if len(order) else np.empty(0)
+    place_N = np.searchsorted(edges, length_N, side="left")
+    return [order[place_N[order] == k] for k in range(len(edges) + 1) if (place_N == k).any()]
+
+
+def mean_interval(values: Values) -> Interval:
+    """Mean with its 95% percentile bootstrap interval."""
+    return interval([float(values.mean()), *(float(values[n].mean()) for n in draws(len(values)))])
+
+
+def histogram(axes: Any, values: Values) -> None:
+    """How many proteins have which score, and their median."""
+    axes.hist(values, bins=min(30, max(5, len(values) // 4)), color=BLUE, alpha=0.75)
+    median = float(np.median(values))
+    axes.axvline(median, color=ORANGE, linewidth=1.5, label=f"median {median:.3g}")
+    axes.legend(fontsize="small")
+
+
+def against(axes: Any, target_N: Values, prediction_N: Values) -> None:
+    """Predicted against measured, with the line on which they are equal."""
+    cloud(axes, target_N, prediction_N)
+    ends = [min(target_N.min(), prediction_N.min()), max(target_N.max(), prediction_N.max())]
+    axes.plot(ends, ends, color=GREY, linewidth=1, linestyle="--")
+
+
+def reliability(axes: Any, count: Values, confidence: Values, accuracy: Values) -> None:
+    """How often predictions of one confidence are right; the area of a dot is their number."""
+    known = (count > 0) & np.isfinite(confidence) & np.isfinite(accuracy)
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
+    axes.plot(confidence[known], accuracy[known], color=BLUE, linewidth=1.2)
+    area = 14 + 70 * count[known] / count[known].max(initial=1)
+    axes.scatter(confidence[known], accuracy[known], s=area, color=BLUE, alpha=0.8, linewidths=0)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+
+
+def confusion(axes: Any, classes: Sequence[str], counts_CC: Values) -> None:
+    """Rows are true classes, columns predicted ones; shaded by the share of the row."""
+    total_C = counts_CC.sum(axis=1, keepdims=True)
+    share_CC = np.divide(counts_CC, total_C, out=np.zeros_like(counts_CC), where=total_C > 0)
+    axes.grid(visible=False)
+    axes.imshow(share_CC, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    if len(classes) <= 12:
+        for true, row in enumerate(counts_CC):
+            for said, n in enumerate(row):
+                dark = share_CC[true, said] > 0.5
+                axes.text(said, true, f"{n:,.0f}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
+    names = [_short(name, 14) for name in classes]
+    step = -(-len(names) // 30)
+    places = range(0, len(names), step)
+    slant = max(map(len, names)) > 2
+    axes.set_xticks(places, names[::step], rotation=45 if slant else 0, ha="right" if slant else "center")
+    axes.set_yticks(places, names[::step])
+
+
+def bars(axes: Any, rows: Mapping[str, float]) -> None:
+    """One horizontal bar each, the first one on top."""
+    names = list(reversed(list(rows)))
+    axes.barh(names, [rows[name] for name in names], color=[GREY] * (len(rows) - 1) + [BLUE], height=0.65)
+    axes.grid(visible=False, axis="y")
+
+
+def from_zero(axes: Any) -> None:
+    """For amounts, of which half as high should be half as much."""
+    axes.set_ylim(0, 1.05 * max(axes.get_ylim()[1], 0))
+
+
+def name_axes(axes: Any, x: str, y: str) -> None:
+    """What is on them, with its unit."""
+    axes.set_xlabel(_short(x, 50))
+    axes.set_ylabel(_short(y, 35))
+
+
+def _short(text: str, most: int = 26) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

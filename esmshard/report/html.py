@@ -1,0 +1,176 @@
+"""`esmshard report RUN`: one HTML page that says how a run went, for people. It needs no network, script or server."""
+
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from esmshard import __version__
+from esmshard.errors import InputError
+from esmshard.progress import duration, rate
+from esmshard.report import scores, training
+from esmshard.report.left import Left, read
+from esmshard.report.page import Section, Table, bytes_text, range_text, value_text
+from esmshard.train.status import replace_text
+
+
+def report(run: Path, out: Path | None = None) -> Path:
+    """Write a page about a run, whether it is done, still going, preempted or failed, in one go.
+
+    Args:
+        run: directory of the run.
+        out: file to write; `report.html` in that directory by default. One that is there is replaced.
+
+    Returns:
+        The file.
+
+    Raises:
+        InputError: there is no run, a file of it is damaged, or a package is missing.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError:
+        raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
+    left = read(run)
+    sections = [part(left) for part in SECTIONS]
+    source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(source).render(
+        title=run.resolve().name,
+        about=_about(left),
+        state=_state(left),
+        facts=_facts(left),
+        sections=sections,
+        version=__version__,
+    )
+    out = out or run / "report.html"
+    if not out.parent.is_dir():
+        raise InputError(f"{out}: there is no directory {out.parent}; make it first")
+    replace_text(out, page)
+    return out
+
+
+def _about(left: Left) -> str:
+    """What was done to what, in a line."""
+    if left.recipe is None:
+        return f"Task {left.task or 'unknown'}."
+    recipe = left.recipe
+    return f"Task {recipe.task.name}, model {recipe.model.name} ({recipe.init}), adaptation {recipe.adapt.method}."
+
+
+def _state(left: Left) -> str:
+    if left.status is None:
+        return "There is no status.json: how the run ended is not known."
+    found = left.status
+    words = {"done": "Done", "running": "Still running when this page was made", "preempted": "Preempted"}
+    state = words.get(found["state"], "Failed")
+    return f"{state}; step {found['step']:,} of {found['steps']:,}: {found['message'].rstrip('.')}."
+
+
+def _facts(left: Left) -> list[tuple[str, str, str]]:
+    """The numbers on top of the page: what, how much, and how that is meant."""
+    facts, steps, head, tested = [], left.steps, left.headline, left.evaluation
+    if tested is not None and head is not None:
+        ours = tested.metrics[tested.main][head.name]
+        of = f"{tested.raw['records']:,} {tested.raw['split']} records"
+        facts.append((head.name, value_text(ours.value), f"{range_text(ours)}, {of}"))
+        if (name := scores.strongest(left)) is not None:
+            gain = tested.differences[name][head.name]
+            worse, better = gain.high < 0, gain.low > 0
+            if head.lower_is_better:
+                worse, better = better, worse
+            verdict = "better than" if better else "worse than" if worse else "not clearly apart from"
+            note = f"{range_text(gain)}, {verdict} the strongest baseline"
+            facts.append((f"against {name}", value_text(gain.value, "+"), note))
+    elif head is not None and (best := training.best(left)) is not None:
+        facts.append((f"best validation {head.name}", value_text(best[1]), f"at step {best[0]:,}; not tested yet"))
+    if len(steps["step"]):
+        seen = rate(float(np.nansum(steps["residues"])))
+        facts.append(("steps", f"{int(np.nanmax(steps['step'])):,}", f"{seen} residues seen"))
+    if math.isfinite(speed := training.speed(left)):
+        facts.append(("speed", rate(speed), "residues/s over all steps"))
+    if np.isfinite(steps["peak_memory_bytes"]).any():
+        facts.append(("memory", bytes_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
+    if left.goodput["goodput"] is not None:
+        note = f"{left.goodput['goodput']:.0%} of it in steps that count"
+        facts.append(("time", duration(left.goodput["allocated_s"]), note))
+    return facts
+
+
+def _data(left: Left) -> Section:
+    splits: Mapping[str, Mapping[str, Any]] = left.versions.get("data", {})
+    leakage = (
+        [str(s).removeprefix("leakage: ") for s in left.evaluation.raw.get("leakage", ())] if left.evaluation else []
+    )
+    texts = leakage or ["What the splits share has not been recorded: evaluation.json has no leakage check."]
+    head = ["split", "file", "records", "residues", "sha256 of the tokens"]
+    rows = [
+        [
+            name,
+            str(s.get("path", "-")),
+            *(_count(s.get(k)) for k in ("records", "residues")),
+            s.get("tokens_sha256", "-"),
+        ]
+        for name, s in splits.items()
+    ]
+    tables = [Table(head, rows, "What went in. The digest is of all sequences in their order.")] if rows else []
+    if not rows:
+        texts = ["Which data went in is not recorded: versions.json is missing.", *texts]
+    return Section("data", "Data and leakage", texts, tables=tables)
+
+
+def _versions(left: Left) -> Section:
+    facts = [[name, str(value)] for name, value in left.versions.items() if not isinstance(value, dict | list)]
+    if not facts:
+        return Section("versions", "Versions", missing="versions.json is missing.")
+    return Section("versions", "Versions", tables=[Table(["", ""], facts)])
+
+
+def _recipe(left: Left) -> Section:
+    if left.recipe_text is None:
+        return Section("recipe", "Recipe", missing="recipe.yaml is missing.")
+    texts = ["With every key resolved, as recipe.yaml holds it."]
+    if left.recipe_problem is not None:
+        texts.append(f"This version of esmshard cannot use it: {left.recipe_problem}")
+    return Section("recipe", "Recipe", texts, code=left.recipe_text)
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else "-"
+
+
+def _reproduce(left: Left) -> Section:
+    section = ("reproduce", "Command to reproduce")
+    if left.recipe_text is None:
+        return Section(*section, missing="recipe.yaml is missing, so there is none.")
+    run = left.path.absolute()
+    processes = left.versions.get("processes", 1)
+    nproc = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
+    commands = [["esmshard", "finetune", str(run / "recipe.yaml"), *nproc, f"out={run}-again"]]
+    if left.evaluation is not None and left.evaluation.raw.get("data"):
+        data, out = str(left.evaluation.raw["data"]), f"{run}-test"
+        commands.append(["esmshard", "evaluate", str(run / "model"), data, "-o", out])
+    text = (
+        "Training again, and the test alone. The same versions, data and number of processes give the same model on a "
+        "CPU; on GPUs the same up to rounding."
+    )
+    return Section(*section, [text], code="\n".join(map(shlex.join, commands)))
+
+
+SECTIONS: Sequence[Callable[[Left], Section]] = (
+    scores.metrics,
+    training.curves,
+    scores.predictions,
+    scores.lengths,
+    scores.calibration,
+    training.throughput,
+    training.time,
+    _data,
+    _versions,
+    _recipe,
+    _reproduce,
+)
+"""The page from top to bottom."""

@@ -1,0 +1,221 @@
+"""What a run left in its directory, read for a report. A run that is still going has left less than a finished one."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard import recipe as recipes
+from esmshard.errors import InputError, UsageError
+from esmshard.settings import Recipe
+from esmshard.tasks import TASKS
+from esmshard.train import goodput, status
+from esmshard.train.attempt import METRICS
+from esmshard.train.metrics import Interval
+
+Values = npt.NDArray[np.float64]
+
+STEP_COLUMNS = ("step", "loss", "lr", "grad_norm", "residues", "step_s", "residues_per_s", "peak_memory_bytes")
+"""Of the lines of steps, what a report shows."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`evaluation.json`, checked."""
+
+    metrics: Mapping[str, Mapping[str, Interval]]
+    """Method to metric; the fine-tuned model is the first method."""
+    differences: Mapping[str, Mapping[str, Interval]]
+    """Fine-tuned minus each baseline, paired."""
+    raw: Mapping[str, Any]
+
+    @property
+    def main(self) -> str:
+        """The method that the others are compared with."""
+        return next(iter(self.metrics))
+
+
+@dataclass(frozen=True)
+class Proteins:
+    """`per_protein.csv`."""
+
+    ids: Sequence[str]
+    length_N: Values
+    columns: Mapping[str, Values]
+    """Float64 [N] each; NaN where a protein has no value."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The metric that models are chosen by."""
+
+    name: str
+    lower_is_better: bool | None
+    """None where nothing says so."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """All that a report is made of. What is not there is None, or empty."""
+
+    path: Path
+    recipe: Recipe | None
+    recipe_text: str | None
+    recipe_problem: str | None
+    """Why the recipe that is there cannot be used."""
+    versions: Mapping[str, Any]
+    status: status.Status | None
+    evaluation: Evaluation | None
+    proteins: Proteins | None
+    steps: Mapping[str, Values]
+    """STEP_COLUMNS, float64 [S] each; NaN where a step has no value."""
+    validations: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    goodput: goodput.Summary
+    headline: Headline | None
+
+    @property
+    def task(self) -> str:
+        """Its name; empty if nothing says so."""
+        if self.evaluation is not None:
+            return str(self.evaluation.raw["task"])
+        return self.recipe.task.name if self.recipe is not None else ""
+
+
+def read(run: Path) -> Left:
+    """Read a run directory.
+
+    Raises:
+        InputError: there is no run, or a file of it is damaged.
+    """
+    if not run.is_dir():
+        raise InputError(f"{run}: no such directory; give the directory of a run (its recipe's `out`)")
+    known = ("recipe.yaml", "status.json", METRICS, "evaluation.json")
+    if not any((run / name).is_file() for name in known):
+        raise InputError(f"{run}: holds no run ({', '.join(known)} are missing); give the directory of one")
+    recipe_text, recipe, problem = _text(run / "recipe.yaml"), None, None
+    if recipe_text is not None:
+        try:
+            recipe = recipes.load(run / "recipe.yaml")
+        except UsageError as error:  # of an earlier version; the results are readable all the same
+            problem = error.problems[0]
+    lines = _lines(run / METRICS)
+    steps = [line for line in lines if "event" not in line and "split" not in line and "step" in line]
+    validations = [line for line in lines if line.get("split") == "valid" and "step" in line]
+    try:
+        spent = goodput.summary(lines)
+    except (KeyError, TypeError):
+        raise InputError(f"{run / METRICS}: damaged (an event without its numbers); the run cannot be shown") from None
+    evaluation = _evaluation(run / "evaluation.json")
+    return Left(
+        path=run,
+        recipe=recipe,
+        recipe_text=recipe_text,
+        recipe_problem=problem,
+        versions=_json(run / "versions.json") or {},
+        status=status.read(run),
+        evaluation=evaluation,
+        proteins=_proteins(run / "per_protein.csv"),
+        steps={name: np.array([number(line.get(name)) for line in steps]) for name in STEP_COLUMNS},
+        validations=validations,
+        events=[line for line in lines if "event" in line],
+        goodput=spent,
+        headline=_headline(recipe, evaluation, validations),
+    )
+
+
+def number(value: object) -> float:
+    """A number of a JSON or CSV file; NaN for what is none.
+
+    >>> number(2), number("0.5"), number(None), number("x")
+    (2.0, 0.5, nan, nan)
+    """
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def _headline(
+    recipe: Recipe | None, evaluation: Evaluation | None, validations: Sequence[Mapping[str, Any]]
+) -> Headline | None:
+    if evaluation is not None:
+        return Headline(evaluation.raw["columns"][0], bool(evaluation.raw["lower_is_better"]))
+    names = [name for name in (validations[0] if validations else ()) if name not in ("step", "split", "loss", "time")]
+    lower = TASKS[recipe.task.name](recipe.task, {}).lower_is_better if recipe is not None else None
+    return Headline(names[0], lower) if names else None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl, without what single ranks measured: a long run on many has gigabytes of that."""
+    lines: list[dict[str, Any]] = []
+    if not path.is_file():
+        return lines
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            for line in goodput.parse(text):
+                lines.append({name: value for name, value in line.items() if not isinstance(value, dict)})
+    if not lines and path.stat().st_size:
+        raise InputError(f"{path}: damaged, no line of it is JSON; the run cannot be shown")
+    return lines
+
+
+def _evaluation(path: Path) -> Evaluation | None:
+    raw = _json(path)
+    if raw is None:
+        return None
+    try:
+        metrics = {method: _intervals(row) for method, row in raw["metrics"].items()}
+        differences = {method: _intervals(row) for method, row in raw["differences"].items()}
+        columns = raw["columns"]
+        main = next(iter(metrics.values()))
+        asked = {"task", "step", "split", "records", "interval", "lower_is_better"}
+        if not columns or not main.keys() >= set(columns) or not raw.keys() >= asked:
+            raise KeyError
+    except (KeyError, TypeError, AttributeError, StopIteration):
+        raise InputError(
+            f"{path}: damaged, or written by another version; write it anew with `esmshard evaluate MODEL DATA -o DIR`"
+        ) from None
+    return Evaluation(metrics, differences, raw)
+
+
+def _intervals(row: Mapping[str, Mapping[str, Any]]) -> dict[str, Interval]:
+    return {
+        name: Interval(number(found["value"]), number(found["low"]), number(found["high"]))
+        for name, found in row.items()
+    }
+
+
+def _proteins(path: Path) -> Proteins | None:
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = csv.reader(file)
+        head, body = next(rows, []), list(rows)
+    if head[:2] != ["id", "length"] or any(len(row) != len(head) for row in body):
+        raise InputError(f"{path}: damaged (not a table that begins with id and length); evaluate the model again")
+    values = {name: np.array([number(row[k]) for row in body]) for k, name in enumerate(head) if k}
+    length_N = values.pop("length")
+    return Proteins([row[0] for row in body], length_N, {n: v for n, v in values.items() if np.isfinite(v).any()})
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    text = _text(path)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: damaged (not a JSON object); remove it, or write it anew")
+    return found
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None

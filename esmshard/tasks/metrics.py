@@ -1,0 +1,215 @@
+"""Metrics that several tasks share. Undefined is NaN, never 0.
+
+What a bootstrap asks for thousands of times is pooled from counts: confusion matrices, calibration bins, and scores in
+STEPS bins, which a record's row holds.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.tasks.protocol import Row
+
+STEPS = 1000
+"""Bins of `score_codes`: of the logit, from -16 to 16."""
+CALIBRATION_BINS = 15
+"""Of equal width in confidence, as in Guo et al. 2017 (arXiv:1706.04599)."""
+THRESHOLDS = np.arange(101) / 100
+"""Of Fmax: 0, .01, ..., 1."""
+
+
+def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
+    """Mean over the records that have a value, of each column."""
+    x_NC = np.array([[row[column] for column in columns] for row in rows], dtype=np.float64)
+    known_NC = ~np.isnan(x_NC)
+    with np.errstate(invalid="ignore"):
+        mean_C = np.where(known_NC, x_NC, 0).sum(0) / known_NC.sum(0)
+    return dict(zip(columns, mean_C.tolist(), strict=True))
+
+
+def mean(values: npt.NDArray[np.float64]) -> float:
+    """Mean of what is known, NaN where nothing is."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else np.nan
+
+
+def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
+    """Sum of an array over the rows."""
+    every = np.concatenate([np.asarray(row[key]) for row in rows])  # three times as fast as stacking
+    return np.asarray(every.reshape(len(rows), *np.shape(rows[0][key])).sum(0, dtype=np.float64))
+
+
+# Numbers
+
+
+def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float:
+    """Correlation; NaN for fewer than two values, or if all values of one are the same."""
+    if len(a_N) < 2 or a_N.min() == a_N.max() or b_N.min() == b_N.max():
+        return np.nan
+    a_N, b_N = a_N - a_N.mean(), b_N - b_N.mean()
+    norm = np.sqrt((a_N @ a_N) * (b_N @ b_N))
+    return float(a_N @ b_N / norm) if norm > 0 else np.nan
+
+
+def spearman(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float:
+    """Correlation of ranks; equal values share the mean of their ranks. NaN as for `pearson`."""
+    from scipy.stats import rankdata
+
+    return pearson(rankdata(a_N), rankdata(b_N)) if len(a_N) else np.nan
+
+
+def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Spearman, Pearson, RMSE and R2 of the values whose target is known.
+
+    R2 is 1 - sum of squared errors / sum of squared deviations from these targets' own mean, so that it may be
+    negative.
+    """
+    known = ~np.isnan(target_N)
+    predicted_N, target_N = predicted_N[known], target_N[known]
+    square = float(((predicted_N - target_N) ** 2).sum())
+    spread = float(((target_N - target_N.mean()) ** 2).sum()) if len(target_N) else 0.0
+    return {
+        "Spearman": spearman(predicted_N, target_N),
+        "Pearson": pearson(predicted_N, target_N),
+        "RMSE": (square / len(target_N)) ** 0.5 if len(target_N) else np.nan,
+        "R2": 1 - square / spread if spread > 0 else np.nan,
+    }
+
+
+def pooled_spearman(predicted_M: npt.NDArray[np.uint16], target_M: npt.NDArray[np.uint16]) -> float:
+    """`spearman` of values that are small whole numbers, in linear time."""
+    if not len(target_M):
+        return np.nan
+    (ranks_A, square_a), (ranks_B, square_b) = _ranks(predicted_M), _ranks(target_M)
+    if not square_a or not square_b:
+        return np.nan
+    return float(ranks_A[predicted_M] @ ranks_B[target_M] / np.sqrt(square_a * square_b))
+
+
+def _ranks(codes_M: npt.NDArray[np.uint16]) -> tuple[npt.NDArray[np.float64], float]:
+    """Mean rank of each code, less the mean of all, and the sum of the squares of those that occur."""
+    counts = np.bincount(codes_M)
+    ranks = np.cumsum(counts) - (counts - 1) / 2 - (len(codes_M) + 1) / 2
+    return ranks, float(counts @ ranks**2)
+
+
+# Classes
+
+
+def confusion(target_M: npt.NDArray[np.int64], predicted_M: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
+    """How often class i was taken for class j, [n, n]."""
+    return np.bincount(target_M * n + predicted_M, minlength=n * n).reshape(n, n)
+
+
+def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Accuracy, MCC and macro-F1 from counts of (target, predicted).
+
+    MCC is that of several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006), and 0 where all targets or
+    all predictions are of one class. Macro-F1 is the mean over the classes that occur among either.
+    """
+    samples, right_C = counts_CC.sum(), counts_CC.diagonal()
+    if not samples:
+        return {"accuracy": np.nan, "MCC": np.nan, "macro-F1": np.nan}
+    target_C, predicted_C = counts_CC.sum(1), counts_CC.sum(0)
+    scale = np.sqrt((samples**2 - predicted_C @ predicted_C) * (samples**2 - target_C @ target_C))
+    mcc = (right_C.sum() * samples - predicted_C @ target_C) / scale if scale > 0 else 0.0
+    return {
+        "accuracy": float(right_C.sum() / samples),
+        "MCC": float(mcc),
+        "macro-F1": f1(right_C, predicted_C, target_C),
+    }
+
+
+def f1(
+    right_C: npt.NDArray[np.float64], predicted_C: npt.NDArray[np.float64], target_C: npt.NDArray[np.float64]
+) -> float:
+    """Mean of the F1 scores of the classes that occur among predictions or targets."""
+    both_C = predicted_C + target_C
+    occurs = both_C > 0
+    return float((2 * right_C[occurs] / both_C[occurs]).mean()) if occurs.any() else np.nan
+
+
+def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """For `calibration_error`: predictions, sum of their confidence, and how many were right, of each bin."""
+    confidence_M = np.nan_to_num(confidence_M)  # of a model whose weights are lost
+    bin_M = np.minimum((confidence_M * CALIBRATION_BINS).astype(np.int64), CALIBRATION_BINS - 1)
+    weights = (None, confidence_M, correct_M)
+    return np.stack([np.bincount(bin_M, w, minlength=CALIBRATION_BINS) for w in weights]).astype(np.float64)
+
+
+def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
+    """Expected calibration error (ECE): the distance of confidence and accuracy, over bins as their predictions."""
+    count_B, confidence_B, right_B = bins_3B
+    return float(np.abs(confidence_B - right_B).sum() / count_B.sum()) if count_B.any() else np.nan
+
+
+# Rankings
+
+
+def score_codes(logit_M: npt.NDArray[np.floating], truth_M: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint16]:
+    """Bin of each score, twice, and 1 more where it is true. Bins from STEPS / 2 on are probabilities from .5 on."""
+    bins = np.clip(np.floor((np.nan_to_num(logit_M.astype(np.float64)) + 16) * (STEPS / 32)), 0, STEPS - 1)
+    return (bins * 2 + truth_M).astype(np.uint16)
+
+
+def of_codes(codes_M: npt.NDArray[np.uint16]) -> dict[str, float]:
+    """AUROC and AUPRC of pooled `score_codes`."""
+    counts_B2 = np.bincount(codes_M, minlength=2 * STEPS).reshape(STEPS, 2)
+    return of_ranking(counts_B2[:, 0], counts_B2[:, 1])
+
+
+def of_scores(score_N: npt.NDArray[np.floating], truth_N: npt.NDArray[np.bool_]) -> dict[str, float]:
+    """AUROC and AUPRC, exact."""
+    values, place_N = np.unique(score_N, return_inverse=True)
+    false, true = (np.bincount(place_N[truth_N == kind], minlength=len(values)) for kind in (False, True))
+    return of_ranking(false, true)
+
+
+def of_ranking(false_B: npt.NDArray[np.int64], true_B: npt.NDArray[np.int64]) -> dict[str, float]:
+    """AUROC and AUPRC (average precision) from how many negatives and positives have each score, the lowest first.
+
+    NaN without positives, and AUROC without negatives.
+    """
+    n_false, n_true = int(false_B.sum()), int(true_B.sum())
+    if not n_true:
+        return {"AUROC": np.nan, "AUPRC": np.nan}
+    false_below = np.cumsum(false_B) - false_B
+    found_B, taken_B = np.cumsum(true_B[::-1]), np.cumsum((true_B + false_B)[::-1])
+    precision_B = found_B / np.maximum(taken_B, 1)
+    return {
+        "AUROC": float((true_B * (false_below + false_B / 2)).sum() / (n_true * n_false)) if n_false else np.nan,
+        "AUPRC": float((true_B[::-1] * precision_B).sum() / n_true),
+    }
+
+
+# Several labels
+
+
+def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """What one protein adds to `fmax`, [4, thresholds]: its precision, 1 if it has one, its recall, and 1.
+
+    Labels from the threshold on are predicted. A protein without any prediction has no precision, and one that has no
+    label at all adds nothing: CAFA scores annotated proteins.
+    """
+    terms = np.zeros((4, len(THRESHOLDS)))
+    if truth_C.any():
+        # Both in order: those at or above a threshold are those not below it.
+        every, true = np.sort(probability_C), np.sort(probability_C[truth_C])
+        predicted = len(every) - np.searchsorted(every, THRESHOLDS)
+        right = len(true) - np.searchsorted(true, THRESHOLDS)
+        terms[0], terms[1] = right / np.maximum(predicted, 1), predicted > 0
+        terms[2], terms[3] = right / len(true), 1
+    return terms
+
+
+def fmax(terms: npt.NDArray[np.float64]) -> float:
+    """Protein-centric Fmax of CAFA (Radivojac et al. 2013, doi:10.1038/nmeth.2340), from the sum of `fmax_terms`.
+
+    Precision is averaged over the proteins that have a prediction at the threshold, recall over all.
+    """
+    precision, predicted, recall, proteins = terms
+    if not proteins[0]:
+        return np.nan
+    precision, recall = precision / np.maximum(predicted, 1), recall / proteins
+    return float((2 * precision * recall / np.maximum(precision + recall, 1e-12)).max())

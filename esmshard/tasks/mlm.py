@@ -1,0 +1,182 @@
+"""Masked-language-model training on your own sequences, with the language model's own head. No labels."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esmshard.data.loader import Example, Examples
+from esmshard.data.store import TokenStore
+from esmshard.errors import InputError
+from esmshard.model.config import EsmConfig
+from esmshard.model.weights import Weights
+from esmshard.settings import DataSettings
+from esmshard.task_settings import MlmSettings
+from esmshard.tasks.finetuner import LanguageModelHead
+from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row
+from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
+
+if TYPE_CHECKING:
+    from esmshard.tasks.finetuner import FineTuner
+
+AMINO_ACIDS: npt.NDArray[np.uint8] = np.frombuffer(encode_residues(STANDARD), np.uint8)
+"""Tokens of the 20 standard amino acids, in the order of their letters."""
+_IS_AMINO_ACID = np.isin(np.arange(256), AMINO_ACIDS)
+SUMS = ("nll", "masked", "correct")
+"""Columns of a record from which the metrics of any set of records come."""
+NEVER = -100.0
+"""Log frequency of a token that the frequencies baseline never says."""
+
+
+def corrupt(
+    tokens: npt.NDArray[np.uint8], share: float, key: str
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Choose residues that are to be told, and hide them.
+
+    Of the residues chosen 80% become `<mask>`, 10% a random one of the 20 standard amino acids (now and then the same),
+    and 10% stay (Devlin et al. 2019, as in ESM). Only standard amino acids are chosen: `<cls>` and `<eos>` are no
+    residues, what an X stands for cannot be known, and of B, U, Z and O there are too few to learn or to be scored on.
+
+    As many are chosen as `share` of them makes, rounded up or down at random so that the mean is exact (as fairseq, in
+    which ESM was trained, does), but at least one: a short peptide would often have none, and nothing to be scored on.
+
+    Args:
+        tokens: `<cls> ... <eos>`, uint8 [L + 2].
+        share: of the standard residues.
+        key: what the choice follows from. The same key and tokens give the same choice.
+
+    Returns:
+        The tokens as the model sees them, and the places chosen, ascending, int64 [P].
+    """
+    eligible = np.flatnonzero(_IS_AMINO_ACID[tokens])
+    n = len(eligible)
+    if not n:
+        return tokens, eligible
+    # SHAKE-128 as the source of random words: faster than seeding a generator, and the same with every NumPy.
+    words = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * (2 * n + 1)), "<u4")
+    count = max(1, int(share * n + words[-1] / 2**32))
+    chosen_P = np.sort(eligible[np.argpartition(words[:n], count - 1)[:count]])
+    die_P = words[n : n + count] % 200  # 160 faces say `<mask>`, 20 an amino acid each, and 20 nothing
+    corrupted = tokens.copy()
+    corrupted[chosen_P[die_P < 160]] = MASK
+    at_random_P = (die_P >= 160) & (die_P < 180)
+    corrupted[chosen_P[at_random_P]] = AMINO_ACIDS[die_P[at_random_P] - 160]
+    return corrupted, chosen_P
+
+
+class MlmTask:
+    """Tell hidden residues from those around them."""
+
+    facts: Facts = MappingProxyType({})
+    columns: tuple[str, ...] = ("perplexity", "accuracy")
+    lower_is_better = True
+    names = tuple(STANDARD)
+    per_residue = True
+    one_of_names = True
+
+    def __init__(self, settings: MlmSettings, facts: Facts) -> None:
+        self._share = settings.mask
+
+    def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> None:
+        """None: the sequences are the labels."""
+        return
+
+    def learn(self, train: Examples) -> "MlmTask":
+        """Nothing: no labels."""
+        return self
+
+    def head(self, config: EsmConfig) -> nn.Module:
+        """The language model's own: its matrix is the token embedding's."""
+        return LanguageModelHead()
+
+    def start(self, head: nn.Module, found: Weights) -> None:
+        """Nothing: the language model's own head is there already."""
+
+    def inputs(self, example: Example) -> Inputs:
+        """See `corrupt`. Target: the residues that were chosen, int64 [P].
+
+        Another choice each epoch; outside training always the same one, whatever the recipe's seed.
+        """
+        tokens, chosen_P = corrupt(example.tokens, self._share, f"mask:{example.draw}:{example.id}")
+        return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P)
+
+    def question(self, example: Example) -> Inputs:
+        """The whole sequence, nothing hidden, and every residue asked for."""
+        return Inputs(example.tokens, np.empty(0, np.int64), np.arange(1, len(example.tokens) - 1))
+
+    def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
+        """Cross-entropy over the 33 tokens, summed over the residues chosen, and their number."""
+        logits_PV = torch.cat(list(outputs))
+        target_P = torch.cat(list(targets)).to(logits_PV.device, non_blocking=True)
+        # Of no residue the sum is 0 and still has its graph.
+        return LossSum(
+            F.cross_entropy(logits_PV, target_P, reduction="sum"),
+            torch.full((), float(len(target_P)), device=logits_PV.device),
+        )
+
+    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[np.int64]]) -> list[Row]:
+        """Perplexity and accuracy of each record, NaN without a residue chosen, and the sums that they come from."""
+        rows: list[Row] = []
+        for logits_PV, target_P in zip(outputs, targets, strict=True):
+            nll, correct = -_log_softmax(logits_PV)[np.arange(len(target_P)), target_P], logits_PV.argmax(1) == target_P
+            sums = (float(nll.sum()), len(target_P), int(correct.sum()))
+            rows.append({**_metrics(*sums), **dict(zip(SUMS, sums, strict=True))})
+        return rows
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Over all residues chosen, so that a long protein counts for more: e to the power of their mean loss."""
+        return _metrics(*(sum(map(itemgetter(name), rows)) for name in SUMS))
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Probability of each of the 20 standard amino acids, of all tokens only these, at each residue: float32
+        [L, 20], columns in the order of `vocab.STANDARD`. From the sequence as it is, nothing hidden: the "wild-type
+        marginals" of Meier et al. 2021 (doi:10.1101/2021.07.09.450648).
+        """
+        return np.exp(_log_softmax(output[:, AMINO_ACIDS])).astype(np.float32)
+
+    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+        """Log frequencies of the amino acids in the training records, each counted once more than it is there."""
+        tokens = np.concatenate([example.tokens for example in train])
+        counts = np.bincount(tokens, minlength=VOCAB_SIZE)[AMINO_ACIDS] + 1
+        logits_V = np.full(VOCAB_SIZE, NEVER, np.float32)
+        logits_V[AMINO_ACIDS] = np.log(counts / counts.sum())
+        return {"amino-acid frequencies": logits_V}
+
+    def baseline_outputs(
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        """`amino-acid frequencies`: the same guess for every residue. `untrained`: the model before the first step, on
+        the same hidden residues.
+        """
+        inputs = self.inputs(example)
+        found: dict[str, npt.NDArray[np.float32] | Row] = {
+            name: np.tile(logits_V, (len(inputs.target), 1)) for name, logits_V in known.items()
+        }
+        if base is not None:
+            found["untrained"] = base.outputs([inputs])[0]
+        return found
+
+    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+        """There is no such fit: the head is the language model's own."""
+        raise InputError("adapt.method: task mlm has no probe; choose full, lora or head")
+
+
+def _metrics(nll: float, masked: float, correct: float) -> dict[str, float]:
+    return {
+        "perplexity": float(np.exp(nll / masked)) if masked else np.nan,
+        "accuracy": correct / masked if masked else np.nan,
+    }
+
+
+def _log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    found: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return found

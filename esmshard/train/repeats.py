@@ -1,0 +1,120 @@
+"""Several runs of one recipe, over seeds and cross-validation folds, and what they say together."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from esmshard.errors import InputError, UsageError
+from esmshard.settings import Recipe
+from esmshard.train import status
+from esmshard.train.evaluate import MAIN
+from esmshard.train.status import replace_text
+
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One of the runs."""
+
+    name: str
+    """Of its directory, as `seed-0-fold-2`."""
+    out: Path
+    overrides: tuple[str, ...]
+    """Of the recipe."""
+
+
+def repeats(recipe: Recipe, seeds: int, folds: int | None) -> list[Repeat]:
+    """The runs, one for each seed and fold. Seeds count up from the recipe's; folds are the same for each seed.
+
+    Raises:
+        UsageError: the recipe is of one fold itself.
+    """
+    if recipe.data.folds is not None:
+        raise UsageError("--seeds and --folds make runs of the whole recipe, and it has data.folds; remove that key")
+    found: list[Repeat] = []
+    parts: list[int | None] = [None] if folds is None else list(range(folds))
+    for seed in range(recipe.train.seed, recipe.train.seed + seeds):
+        for fold in parts:
+            name = f"seed-{seed}" + ("" if fold is None else f"-fold-{fold}")
+            out = Path(recipe.out) / name
+            overrides = [f"train.seed={seed}", f"out={out}"]
+            if fold is not None:
+                overrides += [f"data.folds={folds}", f"data.fold={fold}"]
+            found.append(Repeat(name, out, tuple(overrides)))
+    return found
+
+
+def is_done(run: Path) -> bool:
+    """Whether a run of an earlier call ended well."""
+    found = status.read(run)
+    return found is not None and found["state"] == "done" and (run / "evaluation.json").is_file()
+
+
+def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
+    """Write `summary.json` to `out`: each metric of each run, their mean, deviation and 95% interval; as a table, too.
+
+    The interval is Student's, over runs: how much the mean would move with other seeds (and folds). It says nothing of
+    other test proteins; `evaluation.json` of each run does. Runs of different folds share training records, so that
+    theirs is somewhat too narrow (Bengio and Grandvalet 2004, JMLR 5:1089).
+    """
+    from scipy import stats
+
+    evaluations = {run.name: _read(out / run.name / "evaluation.json") for run in runs}
+    first = next(iter(evaluations.values()))
+    table: dict[str, dict[str, Any]] = {}
+    for method in first["metrics"]:
+        table[method] = {}
+        for metric in first["columns"]:
+            cells = {name: found["metrics"].get(method, {}).get(metric) for name, found in evaluations.items()}
+            values = {name: cell["value"] for name, cell in cells.items() if cell and cell["value"] is not None}
+            x = np.array(list(values.values()))
+            half = math.nan
+            if len(x) > 1:
+                half = float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
+            table[method][metric] = {
+                "mean": float(x.mean()) if len(x) else None,
+                "deviation": float(x.std(ddof=1)) if len(x) > 1 else None,
+                "low": float(x.mean()) - half if len(x) > 1 else None,
+                "high": float(x.mean()) + half if len(x) > 1 else None,
+                "runs": values,
+            }
+    summary = {
+        "task": first["task"],
+        "recipe": first["recipe"] | {"out": str(out)},
+        "runs": [run.name for run in runs],
+        "folds": folds,
+        "columns": first["columns"],
+        "lower_is_better": first["lower_is_better"],
+        "interval": "95% interval of the mean over runs (Student's t)",
+        "metrics": table,
+    }
+    replace_text(out / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    lines = [["", *first["columns"]]]
+    for method, row in table.items():
+        lines.append([method, *(_cell(row[metric]) for metric in first["columns"])])
+    widths = [max(len(line[k]) for line in lines) + 2 for k in range(len(lines[0]))]
+    head = f"{len(runs)} runs: mean and 95% interval over runs; {MAIN} and its baselines"
+    padded = ["".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([head, *padded])
+
+
+def _cell(found: dict[str, Any]) -> str:
+    if found["mean"] is None:
+        return "-"
+    return f"{found['mean']:.3f}" + ("" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; go on with --resume auto") from None
+    except ValueError as error:
+        raise InputError(f"{path}: damaged ({error}); remove its directory, and go on with --resume auto") from None
+    return found

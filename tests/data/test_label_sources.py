@@ -1,0 +1,137 @@
+"""Where a recipe's labels are, and the `.npz` files that may hold them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from in_memory import InMemory
+
+from esmshard.data.label_sources import label_source, read_npz, require_all
+from esmshard.data.protein_labels import protein_labels
+from esmshard.data.residue_labels import residue_labels
+from esmshard.data.tables import Table
+from esmshard.errors import InputError, UsageError
+from esmshard.recipe import shipped
+from esmshard.settings import DataSettings
+
+STORE = InMemory("a MKT", "b AC")
+
+
+def settings(**given: Any) -> DataSettings:
+    return DataSettings(train="t", valid="v", test="e", **given)
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    """With an `.npz` beside it, in another order, and of one chain more."""
+    arrays = {
+        "names": ["x", "b", "a"],
+        "seqs": ["W", "AC", "MKT"],
+        "dssp8": ["C", "EB", "HHT"],
+        "rate": [0, np.nan, 2.5],
+    }
+    np.savez(tmp_path / "train.npz", **arrays, offsets=[0, 1, 3, 6], cb_dA=np.zeros((6, 3), np.uint16))
+    return tmp_path / "train.fasta.gz"
+
+
+def test_strings_beside_a_fasta_file_are_labels_of_residues(fasta: Path) -> None:
+    source = label_source(fasta, settings(target=["dssp8"]))
+    labels = residue_labels(STORE, fasta, "class", source, column="dssp8", surplus="ignore")
+    assert labels.names == "BEHT"
+    assert labels[0]["target"].tolist() == [2, 2, 3]
+    assert labels[1]["target"].tolist() == [1, 0]
+    assert labels.notices == []
+
+
+def test_numbers_beside_a_fasta_file_are_labels_of_proteins(fasta: Path) -> None:
+    source = label_source(fasta, settings(target=["rate"]))
+    labels = protein_labels(STORE, fasta, "number", source, columns=["rate"], missing="drop", surplus="ignore")
+    assert labels.labelled_N.tolist() == [True, False]
+    assert labels[0]["target"].tolist() == [2.5]
+    assert len(labels.notices) == 1  # of b; nothing of x
+
+
+def test_headers_are_read_where_no_file_has_the_labels(fasta: Path, tmp_path: Path) -> None:
+    assert label_source(fasta, settings()) is None
+    assert label_source(fasta, settings(target=["TARGET"])) is None
+    assert label_source(tmp_path / "other.fasta", settings(target=["dssp8"])) is None
+
+
+def test_the_file_that_is_named_goes_first(fasta: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("id,dssp8\na,CCC\nb,CC\n")
+    table = label_source(fasta, settings(target=["dssp8"], labels=str(tmp_path / "x.csv")))
+    assert isinstance(table, Table)
+    assert table.columns["dssp8"] == ["CCC", "CC"]
+    table = label_source(tmp_path / "y.fasta", settings(labels=str(tmp_path / "train.npz")))
+    assert isinstance(table, Table)
+    assert table.columns == {
+        "id": ["x", "b", "a"],
+        "sequence": ["W", "AC", "MKT"],
+        "dssp8": ["C", "EB", "HHT"],
+        "rate": ["0.0", "nan", "2.5"],
+    }
+    for name in ("labels.fasta", "labels.fa.gz", "labels.faa"):
+        assert label_source(fasta, settings(labels=name)) == Path(name)
+    sample = label_source(fasta, settings(labels="sample:contact/labels.csv"))
+    assert isinstance(sample, Table)
+    assert sample.path == shipped("data") / "contact" / "labels.csv"
+
+
+def test_labels_of_another_sequence_are_refused(fasta: Path) -> None:
+    other = InMemory("a MKT", "b AD")
+    with pytest.raises(InputError, match=r"train.npz:2: the sequence of 'b' is not the one in"):
+        residue_labels(other, fasta, "class", label_source(fasta, settings(target=["dssp8"])), column="dssp8")
+
+
+def test_labels_of_another_length_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", names=["a", "b"], dssp8=["HHT", "E"])
+    with pytest.raises(InputError, match=r"x.npz:2: record 'b' has labels for 1 residues, but 2 residues"):
+        residue_labels(STORE, Path("x.fasta"), "class", read_npz(tmp_path / "x.npz"), column="dssp8")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"seqs": ["A"]}, "has no array 'names' with the id of each record; add it"),
+        ({"names": [1, 2]}, "has no array 'names'"),
+        ({"names": []}, "has no array 'names'"),
+        ({"names": [["a"]]}, "has no array 'names'"),
+        ({"names": ["a", "b", "a"]}, "names has 'a' twice; make the file again"),
+        ({"names": ["a", "b"], "seqs": ["A"]}, "names and seqs do not fit each other; make the file again"),
+        ({"names": np.array(["a"], dtype=object)}, "cannot be read"),
+    ],
+)
+def test_npz_files_without_a_label_for_each_record_are_refused(
+    tmp_path: Path, arrays: dict[str, Any], message: str
+) -> None:
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(InputError) as caught:
+        read_npz(tmp_path / "x.npz")
+    assert str(caught.value).startswith(f"{tmp_path / 'x.npz'}: ")
+    assert message in str(caught.value)
+
+
+def test_files_that_are_no_npz_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    with pytest.raises(InputError, match="no such file"):
+        read_npz(path)
+    path.write_bytes(b"id,label\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_npz(path)
+
+
+def test_an_id_column_needs_a_table(fasta: Path) -> None:
+    for given, what in (({}, "train.fasta.gz"), ({"labels": "x.fasta"}, "x.fasta")):
+        with pytest.raises(UsageError, match=f"data.id_column: .*{what} is no table; remove it"):
+            label_source(fasta, settings(id_column="key", **given))
+    assert label_source(fasta, settings(id_column="seqs", target=["dssp8"])) is not None
+
+
+def test_records_without_a_label_are_counted() -> None:
+    require_all(np.array([True, True]), STORE, Path("x.fasta"), "x.csv")
+    with pytest.raises(InputError) as caught:
+        require_all(np.array([True, False]), STORE, Path("x.fasta"), "x.csv")
+    assert str(caught.value) == (
+        "x.fasta: 1 of 2 records have no label in x.csv (b); add their labels, or remove the records"
+    )

@@ -1,0 +1,48 @@
+"""The labels of whole chains that are shipped, and how `data/rebuild.py` makes them."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from esmshard.recipe import shipped
+
+CONTACT = shipped("data") / "contact"
+
+
+def label_table(*files: Path) -> str:
+    spec = importlib.util.spec_from_file_location("rebuild", shipped("data") / "rebuild.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.label_table(files)
+
+
+def test_shipped_labels_are_those_of_the_shipped_chains() -> None:
+    text = (CONTACT / "labels.csv").read_text()
+    assert text == label_table(*(CONTACT / f"{split}.npz" for split in ("train", "valid", "test")))
+    lines = text.splitlines()
+    assert lines[0] == "id,helix,strand,fold"
+    assert len(lines) == 1 + 975
+    ids = {
+        line[1:]
+        for split in ("train", "valid", "test")
+        for line in (CONTACT / f"{split}.fasta").read_text().split()[::2]
+    }
+    assert {line.split(",")[0] for line in lines[1:]} == ids
+
+
+@pytest.mark.parametrize(
+    ("states", "line"),
+    [
+        ("HGIC", "0.7500,0.0000,alpha"),
+        ("EBCC", "0.0000,0.5000,beta"),
+        ("HECC", "0.2500,0.2500,mixed"),
+        ("HECCC", "0.2000,0.2000,irregular"),
+        ("STCHHHCCE", "0.3333,0.1111,alpha"),
+    ],
+)
+def test_folds_follow_from_the_shares_of_helix_and_strand(tmp_path: Path, states: str, line: str) -> None:
+    np.savez(tmp_path / "x.npz", names=["b", "a"], dssp8=["C", states])
+    text = label_table(tmp_path / "x.npz")
+    assert text == f"id,helix,strand,fold\na,{line}\nb,0.0000,0.0000,irregular\n"

@@ -1,0 +1,352 @@
+"""Heads for contacts: symmetric, alone, exact in bands, and the trunk learns through each."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_files import TINY, fair_esm, ours, perturb, tokenise
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.model import files, weights
+from esmshard.model.config import SIZES
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.esm2 import ESM2
+from esmshard.model.weights import Weights
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.mesh import World
+from esmshard.parallel.shard import shard
+from esmshard.settings import AdaptSettings
+from esmshard.task_settings import ContactSettings
+from esmshard.tasks import contact_heads
+from esmshard.tasks.contact_heads import PRIOR, PRIOR_LOGIT, AttentionHead, BothHead, PairwiseHead, new_head, start
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.numbers import HEADS
+from esmshard.vocab import encode
+
+HEAD_NAMES = ("attention", "pairwise", "both")
+N_MAPS = TINY.n_layers * TINY.n_heads
+LENGTHS = (30, 1, 2, 75, 9)
+
+
+def settings(head: str, **keys: Any) -> ContactSettings:
+    return ContactSettings(**{"name": "contact", "head": head, "channels": 8, "blocks": 3} | keys)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def trunk() -> ESM2:
+    return ours(fair_esm(TINY), TINY)
+
+
+def model(trunk: ESM2, head: str, **keys: Any) -> FineTuner:
+    torch.manual_seed(0)
+    made = new_head(settings(head, **keys), TINY)
+    perturb(made, deviation=0.3)
+    for part in made.modules():
+        if isinstance(part, PairwiseHead):
+            nn.init.normal_(part.out.weight, std=0.3)  # a new one is tiny, and all logits nearly equal
+        elif isinstance(part, AttentionHead | BothHead):
+            nn.init.normal_(part.regression.weight)
+    tuner = FineTuner(copy.deepcopy(trunk).requires_grad_(True), made).eval()
+    tuner.adapt(AdaptSettings(), 0)
+    return tuner
+
+
+def batch_of(*lengths: int) -> TokenBatch:
+    letters = "ACDEFGHIKLMNPQRSTVWY"
+    return tokenise(["".join(letters[(7 * n * n + 3 * n + k) % 20] for n in range(k)) for k in lengths])[1]
+
+
+def backward(tuner: FineTuner, batch: TokenBatch) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
+    """Outputs, and the gradients of a loss that tells all pairs apart."""
+    outputs = tuner(batch)
+    weight = [torch.rand(o.shape, generator=torch.Generator().manual_seed(len(o))) for o in outputs]
+    torch.stack([(o.sigmoid() * w).mean() for o, w in zip(outputs, weight, strict=True)]).sum().backward()
+    return [o.detach() for o in outputs], {name: p.grad for name, p in tuner.named_parameters()}
+
+
+def assert_same_gradients(one: dict[str, Any], other: dict[str, Any], off: float) -> None:
+    assert one.keys() == other.keys()
+    for name, gradient in one.items():
+        if gradient is None:
+            assert other[name] is None, name
+        else:
+            assert (gradient - other[name]).abs().max() <= off * max(1e-2, float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("head", HEAD_NAMES)
+def test_logits_are_symmetric_differ_and_do_not_depend_on_the_batch(trunk: ESM2, head: str) -> None:
+    tuner = model(trunk, head)
+    with torch.no_grad():
+        together = tuner(batch_of(*LENGTHS))
+        turned = tuner(batch_of(*LENGTHS[::-1]))[::-1]
+        alone = [tuner(batch_of(n))[0] for n in LENGTHS]
+    assert [tuple(o.shape) for o in together] == [(n, n) for n in LENGTHS]
+    for a, b, c in zip(together, turned, alone, strict=True):
+        assert a.dtype == torch.float32
+        assert a.isfinite().all()
+        assert (a - a.T).abs().max() <= 1e-6
+        assert (a - b).abs().max() <= 2e-5
+        assert (a - c).abs().max() <= 2e-5
+    assert together[3].std() > 0.05
+
+
+@pytest.mark.parametrize("head", HEAD_NAMES)
+def test_every_parameter_that_learns_has_a_gradient(trunk: ESM2, head: str) -> None:
+    """Queries and keys of the last layer too. What no logit of the attention head depends on has one of zeros: with
+    none it would have no optimizer state, and FSDP would not gather the layer.
+    """
+    _, gradients = backward(tuner := model(trunk, head), batch_of(40, 12))
+    unused = {f"trunk.layers.1.{n}" for n in ("self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2")}
+    unused |= {"trunk.layers.1.final_layer_norm", "trunk.emb_layer_norm_after"}
+    for name, parameter in tuner.named_parameters():
+        gradient = gradients[name]
+        assert (gradient is not None) == parameter.requires_grad, name
+        if gradient is None or name.endswith("k_proj.bias"):  # a bias on all keys moves no softmax
+            continue
+        of_nothing = head == "attention" and name.rpartition(".")[0] in unused
+        assert bool(gradient.abs().max() > 1e-9) != of_nothing, name
+
+
+@pytest.mark.parametrize("head", ["attention", "both"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_changes_no_gradient(trunk: ESM2, head: str, mode: str) -> None:
+    """Layers run again in the backward pass, and hand their queries and keys out again."""
+    batch = batch_of(*LENGTHS)
+    plain = backward(model(trunk, head), batch)
+    again = model(trunk, head)
+    shard(again, Layout(activation_checkpointing=mode), World(0, 1, torch.device("cpu"), None))  # type: ignore[arg-type]
+    found = backward(again, batch)
+    for one, other in zip(plain[0], found[0], strict=True):
+        assert (one - other).abs().max() <= 1e-5
+    assert_same_gradients(plain[1], found[1], 1e-4)
+
+
+def test_bf16_of_the_trunk_leaves_contacts_in_fp32(trunk: ESM2) -> None:
+    tuner = model(trunk, "attention")
+    batch = batch_of(60)
+    with torch.no_grad():
+        exact = tuner(batch)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = tuner(batch)[0]
+    assert found.dtype == torch.float32
+    assert 1e-6 < (found - exact).abs().mean() < 0.05 * exact.std()
+
+
+# Attention
+
+
+def test_the_attention_head_says_what_the_models_own_contact_head_says(trunk: ESM2) -> None:
+    head = new_head(settings("attention"), TINY)
+    found = Weights(TINY, "trained", files.tensors(trunk.state_dict()))
+    start(head, found)
+    batch = batch_of(50, 20)
+    with torch.no_grad():
+        expected = predict_contacts(trunk, batch)
+        mine = FineTuner(trunk, head)(batch)
+    for logits_LL, contacts_LL in zip(mine, expected, strict=True):
+        assert (logits_LL.sigmoid() - contacts_LL).abs().max() <= 1e-6
+        assert contacts_LL.std() > 0.01
+
+
+def test_a_head_without_a_regression_to_start_from_starts_at_the_prior(trunk: ESM2) -> None:
+    state = files.tensors(trunk.state_dict())
+    fresh = weights.fresh(TINY, 0)
+    absent = Weights(TINY, "ESM-1v", state, absent=("contact_head",))
+    for name in ("attention", "both"):
+        for found in (fresh, absent):
+            head = new_head(settings(name), TINY)
+            before = head.regression.weight.clone()
+            start(head, found)
+            assert torch.equal(head.regression.weight, before)
+            assert before.abs().max() < 1
+            assert len(before.unique()) == N_MAPS
+            assert head.regression.bias.item() == pytest.approx(PRIOR_LOGIT)
+    start(new_head(settings("pairwise"), TINY), absent)
+
+
+def test_both_starts_where_the_attention_head_does(trunk: ESM2) -> None:
+    found = Weights(TINY, "trained", files.tensors(trunk.state_dict()))
+    batch, outputs = batch_of(50), {}
+    for name in ("attention", "both"):
+        torch.manual_seed(0)
+        head = new_head(settings(name), TINY)
+        start(head, found)
+        with torch.no_grad():
+            outputs[name] = FineTuner(trunk, head)(batch)[0]
+    off = (outputs["both"] - outputs["attention"]).abs().max()
+    assert 1e-3 < off < 0.2
+    assert outputs["attention"].std() > 0.05
+
+
+def test_the_network_of_both_sees_each_mixture_of_maps(trunk: ESM2) -> None:
+    tuner = model(trunk, "both")
+    _, gradients = backward(tuner, batch_of(40))
+    for name in ("head.mix", "head.pairwise.widen.weight"):
+        per_map = gradients[name].abs().amax(1 if name.endswith("mix") else 0)
+        assert (per_map > 1e-6).all(), name
+    assert (tuner.head.mix.shape, tuner.head.pairwise.widen.weight.shape) == ((8, N_MAPS), (8, 9))
+
+
+# Pairwise
+
+
+def test_pairs_are_multiplied_both_ways_round(trunk: ESM2) -> None:
+    tuner, batch = model(trunk, "pairwise"), batch_of(*LENGTHS)
+    with torch.no_grad():
+        before = tuner(batch)
+        tuner.head.left, tuner.head.right = tuner.head.right, tuner.head.left
+        after = tuner(batch)
+    for a, b in zip(before, after, strict=True):
+        assert (a - b).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("head", HEAD_NAMES)
+@pytest.mark.parametrize("blocks", [0, 1, 4])
+def test_a_new_head_starts_near_the_share_of_contacts_and_tells_pairs_apart(head: str, blocks: int) -> None:
+    torch.manual_seed(0)
+    tuner = FineTuner(weights.build(weights.fresh(TINY, 0), torch.device("cpu")), new_head(settings(head), TINY))
+    (logits_LL,) = tuner(pack([encode("MKTAYIAKMKWW")]))
+    assert torch.allclose(logits_LL.sigmoid(), torch.full((12, 12), PRIOR), rtol=0, atol=PRIOR / 4)
+    assert len(logits_LL.unique()) > 50
+
+
+def reference(head: PairwiseHead, x_LD: torch.Tensor) -> torch.Tensor:
+    """The network on a whole map, channels first and step by step."""
+    x_LD = F.layer_norm(x_LD, x_LD.shape[1:], head.norm.weight, head.norm.bias)
+    left, right = head.left(x_LD), head.right(x_LD)
+    n = len(x_LD)
+    z = torch.empty(n, n, left.shape[1])
+    for i in range(n):
+        for j in range(n):
+            z[i, j] = left[i] * right[j] + left[j] * right[i] + head.separation.weight[min(abs(i - j), 64)]
+    z = z.permute(2, 0, 1)
+    for k, block in enumerate(head.blocks):
+        h = z
+        for norm, conv, dilation in (
+            (block.norm1, block.conv1, (1, 2, 4)[k % 3]),
+            (block.norm2, block.conv2, 1),
+        ):
+            mean, var = h.mean((1, 2), keepdim=True), h.var((1, 2), unbiased=False, keepdim=True)
+            h = (h - mean) / (var + 1e-5).sqrt() * norm.weight[:, None, None] + norm.bias[:, None, None]
+            padded = F.pad(F.gelu(h), (dilation,) * 4)
+            h = sum(
+                torch.einsum(
+                    "oc,cij->oij",
+                    conv.weight[:, :, a, b],
+                    padded[:, a * dilation : a * dilation + n, b * dilation : b * dilation + n],
+                )
+                for a in range(3)
+                for b in range(3)
+            )  # fmt: skip
+            if conv.bias is not None:
+                h = h + conv.bias[:, None, None]
+        z = z + h
+    logits = torch.einsum("c,cij->ij", head.out.weight[0, :, 0, 0], z) + head.out.bias
+    return (logits + logits.T) / 2
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_network_computes_what_one_writes_down(trunk: ESM2, small: None, train: bool) -> None:
+    head = model(trunk, "pairwise", blocks=4).head
+    x_TD = torch.randn(82, TINY.dim, generator=torch.Generator().manual_seed(0))
+    with torch.set_grad_enabled(train):
+        (found,) = head(x_TD, batch_of(80))
+    with torch.no_grad():
+        expected = reference(head, x_TD[1:-1])
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands of a few rows, and blocks of maps over 60 residues computed twice."""
+    monkeypatch.setattr(contact_heads, "BAND_NUMBERS", 8 * 150 * 7)
+    monkeypatch.setattr(contact_heads, "KEPT_PAIRS", 60**2)
+
+
+@pytest.mark.parametrize("head", ["pairwise", "both"])
+def test_bands_and_blocks_computed_twice_change_neither_logits_nor_gradients(
+    trunk: ESM2, head: str, request: pytest.FixtureRequest
+) -> None:
+    batch = batch_of(150, 20)
+    whole = backward(model(trunk, head), batch)
+    with torch.no_grad():
+        one_band = model(trunk, head)(batch)
+    request.getfixturevalue("small")
+    again = backward(model(trunk, head), batch)
+    with torch.no_grad():
+        bands = model(trunk, head)(batch)
+    for one, *others in zip(whole[0], one_band, again[0], bands, strict=True):
+        assert all((one - other).abs().max() <= 1e-5 for other in others)
+    assert whole[0][0].std() > 0.05
+    assert_same_gradients(whole[1], again[1], 1e-4)
+
+
+class Largest(TorchDispatchMode):
+    """The sizes of new tensors of a quarter of a pair map, or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            fresh = isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given
+            if fresh and x.untyped_storage().nbytes() >= 8 * 160 * 160:
+                self.numbers.append(x.numel())
+        return out
+
+
+def test_two_maps_are_there_at_a_time_and_bands_besides(trunk: ESM2, small: None) -> None:
+    head = model(trunk, "pairwise", blocks=2).head
+    with torch.no_grad(), Largest() as largest:
+        head(torch.randn(162, TINY.dim), batch_of(160))
+    maps = 8 * 160 * 160
+    assert largest.numbers == [maps, maps], "of larger results, only the map and the one to work in"
+
+
+@pytest.mark.parametrize("head", HEAD_NAMES)
+def test_the_planner_knows_the_size_of_every_head(head: str) -> None:
+    for config in (TINY, SIZES["mini"]):
+        for keys in ({}, {"channels": 12, "blocks": 5}):
+            made = settings(head, **keys)
+            parameters = list(new_head(made, config).parameters())
+            assert HEADS["contact"](made).parameters(config) == sum(p.numel() for p in parameters)
+            assert all(p.requires_grad for p in parameters)
+
+
+@pytest.mark.parametrize("head", HEAD_NAMES)
+def test_memory_for_the_backward_pass_is_as_planned(trunk: ESM2, head: str) -> None:
+    """What the head alone keeps of a record."""
+    made = settings(head, channels=16, blocks=2)
+    tuner = FineTuner(trunk, new_head(made, TINY))
+    batch = batch_of(120)
+    kept: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    given = tuner.head.attention(batch) if head != "pairwise" else None
+    x_TD = trunk(batch, on_attention=given.add if given else None).representations[TINY.n_layers].detach()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        outputs = tuner.head(x_TD.requires_grad_(), batch, given) if given else tuner.head(x_TD.requires_grad_(), batch)
+    assert len(outputs) == 1
+    planned = HEADS["contact"](made).head_bytes(122)
+    if head == "attention":
+        assert sum(kept.values()) < planned
+    else:
+        assert 0.6 < sum(kept.values()) / planned < 1.3
+
+
+def test_of_a_large_map_the_planner_counts_each_block_once() -> None:
+    planned = HEADS["contact"](settings("pairwise", channels=16, blocks=5))
+    maps = [planned.head_bytes(n) / (4 * 16 * n * n) for n in (256, 257)]
+    assert maps == pytest.approx([4 + 6 * 5, 4 + 5 + 6], abs=0.2)

@@ -1,0 +1,158 @@
+"""Linear fits, compared with scikit-learn on the features as they are, and what cannot be fitted."""
+
+import warnings
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import log_loss, roc_auc_score
+
+from esmshard.tasks import linear
+from esmshard.tasks.linear import ABSENT, fit_classes, fit_labels, fit_numbers, kept
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1)
+
+
+@pytest.fixture
+def x_NF(rng: np.random.Generator) -> np.ndarray:
+    """Features of very different means and scales."""
+    return (rng.normal(size=(300, 6)) * [1, 100, 0.01, 3, 1, 5] + [0, 1000, 5, 0, -2, 1]).astype(np.float32)
+
+
+def standardised(x_NF: np.ndarray) -> np.ndarray:
+    x_NF = x_NF.astype(np.float64)
+    return (x_NF - x_NF.mean(0)) / x_NF.std(0)
+
+
+def test_numbers_are_those_of_ridge_on_standardised_features(x_NF: np.ndarray, rng: np.random.Generator) -> None:
+    scaled = standardised(x_NF)
+    y = scaled @ np.arange(6) + 3 + 0.5 * rng.normal(size=300)
+    model = fit_numbers(x_NF, y[:, None])
+    told = model(x_NF)
+    assert told.shape == (300, 1)
+    assert told.dtype == np.float32
+    fits = [Ridge(alpha).fit(scaled, y).predict(scaled) for alpha in linear.ALPHAS]
+    best = int(np.argmin([np.abs(fit - told[:, 0]).max() for fit in fits]))
+    assert np.abs(fits[best] - told[:, 0]).max() < 1e-3
+    assert linear.ALPHAS[best] <= 10  # little noise
+    assert model(x_NF[7]) == pytest.approx(told[7])
+
+
+def test_noise_is_shrunk_to_the_mean(rng: np.random.Generator) -> None:
+    x, y = rng.normal(size=(100, 80)), rng.normal(size=(100, 1)) + 5
+    model = fit_numbers(x, y)
+    assert model(x).std() < 0.3
+    assert model(x).mean() == pytest.approx(y.mean(), abs=1e-4)
+
+
+def test_each_target_is_fitted_on_the_examples_that_have_it(x_NF: np.ndarray, rng: np.random.Generator) -> None:
+    y = np.stack([standardised(x_NF) @ rng.normal(size=6) for _ in range(3)], axis=1)
+    y[:100, 0] = y[150:, 1] = np.nan
+    together = fit_numbers(x_NF, y)
+    for t in range(3):
+        alone = fit_numbers(x_NF, y[:, [t]])
+        assert together(x_NF)[:, t] == pytest.approx(alone(x_NF)[:, 0], abs=1e-4)
+        assert together(x_NF)[:, t] == pytest.approx(standardised(x_NF) @ (np.linalg.lstsq(
+            standardised(x_NF)[~np.isnan(y[:, t])], y[~np.isnan(y[:, t]), t], rcond=None)[0]), abs=0.1)  # fmt: skip
+
+
+def test_targets_that_do_not_vary_are_told_by_their_mean(x_NF: np.ndarray) -> None:
+    y = np.full((300, 4), np.nan)
+    y[:, 0], y[3, 1], y[:, 2] = 7, 2, x_NF[:, 0]
+    model = fit_numbers(x_NF, y)
+    assert np.unique(model(x_NF)[:, 0]).tolist() == [7]
+    assert np.unique(model(x_NF)[:, 1]).tolist() == [2]
+    assert np.corrcoef(model(x_NF)[:, 2], y[:, 2])[0, 1] > 0.99
+    assert np.unique(model(x_NF)[:, 3]).tolist() == [0]
+    assert fit_numbers(x_NF[:1], np.ones((1, 1)))(x_NF).tolist() == [[1.0]] * 300
+
+
+def test_more_examples_than_the_penalty_is_chosen_on_are_all_used(rng: np.random.Generator) -> None:
+    n = linear.RIDGE_ROWS + 500
+    x = rng.normal(size=(n, 4)).astype(np.float32)
+    y = (x @ [[1.0, 0], [0, 2], [0, 0], [0, 0]]) + rng.normal(size=(n, 2))
+    model = fit_numbers(x, y)
+    fits = [Ridge(alpha).fit(standardised(x), y).predict(standardised(x)) for alpha in linear.ALPHAS]
+    for t in range(2):
+        assert min(np.abs(fit[:, t] - model(x)[:, t]).max() for fit in fits) < 1e-3
+
+
+def test_classes_are_those_of_logistic_regression(x_NF: np.ndarray, rng: np.random.Generator) -> None:
+    scaled = standardised(x_NF)
+    for n_classes in (2, 3):
+        logits = scaled @ rng.normal(size=(6, n_classes)) * 2
+        y = (logits + rng.gumbel(size=logits.shape)).argmax(1)
+        told = fit_classes(x_NF, y, n_classes)(x_NF)
+        told -= told[:, :1]
+        differences = []
+        for c in linear.CS:
+            fit = LogisticRegression(C=c, max_iter=1000, tol=1e-6).fit(scaled, y).decision_function(scaled)
+            fit = np.stack([np.zeros(300), fit], 1) if n_classes == 2 else fit - fit[:, :1]
+            differences.append(np.abs(fit - told).max())
+        assert min(differences) < 0.03  # of logits up to 13
+        assert linear.CS[int(np.argmin(differences))] >= 0.1  # there is much to be learned
+        assert log_loss(y, np.exp(told) / np.exp(told).sum(1, keepdims=True)) < 0.8 * np.log(n_classes)
+
+
+def test_weights_count_classes_alike(rng: np.random.Generator) -> None:
+    x, y = rng.normal(size=(400, 3)), (rng.random(400) < 0.1).astype(int)
+    shares = np.array([(y == 0).mean(), (y == 1).mean()])
+    plain, weighted = (fit_classes(x, y, 2, w)(x)[:, 1].mean() for w in (None, 1 / shares / 2))
+    assert plain == pytest.approx(np.log(shares[1] / shares[0]), abs=0.3)
+    assert weighted == pytest.approx(0, abs=0.3)
+
+
+@pytest.mark.parametrize("classes", [[1], [1, 3], [0, 1, 3]])
+def test_classes_without_an_example_are_not_told(rng: np.random.Generator, classes: list[int]) -> None:
+    x, y = rng.normal(size=(60, 2)), rng.choice(classes, 60)
+    told = fit_classes(x, y, 4)(x)
+    absent = [k for k in range(4) if k not in classes]
+    assert (told[:, absent] == ABSENT).all()
+    assert (told[:, classes] > -20).all()
+    assert set(told.argmax(1)) <= set(classes)
+
+
+def test_a_class_of_one_example_is_fitted(rng: np.random.Generator) -> None:
+    x, y = rng.normal(size=(30, 2)), np.zeros(30, int)
+    y[4] = 1
+    assert np.isfinite(fit_classes(x, y, 2)(x)).all()
+    assert np.isfinite(fit_classes(x[3:5], y[3:5], 2)(x)).all()
+
+
+def test_labels_are_fitted_one_by_one(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(400, 5))
+    y = np.stack([x[:, 0] > 0, x[:, 1] > 1.5, np.zeros(400), np.ones(400)], 1).astype(np.float32)
+    told = fit_labels(x, y)(x)
+    assert roc_auc_score(y[:, 0], told[:, 0]) > 0.99
+    assert roc_auc_score(y[:, 1], told[:, 1]) > 0.99
+    assert told[:, 2] == pytest.approx(np.full(400, np.log(0.5 / 400.5)))
+    assert told[:, 3] == pytest.approx(np.full(400, np.log(400.5 / 0.5)))
+    y[:, 1] = rng.random(400) < 0.1  # nothing can be learned, but for the share
+    plain, weighted = (fit_labels(x, y, np.array([1.0, w, 1, 1]))(x)[:, 1].mean() for w in (1, 9))
+    assert plain == pytest.approx(np.log(1 / 9), abs=0.3)
+    assert weighted == pytest.approx(0, abs=0.3)
+    assert np.isfinite(fit_labels(x[:1], y[:1])(x)).all()
+
+
+def test_constant_features_tell_nothing(rng: np.random.Generator) -> None:
+    x = np.concatenate([rng.normal(size=(50, 1)), np.full((50, 1), 1e4), np.zeros((50, 1))], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fit_numbers(x, x[:, [0]])
+    assert model.weight_OF[0, 1:].tolist() == [0, 0]
+    assert model(x)[:, 0] == pytest.approx(x[:, 0], abs=0.05)
+
+
+def test_models_are_kept_as_arrays(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(20, 3))
+    model = fit_numbers(x, x[:, :2])
+    arrays = model.arrays("length")
+    assert {name: array.dtype for name, array in arrays.items()} == {
+        "length.weight": np.float32,
+        "length.bias": np.float32,
+    }
+    assert kept(arrays, "length")(x).tolist() == model(x).tolist()
+    assert kept(arrays, "composition") is None

@@ -1,0 +1,161 @@
+"""Metrics against scikit-learn, scipy and examples by hand."""
+
+import time
+import warnings
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn import metrics as reference
+
+from esmshard.tasks import metrics
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def test_numbers_are_compared_as_scipy_and_scikit_learn_do(rng: np.random.Generator) -> None:
+    target = rng.integers(0, 12, 200) * 0.5  # with ties
+    predicted = target + rng.normal(size=200).round(1)
+    found = metrics.of_numbers(predicted, target)
+    assert found["Spearman"] == pytest.approx(stats.spearmanr(predicted, target).statistic)
+    assert found["Pearson"] == pytest.approx(stats.pearsonr(predicted, target).statistic)
+    assert found["RMSE"] == pytest.approx(reference.root_mean_squared_error(target, predicted))
+    assert found["R2"] == pytest.approx(reference.r2_score(target, predicted))
+
+
+def test_equal_values_share_their_mean_rank() -> None:
+    # Ranks 1.5 1.5 3 4 and 1 2 3.5 3.5: covariance 4, variances 4.5 and 4.5.
+    assert metrics.spearman(np.array([1.0, 1, 2, 3]), np.array([1.0, 2, 5, 5])) == pytest.approx(4 / 4.5)
+
+
+def test_missing_targets_do_not_count() -> None:
+    target = np.array([1.0, np.nan, 3, 2])
+    found = metrics.of_numbers(np.array([1.0, 50, 3, 1]), target)
+    assert found["RMSE"] == pytest.approx((1 / 3) ** 0.5)
+    assert found["R2"] == pytest.approx(1 - 1 / 2)
+    assert found["Spearman"] == pytest.approx(stats.spearmanr([1, 3, 1], [1, 3, 2]).statistic)
+
+
+@pytest.mark.parametrize("target", [[], [1.0], [2.0, 2.0], [np.nan, np.nan]])
+def test_undefined_correlations_are_nan(target: list[float]) -> None:
+    found = metrics.of_numbers(np.arange(float(len(target))), np.array(target))
+    assert np.isnan([found["Spearman"], found["Pearson"], found["R2"]]).all()
+    assert np.isnan(metrics.spearman(np.ones(4), np.arange(4.0)))
+
+
+def test_ranks_of_codes_are_exact(rng: np.random.Generator) -> None:
+    a, b = rng.integers(0, 40, (2, 500)).astype(np.uint16)
+    b = (a + b).astype(np.uint16)
+    assert metrics.pooled_spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic)
+    high = np.array([64_000, 65_000, 7, 7, 9], np.uint16)
+    assert metrics.pooled_spearman(high, high[::-1].copy()) == pytest.approx(
+        stats.spearmanr(high, high[::-1]).statistic
+    )
+    assert np.isnan(metrics.pooled_spearman(a[:0], b[:0]))
+    assert np.isnan(metrics.pooled_spearman(a, np.full_like(a, 3)))
+
+
+def test_classes_are_compared_as_scikit_learn_does(rng: np.random.Generator) -> None:
+    target, told = rng.integers(0, 4, (2, 300))
+    told = np.where(rng.random(300) < 0.5, target, told)
+    found = metrics.of_confusion(metrics.confusion(target, told, 5).astype(float))  # class 4 never occurs
+    assert found["accuracy"] == pytest.approx(reference.accuracy_score(target, told))
+    assert found["MCC"] == pytest.approx(reference.matthews_corrcoef(target, told))
+    assert found["macro-F1"] == pytest.approx(reference.f1_score(target, told, average="macro"))
+    target %= 3  # class 3 is told, and is none
+    found = metrics.of_confusion(metrics.confusion(target, told, 5).astype(float))
+    assert found["macro-F1"] == pytest.approx(reference.f1_score(target, told, average="macro", labels=range(4)))
+    counts = metrics.confusion(target, told, 4)
+    assert counts.tolist() == reference.confusion_matrix(target, told).tolist()
+
+
+def test_mcc_of_one_class_is_zero_and_of_nothing_nan() -> None:
+    assert metrics.of_confusion(np.array([[3.0, 0], [2, 0]]))["MCC"] == 0
+    assert metrics.of_confusion(np.array([[3.0, 2], [0, 0]]))["MCC"] == 0
+    assert np.isnan(list(metrics.of_confusion(np.zeros((3, 3))).values())).all()
+
+
+def test_calibration_error_by_hand() -> None:
+    # Bins of 1/15: .90 and .92 in one (.867 to .933), one of them right; .5 alone and wrong; 1.0 in the last, right.
+    bins = metrics.calibration(np.array([0.9, 0.92, 0.5, 1.0]), np.array([True, False, False, True]))
+    assert bins.shape == (3, 15)
+    assert bins[0].sum() == 4
+    assert metrics.calibration_error(bins) == pytest.approx((abs(1.82 - 1) + 0.5 + 0) / 4)
+    assert np.isnan(metrics.calibration_error(np.zeros((3, 15))))
+
+
+def test_rankings_are_scored_as_scikit_learn_does(rng: np.random.Generator) -> None:
+    truth = rng.random(400) < 0.2
+    score = (rng.normal(size=400) + truth).round(1)  # with ties
+    found = metrics.of_scores(score, truth)
+    assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, score))
+    assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, score))
+    assert np.isnan(list(metrics.of_scores(score, np.zeros(400, bool)).values())).all()
+    one = metrics.of_scores(score, np.ones(400, bool))
+    assert np.isnan(one["AUROC"])
+    assert one["AUPRC"] == 1
+
+
+def test_binned_scores_give_nearly_the_same(rng: np.random.Generator) -> None:
+    truth = rng.random(20_000) < 0.1
+    logit = 2 * rng.normal(size=20_000) + 2 * truth
+    found = metrics.of_codes(metrics.score_codes(logit, truth))
+    assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, logit), abs=5e-4)
+    assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, logit), abs=2e-3)
+
+
+def test_codes_split_at_one_half_and_keep_the_order() -> None:
+    codes = metrics.score_codes(np.array([-100.0, -1e-6, 0.0, 1e-6, 0.04, 100.0]), np.array([0, 1, 0, 1, 0, 1], bool))
+    assert (codes & 1).tolist() == [0, 1, 0, 1, 0, 1]
+    assert (codes >= metrics.STEPS).tolist() == [False, False, True, True, True, True]
+    assert (codes >> 1).tolist() == [0, 499, 500, 500, 501, 999]
+
+
+def test_fmax_by_hand() -> None:
+    # Protein 1 has labels a, b; protein 2 has c; protein 3 has a, and nothing is said of it from .35 on.
+    probability = np.array([[0.9, 0.6, 0.3], [0.7, 0.2, 0.5], [0.3, 0.1, 0.2]])
+    truth = np.array([[1, 1, 0], [0, 0, 1], [1, 0, 0]], bool)
+    terms = sum(metrics.fmax_terms(p, t) for p, t in zip(probability, truth, strict=True))
+    # From .31 to .5: precision of the two with a prediction (1 + 1/2) / 2 = .75, recall (1 + 1 + 0) / 3: F = .7059.
+    # From .21 to .3: precision (2/3 + 1/2 + 1) / 3 = .7222, recall 1: F = .8387. To .2: (2/3 + 1/3 + 1/2) / 3.
+    assert metrics.fmax(terms) == pytest.approx(2 * (13 / 18) / (1 + 13 / 18))
+
+
+def test_fmax_counts_the_threshold_itself_and_leaves_out_what_has_no_label() -> None:
+    half = metrics.fmax_terms(np.array([0.5, 0.25]), np.array([True, False]))
+    assert half[1].tolist() == [1.0] * 51 + [0.0] * 50
+    assert half[2].tolist() == half[1].tolist()
+    assert half[0].tolist() == [0.5] * 26 + [1.0] * 25 + [0.0] * 50
+    none = metrics.fmax_terms(np.array([0.5, 0.25]), np.array([False, False]))
+    assert metrics.fmax(half + none) == metrics.fmax(half) == 1
+    assert np.isnan(metrics.fmax(none))
+
+
+def test_macro_f1_of_labels_leaves_out_those_that_never_occur(rng: np.random.Generator) -> None:
+    truth, told = rng.random((2, 50, 5)) < 0.4
+    truth[:, 3], told[:, 3] = False, False
+    right, of_told, of_truth = ((a & b).sum(0).astype(float) for a, b in ((truth, told), (told, told), (truth, truth)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = reference.f1_score(truth, told, average=None, zero_division=0)
+    assert metrics.f1(right, of_told, of_truth) == pytest.approx(np.delete(expected, 3).mean())
+    assert np.isnan(metrics.f1(np.zeros(2), np.zeros(2), np.zeros(2)))
+
+
+def test_means_and_totals() -> None:
+    rows = [{"a": 1.0, "b": np.nan, "c": np.ones((2, 3))}, {"a": np.nan, "b": np.nan, "c": np.arange(6).reshape(2, 3)}]
+    found = metrics.means(rows, ["a", "b"])
+    assert found["a"] == 1
+    assert np.isnan(found["b"])
+    assert metrics.total(rows, "c").tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_totals_of_many_rows_are_fast_enough_to_bootstrap() -> None:
+    rows = [{"c": np.ones((3, 15))} for _ in range(1000)]
+    start = time.process_time()
+    for _ in range(20):
+        metrics.total(rows, "c")
+    assert time.process_time() - start < 1  # 0.01 s on two busy cores

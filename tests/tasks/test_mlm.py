@@ -1,0 +1,343 @@
+"""The masked-language-model task: what is hidden, loss, scores, baselines; and training lowers the loss."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from model_files import TINY, fair_esm, ours
+
+from esmshard.data.ingest import ingest
+from esmshard.data.loader import Example, Examples
+from esmshard.errors import InputError
+from esmshard.model.config import SIZES
+from esmshard.model.weights import build, fresh
+from esmshard.settings import AdaptSettings
+from esmshard.task_settings import MlmSettings
+from esmshard.tasks import TASKS
+from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
+from esmshard.tasks.mlm import MlmTask
+from esmshard.tasks.numbers import HEADS
+from esmshard.tasks.protocol import collate
+from esmshard.vocab import CLS, EOS, MASK, decode, encode
+
+SETTINGS = MlmSettings(name="mlm")
+TASK = MlmTask(SETTINGS, {})
+LETTERS = list("ACDEFGHIKLMNPQRSTVWY")
+
+
+def example(sequence: str, draw: str = "0:0", record_id: str = "a") -> Example:
+    return Example(record_id, encode(sequence), {}, draw)
+
+
+def records(n_residues: int, lengths: tuple[int, ...] = (8, 30, 77, 350, 1022), extra: str = "XBUZO") -> list[Example]:
+    """Random records of these lengths in turn, `n_residues` in all at least; every tenth residue is no standard one."""
+    rng = np.random.default_rng(1)
+    found: list[Example] = []
+    while sum(len(e.tokens) - 2 for e in found) < n_residues:
+        letters = rng.choice(LETTERS, lengths[len(found) % len(lengths)])
+        if extra:
+            letters[5::10] = rng.choice(list(extra), len(letters[5::10]))
+        found.append(example("".join(letters), record_id=f"r{len(found)}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> FineTuner:
+    return FineTuner(ours(fair_esm(TINY), TINY), LanguageModelHead()).eval()
+
+
+# What is hidden
+
+
+def test_shares_are_those_of_esm() -> None:
+    selected = masked = at_random = kept = eligible = 0
+    drawn: list[int] = []
+    for one in records(120_000):
+        inputs = TASK.inputs(one)
+        assert inputs.logits_at is not None
+        now = inputs.tokens[inputs.logits_at]
+        was = one.tokens[inputs.logits_at]
+        elsewhere = np.ones(len(one.tokens), bool)
+        elsewhere[inputs.logits_at] = False
+        assert (inputs.tokens[elsewhere] == one.tokens[elsewhere]).all()
+        assert (inputs.target == was).all()
+        eligible += sum(letter in LETTERS for letter in decode(one.tokens))
+        selected += len(was)
+        masked += int((now == MASK).sum())
+        kept += int((now == was).sum())
+        changed = now[(now != MASK) & (now != was)]
+        at_random += len(changed)
+        drawn += changed.tolist()
+    assert selected / eligible == pytest.approx(0.15, abs=0.003)
+    assert masked / selected == pytest.approx(0.8, abs=0.01)
+    assert at_random / selected == pytest.approx(0.1 * 19 / 20, abs=0.01)  # one in twenty is the same again
+    assert kept / selected == pytest.approx(0.1 + 0.1 / 20, abs=0.01)
+    counts = np.bincount(drawn, minlength=33)
+    assert {decode([t]) for t in np.flatnonzero(counts)} == set(LETTERS)  # all of the 20, and nothing else
+    expected = counts.sum() / 20
+    assert (np.abs(counts[counts > 0] - expected) < 5 * math.sqrt(expected)).all()
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.5])
+def test_the_share_is_the_recipes(share: float) -> None:
+    task = MlmTask(MlmSettings(name="mlm", mask=share), {})
+    one = [task.inputs(e).logits_at for e in records(60_000, (40, 200), extra="")]
+    selected = sum(len(at) for at in one if at is not None)
+    assert selected / 60_000 == pytest.approx(share, abs=0.006)
+
+
+def test_places_are_ascending_once_each_and_everywhere() -> None:
+    seen = np.zeros(42, int)
+    for n in range(3000):
+        at = TASK.inputs(example("MKTAYIAKQR" * 4, record_id=str(n))).logits_at
+        assert at is not None
+        assert at.dtype == np.int64
+        assert (np.diff(at) > 0).all()
+        seen[at] += 1
+    assert seen[0] == seen[41] == 0
+    assert (np.abs(seen[1:41] - 450) < 5 * math.sqrt(450 * 0.85)).all()  # each place in 15% of the records
+
+
+def test_only_standard_residues_are_told() -> None:
+    for n in range(200):
+        inputs = TASK.inputs(example("XXBUZOMXX", record_id=str(n)))
+        assert inputs.logits_at is not None
+        assert inputs.logits_at.tolist() == [7]  # the one M, always: short sequences have at least one
+        assert inputs.target.tolist() == [20]
+    nothing = TASK.inputs(example("XXBUZO"))
+    assert nothing.logits_at is not None
+    assert (len(nothing.logits_at), len(nothing.target)) == (0, 0)
+    assert nothing.tokens.tolist() == encode("XXBUZO").tolist()
+
+
+@pytest.mark.parametrize(("length", "counts"), [(1, {1}), (5, {1}), (10, {1, 2}), (20, {3}), (30, {4, 5})])
+def test_the_number_is_rounded_up_or_down_and_at_least_one(length: int, counts: set[int]) -> None:
+    found = [len(TASK.inputs(example("K" * length, record_id=str(n))).target) for n in range(400)]
+    assert set(found) == counts
+    if length >= 10:
+        assert np.mean(found) == pytest.approx(0.15 * length, abs=0.1)
+
+
+def test_a_choice_follows_from_seed_epoch_and_id_alone() -> None:
+    sequence = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ" * 3
+
+    def seen(draw: str, record_id: str) -> list[int]:
+        return TASK.inputs(example(sequence, draw, record_id)).tokens.tolist()
+
+    first = seen("0:0", "a")
+    others = [seen("0:1", "a"), seen("1:0", "a"), seen("0:0", "b"), seen("fixed", "a")]
+    assert all(other != first for other in others)
+    torch.manual_seed(3)  # nothing global is asked
+    assert seen("0:0", "a") == first
+    # The same for ever: a change would make perplexities of old and new runs differ.
+    assert TASK.inputs(example("MKTAYIAKQRQISFVKSHFS", "fixed", "P1")).logits_at.tolist() == [8, 11, 13]
+
+
+def test_the_same_whatever_the_batch() -> None:
+    some = records(1500, (30, 60, 90))
+    together, targets = collate(TASK, some)
+    tokens = np.split(together.tokens_T.numpy(), together.bounds[1:-1])
+    for n, one in enumerate(some):
+        alone, target = collate(TASK, [one])
+        assert alone.tokens_T.numpy().tolist() == tokens[n].tolist()
+        assert target[0].tolist() == targets[n].tolist()
+
+
+def fasta(path: Path, sequences: list[str]) -> Path:
+    path.write_text("".join(f">r{n}\n{s}\n" for n, s in enumerate(sequences)))
+    return path
+
+
+def test_validation_hides_the_same_whatever_the_seed_and_training_another_choice_each_epoch(tmp_path: Path) -> None:
+    path = fasta(tmp_path / "a.fasta", ["MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ", "MLKKHEWYTV" * 12])
+    store = ingest([path], tmp_path / "store")
+    assert TASK.labels(path, store, None) is None
+
+    def seen(seed: int, epoch: int | None) -> list[list[int]]:
+        examples = Examples("valid", path, store, None, long="crop", max_length=100, seed=seed)
+        return [TASK.inputs(examples.get(n, epoch)).tokens.tolist() for n in range(2)]
+
+    assert seen(0, None) == seen(7, None)
+    assert seen(0, 1) == seen(0, 1)
+    assert all(a != b for a, b in zip(seen(0, 1), seen(0, 2), strict=True))
+    assert all(a != b for a, b in zip(seen(0, 1), seen(1, 1), strict=True))
+
+
+def test_windows_of_a_record_hide_different_places(tmp_path: Path) -> None:
+    path = fasta(tmp_path / "a.fasta", ["MKTAYIAKQR" * 30])
+    examples = Examples("train", path, ingest([path], tmp_path / "store"), None, long="window", max_length=100)
+    places = [tuple(TASK.inputs(examples.get(n, 0)).logits_at) for n in range(len(examples))]
+    assert len(places) == len(set(places)) == 3
+
+
+# Loss and scores
+
+
+def random_outputs(counts: list[int]) -> tuple[list[npt.NDArray[np.float32]], list[npt.NDArray[np.int64]]]:
+    rng = np.random.default_rng(5)
+    outputs = [(rng.standard_normal((n, 33)) * 3).astype(np.float32) for n in counts]
+    return outputs, [rng.integers(4, 24, n) for n in counts]
+
+
+def by_hand(logits_PV: npt.NDArray[np.float32], target_P: npt.NDArray[np.int64]) -> float:
+    """Sum of negative log-likelihoods, one residue after the other."""
+    total = 0.0
+    for logits, target in zip(logits_PV.astype(np.float64), target_P, strict=True):
+        total += math.log(sum(math.exp(v) for v in logits)) - logits[target]
+    return total
+
+
+def test_the_loss_is_a_sum_over_residues_and_their_number() -> None:
+    outputs, targets = random_outputs([4, 0, 9])
+    part = TASK.loss([torch.from_numpy(o) for o in outputs], [torch.from_numpy(t) for t in targets])
+    assert float(part.count) == 13
+    assert float(part.sum) == pytest.approx(sum(map(by_hand, outputs, targets)), rel=1e-5)
+
+
+def test_a_loss_over_nothing_is_zero_and_has_a_gradient() -> None:
+    logits = torch.zeros(0, 33, requires_grad=True)
+    part = TASK.loss([logits], [torch.zeros(0, dtype=torch.int64)])
+    assert (part.sum.item(), part.count.item()) == (0.0, 0.0)
+    part.sum.backward()
+    assert logits.grad is not None
+
+
+def test_scores_and_summary_are_over_residues() -> None:
+    outputs, targets = random_outputs([4, 0, 9])
+    targets[0][:3] = outputs[0][:3].argmax(1)
+    targets[0][3] = (outputs[0][3].argmax() + 1) % 33
+    rows = TASK.score(outputs, targets)
+    losses = [by_hand(o, t) for o, t in zip(outputs, targets, strict=True)]
+    assert [row["nll"] for row in rows] == pytest.approx(losses, rel=1e-6)
+    assert [row["masked"] for row in rows] == [4, 0, 9]
+    assert rows[0]["perplexity"] == pytest.approx(math.exp(losses[0] / 4), rel=1e-6)
+    assert rows[0]["accuracy"] == 0.75
+    assert np.isnan(rows[1]["perplexity"])
+    assert np.isnan(rows[1]["accuracy"])
+    found = TASK.summary(rows)
+    assert tuple(found) == TASK.columns == ("perplexity", "accuracy")
+    assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / 13), rel=1e-6)
+    hits = 3 + sum(int(o.argmax() == t) for o, t in zip(outputs[2], targets[2], strict=True))
+    assert found["accuracy"] == hits / 13
+    assert all(np.isnan(v) for v in TASK.summary([rows[1]]).values())
+    assert TASK.lower_is_better
+
+
+def test_a_model_that_knows_nothing_has_the_perplexity_of_its_alphabet() -> None:
+    (row,) = TASK.score([np.zeros((7, 33), np.float32)], [np.full(7, 5)])
+    assert row["perplexity"] == pytest.approx(33)
+
+
+# Model
+
+
+def test_logits_are_those_of_the_whole_sequence_at_the_places_asked_for(model: FineTuner) -> None:
+    some = records(300, (40, 12, 75))
+    batch, targets = collate(TASK, some)
+    with torch.no_grad():
+        outputs = model(batch)
+        whole = model.trunk(batch, logits_at=torch.arange(len(batch.tokens_T))).logits_PV
+    assert whole is not None
+    assert len(outputs) == len(some)
+    for n, one in enumerate(some):
+        at = TASK.inputs(one).logits_at
+        assert at is not None
+        assert outputs[n].shape == (len(targets[n]), 33)
+        assert (outputs[n] - whole[torch.from_numpy(at) + batch.bounds[n]]).abs().max() <= 1e-5
+
+
+def test_a_record_without_a_standard_residue_goes_through(model: FineTuner) -> None:
+    for some in ([example("XXX")], [example("XXX"), example("MKTAYIAKQR")]):
+        batch, targets = collate(TASK, some)
+        with torch.no_grad():
+            outputs = model(batch)
+        assert [len(o) for o in outputs] == [len(t) for t in targets]
+        assert float(TASK.loss(outputs, targets).count) == sum(len(t) for t in targets)
+
+
+def test_predictions_are_probabilities_of_the_20_amino_acids(model: FineTuner) -> None:
+    one = example("MKTXAYIAKQR")
+    question = TASK.question(one)
+    assert question.tokens.tolist() == one.tokens.tolist()
+    assert question.logits_at is not None
+    assert question.logits_at.tolist() == list(range(1, 12))
+    logits_LV = model.outputs([question])[0]
+    found = TASK.predict(logits_LV)
+    assert (found.dtype, found.shape) == (np.float32, (11, 20))
+    assert found.sum(1) == pytest.approx(np.ones(11), abs=1e-5)
+    order = [int(encode(letter)[1]) for letter in LETTERS]
+    expected = torch.from_numpy(logits_LV)[:, order].softmax(1)
+    assert found == pytest.approx(expected.numpy(), abs=1e-6)
+    assert list(TASK.names) == LETTERS
+    assert TASK.per_residue
+    assert TASK.one_of_names
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "head"])
+def test_training_lowers_the_loss(method: str) -> None:
+    torch.manual_seed(0)
+    config = SIZES["nano"]
+    model = FineTuner(build(fresh(config, 0), torch.device("cpu")), TASK.head(config))
+    model.adapt(AdaptSettings(method=method), 0)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert ("trunk.lm_head.dense.weight" in trained) == (method != "lora")
+    assert not any(name.startswith("head.") for name in trained)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    sequences = ["MKTAYIAKQRQISFVKSHFS" * 3, "GGSGGSGGSGGSGGSGGS" * 2, "LLLLKKKKEEEELLLL" * 3]
+    losses = []
+    for epoch in range(40):
+        batch, targets = collate(TASK, [example(s, f"0:{epoch}", str(n)) for n, s in enumerate(sequences * 4)])
+        part = TASK.loss(model(batch), targets)
+        (part.sum / part.count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((part.sum / part.count).item())
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.1
+    assert losses[0] > 2.5
+
+
+# Baselines and the rest of the protocol
+
+
+def test_the_frequencies_baseline_guesses_alike_everywhere(model: FineTuner) -> None:
+    known = TASK.baselines([example("MMMKX"), example("MKB")], model)
+    logits_V = known["amino-acid frequencies"]
+    found = np.exp(logits_V.astype(np.float64))
+    assert found[20] == pytest.approx(5 / 26)  # 4 of 6 standard residues are M, and one more of each of the 20
+    assert found[15] == pytest.approx(3 / 26)
+    assert found[4] == pytest.approx(1 / 26)
+    assert found[[CLS, EOS, MASK, 24, 25]] == pytest.approx(0, abs=1e-12)
+    assert found.sum() == pytest.approx(1)
+
+    one = example("MKTAYIAKQRQISFVKSHFS", "fixed")
+    outputs = TASK.baseline_outputs(one, known, None)
+    assert list(outputs) == ["amino-acid frequencies"]
+    target = TASK.inputs(one).target
+    (row,) = TASK.score([np.asarray(outputs["amino-acid frequencies"])], [target])
+    assert row["nll"] == pytest.approx(-sum(math.log(found[t]) for t in target), rel=1e-5)
+
+
+def test_the_untrained_model_is_asked_the_same(model: FineTuner) -> None:
+    one = example("MKTAYIAKQRQISFVKSHFS" * 4, "fixed")
+    found = TASK.baseline_outputs(one, {}, model)
+    batch, _ = collate(TASK, [one])
+    with torch.no_grad():
+        assert np.array_equal(np.asarray(found["untrained"]), model(batch)[0].numpy())
+
+
+def test_there_is_no_probe(model: FineTuner) -> None:
+    with pytest.raises(InputError, match="mlm has no probe; choose full, lora or head"):
+        TASK.probe(LanguageModelHead(), [], model, 0)
+
+
+def test_the_head_has_no_parameters_and_nothing_is_learned() -> None:
+    assert not list(TASK.head(TINY).parameters())
+    assert TASK.learn(None) is TASK
+    assert dict(TASK.facts) == {}
+    numbers = HEADS["mlm"](SETTINGS)
+    assert numbers.parameters(TINY) == 0
+    assert numbers.head_bytes(1000) == 4 * 3 * 33 * 150  # three arrays of 33 fp32 numbers at 150 places
+    assert isinstance(TASKS["mlm"](SETTINGS, {}), MlmTask)

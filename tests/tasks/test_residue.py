@@ -1,0 +1,507 @@
+"""The residue task: labels, classes of letters, head, loss, metrics, baselines and the probe."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_files import TINY, fair_esm, ours, perturb, tokenise
+from pydantic import TypeAdapter, ValidationError
+from scipy import stats
+from sklearn import metrics as reference
+
+from esmshard.data.ingest import ingest
+from esmshard.data.loader import Example, Examples
+from esmshard.errors import InputError, UsageError
+from esmshard.model.esm2 import ESM2
+from esmshard.settings import DataSettings
+from esmshard.task_settings import ResidueSettings, TaskSettings
+from esmshard.tasks import residue
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.numbers import OUTPUTS, ResidueNumbers
+from esmshard.tasks.residue import ResidueTask
+from esmshard.vocab import STANDARD, encode
+
+STATES = ("HGI", "EB", "STC")
+Q3 = {"classes": list(STATES), "counts": [60, 30, 10]}
+TWO = {"classes": ["-", "B"], "counts": [90, 10]}
+NUMBER = {"mean": 10.0, "std": 5.0, "quantiles": np.linspace(-30, 50, 101).tolist()}
+
+
+def task(facts: dict[str, Any] = Q3, **given: Any) -> ResidueTask:
+    return ResidueTask(ResidueSettings(name="residue", **given), facts)
+
+
+def data(**given: Any) -> DataSettings:
+    return DataSettings(train="t", valid="v", test="e", **given)
+
+
+class Files:
+    """A FASTA file of some records."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def split(self, name: str, text: str) -> tuple[Path, Any]:
+        fasta = self.directory / f"{name}.fasta"
+        fasta.write_text(
+            "".join(f">{line.rsplit(' ', 1)[0]}\n{line.rsplit(' ', 1)[1]}\n" for line in text.splitlines())
+        )
+        return fasta, ingest([fasta], self.directory / name, overwrite=True)
+
+    def learn(self, settings: dict[str, Any], text: str, **given: Any) -> tuple[ResidueTask, Examples]:
+        """A task that has read its training labels."""
+        fasta, store = self.split("train", text)
+        new = ResidueTask(ResidueSettings(name="residue", **settings), {})
+        train = Examples("train", fasta, store, new.labels(fasta, store, data(**given)))
+        return new.learn(train), train
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trunk() -> ESM2:
+    return ours(fair_esm(TINY), TINY)
+
+
+def examples(n: int, kind: str = "class", seed: int = 0, back: int = 3) -> list[Example]:
+    """Random proteins; a residue's label follows from the one some places before it, and some are undefined."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for k in range(n):
+        codes = rng.integers(0, 20, rng.integers(10, 60))
+        before = np.concatenate([[-1] * back, codes[: len(codes) - back]])
+        if kind == "class":  # letters of HGI EB STC: 0 1 2, 3 4, 5 6 7
+            target: Any = np.select([before < 7, before < 14], [np.int8(1), np.int8(3)], np.int8(6)).astype(np.int8)
+            target[rng.random(len(codes)) < 0.1] = -1
+        else:
+            target = (before + rng.normal(size=len(codes))).astype(np.float32)
+            target[rng.random(len(codes)) < 0.1] = np.nan
+        found.append(Example(str(k), encode("".join(STANDARD[c] for c in codes)), {"target": target}))
+    return found
+
+
+# Recipe and labels
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "number", "classes": ["A", "B"]}, "is for kind class; remove it"),
+        ({"kind": "number", "balance": 0.5}, "weighs classes, and the recipe has kind number; remove it"),
+        ({"classes": ["HGI", "EB", "STH"]}, "has the letter H twice; a letter belongs to one class"),
+        ({"classes": ["HH", "E"]}, "has the letter H twice"),
+        ({"classes": ["HGI"]}, "has one class only, of which nothing can be learned"),
+        ({"classes": ["H", ""]}, "names each class by its letters in ASCII"),
+        ({"classes": ["H", "E "]}, "names each class by its letters in ASCII"),
+        ({"classes": ["H", "\u00e9"]}, "names each class by its letters in ASCII"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(TaskSettings).validate_python({"name": "residue", **given})
+
+
+def test_letters_are_joined_to_classes(files: Files) -> None:
+    text = "a TARGET=HHGI MASK=1101 MKTA\nb TARGET=ECB MASK=111 ACD"
+    found, train = files.learn({"classes": list(STATES)}, text)
+    assert found.facts == {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1]}
+    assert [found.inputs(train.get(n)).target.tolist() for n in range(2)] == [[0, 0, -1, 0], [1, 2, 1]]
+    assert found.inputs(train.get(0)).target.dtype == np.int64
+    assert found.columns == ("Q3", "Q3 per protein", "MCC", "macro-F1", "ECE")
+    assert (found.names, found.per_residue, found.one_of_names) == (("HGI", "EB", "STC"), True, True)
+
+
+def test_each_letter_is_a_class_by_default_and_later_splits_have_the_same(files: Files) -> None:
+    found, _ = files.learn({}, "a TARGET=HEH MKT\nb TARGET=TEE ACD")
+    assert found.facts == {"classes": ["E", "H", "T"], "counts": [3, 2, 1]}
+    fasta, store = files.split("valid", "v TARGET=TH AC")
+    labels = found.labels(fasta, store, data())
+    assert found.inputs(Example("v", encode("AC"), labels[0])).target.tolist() == [2, 1]
+    with pytest.raises(InputError, match=r"test.fasta: record 'w' has the class 'C' at position 2.*none of EHT"):
+        found.labels(*files.split("test", "v TARGET=TH AC\nw TARGET=TCC ACD"), data())
+
+
+def test_labels_come_from_a_table_a_label_file_and_an_npz(files: Files) -> None:
+    directory = files.directory
+    (directory / "x.csv").write_text("id,ss\na,HHE\nb,EE\nfar,CCC\n")
+    (directory / "x.fasta").write_text(">b\nEE\n>a\nHHE\n>far\nCCC\n")
+    (directory / "m.fasta").write_text(">b\n11\n>a\n101\n>far\n111\n")
+    np.savez(directory / "train.npz", names=["far", "b", "a"], seqs=["MMM", "AC", "MKT"], ss=["CCC", "EE", "HHE"])
+    for given in (
+        {"labels": str(directory / "x.csv"), "target": ["ss"]},
+        {"labels": str(directory / "x.fasta")},
+        {"target": ["ss"]},
+        {"labels": str(directory / "train.npz"), "target": ["ss"]},
+        {"labels": str(directory / "x.fasta"), "mask": str(directory / "m.fasta")},
+    ):
+        found, train = files.learn({}, "a MKT\nb AC", **given)
+        assert found.facts["classes"] == ["E", "H"]
+        masked = "mask" in given
+        assert found.facts["counts"] == [3, 1 if masked else 2]
+        assert found.inputs(train.get(0)).target.tolist() == [1, -1 if masked else 1, 0]
+        assert train.notices == []
+
+
+def test_numbers_are_standardised_by_the_training_residues(files: Files) -> None:
+    found, train = files.learn({"kind": "number"}, "a TARGET=1;nan;3 MKT\nb TARGET=8;4 AC")
+    assert (found.facts["mean"], found.facts["std"]) == pytest.approx((4, math.sqrt(26 / 4)))
+    target = found.inputs(train.get(0)).target
+    assert target.dtype == np.float32
+    assert target == pytest.approx([-3 / math.sqrt(6.5), math.nan, -1 / math.sqrt(6.5)], nan_ok=True)
+    assert found.predict(target[:, None]) == pytest.approx([1, math.nan, 3], nan_ok=True)
+    assert found.facts["quantiles"] == sorted(set(found.facts["quantiles"]))
+    assert found.facts["quantiles"][0] == pytest.approx(1 - 4 * math.sqrt(6.5))
+    assert found.names == ("value",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "message"),
+    [
+        ({}, "a TARGET=HHH MKT\nb TARGET=HH AC", "every training residue has the class 'H'; give labels of two"),
+        ({"classes": ["HG", "E"]}, "a TARGET=HGH MKT", "every training residue has the class 'HG'"),
+        ({"classes": ["HG", "E", "C"]}, "a TARGET=HEH MKT", "no training residue has the class 'C', so that it cannot"),
+        ({"classes": ["H", "E"]}, "a TARGET=HEC MKT", "has the class 'C' at position 3, which is none of HE"),
+        ({"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "every training residue is labelled 2, of which"),
+        ({"kind": "number"}, "a TARGET=nan;nan;nan MKT", "no residue of any record has a label"),
+        ({"kind": "number"}, "a TARGET=1;inf;3 MKT", "which is not a finite number"),
+        ({"kind": "number"}, "a TARGET=1;2e39;3 MKT", "which is not a finite number"),
+        ({"kind": "number"}, "a TARGET=HEH MKT", "which is not a finite number"),
+        ({}, "a TARGET=HEH MKT\nb AC", "1 of 2 records have no label in"),
+        ({}, "a MKT\nb AC", "no record (a, b) has a TARGET="),
+        ({}, "a TARGET=HEH MASK=000 MKT\nb TARGET=HE MASK=00 AC", "no residue of any record has a label"),
+        ({}, "a TARGET=HE MKT", "has labels for 2 residues, but 3 residues"),
+    ],
+)
+def test_labels_that_nothing_can_be_learned_from_are_refused(
+    files: Files, settings: dict[str, Any], text: str, message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        files.learn(settings, text)
+    assert message in str(caught.value)
+    assert "train.fasta" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_training_examples_without_any_label_are_refused(files: Files) -> None:
+    for kind, text in (
+        ("class", "a TARGET=HEC MASK=111 MKT\nb TARGET=HE MASK=00 AC"),
+        ("number", "a TARGET=1;2;3 MKT\nb TARGET=nan;nan AC"),
+    ):
+        fasta, store = files.split("train", text)
+        new = task({}, kind=kind)
+        labels = new.labels(fasta, store, data())
+        part = Examples("train", fasta, store, labels, members_N=np.array([False, True]))
+        with pytest.raises(InputError, match="no training residue has a label; look at labels and masks"):
+            new.learn(part)
+
+
+def test_arguments_that_do_not_fit_are_refused(files: Files) -> None:
+    fasta, store = files.split("train", "a TARGET=HE AC")
+    with pytest.raises(UsageError, match=r"data.target: residues have one label, not 2; name one"):
+        task({}).labels(fasta, store, data(target=["a", "b"]))
+    with pytest.raises(UsageError, match=r"data.target: the label FASTA m.fasta has no columns; remove it"):
+        task({}).labels(fasta, store, data(target=["a"], labels="m.fasta"))
+
+
+# Head
+
+
+@pytest.mark.parametrize("hidden", [0, 6])
+@pytest.mark.parametrize("kind", ["class", "number"])
+def test_a_record_s_output_does_not_depend_on_its_batch(trunk: ESM2, hidden: int, kind: str) -> None:
+    torch.manual_seed(0)
+    head = task(Q3 if kind == "class" else NUMBER, kind=kind, hidden=hidden).head(TINY)
+    perturb(head, deviation=0.3)
+    torch.nn.init.normal_(head.out.weight)
+    model = FineTuner(trunk, head).eval()
+    sequences = ["MKTAYIAK", "W", "ACDEFGHIKLMNPQRSTVWY"]
+    with torch.no_grad():
+        together = model(tokenise(sequences)[1])
+        alone = [model(tokenise([s])[1])[0] for s in sequences]
+    for text, a, b in zip(sequences, together, alone, strict=True):
+        assert a.shape == (len(text), 3 if kind == "class" else 1)
+        assert (a - b).abs().max() < 1e-5
+    assert together[2].std(0).min() > 0.05
+
+
+@pytest.mark.parametrize(("hidden", "reach"), [(0, 0), (5, 3)])
+def test_a_residue_s_output_sees_its_neighbours_in_the_same_record(hidden: int, reach: int) -> None:
+    torch.manual_seed(0)
+    head = task(hidden=hidden).head(TINY).eval()
+    torch.nn.init.normal_(head.out.weight)
+    batch = tokenise(["A" * 12, "C" * 12])[1]
+    x_TD = torch.randn(28, 32)
+    with torch.no_grad():
+        before = head(x_TD, batch)
+        x_TD[11] += torch.randn(32)  # residue 10 of the first record, counted from 0
+        after = head(x_TD, batch)
+    changed = ((before[0] - after[0]).abs().max(1).values > 1e-6).nonzero().ravel().tolist()
+    assert changed == [n for n in range(12) if abs(n - 10) <= reach]
+    assert torch.equal(before[1], after[1])
+
+
+def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
+    for hidden in (0, 6):
+        made = task(hidden=hidden)
+        (output,) = made.head(TINY).eval()(torch.randn(6, 32), tokenise(["MKTA"])[1])
+        probability = made.predict(output.detach().numpy())
+        assert probability.shape == (4, 3)
+        assert probability == pytest.approx(np.tile([0.6, 0.3, 0.1], (4, 1)), abs=0.1)
+    number = task(NUMBER, kind="number")
+    (output,) = number.head(TINY).eval()(torch.randn(6, 32), tokenise(["MKTA"])[1])
+    assert number.predict(output.detach().numpy()) == pytest.approx([10] * 4, abs=3)
+
+
+@pytest.mark.parametrize("hidden", [0, 7])
+def test_the_planner_knows_the_size_of_the_head(hidden: int) -> None:
+    for facts, given in (
+        (NUMBER, {"kind": "number"}),
+        (Q3, {"classes": STATES}),
+        ({"classes": ["x"] * OUTPUTS, "counts": [1] * OUTPUTS}, {}),
+    ):
+        settings = ResidueSettings(name="residue", hidden=hidden, **given)
+        head = ResidueTask(settings, facts).head(TINY)
+        assert ResidueNumbers(settings).parameters(TINY) == sum(p.numel() for p in head.parameters())
+
+
+def test_dropout_is_of_training_alone() -> None:
+    for hidden in (0, 6):
+        head = task(dropout=0.5, hidden=hidden).head(TINY)
+        torch.nn.init.normal_(head.out.weight)
+        batch, x_TD = tokenise(["MKT"])[1], torch.randn(5, 32)
+        assert not torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
+        head.eval()
+        assert torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
+
+
+# Loss
+
+
+def test_all_labelled_residues_count_alike() -> None:
+    outputs = [torch.tensor([[1.0, 0, 0], [9.0, 9, 9]]), torch.tensor([[0.0, 0, 2]] * 2)]
+    targets = [torch.tensor([0, -1]), torch.tensor([1, 2])]
+    first, second = (math.log(math.e + 2) - 1, math.log(2 + math.e**2))
+    plain, full = (task(balance=b).loss(outputs, targets) for b in (0, 1))
+    assert float(plain.sum) == pytest.approx(first + second + second - 2, rel=1e-5)
+    assert float(plain.count) == 3
+    # Weights 1 / .6, 1 / .3 and 1 / .1, of mean 3 over the training labels.
+    weights = [1 / 0.6 / 3, 1 / 0.3 / 3, 1 / 0.1 / 3]
+    expected = weights[0] * first + weights[1] * second + weights[2] * (second - 2)
+    assert float(full.sum) == pytest.approx(expected, rel=1e-5)
+    assert float(full.count) == pytest.approx(sum(weights), rel=1e-5)
+
+
+def test_numbers_are_compared_where_there_are_any() -> None:
+    outputs = [torch.tensor([[1.0], [5.0]], requires_grad=True), torch.tensor([[2.0]], requires_grad=True)]
+    found = task(NUMBER, kind="number").loss(outputs, [torch.tensor([3.0, math.nan]), torch.tensor([2.5])])
+    assert float(found.sum.detach()) == pytest.approx(4.25)
+    assert float(found.count) == 2
+    found.sum.backward()
+    assert outputs[0].grad.ravel().tolist() == [-4, 0]
+
+
+@pytest.mark.parametrize("kind", ["class", "number"])
+def test_a_batch_without_labels_keeps_the_graph(kind: str) -> None:
+    made = task(Q3 if kind == "class" else NUMBER, kind=kind)
+    head = made.head(TINY)
+    outputs = head(torch.randn(5, 32), tokenise(["MKT"])[1])
+    target = torch.full((3,), -1) if kind == "class" else torch.full((3,), math.nan)
+    found = made.loss(outputs, [target])
+    assert (float(found.sum.detach()), float(found.count)) == (0, 0)
+    found.sum.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
+
+
+# Metrics
+
+
+def test_q3_counts_labelled_residues_and_is_pooled_over_proteins() -> None:
+    logits = np.eye(3, dtype=np.float32)
+    outputs = [logits[[0, 1, 2, 2]], logits[[0]], logits[[1, 1]]]
+    targets = [np.array([0, -1, 2, 0]), np.array([1]), np.array([-1, -1])]
+    rows = task().score(outputs, targets)
+    assert [row["labelled"] for row in rows] == [3, 1, 0]
+    assert [row["Q3"] for row in rows] == pytest.approx([2 / 3, 0, math.nan], nan_ok=True)
+    found = task().summary(rows)
+    assert found["Q3"] == pytest.approx(2 / 4)
+    assert found["Q3 per protein"] == pytest.approx((2 / 3 + 0) / 2)
+    assert set(task().columns) == found.keys()
+    assert all(math.isnan(value) for value in task().summary(rows[2:]).values())
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
+    rng = np.random.default_rng(0)
+    made = task(TWO if n_classes == 2 else Q3)
+    lengths = rng.integers(1, 80, 40)
+    targets = [rng.integers(-1, n_classes, length) for length in lengths]
+    outputs = [(rng.normal(size=(length, n_classes)) * 2).astype(np.float32) for length in lengths]
+    for output, target in zip(outputs, targets, strict=True):
+        output[np.arange(len(target)), target] += 1.5
+    found = made.summary(made.score(outputs, targets))
+    logits, truth = np.concatenate(outputs), np.concatenate(targets)
+    logits, truth = logits[truth >= 0], truth[truth >= 0]
+    told = logits.argmax(1)
+    assert found["MCC"] == pytest.approx(reference.matthews_corrcoef(truth, told))
+    assert found[f"Q{n_classes}"] == pytest.approx(reference.accuracy_score(truth, told))
+    assert found["macro-F1"] == pytest.approx(reference.f1_score(truth, told, average="macro"))
+    confidence = (np.exp(logits) / np.exp(logits).sum(1, keepdims=True)).max(1)
+    bins = (confidence * 15).astype(int)
+    expected = sum(abs(confidence[bins == b].sum() - (told == truth)[bins == b].sum()) for b in range(15)) / len(truth)
+    assert found["ECE"] == pytest.approx(expected, rel=1e-4)
+    assert set(made.columns) == found.keys()
+    if n_classes == 2:
+        assert made.columns[0] == "MCC"
+        score = logits[:, 1] - logits[:, 0]
+        assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, score), abs=3e-3)
+        assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, score), abs=3e-3)
+
+
+def test_numbers_are_ranked_over_all_residues_and_within_proteins(files: Files) -> None:
+    rng = np.random.default_rng(0)
+    values = [np.exp(2 * rng.normal(size=length)).round(3) for length in (30, 50, 9)]  # far from a normal distribution
+    text = "\n".join(
+        f"{k} TARGET={';'.join(map(str, v.tolist()))} {'M' * len(v)}" for k, v in zip("abc", values, strict=True)
+    )
+    made, train = files.learn({"kind": "number"}, text)
+    targets = [made.inputs(train.get(n)).target for n in range(3)]
+    targets[1][:20] = np.nan
+    outputs = [(target + 0.2 * rng.normal(size=len(target)))[:, None].astype(np.float32) for target in targets]
+    outputs[1][np.isnan(outputs[1])] = 3
+    rows = made.score(outputs, targets)
+    found = made.summary(rows)
+    told, truth = np.concatenate(outputs)[:, 0], np.concatenate(targets)
+    told, truth = told[~np.isnan(truth)], truth[~np.isnan(truth)]
+    assert found["Spearman"] == pytest.approx(stats.spearmanr(told, truth).statistic, abs=1e-4)
+    each = [
+        stats.spearmanr(o[~np.isnan(t), 0], t[~np.isnan(t)]).statistic for o, t in zip(outputs, targets, strict=True)
+    ]
+    assert [row["Spearman"] for row in rows] == pytest.approx(each)
+    assert found["Spearman per protein"] == pytest.approx(np.mean(each))
+    assert found["RMSE"] == pytest.approx(made.facts["std"] * np.sqrt(((told - truth) ** 2).mean()), rel=1e-4)
+    assert set(made.columns) == found.keys()
+    (nothing,) = made.score([outputs[0]], [np.full(30, np.nan, np.float32)])
+    assert math.isnan(nothing["Spearman"])
+    assert all(math.isnan(value) for value in made.summary([nothing]).values())
+
+
+@pytest.mark.parametrize(("kind", "facts"), [("number", NUMBER), ("class", Q3), ("class", TWO)])
+def test_a_model_that_says_nan_is_scored(kind: str, facts: dict[str, Any]) -> None:
+    made = task(facts, kind=kind)
+    width = len(facts["classes"]) if kind == "class" else 1
+    target = np.zeros(4, np.int64 if kind == "class" else np.float32)
+    found = made.summary(made.score([np.full((4, width), np.nan, np.float32)], [target]))
+    assert found.keys() == set(made.columns)
+
+
+# Baselines and the probe
+
+
+@pytest.mark.parametrize("kind", ["class", "number"])
+def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str) -> None:
+    train, test = examples(60, kind), examples(30, kind, seed=1)
+    facts = Q3 if kind == "class" else NUMBER
+    made = task(facts, kind=kind)
+    base = FineTuner(trunk, made.head(TINY)).eval()
+    known = made.baselines(train, base)
+    outputs: dict[str, list[np.ndarray]] = {}
+    for example in test:
+        for name, output in made.baseline_outputs(example, known, base).items():
+            assert output.shape == (len(example.tokens) - 2, 3 if kind == "class" else 1)
+            outputs.setdefault(name, []).append(output)
+    first = "majority" if kind == "class" else "mean"
+    assert list(outputs) == [first, "length", "one-hot window", "frozen embedding"]
+    assert all(np.ptp(output, axis=0).max() == 0 for output in outputs["length"])  # alike for all of a protein
+    targets = [made.inputs(example).target for example in test]
+    scores = {name: made.summary(made.score(found, targets)) for name, found in outputs.items()}
+    metric = "Q3" if kind == "class" else "Spearman"
+    assert scores["one-hot window"][metric] > 0.9
+    assert scores["frozen embedding"][metric] < 0.9
+    if kind == "class":
+        assert {k for o in outputs["majority"] for k in o.argmax(1)} == {0}
+    else:
+        assert math.isnan(scores["mean"]["Spearman"])
+        assert made.predict(outputs["mean"][0]) == pytest.approx(np.full(len(targets[0]), 10.0))
+    assert list(made.baseline_outputs(test[0], known, None)) == [first, "length", "one-hot window"]
+
+
+def test_baselines_see_the_length_and_fifteen_residues_with_the_ends_marked() -> None:
+    known = {"length.weight": np.eye(2, dtype=np.float32), "length.bias": np.zeros(2, np.float32)}
+    found = task().baseline_outputs(Example("a", encode("ACX"), {}), known, None)["length"]
+    assert found == pytest.approx(np.tile([3, math.log(3)], (3, 1)))
+    known = {"one-hot window.weight": np.eye(315, dtype=np.float32), "one-hot window.bias": np.zeros(315, np.float32)}
+    found = task().baseline_outputs(Example("a", encode("ACX"), {}), known, None)["one-hot window"]
+    found = found.reshape(3, 15, 21)
+    a, c, beyond = STANDARD.index("A"), STANDARD.index("C"), 20
+    assert [(w, k) for w, k in zip(*np.nonzero(found[0]), strict=True)] == [
+        *((w, beyond) for w in range(7)),
+        (7, a),
+        (8, c),
+        *((w, beyond) for w in range(10, 15)),
+    ]
+    assert found[1, 6].argmax() == a
+    assert found[1, 7].argmax() == c
+    assert not found[1, 8].any()
+
+
+def test_residues_are_taken_evenly_where_there_are_too_many(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = examples(40)
+    made = task()
+    labelled = sum(int((made.inputs(e).target >= 0).sum()) for e in train)
+    monkeypatch.setattr(residue, "MOST_RESIDUES", 100)
+    fits: list[Any] = []
+    monkeypatch.setattr(residue, "fit_classes", lambda x, y, *rest: fits.append((x, y)) or residue.Linear(x[:3], y[:3]))
+    made.baselines(train, FineTuner(trunk, made.head(TINY)).eval())
+    every = np.concatenate([t[t >= 0] for t in (made.inputs(e).target for e in train)])
+    step = -(-labelled // 100)
+    assert step > 5
+    for x, y in fits:
+        assert len(x) == len(y) == -(-labelled // step) <= 100
+        assert y.tolist() == every[::step].tolist()
+    windows = np.concatenate([residue._features("one-hot window", e, None)[made.inputs(e).target >= 0] for e in train])
+    assert np.array_equal(fits[1][0], windows[::step])
+
+
+@pytest.mark.parametrize("kind", ["class", "number"])
+def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sklearn import linear_model
+
+    train = examples(20, kind, back=0)
+    made = task(Q3 if kind == "class" else NUMBER, kind=kind)
+    head = made.head(TINY)
+    torch.nn.init.normal_(head.norm.weight)  # as if the base had a head that has learned
+    model = FineTuner(trunk, head).eval()
+    fits: list[Any] = []
+    for name in ("RidgeCV", "LogisticRegression"):
+        old = getattr(linear_model, name).fit
+
+        def fit(self: Any, x: Any, *rest: Any, old: Any = old, **more: Any) -> Any:
+            fits.append((old(self, x, *rest, **more), x))
+            return fits[-1][0]
+
+        monkeypatch.setattr(getattr(linear_model, name), "fit", fit)
+    made.probe(head, train, model, seed=0)
+    outputs = np.concatenate([model.outputs([made.inputs(e)])[0] for e in train])
+    target = np.concatenate([made.inputs(e).target for e in train])
+    known = target >= 0 if kind == "class" else ~np.isnan(target)
+    fitted, x = fits[-1]
+    expected = fitted.decision_function(x) if kind == "class" else fitted.predict(x).reshape(-1, 1)
+    assert outputs[known] == pytest.approx(expected, abs=1e-4)
+    assert np.ptp(outputs, axis=0).min() > 0.1
+
+
+def test_a_probe_needs_a_linear_head_and_labels(trunk: ESM2) -> None:
+    made = task(hidden=4)
+    with pytest.raises(InputError, match=r"adapt.method probe: fits a linear head; set task.hidden=0"):
+        made.probe(made.head(TINY), examples(3), FineTuner(trunk, made.head(TINY)), seed=0)
+    bare = [Example("a", encode("MKT"), {"target": np.full(3, -1, np.int8)})]
+    made = task()
+    with pytest.raises(InputError, match="no residue of the training examples has a label"):
+        made.probe(made.head(TINY), bare, FineTuner(trunk, made.head(TINY)), seed=0)
+    assert made.baselines(bare, FineTuner(trunk, made.head(TINY))) == {}

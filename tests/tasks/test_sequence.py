@@ -1,0 +1,507 @@
+"""The sequence task: labels, facts, head, loss, metrics, baselines and the probe."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_files import TINY, fair_esm, ours, perturb, tokenise
+from pydantic import TypeAdapter, ValidationError
+from scipy import stats
+from sklearn import metrics as reference
+
+from esmshard.data.ingest import ingest
+from esmshard.data.loader import Example, Examples
+from esmshard.errors import InputError, UsageError
+from esmshard.model.esm2 import ESM2
+from esmshard.settings import DataSettings
+from esmshard.task_settings import SequenceSettings, TaskSettings
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.numbers import OUTPUTS, SequenceNumbers
+from esmshard.tasks.protocol import collate
+from esmshard.tasks.sequence import SequenceTask
+from esmshard.vocab import STANDARD, encode
+
+NUMBERS = {"targets": ["Tm"], "mean": [50.0], "std": [4.0]}
+TWO = {"targets": ["a", "b"], "mean": [1.0, -1.0], "std": [2.0, 10.0]}
+THREE = {"classes": ["x", "y", "z"], "counts": [6, 3, 1], "records": 10}
+
+
+def task(facts: dict[str, Any] = NUMBERS, **given: Any) -> SequenceTask:
+    return SequenceTask(SequenceSettings(name="sequence", **given), facts)
+
+
+def data(**given: Any) -> DataSettings:
+    return DataSettings(train="t", valid="v", test="e", **given)
+
+
+class Files:
+    """A FASTA file of some records, and tables beside it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def split(self, name: str, text: str) -> tuple[Path, Any]:
+        fasta = self.directory / f"{name}.fasta"
+        fasta.write_text(
+            "".join(f">{line.rsplit(' ', 1)[0]}\n{line.rsplit(' ', 1)[1]}\n" for line in text.splitlines())
+        )
+        return fasta, ingest([fasta], self.directory / name, overwrite=True)
+
+    def learn(self, settings: dict[str, Any], text: str, **given: Any) -> tuple[SequenceTask, Examples]:
+        """A task that has read its training labels."""
+        fasta, store = self.split("train", text)
+        new = SequenceTask(SequenceSettings(name="sequence", **settings), {})
+        train = Examples("train", fasta, store, new.labels(fasta, store, data(**given)))
+        return new.learn(train), train
+
+    def table(self, text: str) -> str:
+        (self.directory / "labels.csv").write_text(text)
+        return str(self.directory / "labels.csv")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trunk() -> ESM2:
+    return ours(fair_esm(TINY), TINY)
+
+
+def examples(n: int, kind: str = "number", seed: int = 0) -> list[Example]:
+    """Random proteins whose label is the share of tryptophan, or follows from it."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for k in range(n):
+        bias = np.ones(20)
+        bias[STANDARD.index("W")] = rng.choice([0.1, 4, 12])
+        letters = rng.choice(list(STANDARD), rng.integers(20, 60), p=bias / bias.sum())
+        share = float((letters == "W").mean())
+        target: Any = np.array([100 * share], np.float32)
+        if kind == "class":
+            target = np.array(int(share > 0.08) + int(share > 0.25))
+        elif kind == "multilabel":
+            target = np.array([share > 0.08, share > 0.25, share <= 0.25], np.float32)
+        found.append(Example(str(k), encode("".join(letters)), {"target": target}))
+    return found
+
+
+# Recipe and labels
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "class", "loss": "huber"}, "huber is for kind number, and the recipe has class; remove it"),
+        ({"balance": 0.5}, "weighs classes, and the recipe has kind number; remove it"),
+        ({"kind": "number", "balance": 1.0}, "weighs classes"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(TaskSettings).validate_python({"name": "sequence", **given})
+    SequenceSettings(name="sequence", kind="multilabel", balance=1)
+
+
+def test_numbers_are_standardised_by_the_training_split_and_come_back_in_their_unit(files: Files) -> None:
+    table = files.table("id,Tm,other\na,10,1\nb,20,\nc,,\nd,60,5\n")
+    text = "a MKT\nb ACD\nc WWW\nd MK"
+    found, train = files.learn({}, text, labels=table, target=["Tm", "other"])
+    assert [train.id(n) for n in range(len(train))] == ["a", "b", "d"]
+    assert any("left out" in notice and "c" in notice for notice in train.notices)
+    assert found.facts["targets"] == ["Tm", "other"]
+    assert found.facts["mean"] == pytest.approx([30, 3])
+    assert found.facts["std"] == pytest.approx([math.sqrt((400 + 100 + 900) / 3), 2])
+    target = found.inputs(train.get(0)).target
+    assert target.dtype == np.float32
+    assert target == pytest.approx([-20 / math.sqrt(1400 / 3), -1])
+    assert np.isnan(found.inputs(train.get(1)).target).tolist() == [False, True]
+    assert found.predict(target) == pytest.approx([10, 1])
+    assert found.names == ("Tm", "other")
+
+
+def test_one_file_serves_all_splits_with_the_classes_of_training(files: Files) -> None:
+    table = files.table("id,fold\na,y\nb,w\nc,y\nv,w\nu,z\nfar,k\n")
+    found, train = files.learn({"kind": "class"}, "a MKT\nb ACD\nc WWW", labels=table, target=["fold"])
+    assert found.facts == {"classes": ["w", "y"], "counts": [1, 2], "records": 3}
+    assert train.notices == []
+    assert [int(found.inputs(train.get(n)).target) for n in range(3)] == [1, 0, 1]
+    given = data(labels=table, target=["fold"])
+    labels = found.labels(*files.split("valid", "v MKT\na AC"), given)
+    assert [int(labels[n]["target"]) for n in range(2)] == [0, 1]
+    with pytest.raises(InputError) as caught:
+        found.labels(*files.split("test", "v MKT\nu ACD"), given)
+    assert str(caught.value).endswith(
+        "test.fasta: record 'u' has the class 'z', which no training record has; mend the label, or leave the record "
+        "out"
+    )
+
+
+def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Files) -> None:
+    for text, target in (
+        ("id,x,y\na,1,0\nb,1,1\nc,0,0\nv,0,1\n", ["x", "y"]),
+        ("id,label\na,x\nb,y;x\nc,y\nv,y\nfar,k\n", ["label"]),
+    ):
+        table = files.table(text)
+        found, train = files.learn({"kind": "multilabel"}, "a MKT\nb ACD\nc WWW", labels=table, target=target)
+        assert found.facts == {"classes": ["x", "y"], "counts": [2, 2 if target == ["label"] else 1], "records": 3}
+        targets = [found.inputs(train.get(n)).target.tolist() for n in range(2)]
+        assert targets == [[1, 0], [1, 1]]
+        labels = found.labels(*files.split("valid", "v MKT"), data(labels=table, target=target))
+        assert labels[0]["target"].tolist() == [0, 1]
+    with pytest.raises(UsageError, match="the model was trained on x, y; name these in this order"):
+        found.labels(*files.split("test", "v MKT"), data(labels=files.table("id,y,x\nv,1,0\n"), target=["y", "x"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("number", "a TARGET=2 MKT\nb TARGET=2 ACD", "the target 'TARGET' is 2 for every record that has one"),
+        ("class", "a TARGET=x MKT\nb TARGET=x ACD", "every training record has the class 'x'; give labels of two"),
+        ("multilabel", "a TARGET=x;y MKT\nb TARGET=y;x ACD", "every training record has the same labels"),
+        ("number", "a TARGET=nan MKT\nb TARGET=nan ACD", "no record (a, b) has a TARGET="),
+        ("number", "a MKT\nb ACD", "no record (a, b) has a TARGET="),
+        ("number", "a TARGET=1 MKT\nb ACD", "1 of 2 records have no label in"),
+        ("class", "a TARGET=x MKT\nb ACD\nc TARGET=y A", "1 of 3 records have no label in"),
+        ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "which is not a finite number"),
+        ("number", "a TARGET=inf MKT\nb TARGET=2 ACD", "which is not a finite number"),
+        ("number", "a TARGET=1e39 MKT\nb TARGET=2 ACD", "which is not a finite number"),
+    ],
+)
+def test_labels_that_nothing_can_be_learned_from_are_refused(files: Files, kind: str, text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        files.learn({"kind": kind}, text)
+    assert message in str(caught.value)
+    assert "train.fasta" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_targets_and_labels_that_no_training_record_has_are_refused(files: Files) -> None:
+    text = "a MKT\nb ACD"
+    with pytest.raises(InputError, match="the target 'y' has no value in training"):
+        files.learn({}, text, labels=files.table("id,x,y\na,1,\nb,2,\nc,3,4\n"), target=["x", "y"])
+    table = files.table("id,x,y\na,1,0\nb,0,0\nc,1,1\n")
+    with pytest.raises(InputError, match="no training record has the label 'y'"):
+        files.learn({"kind": "multilabel"}, text, labels=table, target=["x", "y"])
+    # Records of the file that belong to another fold
+    fasta, store = files.split("folds", "a TARGET=x MKT\nb TARGET=y ACD\nc TARGET=z AAA")
+    new = task({}, kind="class")
+    part = Examples("train", fasta, store, new.labels(fasta, store, data()), members_N=np.array([True, True, False]))
+    with pytest.raises(InputError, match="no training record has the class 'z', so that it cannot be learned"):
+        new.learn(part)
+
+
+def test_arguments_that_do_not_fit_are_refused(files: Files) -> None:
+    fasta, store = files.split("train", "a TARGET=1 MKT")
+    with pytest.raises(UsageError, match=r"data.mask: is for labels of residues"):
+        task({}).labels(fasta, store, data(mask="m.fasta"))
+    with pytest.raises(InputError, match="a label FASTA has labels of residues"):
+        task({}).labels(fasta, store, data(labels="m.fasta"))
+    with pytest.raises(UsageError, match=r"data.target: a class comes from one column; name one, or set task.kind"):
+        task({}, kind="class").labels(fasta, store, data(target=["a", "b"]))
+
+
+# Head
+
+
+@pytest.mark.parametrize("hidden", [None, 0, 5])
+def test_a_record_s_output_does_not_depend_on_its_batch(trunk: ESM2, hidden: int | None) -> None:
+    torch.manual_seed(0)
+    head = task(TWO, hidden=hidden).head(TINY)
+    perturb(head, deviation=0.3)
+    model = FineTuner(trunk, head).eval()
+    sequences = ["MKTAYIAK", "W", "ACDEFGHIKLMNPQRSTVWY"]
+    with torch.no_grad():
+        together = model(tokenise(sequences)[1])
+        alone = [model(tokenise([s])[1])[0] for s in sequences]
+    for a, b in zip(together, alone, strict=True):
+        assert a.shape == (2,)
+        assert (a - b).abs().max() < 1e-5
+    assert (together[0] - together[2]).abs().max() > 1e-3
+
+
+def test_the_mean_is_over_residues_alone() -> None:
+    head = task(hidden=0).head(TINY)
+    torch.nn.init.normal_(head.out.weight)
+    batch = tokenise(["MKT", "ACDEF"])[1]
+    x_TD = torch.randn(12, 32)
+    with torch.no_grad():
+        found = head.eval()(x_TD, batch)
+    for output, mean_D in zip(found, (x_TD[1:4].mean(0), x_TD[6:11].mean(0)), strict=True):
+        normed = (mean_D - mean_D.mean()) / (mean_D.var(unbiased=False) + 1e-5).sqrt()
+        assert float(output) == pytest.approx(float(normed @ head.out.weight[0].detach()), abs=1e-5)
+
+
+def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
+    batch = tokenise(["MKT"])[1]
+    x_TD = torch.randn(5, 32)
+    (number,) = task().head(TINY).eval()(x_TD, batch)
+    assert task().predict(number.detach().numpy()) == pytest.approx([50], abs=2)
+    classes = task(THREE, kind="class")
+    assert classes.predict(classes.head(TINY).eval()(x_TD, batch)[0].detach().numpy()) == pytest.approx(
+        [0.6, 0.3, 0.1], abs=0.1
+    )
+    labels = task(THREE | {"counts": [5, 9, 0]}, kind="multilabel")
+    with torch.no_grad():
+        assert labels.head(TINY).out.bias.sigmoid().tolist() == pytest.approx([5.5 / 11, 9.5 / 11, 0.5 / 11])
+
+
+@pytest.mark.parametrize("hidden", [None, 0, 7])
+def test_the_planner_knows_the_size_of_the_head(hidden: int | None) -> None:
+    for facts, kind in ((NUMBERS, "number"), ({"classes": ["x"] * OUTPUTS, "counts": [1] * OUTPUTS}, "class")):
+        settings = SequenceSettings(name="sequence", kind=kind, hidden=hidden)  # type: ignore[arg-type]
+        head = SequenceTask(settings, facts).head(TINY)
+        assert SequenceNumbers(settings).parameters(TINY) == sum(p.numel() for p in head.parameters())
+
+
+def test_dropout_is_of_training_alone() -> None:
+    head = task(dropout=0.5, hidden=4).head(TINY)
+    torch.nn.init.normal_(head.out.weight)
+    batch, x_TD = tokenise(["MKT"])[1], torch.randn(5, 32)
+    assert not torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
+    head.eval()
+    assert torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
+
+
+# Loss
+
+
+def test_errors_are_counted_where_there_is_a_value() -> None:
+    outputs = [torch.tensor([1.0, 5.0], requires_grad=True), torch.tensor([0.5, -2.0], requires_grad=True)]
+    targets = [torch.tensor([3.0, math.nan]), torch.tensor([0.0, -2.5])]
+    squared, huber = (task(TWO, loss=loss).loss(outputs, targets) for loss in ("mse", "huber"))
+    assert float(squared.sum.detach()) == pytest.approx(4 + 0.25 + 0.25)
+    assert float(huber.sum.detach()) == pytest.approx(1.5 + 0.125 + 0.125)
+    assert float(squared.count) == float(huber.count) == 3
+    squared.sum.backward()
+    assert outputs[0].grad.tolist() == [-4, 0]
+    nothing = task(TWO).loss(outputs, [torch.full((2,), math.nan)] * 2)
+    assert (float(nothing.sum.detach()), float(nothing.count)) == (0, 0)
+    nothing.sum.backward()
+
+
+def test_classes_are_weighed_by_their_frequency() -> None:
+    outputs, targets = [torch.tensor([1.0, 0, -1]), torch.tensor([0.0, 0, 2])], [torch.tensor(0), torch.tensor(1)]
+    each = [-math.log(math.e / (math.e + 1 + math.exp(-1))), -math.log(1 / (2 + math.e**2))]
+    plain, half = (task(THREE, kind="class", balance=b).loss(outputs, targets) for b in (0, 0.5))
+    assert float(plain.sum) == pytest.approx(sum(each))
+    assert float(plain.count) == 2
+    raw = [0.6**-0.5, 0.3**-0.5, 0.1**-0.5]
+    mean = 0.6 * raw[0] + 0.3 * raw[1] + 0.1 * raw[2]
+    assert float(half.sum) == pytest.approx((raw[0] * each[0] + raw[1] * each[1]) / mean, rel=1e-5)
+    assert float(half.count) == pytest.approx((raw[0] + raw[1]) / mean, rel=1e-5)
+
+
+def test_labels_are_counted_each_and_those_that_are_there_may_weigh_more() -> None:
+    outputs, targets = [torch.tensor([1.0, 0, -1])], [torch.tensor([1.0, 1, 0])]
+    each = [math.log(1 + math.exp(-1)), math.log(2), math.log(1 + math.exp(-1))]
+    plain, full = (task(THREE, kind="multilabel", balance=b).loss(outputs, targets) for b in (0, 1))
+    assert float(plain.sum) == pytest.approx(sum(each))
+    assert float(plain.count) == float(full.count) == 3
+    assert float(full.sum) == pytest.approx(4.5 / 6.5 * each[0] + 7.5 / 3.5 * each[1] + each[2], rel=1e-5)
+
+
+# Metrics
+
+
+def test_numbers_are_scored_in_the_unit_of_the_labels() -> None:
+    rng = np.random.default_rng(0)
+    told, truth = rng.normal(size=(2, 40)).astype(np.float32)
+    rows = task().score(list(told[:, None]), list(truth[:, None]))
+    assert rows[3]["prediction"] == pytest.approx(50 + 4 * told[3])
+    assert rows[3]["target"] == pytest.approx(50 + 4 * truth[3])
+    found = task().summary(rows)
+    assert found.keys() == set(task().columns)
+    assert found["Spearman"] == pytest.approx(stats.spearmanr(told, truth).statistic)
+    assert found["RMSE"] == pytest.approx(4 * np.sqrt(((told - truth) ** 2).mean()), rel=1e-5)
+    assert found["R2"] == pytest.approx(reference.r2_score(truth, told), rel=1e-4)
+
+
+def test_of_several_targets_each_is_scored_and_the_mean_is_of_those_known() -> None:
+    rng = np.random.default_rng(0)
+    told, truth = rng.normal(size=(2, 30, 2)).astype(np.float32)
+    truth[:7, 0] = np.nan
+    scored = task(TWO)
+    found = scored.summary(scored.score(list(told), list(truth)))
+    each = [stats.spearmanr(told[7:, 0], truth[7:, 0]).statistic, stats.spearmanr(told[:, 1], truth[:, 1]).statistic]
+    assert [found["Spearman a"], found["Spearman b"]] == pytest.approx(each)
+    assert found["Spearman"] == pytest.approx(np.mean(each))
+    assert found["RMSE b"] == pytest.approx(10 * np.sqrt(((told - truth)[:, 1] ** 2).mean()), rel=1e-5)
+    assert "RMSE" not in found
+    assert scored.columns == ("Spearman", "Pearson", "R2", "Spearman a", "Spearman b")
+    truth[:, 0] = np.nan
+    rows = scored.score(list(told), list(truth))
+    assert scored.summary(rows)["Spearman"] == pytest.approx(each[1])
+    assert math.isnan(scored.summary(rows)["Spearman a"])
+    assert math.isnan(rows[0]["target a"])
+
+
+@pytest.mark.parametrize("n_classes", [2, 4])
+def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
+    rng = np.random.default_rng(0)
+    logits, truth = rng.normal(size=(80, n_classes)).astype(np.float32), rng.integers(0, n_classes, 80)
+    logits[np.arange(80), truth] += 1
+    scored = task({"classes": list("abcd")[:n_classes], "counts": [20] * n_classes, "records": 80}, kind="class")
+    rows = scored.score(list(logits), [np.array(k) for k in truth])
+    found = scored.summary(rows)
+    assert found.keys() == set(scored.columns)
+    assert scored.columns[0] == "MCC"
+    told = logits.argmax(1)
+    assert found["MCC"] == pytest.approx(reference.matthews_corrcoef(truth, told))
+    assert found["accuracy"] == pytest.approx((truth == told).mean()) == np.mean([row["correct"] for row in rows])
+    assert found["macro-F1"] == pytest.approx(reference.f1_score(truth, told, average="macro"))
+    if n_classes == 2:
+        assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, logits[:, 1] - logits[:, 0]))
+        assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, logits[:, 1] - logits[:, 0]))
+    confusion = sum(np.asarray(row["confusion"]) for row in rows)
+    assert confusion.tolist() == reference.confusion_matrix(truth, told).tolist()
+    count, confidence, right = sum(np.asarray(row["calibration"]) for row in rows)
+    assert found["ECE"] == pytest.approx(np.abs(confidence - right).sum() / count.sum())
+    probability = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert confidence.sum() == pytest.approx(probability.max(1).sum(), rel=1e-5)
+    assert scored.predict(logits[0]) == pytest.approx(probability[0], rel=1e-5)
+
+
+def test_many_classes_have_no_matrix_in_each_row() -> None:
+    names = [str(k) for k in range(500)]
+    (row,) = task({"classes": names, "counts": [1] * 500}, kind="class").score(
+        [np.zeros(500, np.float32)], [np.array(0)]
+    )
+    assert sum(np.size(value) for value in row.values()) < 100
+
+
+def test_labels_are_scored_by_fmax() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.random((60, 3)) < 0.4
+    logits = (rng.normal(size=(60, 3)) + truth).astype(np.float32)
+    scored = task(THREE, kind="multilabel")
+    found = scored.summary(scored.score(list(logits), list(truth.astype(np.float32))))
+    assert found.keys() == set(scored.columns)
+    told = logits >= 0
+    expected = np.mean([reference.f1_score(truth[:, k], told[:, k]) for k in range(3)])
+    assert found["macro-F1"] == pytest.approx(expected)
+    assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth.ravel(), logits.ravel()), abs=0.01)
+    probability = 1 / (1 + np.exp(-logits))
+    best = 0.0
+    annotated = truth.any(1)
+    for threshold in np.arange(101) / 100:
+        taken = (probability >= threshold)[annotated]
+        right = (taken & truth[annotated]).sum(1)
+        some = taken.any(1)
+        if some.any():
+            precision, recall = (right[some] / taken[some].sum(1)).mean(), (right / truth[annotated].sum(1)).mean()
+            best = max(best, 2 * precision * recall / (precision + recall) if precision + recall else 0)
+    assert found["Fmax"] == pytest.approx(best)
+    assert scored.predict(logits[0]) == pytest.approx(probability[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["number", "class", "multilabel"])
+def test_a_model_that_says_nan_is_scored(kind: str) -> None:
+    facts = NUMBERS if kind == "number" else THREE
+    target = {"number": np.zeros(1, np.float32), "class": np.array(1), "multilabel": np.ones(3, np.float32)}[kind]
+    made = task(facts, kind=kind)
+    output = np.full(1 if kind == "number" else 3, np.nan, np.float32)
+    assert made.summary(made.score([output] * 3, [target] * 3)).keys() == set(made.columns)
+
+
+# Baselines and the probe
+
+
+def learned(kind: str) -> tuple[SequenceTask, list[Example]]:
+    train = examples(120, kind)
+    targets = np.stack([e.labels["target"] for e in train])
+    if kind == "number":
+        facts = {"targets": ["W"], "mean": [float(targets.mean())], "std": [float(targets.std())]}
+    else:
+        counts = np.bincount(targets) if kind == "class" else targets.sum(0).astype(int)
+        facts = {"classes": list("xyz"), "counts": counts.tolist(), "records": 120}
+    return task(facts, kind=kind, hidden=0), train
+
+
+@pytest.mark.parametrize("kind", ["number", "class", "multilabel"])
+def test_baselines_say_what_follows_from_composition_and_not_from_length(trunk: ESM2, kind: str) -> None:
+    made, train = learned(kind)
+    base = FineTuner(trunk, made.head(TINY)).eval()
+    known = made.baselines(train, base)
+    test = examples(60, kind, seed=1)
+    outputs: dict[str, list[np.ndarray]] = {}
+    for example in test:
+        for name, output in made.baseline_outputs(example, known, base).items():
+            assert output.dtype == np.float32
+            outputs.setdefault(name, []).append(output)
+    first = "majority" if kind == "class" else "mean"
+    assert list(outputs) == [first, "length", "composition", "frozen embedding"]
+    targets = [made.inputs(example).target for example in test]
+    scores = {name: made.summary(made.score(found, targets)) for name, found in outputs.items()}
+    metric = {"number": "R2", "class": "accuracy", "multilabel": "Fmax"}[kind]
+    assert scores["composition"][metric] > scores["length"][metric] + 0.15
+    assert scores["composition"][metric] > 0.8
+    assert scores["composition"][metric] > scores[first][metric] + 0.15
+    if kind == "class":  # everything is the most frequent class
+        assert {int(o.argmax()) for o in outputs["majority"]} == {int(np.argmax(made.facts["counts"]))}
+        assert made.predict(outputs["majority"][0]) == pytest.approx(np.array(made.facts["counts"]) / 120)
+    without = made.baseline_outputs(test[0], known, None)
+    assert list(without) == [first, "length", "composition"]
+
+
+def test_composition_is_over_all_residues() -> None:
+    known = {"composition.weight": np.eye(20, dtype=np.float32), "composition.bias": np.zeros(20, np.float32)}
+    output = task().baseline_outputs(Example("a", encode("AAWX"), {}), known, None)["composition"]
+    assert output.tolist() == [0.5, *[0] * 17, 0.25, 0]
+    known = {"length.weight": np.eye(2, dtype=np.float32), "length.bias": np.zeros(2, np.float32)}
+    output = task().baseline_outputs(Example("a", encode("AAWX"), {}), known, None)["length"]
+    assert output == pytest.approx([4, math.log(4)])
+
+
+@pytest.mark.parametrize("kind", ["number", "class", "multilabel"])
+def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sklearn import linear_model
+
+    made, train = learned(kind)
+    head = made.head(TINY)
+    torch.nn.init.normal_(head.norm.weight)  # as if the base had a head that has learned
+    model = FineTuner(trunk, head).eval()
+    fits: list[Any] = []
+    for name in ("RidgeCV", "LogisticRegression"):
+        old = getattr(linear_model, name).fit
+
+        def fit(self: Any, x: Any, *rest: Any, old: Any = old, **more: Any) -> Any:
+            fits.append((old(self, x, *rest, **more), x))
+            return fits[-1][0]
+
+        monkeypatch.setattr(getattr(linear_model, name), "fit", fit)
+    made.probe(head, train, model, seed=0)
+    outputs = np.stack(model.outputs([made.inputs(e) for e in train]))
+    if kind == "number":
+        fitted, x = fits[-1]
+        expected = fitted.predict(x)
+        assert outputs.ravel() == pytest.approx(expected.ravel(), abs=1e-4)
+    elif kind == "class":
+        fitted, x = fits[-1]
+        assert outputs == pytest.approx(fitted.decision_function(x), abs=1e-4)
+    else:
+        expected = np.stack([fitted.decision_function(x) for fitted, x in fits[-3:]], axis=1)
+        assert outputs == pytest.approx(expected, abs=1e-4)
+    assert np.ptp(outputs, axis=0).max() > 0.1
+
+
+def test_a_probe_needs_a_linear_head(trunk: ESM2) -> None:
+    made, train = learned("number")
+    deep = task(made.facts)
+    with pytest.raises(InputError, match=r"adapt.method probe: fits a linear head; set task.hidden=0"):
+        deep.probe(deep.head(TINY), train, FineTuner(trunk, deep.head(TINY)), seed=0)
+
+
+def test_a_batch_trains_the_head(trunk: ESM2) -> None:
+    made, train = learned("class")
+    model = FineTuner(trunk, made.head(TINY)).eval()
+    batch, targets = collate(made, train[:4])
+    found = made.loss(model(batch), targets)
+    found.sum.backward()
+    assert float(found.count) == 4
+    assert all(p.grad is not None and p.grad.any() for p in model.head.parameters())
+    assert made.question(train[0]).tokens is train[0].tokens

@@ -1,0 +1,265 @@
+"""The regression over frozen attention maps, fitted on 20 proteins: what goes in, what comes out, and the bounds."""
+
+import warnings
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from esm.modules import apc, symmetrize
+from model_files import TINY, fair_esm, ours
+from sklearn.linear_model import LogisticRegression
+
+from esmshard.batch import pack
+from esmshard.data.loader import Example
+from esmshard.errors import InputError
+from esmshard.model.attention import attention_map
+from esmshard.model.config import EsmConfig
+from esmshard.model.esm2 import ESM2
+from esmshard.task_settings import ContactSettings
+from esmshard.tasks import contact, unsupervised
+from esmshard.tasks.contact import ContactTask
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.precision import contact_precision, valid_pairs
+from esmshard.vocab import STANDARD, encode
+
+N_MAPS = TINY.n_layers * TINY.n_heads
+
+
+@pytest.fixture(scope="module")
+def trunk() -> ESM2:
+    return ours(fair_esm(TINY), TINY)
+
+
+def maps_of(trunk: ESM2, tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """fair-esm's features [L, L, C]: stacked, stripped, symmetrised, corrected."""
+    layers: list[torch.Tensor] = []
+    with torch.no_grad():
+        trunk(pack([tokens]), on_attention=lambda layer, n, q, k: layers.append(attention_map(q, k)[:, 1:-1, 1:-1]))
+        return apc(symmetrize(torch.cat(layers))).permute(1, 2, 0).numpy()
+
+
+def examples(count: int, lengths: tuple[int, ...] = (30, 41, 36)) -> list[Example]:
+    rng = np.random.default_rng(3)
+    chosen = [lengths[n % len(lengths)] for n in range(count)]
+    return [Example(str(n), encode("".join(rng.choice(list(STANDARD), k))), {}) for n, k in enumerate(chosen)]
+
+
+def planted(trunk: ESM2, example: Example, rng: np.random.Generator) -> npt.NDArray[np.int8]:
+    """Labels that follow from the maps of two heads, 2 and 5, and some noise; residue 4 is unresolved."""
+    maps_LLC = maps_of(trunk, example.tokens)
+    score_LL = maps_LLC[..., 2] / maps_LLC[..., 2].std() + 0.6 * maps_LLC[..., 5] / maps_LLC[..., 5].std()
+    score_LL += 0.2 * rng.normal(size=score_LL.shape)
+    labels_LL = (score_LL > np.quantile(score_LL, 0.95)).astype(np.int8)
+    labels_LL = np.maximum(labels_LL, labels_LL.T)
+    labels_LL[4] = labels_LL[:, 4] = -1
+    return labels_LL
+
+
+def test_the_features_of_a_pair_are_those_of_the_reference(trunk: ESM2) -> None:
+    (example,) = examples(1)
+    i, j = np.triu_indices(30, 6)
+    found = unsupervised.pair_features(trunk, example.tokens, i, j)
+    assert found.shape == (len(i), N_MAPS)
+    assert found.dtype == np.float32
+    assert np.abs(found - maps_of(trunk, example.tokens)[i, j]).max() <= 1e-6
+    assert found.std(0).min() > 1e-4
+
+
+def test_the_fit_is_that_of_scikit_learn_on_all_valid_pairs_of_the_chosen(trunk: ESM2) -> None:
+    """Features stacked and labels picked out pair by pair; saga instead of liblinear finds about the same."""
+    data, rng = examples(24), np.random.default_rng(0)
+    labels = [planted(trunk, example, rng) for example in data]
+    chosen = unsupervised.choose(labels, np.random.default_rng(5))
+    assert len(chosen) == len(set(chosen)) == 20
+    rows, hits = [], []
+    for n in chosen:
+        maps_LLC = maps_of(trunk, data[n].tokens)
+        for i in range(len(labels[n])):
+            for j in range(i + 6, len(labels[n])):
+                if labels[n][i, j] >= 0:
+                    rows.append(maps_LLC[i, j])
+                    hits.append(labels[n][i, j])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an option that scikit-learn is about to drop, or a fit that did not converge
+        weight_C, bias = unsupervised.fit(trunk, data, labels, seed=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of how L1 is spelled
+        options = {"penalty": "l1", "C": 0.15, "max_iter": 3000, "tol": 1e-6}
+        same = LogisticRegression(solver="liblinear", **options).fit(np.array(rows), hits)
+        other = LogisticRegression(solver="saga", **options).fit(np.array(rows), hits)
+    assert weight_C.dtype == np.float32
+    assert weight_C == pytest.approx(same.coef_[0], rel=0.02, abs=0.05)
+    assert bias == pytest.approx(same.intercept_[0], abs=0.05)
+    assert weight_C == pytest.approx(other.coef_[0], rel=0.1, abs=0.3)
+    assert np.argmax(weight_C) == 2
+    assert np.abs(weight_C).max() > 3
+    assert (weight_C == 0).any(), "L1 leaves out maps that say nothing"
+    again, _ = unsupervised.fit(trunk, data, labels, seed=5)
+    assert np.array_equal(again, weight_C)
+
+
+def synthetic(rng: np.random.Generator, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:
+    """Maps [120, L, L] of noise with sinks (columns that all rows look at), and contacts that maps 7 and 42 show."""
+    labels_LL = np.zeros((length, length), np.int8)
+    for _ in range(int(1.5 * length)):
+        i = int(rng.integers(0, length - 6))
+        j = int(rng.integers(i + 6, length))
+        labels_LL[i, j] = labels_LL[j, i] = 1
+    maps = rng.random((120, length, length), dtype=np.float32) ** 3
+    sinks = rng.integers(0, length, size=(120, 2))
+    for c in range(120):
+        maps[c, :, sinks[c]] += rng.gamma(3.0, 3.0, size=(2, length))
+    for c, strength in ((7, 1.2), (42, 2.0)):
+        shown = labels_LL * (rng.random((length, length)) < 0.6)
+        maps[c] += strength * shown
+    maps /= maps.sum(-1, keepdims=True)
+    both = torch.from_numpy(maps.astype(np.float32))
+    return apc(symmetrize(both)).numpy(), labels_LL
+
+
+def test_two_planted_heads_of_120_are_found(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 proteins of 50 residues in which two heads see contacts. The regression keeps few weights, theirs are the
+    largest in their order, and on proteins that it has not seen it ranks contacts far above chance.
+    """
+    rng = np.random.default_rng(0)
+    given = [synthetic(rng, 50) for _ in range(25)]
+    maps = {bytes(example.tokens): m for example, (m, _) in zip(examples(25, (50,)), given, strict=True)}
+    trunk_120 = ESM2(EsmConfig(n_layers=6, dim=320, n_heads=20))
+
+    def features(model: ESM2, tokens: npt.NDArray[np.uint8], i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]):
+        assert model is trunk_120
+        return maps[bytes(tokens)][:, i, j].T
+
+    monkeypatch.setattr(unsupervised, "pair_features", features)
+    weight_C, bias = unsupervised.fit(trunk_120, examples(25, (50,))[:20], [t for _, t in given[:20]], seed=0)
+    assert np.count_nonzero(weight_C) <= 12
+    assert np.argsort(-np.abs(weight_C))[:2].tolist() == [42, 7]
+    assert weight_C[42] > weight_C[7] > 3 * np.sort(np.abs(weight_C))[-3]
+    assert bias < -1
+    scores = [(np.tensordot(weight_C, m, 1).astype(np.float32), t) for m, t in given[20:]]
+    reached = np.mean([contact_precision(s, t)["long P@L"] for s, t in scores])
+    chance = np.mean([t[valid_pairs(t, "long")].mean() for _, t in scores])
+    assert reached > 5 * chance
+
+
+# Which proteins, which pairs
+
+
+def contacts(length: int, count: int) -> npt.NDArray[np.int8]:
+    labels_LL = np.zeros((length, length), np.int8)
+    for k in range(count):
+        labels_LL[k, k + 6] = labels_LL[k + 6, k] = 1
+    return labels_LL
+
+
+def test_proteins_without_contacts_are_not_chosen_and_long_ones_last() -> None:
+    labels = [contacts(300, 3) for _ in range(30)] + [contacts(20, 2) for _ in range(18)] + [contacts(20, 0)] * 30
+    chosen = unsupervised.choose(labels, np.random.default_rng(0))
+    assert sorted(n for n in chosen if n >= 30) == list(range(30, 48))
+    assert len(chosen) == 20
+    assert unsupervised.choose(labels, np.random.default_rng(0)) == chosen
+    assert unsupervised.choose(labels, np.random.default_rng(1)) != chosen
+    only = unsupervised.choose(labels[29:32], np.random.default_rng(0))
+    assert sorted(only) == [0, 1, 2]
+    assert only[-1] == 0, "long"
+
+
+def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    hits = np.zeros(1000, dtype=bool)
+    hits[::50] = True
+    keep, weights = unsupervised.thin(hits, 10, np.random.default_rng(0))
+    assert keep.all()
+    assert (weights == 1).all()
+    monkeypatch.setattr(unsupervised, "MOST_NUMBERS", 2700)
+    keep, weights = unsupervised.thin(hits, 10, np.random.default_rng(0))
+    assert keep[hits].all()
+    assert keep.sum() == 270
+    assert (weights[hits] == 1).all()
+    assert weights[~hits] == pytest.approx(980 / 250)
+    assert weights[keep].sum() == pytest.approx(1000)
+    assert 30 < keep[-300:].sum() < 130, "from everywhere"
+    # However little room there is: as many others as contacts.
+    monkeypatch.setattr(unsupervised, "MOST_NUMBERS", 10)
+    keep, weights = unsupervised.thin(hits, 10, np.random.default_rng(0))
+    assert (keep & hits).sum() == (keep & ~hits).sum() == 20
+    assert weights[~hits] == pytest.approx(49)
+
+
+def test_a_fit_on_drawn_pairs_is_about_that_on_all(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, rng = examples(20), np.random.default_rng(0)
+    labels = [planted(trunk, example, rng) for example in data]
+    weight_C, bias = unsupervised.fit(trunk, data, labels, seed=0)
+    pairs = sum(len(valid_pairs(t, "all")[0]) for t in labels)
+    monkeypatch.setattr(unsupervised, "MOST_NUMBERS", N_MAPS * pairs // 3)
+    sizes: list[int] = []
+    fit = LogisticRegression.fit
+    monkeypatch.setattr(
+        LogisticRegression, "fit", lambda self, x, y, w: (sizes.append(len(x)), fit(self, x, y, sample_weight=w))[1]
+    )
+    fewer_C, other = unsupervised.fit(trunk, data, labels, seed=0)
+    assert sizes == [pairs // 3]
+    assert fewer_C != pytest.approx(weight_C, rel=1e-6)
+    assert other == pytest.approx(bias, abs=0.3)
+    assert fewer_C == pytest.approx(weight_C, abs=0.15 * float(np.abs(weight_C).max()))
+
+
+# In the task
+
+
+@pytest.fixture
+def labelled(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> list[Example]:
+    """Examples whose `cb` are the labels themselves, not coordinates."""
+    monkeypatch.setattr(contact, "contact_labels", lambda labels_LL: labels_LL)
+    rng = np.random.default_rng(8)
+    return [Example(e.id, e.tokens, {"cb": planted(trunk, e, rng)}) for e in examples(22)]
+
+
+def test_probe_puts_the_fit_into_the_attention_head(trunk: ESM2, labelled: list[Example]) -> None:
+    task = ContactTask(ContactSettings(name="contact", head="attention"), {})
+    head = task.head(TINY)
+    base = FineTuner(trunk, task.head(TINY)).eval()
+    task.probe(head, labelled, base, 7)
+    weight_C, bias = unsupervised.fit(trunk, labelled, [e.labels["cb"] for e in labelled], 7)
+    assert np.array_equal(head.regression.weight.detach().numpy()[0], weight_C)
+    assert head.regression.bias.item() == pytest.approx(bias)
+    assert head.regression.weight.requires_grad
+    assert np.count_nonzero(weight_C) > 0
+    expected = maps_of(trunk, labelled[0].tokens) @ weight_C + bias
+    found = FineTuner(trunk, head).outputs([task.inputs(labelled[0])])[0]
+    assert np.abs(found - expected).max() <= 1e-4
+    assert np.abs(unsupervised.logits(trunk, labelled[0].tokens, weight_C, bias) - expected).max() <= 1e-4
+
+
+def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, labelled: list[Example]) -> None:
+    task = ContactTask(ContactSettings(name="contact", channels=4, blocks=1), {})
+    base = FineTuner(trunk, task.head(TINY)).eval()
+    known = task.baselines(labelled, base)
+    assert known.keys() == {"separation prior", "unsupervised head"}
+    weight_C, bias = unsupervised.fit(trunk, labelled, [e.labels["cb"] for e in labelled], 0)
+    assert known["unsupervised head"] == pytest.approx(np.append(weight_C, bias))
+    found = task.baseline_outputs(labelled[3], known, base)
+    assert list(found) == ["base rate", "separation prior", "unsupervised head", "untrained"]
+    expected = maps_of(trunk, labelled[3].tokens) @ weight_C + bias
+    assert np.abs(found["unsupervised head"] - expected).max() <= 1e-4
+    assert np.array_equal(found["untrained"], base.outputs([task.inputs(labelled[3])])[0])
+    assert list(task.baseline_outputs(labelled[3], known, None)) == ["base rate", "separation prior"]
+    # Without any contact to fit there is no such baseline, and the others stay.
+    bare = [Example(e.id, e.tokens, {"cb": np.minimum(e.labels["cb"], 0)}) for e in labelled]
+    assert task.baselines(bare, base).keys() == {"separation prior"}
+
+
+@pytest.mark.parametrize("head", ["pairwise", "both"])
+def test_only_the_attention_head_can_be_fitted(trunk: ESM2, labelled: list[Example], head: str) -> None:
+    task = ContactTask(ContactSettings(name="contact", head=head), {})  # type: ignore[arg-type]
+    made = task.head(TINY)
+    with pytest.raises(InputError, match=r"adapt.method: probe .*; set task.head: attention$"):
+        task.probe(made, labelled, FineTuner(trunk, made), 0)
+
+
+def test_training_records_without_any_contact(trunk: ESM2) -> None:
+    data = examples(3)
+    with pytest.raises(
+        InputError, match=r"^no training record has contacts between residues at least six apart.*; give "
+    ):
+        unsupervised.fit(trunk, data, [contacts(len(e.tokens) - 2, 0) for e in data], 0)

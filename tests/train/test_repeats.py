@@ -1,0 +1,103 @@
+"""Several runs of one recipe: which they are, how folds divide the records, and what is said of all of them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esmshard import recipe as recipes
+from esmshard.data.ingest import cached
+from esmshard.errors import InputError, UsageError
+from esmshard.train import repeats
+from esmshard.train.repeats import is_done, summarise
+from esmshard.train.splits import fold_of, open_split
+
+
+def test_seeds_count_up_and_folds_come_for_each(tiny_recipe: Path) -> None:
+    recipe = recipes.load(tiny_recipe, ["train.seed=7"])
+    assert [run.name for run in repeats.repeats(recipe, 3, None)] == ["seed-7", "seed-8", "seed-9"]
+    found = repeats.repeats(recipe, 2, 3)
+    assert [run.name for run in found] == [f"seed-{s}-fold-{f}" for s in (7, 8) for f in (0, 1, 2)]
+    one = recipes.load(tiny_recipe, list(found[5].overrides))
+    assert (one.train.seed, one.data.folds, one.data.fold) == (8, 3, 2)
+    assert Path(one.out) == Path(recipe.out) / "seed-8-fold-2" == found[5].out
+
+
+def test_a_recipe_of_one_fold_is_not_repeated(tiny_recipe: Path) -> None:
+    recipe = recipes.load(tiny_recipe, ["data.folds=4", "data.fold=1"])
+    with pytest.raises(UsageError, match="remove that key"):
+        repeats.repeats(recipe, 2, None)
+
+
+def test_each_record_is_tested_in_one_fold_and_trained_on_in_the_others(tiny_recipe: Path) -> None:
+    ids = {"train": [], "test": []}  # type: dict[str, list[set[str]]]
+    for fold in range(3):
+        recipe = recipes.load(tiny_recipe, ["data.folds=3", f"data.fold={fold}"])
+        for name, found in ids.items():
+            split = open_split(recipe, name, None)
+            found.append({split.id(n) for n in range(len(split))})
+        assert len(open_split(recipe, "valid", None)) == 5
+    everyone = set.union(*ids["test"])
+    assert len(everyone) == 24 == sum(map(len, ids["test"]))
+    assert all(train == everyone - test for train, test in zip(ids["train"], ids["test"], strict=True))
+    assert {len(test) for test in ids["test"]} == {8}
+
+
+def test_folds_do_not_depend_on_the_seed_but_on_clusters(tmp_path: Path, tiny_recipe: Path) -> None:
+    fasta = tmp_path / "x.fasta"
+    sequences = ["MKTAYIAKQR" + letter * 3 for letter in "ACDEFGHIKLMN"]
+    fasta.write_text("".join(f">r{n}\n{s}\n" for n, s in enumerate([*sequences, sequences[4], sequences[4]])))
+    store = cached(fasta)
+    found_N = fold_of(store, 4, None)
+    assert found_N[4] == found_N[12] == found_N[13], "equal sequences stay together"
+    assert set(found_N.tolist()) == {0, 1, 2, 3}
+    table = tmp_path / "x_cluster.tsv"
+    table.write_text("".join(f"r{n % 5}\tr{n}\n" for n in range(14)))
+    clustered_N = fold_of(store, 4, str(table))
+    assert all(len({int(clustered_N[n]) for n in range(k, 14, 5)}) == 1 for k in range(5))
+    one, other = (
+        open_split(recipes.load(tiny_recipe, ["data.folds=3", f"train.seed={seed}"]), "test", None) for seed in (1, 2)
+    )
+    assert [one.id(n) for n in range(len(one))] == [other.id(n) for n in range(len(other))]
+
+
+def evaluation(value: float | None, baseline: float) -> dict[str, Any]:
+    return {
+        "task": "sequence",
+        "recipe": {"out": "x", "train": {"seed": 0}},
+        "columns": ["Spearman"],
+        "lower_is_better": False,
+        "metrics": {
+            "fine-tuned": {"Spearman": {"value": value, "low": 0, "high": 1}},
+            "mean": {"Spearman": {"value": baseline, "low": 0, "high": 1}},
+            "late": {} if value == 0.5 else {"Spearman": {"value": None, "low": None, "high": None}},
+        },
+    }
+
+
+def test_the_summary_has_mean_deviation_and_students_interval(tmp_path: Path, tiny_recipe: Path) -> None:
+    runs = repeats.repeats(recipes.load(tiny_recipe, [f"out={tmp_path}"]), 3, None)
+    for run, value in zip(runs, (0.5, 0.6, 0.7), strict=True):
+        run.out.mkdir()
+        (run.out / "evaluation.json").write_text(json.dumps(evaluation(value, 0.25)))
+    text = summarise(tmp_path, runs, None)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    row = found["metrics"]["fine-tuned"]["Spearman"]
+    assert (row["mean"], row["deviation"]) == pytest.approx((0.6, 0.1))
+    # Student's t for 2 degrees of freedom: 4.3027.
+    assert row["high"] - row["mean"] == pytest.approx(4.3027 * 0.1 / math.sqrt(3), abs=1e-5)
+    assert row["mean"] - row["low"] == pytest.approx(row["high"] - row["mean"])
+    assert row["runs"] == {"seed-3": 0.5, "seed-4": 0.6, "seed-5": 0.7}
+    assert found["metrics"]["mean"]["Spearman"]["deviation"] == 0
+    assert found["metrics"]["late"]["Spearman"]["mean"] is None
+    assert "fine-tuned  0.600 [0.352, 0.848]" in text
+    assert "late        -" in text
+
+
+def test_a_run_without_scores_is_named(tmp_path: Path, tiny_recipe: Path) -> None:
+    runs = repeats.repeats(recipes.load(tiny_recipe, [f"out={tmp_path}"]), 2, None)
+    with pytest.raises(InputError, match=r"seed-3/evaluation.json: no such file; go on with --resume auto"):
+        summarise(tmp_path, runs, None)
+    assert not is_done(runs[0].out)

@@ -1,0 +1,145 @@
+"""What a recipe says of how long to train, what learns, and which model is taken."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from esmshard import recipe as recipes
+from esmshard.errors import InputError
+from esmshard.model.config import SIZES
+from esmshard.model.esm2 import ESM2
+from esmshard.settings import AdaptSettings
+from esmshard.task_settings import ContactSettings
+from esmshard.tasks import TASKS
+from esmshard.tasks.finetuner import FineTuner, load_finetuned
+from esmshard.train import finetune, rng
+from esmshard.train.job import prepare
+
+CPU = torch.device("cpu")
+
+
+def steps(recipe: Path, *overrides: str) -> int:
+    return prepare(recipes.load(recipe, overrides), 1, 1, CPU).steps
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_epochs_are_counted_in_steps(tiny_recipe: Path) -> None:
+    text = tiny_recipe.read_text()
+    tiny_recipe.write_text(text.replace("steps: 6, ", ""))
+    assert steps(tiny_recipe) == 400
+    one = steps(tiny_recipe, "train.epochs=1")
+    # 24 chains of 60 residues at most make 400 tokens a step: 24 x 62 = 1,488 tokens are 4 steps at most.
+    assert one in (3, 4)
+    assert steps(tiny_recipe, "train.epochs=2.5") == round(2.5 * one)
+    assert steps(tiny_recipe, "train.epochs=0.01") == 1
+
+
+def frozen(*parts: str) -> set[str]:
+    task = TASKS["contact"](ContactSettings(name="contact", channels=4, blocks=0), {})
+    model = FineTuner(ESM2(SIZES["nano"]), task.head(SIZES["nano"]))
+    model.adapt(AdaptSettings(), 0)
+    before = {name for name, p in model.named_parameters() if p.requires_grad}
+    model.adapt(AdaptSettings(freeze=parts), 0)
+    return before - {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_what_is_frozen_does_not_learn() -> None:
+    assert frozen() == set()
+    assert frozen("embedding") == {"trunk.embed_tokens.weight"}
+    assert frozen("layers.1") == {name for name in frozen("layers.0-1") if name.startswith("trunk.layers.1.")}
+    assert {name.split(".")[2] for name in frozen("layers.0-1")} == {"0", "1"}
+    assert all(name.endswith("bias") and name.startswith("trunk.") for name in frozen("biases"))
+    norms = frozen("norms")
+    assert {name.split(".")[-2] for name in norms} == {
+        "self_attn_layer_norm",
+        "final_layer_norm",
+        "emb_layer_norm_after",
+    }
+    assert frozen("norms", "embedding") == norms | {"trunk.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("part", ["layers.2", "layers.0-2"])
+def test_a_layer_that_is_not_there_is_refused_before_training(tiny_recipe: Path, part: str) -> None:
+    with pytest.raises(InputError, match=r"adapt.freeze: .*: the model has layers.0 to layers.1"):
+        prepare(recipes.load(tiny_recipe, [f"adapt.freeze=[{part}]"]), 1, 1, CPU)
+
+
+def test_a_frozen_part_stays_what_it_was(tiny_recipe: Path) -> None:
+    recipe = recipes.load(tiny_recipe, ["adapt.freeze=[embedding, layers.0]", "train.steps=2"])
+    out = finetune.run(recipe)
+    assert out is not None
+    trained = load_finetuned(str(out / "model")).model.trunk.state_dict()
+    drawn = prepare(recipe, 1, 1, CPU).weights
+    same = {name for name, tensor in trained.items() if torch.equal(tensor, drawn[name])}
+    assert {name for name in trained if name.startswith("layers.0.")} <= same
+    assert "embed_tokens.weight" in same
+    assert "layers.1.fc1.weight" not in same
+
+
+def test_a_run_stops_when_validations_do_not_get_better_and_takes_the_best(tiny_recipe: Path) -> None:
+    options = ["train.steps=30", "train.eval_every=1", "train.early_stop=2", "checkpoint.keep=1"]
+    options += ["optim.lr=1e-12", "optim.head_lr=1e-12"]  # nothing gets better than after the first step
+    out = finetune.run(recipes.load(tiny_recipe, options))
+    assert out is not None
+    assert [line["step"] for line in lines(out) if line.get("split") == "valid"] == [1, 2, 3]
+    assert json.loads((out / "status.json").read_text())["state"] == "done"
+    assert json.loads((out / "model" / "esmshard.json").read_text())["step"] == 1
+    finetune.run(recipes.load(tiny_recipe, options), "auto")
+    assert max(line["step"] for line in lines(out) if "loss" in line) == 3, "a run that has stopped does not go on"
+
+
+def test_a_probe_is_fitted_without_a_step(tiny_recipe: Path) -> None:
+    out = finetune.run(recipes.load(tiny_recipe, ["task.head=attention", "adapt.method=probe"]))
+    assert out is not None
+    found = lines(out)
+    assert [line["step"] for line in found if line.get("split") == "valid"] == [0]
+    assert not [line for line in found if "lr" in line]
+    metrics = json.loads((out / "evaluation.json").read_text())["metrics"]
+    # The baseline is the same fit on the same chains.
+    assert metrics["fine-tuned"]["AUPRC"] == pytest.approx(metrics["unsupervised head"]["AUPRC"], abs=1e-4)
+
+
+@pytest.mark.parametrize(("processes", "options"), [(2, ()), (1, ("parallel.cpu_offload=true",))])
+def test_a_probe_wants_one_process(tiny_recipe: Path, processes: int, options: tuple[str, ...]) -> None:
+    recipe = recipes.load(tiny_recipe, ["task.head=attention", "adapt.method=probe", *options])
+    with pytest.raises(InputError, match="is fitted in one process"):
+        prepare(recipe, processes, processes, CPU)
+
+
+def test_dropout_follows_from_the_seed(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was drawn before. Other seeds, ranks and steps draw otherwise."""
+
+    def drawn(*key: int) -> list[float]:
+        rng.begin(*key)
+        return torch.rand(3).tolist()
+
+    first = drawn(3, 0, 0)
+    torch.rand(5)
+    assert drawn(3, 0, 0) == first
+    assert len({tuple(drawn(*key)) for key in ((3, 0, 0), (4, 0, 0), (3, 1, 0), (3, 0, 7))}) == 4
+    options = [
+        "task={name: sequence, hidden: 8, dropout: 0.5}",
+        "data.labels=sample:contact/labels.csv",
+        "data.target=[helix]",
+        "data.long=full",
+        "batch.tokens_per_rank=400",
+        "train.steps=2",
+    ]
+    first_draws = []
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        first_draws.append(torch.rand(2).tolist())
+        raise InputError("enough")
+
+    monkeypatch.setattr(finetune, "train_step", step)
+    for n in range(2):
+        torch.rand(n)  # what came before in this process
+        with pytest.raises(InputError, match="enough"):
+            finetune.run(recipes.load(tiny_recipe, [*options, f"out={tiny_recipe.parent / str(n)}"]))
+    assert first_draws[0] == first_draws[1]
