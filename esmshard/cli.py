@@ -71,6 +71,9 @@ def finetune(
         Optional[int],
         typer.Option(min=3, metavar="K", help="Cross-validate: K runs, each tested on another part of data.train."),
     ] = None,
+    page: Annotated[
+        bool, typer.Option("--report/--no-report", help="Draw report.html at the end; esmshard report does it later.")
+    ] = True,
     trust: Trust = False,
 ) -> None:
     """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
@@ -99,9 +102,11 @@ def finetune(
             from esmshard.train.repeats import is_done, repeats, summarise
 
             several = repeats(resolved, seeds, folds) if seeds > 1 or folds else []
+            if several and resume not in (None, "auto"):
+                raise UsageError("--seeds and --folds go on with --resume auto; a path is that of one run")
             runs = [run.overrides for run in several if resume != "auto" or not is_done(run.out)] if several else runs
             # Every mistake that can be seen is seen here, once, before any process is started.
-            for n, options in enumerate(runs):
+            for n, options in enumerate(runs or [several[-1].overrides]):
                 one = recipes.load(recipes.resolve(recipe), [*(overrides or []), *options])
                 if not dry_run:
                     check_out(Path(one.out), resume, overwrite)
@@ -131,7 +136,7 @@ def finetune(
             from esmshard.train import finetune as training
 
             run = training.run(resolved, resume, overwrite, profile, trust=trust, started=_STARTED)
-            if run is not None:
+            if run is not None and page:
                 _pictures(run, resolved)
             return
 
@@ -140,6 +145,7 @@ def finetune(
 
     flags = (["--resume", resume] if resume else []) + (["--overwrite"] if overwrite else [])
     flags += (["--profile", str(profile)] if profile else []) + (["--trust"] if trust else [])
+    flags += [] if page else ["--no-report"]
     for options in runs:
         arguments = ["-m", "esmshard", "finetune", recipe, *(overrides or []), *options, *flags]
         if several:

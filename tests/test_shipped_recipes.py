@@ -21,11 +21,11 @@ SMALL += ("batch.global_tokens=800", "batch.tokens_per_rank=800", "data.max_leng
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight chains to train on, four to validate and to test on, and labels as the recipes name them."""
+    """Six chains to train on, three to validate and four to test on, and labels as the recipes name them."""
     path = tmp_path_factory.mktemp("recipes")
     for name, split, chains in (
         ("train", "train", range(12)),
-        ("valid", "valid", range(4)),
+        ("valid", "valid", range(3)),
         ("test", "test", range(4)),
     ):
         write_subset(path, name, split, chains)

@@ -17,7 +17,15 @@ from esmshard.train.status import replace_text
 
 # A resumed run may differ in these: where and how it runs, not what it computes.
 _FREE = (
-    *("out", "data.test", "checkpoint.", "train.eval_every", "batch.tokens_per_rank", "parallel.strategy"),
+    *(
+        "out",
+        "data.test",
+        "checkpoint.",
+        "train.eval_every",
+        "train.early_stop",
+        "batch.tokens_per_rank",
+        "parallel.strategy",
+    ),
     *("parallel.group_size", "parallel.layers", "parallel.last_layer", "parallel.root", "parallel.prefetch"),
     *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.accumulate"),
     *("parallel.start_timeout", "parallel.step_timeout"),

@@ -73,6 +73,7 @@ def found(path: Path, out: str, pairs: list[Pairs]) -> float:
     return coevolution.precision(scores, pairs)
 
 
+@pytest.mark.slow
 def test_contacts_are_learned(data: tuple[Path, list[Pairs]]) -> None:
     path, pairs = data
     finetune(path, "full")

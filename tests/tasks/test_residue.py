@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from label_files import LabelFiles, data
 from model_files import TINY, fair_esm, ours, perturb, tokenise
 from pydantic import TypeAdapter, ValidationError
 from scipy import stats
 from sklearn import metrics as reference
 
-from esmshard.data.ingest import ingest
 from esmshard.data.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
 from esmshard.model.esm2 import ESM2
-from esmshard.settings import DataSettings
 from esmshard.task_settings import ResidueSettings, TaskSettings
 from esmshard.tasks import residue
 from esmshard.tasks.finetuner import FineTuner
@@ -34,29 +33,12 @@ def task(facts: dict[str, Any] = Q3, **given: Any) -> ResidueTask:
     return ResidueTask(ResidueSettings(name="residue", **given), facts)
 
 
-def data(**given: Any) -> DataSettings:
-    return DataSettings(train="t", valid="v", test="e", **given)
-
-
-class Files:
+class Files(LabelFiles):
     """A FASTA file of some records."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def split(self, name: str, text: str) -> tuple[Path, Any]:
-        fasta = self.directory / f"{name}.fasta"
-        fasta.write_text(
-            "".join(f">{line.rsplit(' ', 1)[0]}\n{line.rsplit(' ', 1)[1]}\n" for line in text.splitlines())
-        )
-        return fasta, ingest([fasta], self.directory / name, overwrite=True)
 
     def learn(self, settings: dict[str, Any], text: str, **given: Any) -> tuple[ResidueTask, Examples]:
         """A task that has read its training labels."""
-        fasta, store = self.split("train", text)
-        new = ResidueTask(ResidueSettings(name="residue", **settings), {})
-        train = Examples("train", fasta, store, new.labels(fasta, store, data(**given)))
-        return new.learn(train), train
+        return self.learned(ResidueTask(ResidueSettings(name="residue", **settings), {}), text, **given)
 
 
 @pytest.fixture

@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from label_files import LabelFiles, data
 from model_files import TINY, fair_esm, ours, perturb, tokenise
 from pydantic import TypeAdapter, ValidationError
 from scipy import stats
 from sklearn import metrics as reference
 
-from esmshard.data.ingest import ingest
 from esmshard.data.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
 from esmshard.model.esm2 import ESM2
-from esmshard.settings import DataSettings
 from esmshard.task_settings import SequenceSettings, TaskSettings
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.numbers import OUTPUTS, SequenceNumbers
@@ -33,29 +32,12 @@ def task(facts: dict[str, Any] = NUMBERS, **given: Any) -> SequenceTask:
     return SequenceTask(SequenceSettings(name="sequence", **given), facts)
 
 
-def data(**given: Any) -> DataSettings:
-    return DataSettings(train="t", valid="v", test="e", **given)
-
-
-class Files:
+class Files(LabelFiles):
     """A FASTA file of some records, and tables beside it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def split(self, name: str, text: str) -> tuple[Path, Any]:
-        fasta = self.directory / f"{name}.fasta"
-        fasta.write_text(
-            "".join(f">{line.rsplit(' ', 1)[0]}\n{line.rsplit(' ', 1)[1]}\n" for line in text.splitlines())
-        )
-        return fasta, ingest([fasta], self.directory / name, overwrite=True)
 
     def learn(self, settings: dict[str, Any], text: str, **given: Any) -> tuple[SequenceTask, Examples]:
         """A task that has read its training labels."""
-        fasta, store = self.split("train", text)
-        new = SequenceTask(SequenceSettings(name="sequence", **settings), {})
-        train = Examples("train", fasta, store, new.labels(fasta, store, data(**given)))
-        return new.learn(train), train
+        return self.learned(SequenceTask(SequenceSettings(name="sequence", **settings), {}), text, **given)
 
     def table(self, text: str) -> str:
         (self.directory / "labels.csv").write_text(text)

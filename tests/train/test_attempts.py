@@ -130,7 +130,17 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
 def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_path: Path) -> None:
     """On two processes; then to the end, with the losses of an unbroken run."""
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "esmshard", "finetune", str(finished / "tiny.yaml"), f"out={out}", "--nproc", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "esmshard",
+        "finetune",
+        str(finished / "tiny.yaml"),
+        f"out={out}",
+        "--nproc",
+        "2",
+        "--no-report",
+    ]
     command += ["--resume", "auto", *OPTIONS, "checkpoint.async_save=true"]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     for _ in range(600):

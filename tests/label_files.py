@@ -1,0 +1,32 @@
+"""FASTA files of some records, and tasks that have learned their labels."""
+
+from pathlib import Path
+from typing import Any
+
+from esmshard.data.ingest import ingest
+from esmshard.data.loader import Examples
+from esmshard.settings import DataSettings
+from esmshard.tasks.protocol import Task
+
+
+def data(**given: Any) -> DataSettings:
+    return DataSettings(train="t", valid="v", test="e", **given)
+
+
+class LabelFiles:
+    """A FASTA file of each split, records given as lines of id and sequence."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def split(self, name: str, text: str) -> tuple[Path, Any]:
+        fasta = self.directory / f"{name}.fasta"
+        records = (line.rsplit(" ", 1) for line in text.splitlines())
+        fasta.write_text("".join(f">{header}\n{sequence}\n" for header, sequence in records))
+        return fasta, ingest([fasta], self.directory / name, overwrite=True)
+
+    def learned(self, task: Task, text: str, **given: Any) -> tuple[Any, Examples]:
+        """The task that has read its training labels."""
+        fasta, store = self.split("train", text)
+        train = Examples("train", fasta, store, task.labels(fasta, store, data(**given)))
+        return task.learn(train), train
