@@ -3,6 +3,8 @@
 `memory` goes through a training step and adds up, moment by moment, what is alive: what FSDP2 keeps and gathers, and
 what a layer of `esmshard.model` keeps for its backward pass. The largest moment is the answer. The formulas are in
 docs/plan.md, and how near they come to measured peaks; `benchmarks/peaks.py` measures. Letters: see `esmshard.batch`.
+
+It is a little longer than other files: each moment of a step counts what the others count, and is checked against them.
 """
 
 import os
