@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -28,6 +28,7 @@ from ruamel.yaml.reader import ReaderError
 
 from esmshard.errors import InputError, UsageError
 from esmshard.settings import Clash, Recipe
+from esmshard.shipped import shipped
 from esmshard.task_settings import TaskSettings
 
 PATH_KEYS = (
@@ -42,12 +43,6 @@ TASK_SECTIONS: dict[str, type[BaseModel]] = {
     get_args(section.model_fields["name"].annotation)[0]: section for section in get_args(get_args(TaskSettings)[0])
 }
 """What may stand under `task`, by its `name`."""
-
-
-def shipped(kind: Literal["recipes", "data"]) -> Path:
-    """The directory of shipped recipes or samples: inside the installed package, or at the top of a clone."""
-    installed = Path(__file__).parent / "_shipped" / kind
-    return installed if installed.is_dir() else Path(__file__).parent.parent / kind
 
 
 def names() -> list[str]:

@@ -22,8 +22,9 @@ class ModelSettings(Settings):
     """The language model that is fine-tuned."""
 
     name: str
-    """A size (`mini`, `esm2_t6_8M_UR50D` ... `esm2_t48_15B_UR50D`) or the path of trained weights: a fair-esm `.pt`
-    file, or a directory in the layout of `transformers`."""
+    """`starter` (a small model that comes with the package; not an ESM-2), a released name (`esm2_t6_8M_UR50D` ...
+    `esm2_t48_15B_UR50D`), or the path of trained weights: a fair-esm `.pt` file, or a directory in the layout of
+    `transformers`. With `init: random` any of them, and `mini`, names a shape."""
 
 
 LoraTarget = Literal["q", "k", "v", "out", "fc1", "fc2"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esmshard.data.labels import UNRESOLVED
-from esmshard.recipe import shipped
+from esmshard.shipped import shipped
 
 torch.set_num_threads(1)  # ranks and tests share the cores
 

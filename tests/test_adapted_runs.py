@@ -1,10 +1,7 @@
 """`finetune` with LoRA and head only, as a user runs it: small checkpoints, resumed to the bit, consolidated, used."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command import esmshard
 from conftest import RECIPE, write_subset
 from safetensors.torch import load_file
 
@@ -27,13 +25,6 @@ SECTIONS = {
     "lora": "adapt: {method: lora, rank: 2, alpha: 8.0, targets: [q, v, fc2]}\n",
     "head": "adapt: {method: head}\n",
 }
-
-
-def esmshard(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "esmshard", *map(str, arguments)]
-    command += ["--no-report"] if arguments[0] == "finetune" else []  # seconds each time
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from command import esmshard
 from conftest import write_subset
 from model_files import TINY, fair_esm, write_fair_esm
 
@@ -38,14 +39,6 @@ RUN_FILES = {
     *("model/README.md", "model/baselines.npz", "baselines.npz", "report.html"),
     *(f"model/{name}" for name in ("special_tokens_map.json", "tokenizer_config.json")),
 }
-
-
-def esmshard(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own."""
-    command = [sys.executable, "-m", "esmshard", *map(str, arguments)]
-    command += ["--no-report"] if arguments[0] == "finetune" and "--report" not in arguments else []  # seconds each
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 def files(directory: Path) -> set[str]:

@@ -181,7 +181,7 @@ def steps(recipe: Recipe) -> int:
 
 def first_weights(recipe: Recipe) -> list[float]:
     task, found = TASKS[recipe.task.name](recipe.task, {}), initial_weights(recipe)
-    ours = [t.sum().item() for t in new_head(recipe, task, found).state_dict().values()]
+    ours = [t.sum().item() for t in new_head(recipe, task, found)[0].state_dict().values()]
     return [*ours, found["embed_tokens.weight"].sum().item()]
 
 

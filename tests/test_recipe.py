@@ -14,6 +14,7 @@ from esmshard import recipe as recipes
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import differences, dump, load, resolve, sample, schema
 from esmshard.settings import Recipe
+from esmshard.shipped import shipped
 from esmshard.task_settings import ContactSettings
 
 TEXT = """\
@@ -63,7 +64,7 @@ def problem(path: Path, *overrides: str) -> str:
 
 
 def test_recipes_are_shipped() -> None:
-    files = {p.name for p in recipes.shipped("recipes").iterdir()}
+    files = {p.name for p in shipped("recipes").iterdir()}
     assert files == {f"{name}.yaml" for name in recipes.names()} | {"schema.json"}
     assert recipes.names() == sorted(recipes.names())
     assert {load(resolve(name)).task.name for name in recipes.names()} == {"contact", "mlm", "residue", "sequence"}
@@ -97,14 +98,14 @@ def test_a_shipped_recipe_says_what_it_is_for_and_where_its_schema_is(name: str)
 
 def test_a_copy_names_the_installed_schema(path: Path) -> None:
     lines = recipes.copy_of(resolve("contact")).splitlines()
-    assert lines[0] == f"# yaml-language-server: $schema={recipes.shipped('recipes') / 'schema.json'}"
+    assert lines[0] == f"# yaml-language-server: $schema={shipped('recipes') / 'schema.json'}"
     assert Path(lines[0].partition("=")[2]).is_file()
     assert lines[1:] == resolve("contact").read_text().splitlines()[1:]
     assert recipes.copy_of(path) == TEXT  # one without that line stays as it is
 
 
 def test_the_shipped_schema_is_that_of_the_settings() -> None:
-    written = (recipes.shipped("recipes") / "schema.json").read_text()
+    written = (shipped("recipes") / "schema.json").read_text()
     assert written == recipes.schema_text(), "esmshard recipes schema > recipes/schema.json"
     assert json.loads(written) == schema()
 
@@ -419,7 +420,7 @@ def test_differences_name_the_keys_that_changed(path: Path) -> None:
 
 def test_a_recipe_is_found_by_path_and_by_name(path: Path) -> None:
     assert resolve(str(path)) == path
-    assert resolve("contact") == recipes.shipped("recipes") / "contact.yaml"
+    assert resolve("contact") == shipped("recipes") / "contact.yaml"
     Path("contact").write_text(TEXT)
     assert resolve("contact") == Path("contact")  # a file comes first
 
@@ -441,8 +442,8 @@ def test_an_unknown_recipe_is_refused_with_a_hint(name: str, sentence: str) -> N
 
 
 def test_a_sample_is_a_shipped_file_and_a_path_stays_a_path() -> None:
-    assert sample("sample:contact/train") == recipes.shipped("data") / "contact" / "train.fasta"
-    assert sample("sample:contact/train.npz") == recipes.shipped("data") / "contact" / "train.npz"
+    assert sample("sample:contact/train") == shipped("data") / "contact" / "train.fasta"
+    assert sample("sample:contact/train.npz") == shipped("data") / "contact" / "train.npz"
     assert sample("/data/x.fasta") == Path("/data/x.fasta")
 
 

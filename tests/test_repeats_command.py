@@ -1,23 +1,18 @@
 """`esmshard finetune --seeds N --folds K`, as a user types it."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command import esmshard
 
 from esmshard import cli
 
 
-def esmshard(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "esmshard", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
 @pytest.mark.slow
 def test_folds_are_run_one_after_another_and_summed_up(tiny_recipe: Path, tmp_path: Path) -> None:
-    options = ("train.steps=1", "train.eval_every=1", "--folds", "3", "--no-report")
+    options = ("train.steps=1", "train.eval_every=1", "--folds", "3")
     done = esmshard("finetune", tiny_recipe, *options)
     assert done.returncode == 0, done.stderr
     names = ["seed-3-fold-0", "seed-3-fold-1", "seed-3-fold-2"]

@@ -2,24 +2,16 @@
 
 import gzip
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import esmshard
 
 from esmshard import cli
 from esmshard.tasks import finetuner
-
-
-def esmshard(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "esmshard", *map(str, arguments)]
-    command += ["--no-report"] if arguments[0] == "finetune" else []  # seconds each time
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 def lines(run: Path) -> list[dict[str, object]]:

@@ -11,8 +11,8 @@ from conftest import write_subset
 
 from esmshard import recipe as recipes
 from esmshard.infer.predict import predict
-from esmshard.recipe import shipped
 from esmshard.report.html import report
+from esmshard.shipped import shipped
 from esmshard.train import finetune
 
 SMALL = ("model.name=nano", "init=random", "train.epochs=null", "train.steps=2", "train.eval_every=1")

@@ -20,7 +20,7 @@ from esmshard.data.labels import CoordinateLabels
 from esmshard.data.split_files import divide
 from esmshard.data.split_method import OF_SEQUENCES, chosen
 from esmshard.errors import UsageError
-from esmshard.recipe import shipped
+from esmshard.shipped import shipped
 
 Run = Callable[..., tuple[int, str, str]]
 SETS = ("train", "valid", "test")

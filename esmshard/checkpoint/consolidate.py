@@ -190,7 +190,7 @@ def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> 
     sizes = {name: size for name, size in weights.shapes(found.config).items() if name != TIED} | head
     if to == "hf":  # what it lacks stays lacking, so that whoever reads it is told; fair-esm reads whole models only
         sizes = {name: size for name, size in sizes.items() if name.split(".")[0] not in found.absent}
-    path = Path(source).expanduser()
+    path = weights.place(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
     evaluation = _evaluation(directory.parent)

@@ -69,10 +69,15 @@ LINEAR = {
 }
 """Linear layers of a block, as a recipe's `adapt.targets` calls them."""
 
+STARTER = "starter"
+"""Name of the small model that comes with the package, trained weights included. It is not an ESM-2."""
+
 SIZES: dict[str, EsmConfig] = {
-    # Ours, for tests and for training from scratch on a laptop; nothing is released under these names.
+    # Ours. For tests and for training from scratch on a laptop; nothing is released under these names.
     "nano": EsmConfig(n_layers=2, dim=32, n_heads=4),
     "mini": EsmConfig(n_layers=6, dim=128, n_heads=8),
+    # Trained weights in data/starter.
+    STARTER: EsmConfig(n_layers=6, dim=192, n_heads=12),
     # Lin et al. 2023 (doi:10.1126/science.ade2574), as released in fair-esm.
     "esm2_t6_8M_UR50D": EsmConfig(n_layers=6, dim=320, n_heads=20),
     "esm2_t12_35M_UR50D": EsmConfig(n_layers=12, dim=480, n_heads=20),

@@ -18,10 +18,11 @@ import torch
 from esmshard.errors import InputError
 from esmshard.model import files, hub, layouts
 from esmshard.model.attention import inverse_frequencies
-from esmshard.model.config import SIZES, EsmConfig
+from esmshard.model.config import SIZES, STARTER, EsmConfig
 from esmshard.model.esm2 import ESM2
 from esmshard.model.files import ALL, Reader
 from esmshard.model.layouts import TIED
+from esmshard.shipped import shipped
 from esmshard.vocab import MASK, PAD, VOCAB_SIZE
 
 
@@ -104,18 +105,24 @@ def drawn(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> dic
     return {name: Reader(shape, partial(rows, name)) for name, shape in wanted.items()}
 
 
+def place(model: str | Path) -> Path:
+    """The file or directory that a model's name means: that of the starter, else the name as a path."""
+    path = Path(model).expanduser()
+    return shipped("data") / STARTER / "model" if str(model) == STARTER and not path.exists() else path
+
+
 def read(model: str) -> Weights:
     """Weights of a model.
 
     Args:
         model: a fair-esm `.pt`, a directory in `transformers`' layout (ours are such directories), the `.safetensors`
-            in one, or a released name such as `esm2_t33_650M_UR50D`, which is looked up in the local caches and then
-            downloaded (`esmshard.model.hub`).
+            in one, a released name such as `esm2_t33_650M_UR50D`, which is looked up in the local caches and then
+            downloaded (`esmshard.model.hub`), or `starter`, which comes with the package.
 
     Raises:
         InputError: naming the file and what is wrong with it.
     """
-    path = Path(model).expanduser()
+    path = place(model)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
         raise InputError(
             f"{path}: holds a LoRA adapter and not a model; consolidate its run without --adapter, or let PEFT merge it"

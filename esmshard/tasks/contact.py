@@ -62,9 +62,9 @@ class ContactTask:
         """See `contact_heads`."""
         return contact_heads.new_head(self._settings, config)
 
-    def start(self, head: nn.Module, found: Weights) -> None:
-        """The model's own contact regression, where it has one, for the heads `attention` and `both`."""
-        contact_heads.start(head, found)
+    def start(self, head: nn.Module, found: Weights) -> str | None:
+        """A contact head of the same shape goes on; else see `contact_heads.start`."""
+        return contact_heads.start(head, found)
 
     def inputs(self, example: Example) -> Inputs:
         """Target: int8 [L, L]: 1 contact, 0 none, -1 undefined (see `contact_labels`)."""

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,7 +151,7 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
 
     Raises `InputError` for a model without a fine-tuned head.
     """
-    path = Path(model) / "esmshard.json"
+    path = weights.place(model) / "esmshard.json"
     try:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         settings: TaskSettings = TypeAdapter(TaskSettings).validate_python(about["recipe"]["task"])
@@ -178,7 +177,7 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
 def load_untrained(recipe: Recipe, task: Task, device: torch.device | None = None) -> FineTuner:
     """The model as it was before the first step of a run: its base weights under a new head of the same seed."""
     found = initial_weights(recipe)
-    return _assemble(found, new_head(recipe, task, found), device or weights.default_device())
+    return _assemble(found, new_head(recipe, task, found)[0], device or weights.default_device())
 
 
 def initial_weights(recipe: Recipe) -> Weights:
@@ -191,13 +190,14 @@ def initial_weights(recipe: Recipe) -> Weights:
     return weights.read(name)
 
 
-def new_head(recipe: Recipe, task: Task, found: Weights) -> nn.Module:
-    """A new head, drawn from the recipe's seed whatever happened to the random state before."""
+def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str | None]:
+    """A new head, drawn from the recipe's seed whatever happened to the random state before; and what it starts from,
+    in a sentence, where the model has something for it.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         head = task.head(found.config)
-    task.start(head, found)
-    return head
+    return head, task.start(head, found)
 
 
 def _assemble(found: Weights, head: nn.Module, device: torch.device) -> FineTuner:

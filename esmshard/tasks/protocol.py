@@ -105,8 +105,8 @@ class Task(Protocol):
         """
         ...
 
-    def start(self, head: nn.Module, found: Weights) -> None:
-        """Give a new head the values that the language model has for it, if any."""
+    def start(self, head: nn.Module, found: Weights) -> str | None:
+        """Give a new head the values that the language model has for it, if any. Returns a sentence on what it was."""
         ...
 
     def inputs(self, example: Example) -> Inputs:

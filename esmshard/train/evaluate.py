@@ -16,6 +16,7 @@ from torch import nn
 from esmshard.data.loader import Examples
 from esmshard.data.packing import deal
 from esmshard.errors import InputError
+from esmshard.model import weights
 from esmshard.parallel.mesh import World
 from esmshard.progress import Progress
 from esmshard.settings import Recipe
@@ -136,7 +137,7 @@ def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], l
         base = load_untrained(Recipe.model_validate(found.about["recipe"]), found.task)
     except InputError as error:
         warn(f"baselines that need the model before training are left out of the table: {error}")
-    known = read_baselines(Path(model) / BASELINES)
+    known = read_baselines(weights.place(model) / BASELINES)
     if not known:
         warn(f"{model}: has no {BASELINES}, so baselines that learn from the training records are left out")
     table = evaluate(found.model, found.task, data, known, base)

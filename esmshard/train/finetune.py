@@ -139,7 +139,10 @@ def _train(
     adapted = recipe.adapt.method != "full"  # then a checkpoint holds what learns, and names the base that does not
     tokens_per_rank = _tokens_per_rank(job, model, saved, ranks)
     control.note("reading weights")
-    materialise(model, model.rows_of(weights, new_head(recipe, task, weights)), job.layout, ranks)
+    head, told = new_head(recipe, task, weights)
+    if told and start is None and ranks.is_first:
+        say(told)
+    materialise(model, model.rows_of(weights, head), job.layout, ranks)
     if recipe.adapt.method == "probe" and start is None:
         say(f"fitting the head on {len(job.train)} training records")
         every = range(len(job.train))

@@ -12,8 +12,8 @@ from esmshard.data.protein_labels import protein_labels
 from esmshard.data.residue_labels import residue_labels
 from esmshard.data.tables import Table
 from esmshard.errors import InputError, UsageError
-from esmshard.recipe import shipped
 from esmshard.settings import DataSettings
+from esmshard.shipped import shipped
 
 STORE = InMemory("a MKT", "b AC")
 

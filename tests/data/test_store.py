@@ -18,7 +18,7 @@ from esmshard.data.ingest import ingest
 from esmshard.data.store import TokenStore, cache_directory, is_store, sha256
 from esmshard.data.symbols import Rules
 from esmshard.errors import InputError
-from esmshard.recipe import shipped
+from esmshard.shipped import shipped
 from esmshard.vocab import ALPHABET_HASH, decode
 
 FASTA = ">b first\nMKT\n>a\nagv*\n>7abc/A\nW\n"

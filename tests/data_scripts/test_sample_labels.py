@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.recipe import shipped
+from esmshard.shipped import shipped
 
 CONTACT = shipped("data") / "contact"
 

@@ -13,7 +13,7 @@ import pytest
 
 from esmshard.data.ingest import ingest
 from esmshard.data.labels import CoordinateLabels
-from esmshard.recipe import shipped
+from esmshard.shipped import shipped
 
 
 @pytest.fixture(scope="module")

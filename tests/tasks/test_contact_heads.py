@@ -168,6 +168,23 @@ def test_a_head_without_a_regression_to_start_from_starts_at_the_prior(trunk: ES
     start(new_head(settings("pairwise"), TINY), absent)
 
 
+@pytest.mark.parametrize("name", ["attention", "pairwise", "both"])
+def test_a_head_goes_on_from_one_of_its_kind_and_size(trunk: ESM2, name: str) -> None:
+    before = new_head(settings(name), TINY)
+    state = files.tensors(trunk.state_dict())
+    found = Weights(TINY, "my contacts", state, head=files.tensors(before.state_dict()))
+    after = new_head(settings(name), TINY)
+    assert any(not torch.equal(t, before.state_dict()[n]) for n, t in after.state_dict().items())
+    assert start(after, found) == "the head goes on from the contact head of my contacts"
+    assert all(torch.equal(t, before.state_dict()[n]) for n, t in after.state_dict().items())
+    # One of another size is new, and so is one of another kind.
+    for other in ({"channels": 12}, {"blocks": 1}) if name != "attention" else ():
+        head = new_head(settings(name, **other), TINY)
+        kept = {n: t.clone() for n, t in head.state_dict().items() if not n.startswith("regression.")}
+        start(head, found)
+        assert all(torch.equal(head.state_dict()[n], t) for n, t in kept.items())
+
+
 def test_both_starts_where_the_attention_head_does(trunk: ESM2) -> None:
     found = Weights(TINY, "trained", files.tensors(trunk.state_dict()))
     batch, outputs = batch_of(50), {}

@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command import esmshard
 
 from esmshard import recipe as recipes
 from esmshard.errors import InputError, UsageError
@@ -265,12 +265,8 @@ def test_reasons(three_b: Plan) -> None:
     assert planned("A100-40GB").reasons()[2] == "nothing travels between GPUs"
 
 
-def esmshard(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "esmshard", *arguments], capture_output=True, text=True, check=False)
-
-
 def test_the_command() -> None:
-    done = esmshard(["plan", "contact", "--gpus", "2xa100-40gb", "--nodes", "2", "--network", "100", "--json"])
+    done = esmshard("plan", "contact", "--gpus", "2xa100-40gb", "--nodes", "2", "--network", "100", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["machines"]["world_size"], found["machines"]["network"]) == (4, 12.5e9)
@@ -280,7 +276,7 @@ def test_the_command() -> None:
     assert memory["total"] == sum(v for k, v in memory.items() if k not in ("total", "host", "when"))
     assert found["best"]["cost"]["seconds"] > 0
     assert found["keys"][0].startswith("parallel.strategy=")
-    missing = esmshard(["plan", "contact"])
+    missing = esmshard("plan", "contact")
     assert missing.returncode == 2
     assert missing.stderr.startswith("error: --gpus: say for which GPUs, as 8xA100-40GB; known are V100-16GB")
 

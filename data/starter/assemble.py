@@ -1,0 +1,52 @@
+"""Put the starter together out of its stages: one model directory, `data/starter/model`.
+
+    python data/starter/assemble.py WORK OUT
+
+WORK holds what the recipes beside this script wrote (`contact`, `lm_head`, `probe`; see data/README.md). Trunk and
+contact head are those of `contact`, the language model's head that of `lm_head`, which learned on that trunk with
+everything else frozen, and the regression over attention maps is what `probe` fitted on it. The card is written by
+hand.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+FROM = {
+    "lm_head": ("lm_head.", "lm_head."),
+    "probe": ("head.regression.", "esm.contact_head.regression."),
+}
+"""Stage after `contact`: names of the tensors it gives, there and here."""
+
+
+def main(work: Path, out: Path) -> None:
+    """Write `model.safetensors`, `esmshard.json` and what goes with them to `out`."""
+    stage = {name: work / name / "model" for name in ("contact", *FROM)}
+    found = load_file(stage["contact"] / "model.safetensors")
+    for name, (theirs, ours) in FROM.items():
+        given = load_file(stage[name] / "model.safetensors")
+        trunk = [key for key in given if key.startswith("esm.") and ".contact_head." not in key]
+        if not trunk or not all(torch.equal(given[key], found[key]) for key in trunk):
+            raise SystemExit(f"{stage[name]}: is not of the trunk in {stage['contact']}; run its recipe again")
+        new = {ours + key.removeprefix(theirs): given[key] for key in given if key.startswith(theirs)}
+        if not new or not new.keys() <= found.keys():
+            raise SystemExit(f"{stage[name]}: lacks {theirs}*; it is not what this recipe writes")
+        found |= new
+
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(found, out / "model.safetensors", {"format": "pt"})
+    for path in stage["contact"].iterdir():
+        if path.name not in ("README.md", "esmshard.json", "model.safetensors"):
+            shutil.copyfile(path, out / path.name)
+    about = json.loads((stage["contact"] / "esmshard.json").read_text())
+    del about["weights_sha256"]
+    text = json.dumps(about, indent=1).replace(f"{work}/", "")
+    (out / "esmshard.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
