@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from esmshard.checkpoint.manifest import sync_directory, write_synced
-from esmshard.model.config import SIZES, EsmConfig
+from esmshard.model.config import SIZES, STARTER, EsmConfig
 from esmshard.model.hub import RELEASED
 
 CITATION = """\
@@ -49,7 +49,7 @@ def text(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any
         _data(about),
         _training(about),
         _scores(about, evaluation),
-        _limits(recipe),
+        _limits(about, fair_esm),
         _licence(recipe),
         f"## Citation\n\nESM-2:\n\n```bibtex\n{CITATION}\n```",
         _made(about, fair_esm),
@@ -86,6 +86,11 @@ def _base(about: Mapping[str, Any]) -> str:
         lines.append(
             f"**It is not ESM-2**: it was trained from random weights (seed {recipe['train']['seed']}) in the shape of "
             f"`{_name(name)}`, and on nothing but the data below."
+        )
+    elif name == STARTER:
+        lines.append(
+            "It was fine-tuned from the starter, a small model that comes with esmshard. **It is not ESM-2**, and was "
+            "trained on some 20,000 sequences and 9,000 structures."
         )
     else:
         lines.append(
@@ -191,19 +196,22 @@ def _interval(value: Mapping[str, float | None] | None) -> str:
     return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
 
 
-def _limits(recipe: Mapping[str, Any]) -> str:
+def _limits(about: Mapping[str, Any], fair_esm: bool) -> str:
+    recipe = about["recipe"]
     lines = [
         "The scores hold for proteins that are to the training data as the test set is; for others, such as families, "
         "lengths or organisms that the data do not have, nothing was measured.",
         "What it says is a prediction, and no ground for a medical decision.",
     ]
-    untold = "contact regression (`predict_contacts`)"
-    if recipe["task"]["name"] != "mlm":
-        untold = f"LM head and its {untold}"
-    if recipe["init"] == "random":
-        lines.append(f"Its {untold} never learned and says nothing of use.")
-    elif recipe.get("adapt", {}).get("method") not in ("head", "probe"):
-        lines.append(f"Its {untold} did not learn along with the layers below.")
+    parts = {"lm_head": "LM head", "contact_head": "contact regression (`predict_contacts`)"}
+    if recipe["task"]["name"] == "mlm":
+        del parts["lm_head"]
+    never = [parts.pop(name) for name in about.get("unlearned", ()) if name in parts]
+    if never:
+        left = "of no use" if fair_esm else "left out"
+        lines.append(f"Its {' and its '.join(never)} never learned and {'are' if never[1:] else 'is'} {left}.")
+    if parts and recipe.get("adapt", {}).get("method") not in ("head", "probe"):
+        lines.append(f"Its {' and its '.join(parts.values())} did not learn along with the layers below.")
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
@@ -214,6 +222,8 @@ def _licence(recipe: Mapping[str, Any]) -> str:
         )
     elif recipe["init"] == "random":
         said = "No licence is stated. It holds no weights of others."
+    elif recipe["model"]["name"] == STARTER:
+        said = "The weights of the base model are under the MIT licence (Copyright the esmshard authors)."
     else:
         said = "No licence is stated; that of the weights it was fine-tuned from holds on."
     return f"## Licence\n\n{said} The licence of the training data is for whoever publishes this model to state."

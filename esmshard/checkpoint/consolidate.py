@@ -7,7 +7,7 @@ Tensors go from one to the other a few at a time, and what was written is read a
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def consolidate(
         raise UsageError(f"{source}: is a model and has no checkpoints to choose the best of; leave --best out")
     if base is not None and _is_model(source):
         raise UsageError(f"{source}: is a whole model, which has no other base; leave --base out")
-    opened = _open_model(source, to, warn) if _is_model(source) else _open_run(Path(source), warn, best, trust, base)
+    opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, trust, base)
     sizes = {n: s for n, s in opened.sizes.items() if to == "hf" or not n.startswith("head.")}
     with whole_directory(out) as work:
         try:
@@ -188,8 +188,7 @@ def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> 
         warn(notice)
     head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
     sizes = {name: size for name, size in weights.shapes(found.config).items() if name != TIED} | head
-    if to == "hf":  # what it lacks stays lacking, so that whoever reads it is told; fair-esm reads whole models only
-        sizes = {name: size for name, size in sizes.items() if name.split(".")[0] not in found.absent}
+    sizes = _without(found.absent, sizes, to)
     path = weights.place(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
@@ -226,8 +225,15 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trus
     return _Checkpoint(checkpoint, sharded.read_state(checkpoint), sizes, read)
 
 
-def _open_run(source: Path, warn: Callable[[str], None], best: bool, trust: bool, base: str | None) -> Opened:
-    found = _open_checkpoint(source, warn, best, trust)
+def _without(parts: Collection[str], sizes: Mapping[str, torch.Size], to: Target) -> dict[str, torch.Size]:
+    """What it lacks stays lacking, so that whoever reads it is told; fair-esm reads whole models only."""
+    return {name: size for name, size in sizes.items() if to == "fair-esm" or name.split(".")[0] not in parts}
+
+
+def _open_run(
+    source: Path | str, to: Target, warn: Callable[[str], None], best: bool, trust: bool, base: str | None
+) -> Opened:
+    found = _open_checkpoint(Path(source), warn, best, trust)
     checkpoint, state, sizes, read = found.path, found.state, found.sizes, found.read
     config = EsmConfig(**state["config"])
     if state.get("base"):
@@ -235,6 +241,7 @@ def _open_run(source: Path, warn: Callable[[str], None], best: bool, trust: bool
     elif base is not None:
         raise UsageError(f"{checkpoint}: holds a whole model, which has no other base; leave --base out")
     _account(checkpoint, config, sizes)
+    sizes = _without(state.get("unlearned", ()), sizes, to)
     about = _about(state)
     run = checkpoint.parent.parent
     evaluation = _evaluation(run)
@@ -249,7 +256,7 @@ def _open_run(source: Path, warn: Callable[[str], None], best: bool, trust: bool
 def _about(state: Mapping[str, Any]) -> dict[str, Any]:
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
     about |= {key: state[key] for key in ("step", "recipe", "facts")}
-    return about | {key: state[key] for key in ("config", "data", "world_size", "versions", "base") if key in state}
+    return about | {key: state[key] for key in ("config", "data", "world_size", "versions", "unlearned", "base") if key in state}
 
 
 def _account(checkpoint: Path, config: EsmConfig, sizes: Mapping[str, torch.Size]) -> None:

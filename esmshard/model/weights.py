@@ -46,6 +46,11 @@ class Weights:
     """Of fresh weights."""
 
     @property
+    def unlearned(self) -> tuple[str, ...]:
+        """Parts that no training has touched: what was drawn anew, and all of fresh weights that a task may leave so."""
+        return self.absent if self.seed is None else ("lm_head", "contact_head")
+
+    @property
     def notices(self) -> list[str]:
         """What a user should know of this file, one sentence each."""
         found = [f"{self.source}: has no {part}; what it says is random" for part in self.absent]

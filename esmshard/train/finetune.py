@@ -174,6 +174,7 @@ def _train(
         "versions": versions(),
         "data": provenance(job),
         "facts": dict(task.facts),
+        "unlearned": [part for part in weights.unlearned if part != "lm_head" or not model.asks_logits],
         "base": None,
     }
     if ranks.is_first:

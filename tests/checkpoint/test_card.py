@@ -148,13 +148,23 @@ def test_scores_stand_beside_their_baselines(model: Path) -> None:
 
 
 def test_random_weights_never_pass_for_esm2(model: Path) -> None:
-    front, text = written(model, about(init="random", train__seed=5))
+    random = about(init="random", train__seed=5) | {"unlearned": ["lm_head", "contact_head"]}
+    front, text = written(model, random)
     assert front.keys() == {"library_name", "tags"}
     assert "**It is not ESM-2**: it was trained from random weights (seed 5) in the shape of `esm2_t6_8M_UR50D`" in text
     assert "fine-tuned from" not in text
     assert "No licence is stated. It holds no weights of others." in text
     assert "MIT" not in text
-    assert "never learned and says nothing of use" in text
+    assert "Its LM head and its contact regression (`predict_contacts`) never learned and are left out." in text
+    assert "did not learn along" not in text
+
+
+def test_the_starter_never_passes_for_esm2(model: Path) -> None:
+    front, text = written(model, about(model__name="starter"))
+    assert front.keys() == {"library_name", "tags"}
+    assert "the starter, a small model that comes with esmshard. **It is not ESM-2**" in text
+    assert "Copyright the esmshard authors" in text
+    assert "not known here" not in text
 
 
 @pytest.mark.parametrize("name", ["/home/ada/esm2_t6_8M_UR50D", "/home/ada/esm2_t6_8M_UR50D.pt", "/home/ada/x/"])
