@@ -108,6 +108,7 @@ def test_labels_of_other_proteins_teach_nothing(data: tuple[Path, list[Pairs]]) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_contacts_are_found_without_labels(data: tuple[Path, list[Pairs]]) -> None:
     """A masked language model from scratch, then the regression of 20 proteins over its attention maps."""
     path, pairs = data
