@@ -13,7 +13,7 @@ from command import esmshard
 RECIPE = """\
 task: {{name: contact, head: attention}}
 model: {{name: {model}}}
-data: {{train: sample:contact/train, valid: sample:contact/valid, test: sample:contact/test, long: crop, max_length: 256}}
+data: {{train: sample:contact/train, valid: sample:contact/valid, test: sample:contact/test}}
 batch: {{global_tokens: 2048, tokens_per_rank: auto}}
 optim: {{lr: 1.0e-4, head_lr: 1.0e-3, warmup: 0.1}}
 train: {{steps: {steps}, eval_every: 25}}

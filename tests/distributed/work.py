@@ -78,7 +78,8 @@ def sharded_model(recipe: Recipe, ranks: World, laid_: Layout | None = None) -> 
 def rough_head(recipe: Recipe, task: Task, base: weights.Weights) -> dict[str, torch.Tensor]:
     """A new head with a large last layer: behind a tiny one all other gradients vanish, and any two are equal."""
     state = new_head(recipe, task, base)[0].state_dict()
-    return state | {"out.weight": torch.randn(state["out.weight"].shape, generator=torch.Generator().manual_seed(1))}
+    last = [name for name in state if name.endswith(("out.weight", "regression.weight"))]
+    return state | {name: torch.randn(state[name].shape, generator=torch.Generator().manual_seed(1)) for name in last}
 
 
 def rough_rows(model: FineTuner, base: weights.Weights, head: torch.nn.Module) -> RowsOf:
