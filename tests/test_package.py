@@ -33,6 +33,7 @@ def test_the_wheel_holds_recipes_samples_and_types(wheel: Path) -> None:
         names = set(archive.namelist())
     assert "esmshard/py.typed" in names
     assert "esmshard/_shipped/recipes/contact.yaml" in names
+    assert "esmshard/_shipped/data/starter/model/model.safetensors" in names
     assert "esmshard/_shipped/recipes/schema.json" in names
     for split in ("train", "valid", "test"):
         assert {f"esmshard/_shipped/data/contact/{split}{end}" for end in (".fasta", ".npz")} <= names

@@ -4,10 +4,11 @@
 
 WORK holds what the recipes beside this script wrote (`contact`, `lm_head`, `probe`; see data/README.md). Trunk and
 contact head are those of `contact`, the language model's head that of `lm_head`, which learned on that trunk with
-everything else frozen, and the regression over attention maps is what `probe` fitted on it. The card is written by
-hand.
+everything else frozen, and the regression over attention maps is what `probe` fitted on it. Weights are written in
+fp16, for half the size. The card is written by hand.
 """
 
+import hashlib
 import json
 import shutil
 import sys
@@ -33,17 +34,24 @@ def main(work: Path, out: Path) -> None:
         if not trunk or not all(torch.equal(given[key], found[key]) for key in trunk):
             raise SystemExit(f"{stage[name]}: is not of the trunk in {stage['contact']}; run its recipe again")
         new = {ours + key.removeprefix(theirs): given[key] for key in given if key.startswith(theirs)}
-        if not new or not new.keys() <= found.keys():
+        if not new:
             raise SystemExit(f"{stage[name]}: lacks {theirs}*; it is not what this recipe writes")
         found |= new
 
     out.mkdir(parents=True, exist_ok=True)
-    save_file(found, out / "model.safetensors", {"format": "pt"})
+    halves = {key: tensor if key.endswith("inv_freq") else tensor.half() for key, tensor in found.items()}
+    save_file(halves, out / "model.safetensors", {"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
     for path in stage["contact"].iterdir():
         if path.name not in ("README.md", "esmshard.json", "model.safetensors"):
             shutil.copyfile(path, out / path.name)
     about = json.loads((stage["contact"] / "esmshard.json").read_text())
-    del about["weights_sha256"]
+    about["dtype"] = "fp16"
+    about["weights_sha256"] = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    for split in about["data"].values():
+        split["path"] = Path(split["path"]).name
+    config = (out / "config.json").read_text()
+    (out / "config.json").write_text(config.replace('"torch_dtype": "float32"', '"torch_dtype": "float16"'))
     text = json.dumps(about, indent=1).replace(f"{work}/", "")
     (out / "esmshard.json").write_text(text + "\n")
 

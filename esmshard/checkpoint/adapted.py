@@ -81,15 +81,19 @@ def write_adapter(
 
 
 def _account(checkpoint: Path, config: EsmConfig, settings: AdaptSettings, sizes: Sizes, whole: Sizes) -> None:
-    """Every LoRA matrix is there in its shape, and besides them only biases of the trunk, and the head."""
+    """Every LoRA matrix is there in its shape, and besides them only biases of the trunk, and the head.
+
+    The head of masked-language-model training is the LM head.
+    """
     wanted: dict[str, torch.Size] = {}
     if settings.method == "lora":
         with torch.device("meta"):
             wanted = add_lora(ESM2(config).layers, *settings.lora)
     trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
+    others = ("bias", "lm_head.dense.weight", "lm_head.layer_norm.weight")[: 3 if settings.method == "head" else 1]
     for problem, names in (
         ("lacks", sorted(wanted.keys() - trunk.keys())),
-        ("holds besides the LoRA", sorted(n for n in trunk.keys() - wanted.keys() if not n.endswith("bias"))),
+        ("holds besides what learned", sorted(n for n in trunk.keys() - wanted.keys() if not n.endswith(others))),
         ("holds in another shape", sorted(n for n in trunk if trunk[n] != (wanted.get(n) or whole.get(n)))),
     ):
         if names:

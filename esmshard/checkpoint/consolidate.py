@@ -256,7 +256,9 @@ def _open_run(
 def _about(state: Mapping[str, Any]) -> dict[str, Any]:
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
     about |= {key: state[key] for key in ("step", "recipe", "facts")}
-    return about | {key: state[key] for key in ("config", "data", "world_size", "versions", "unlearned", "base") if key in state}
+    return about | {
+        key: state[key] for key in ("config", "data", "world_size", "versions", "unlearned", "base") if key in state
+    }
 
 
 def _account(checkpoint: Path, config: EsmConfig, sizes: Mapping[str, torch.Size]) -> None:

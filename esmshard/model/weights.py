@@ -47,7 +47,7 @@ class Weights:
 
     @property
     def unlearned(self) -> tuple[str, ...]:
-        """Parts that no training has touched: what was drawn anew, and all of fresh weights that a task may leave so."""
+        """Parts that no training has touched: what was drawn anew; of fresh weights, what most tasks leave so."""
         return self.absent if self.seed is None else ("lm_head", "contact_head")
 
     @property

@@ -84,17 +84,27 @@ def test_a_head_alone_leaves_the_base_as_it_is() -> None:
     assert reading.asked == ["head.out"]
 
 
+def test_the_lm_head_may_have_learned_alone() -> None:
+    base = weights.fresh(NANO, 3)
+    learned = {n: base[n] + 1 for n in base.read if n.startswith("lm_head.") and n != "lm_head.weight"}
+    assert len(learned) == 5
+    sizes, read, _ = opened({"method": "head"}, learned)
+    found = read(list(sizes))
+    assert all(torch.equal(t, learned[n] if n in learned else base[n]) for n, t in found.items())
+
+
 @pytest.mark.parametrize(
     ("method", "lost", "extra", "says"),
     [
         ("lora", [A], {}, f"lacks {A}; it is no checkpoint of its recipe"),
         ("lora", [A, B, "layers.1.fc1.lora_A.weight", "layers.1.fc1.lora_B.weight"], {}, "and 1 more; it is no"),
-        ("lora", [], {"layers.0.fc2.weight": (32, 128)}, "holds besides the LoRA layers.0.fc2.weight;"),
-        ("lora", [], {"layers.0.q.lora_A.weight": (2, 32)}, "holds besides the LoRA layers.0.q.lora_A.weight;"),
+        ("lora", [], {"layers.0.fc2.weight": (32, 128)}, "holds besides what learned layers.0.fc2.weight;"),
+        ("lora", [], {"layers.0.q.lora_A.weight": (2, 32)}, "holds besides what learned layers.0.q.lora_A.weight;"),
         ("lora", [], {A: (3, 32)}, f"holds in another shape {A};"),
         ("lora", [], {"layers.0.fc1.bias": (4,)}, "holds in another shape layers.0.fc1.bias;"),
         ("lora", [], {"layers.9.fc1.bias": (128,)}, "holds in another shape layers.9.fc1.bias;"),
-        ("head", [], {}, "holds besides the LoRA layers.0.fc1.lora_A.weight"),
+        ("head", [], {}, "holds besides what learned layers.0.fc1.lora_A.weight"),
+        ("lora", [], {"lm_head.dense.weight": (32, 32)}, "holds besides what learned lm_head.dense.weight;"),
     ],
 )
 def test_what_does_not_belong_is_refused(

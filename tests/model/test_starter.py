@@ -1,0 +1,115 @@
+"""The starter: the small trained model that comes with the package."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from esmshard import recipe as recipes
+from esmshard.batch import pack
+from esmshard.data.labels import UNRESOLVED
+from esmshard.data.structures import contact_labels
+from esmshard.model import weights
+from esmshard.model.config import SIZES, STARTER
+from esmshard.model.contacts import predict_contacts
+from esmshard.shipped import shipped
+from esmshard.tasks import TASKS
+from esmshard.tasks.finetuner import load_finetuned, new_head
+from esmshard.tasks.mlm import corrupt
+from esmshard.tasks.precision import base_rate, contact_precision
+from esmshard.tasks.protocol import Inputs
+from esmshard.vocab import encode
+
+CPU = torch.device("cpu")
+
+
+def test_it_is_whole_and_small() -> None:
+    found = weights.read(STARTER)
+    assert found.config == SIZES[STARTER]
+    assert found.notices == [], "trunk, LM head and contact regression are there"
+    assert found.head
+    assert sum(path.stat().st_size for path in weights.place(STARTER).iterdir()) < 12_000_000
+    about = json.loads((weights.place(STARTER) / "esmshard.json").read_text())
+    assert about["recipe"]["task"]["name"] == "contact"
+    assert not any(part.startswith("/") for part in _texts(about)), "no path of the machine that made it"
+
+
+def _texts(node: object) -> list[str]:
+    if isinstance(node, dict):
+        return [text for value in node.values() for text in _texts(value)]
+    return [node] if isinstance(node, str) else []
+
+
+def test_its_card_says_what_it_is_not() -> None:
+    card = (weights.place(STARTER) / "README.md").read_text()
+    assert "not an ESM-2" in card
+    assert "MIT" in card
+
+
+def test_a_directory_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert weights.place("starter") == shipped("data") / "starter" / "model"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "starter").mkdir()
+    assert weights.place("starter") == Path("starter")
+    assert weights.place("other") == Path("other")
+
+
+@pytest.fixture(scope="module")
+def chains() -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int8]]]:
+    """Tokens and contacts of 25 test chains, which the starter has never seen."""
+    with np.load(shipped("data") / "contact" / "test.npz") as file:
+        seqs, offsets, cb = (file[key][:26] if key != "cb_dA" else file[key] for key in ("seqs", "offsets", "cb_dA"))
+    found = []
+    for k in range(25):
+        part = cb[offsets[k] : offsets[k + 1]]
+        cb_L3 = np.where(part == UNRESOLVED, np.nan, part / 10).astype(np.float32)
+        found.append((encode(str(seqs[k])), contact_labels(cb_L3)))
+    return found
+
+
+Chains = list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int8]]]
+
+
+def mean(rows: list[dict[str, float]], name: str) -> float:
+    return float(np.nanmean([row[name] for row in rows]))
+
+
+def test_its_contact_head_has_learned(chains: Chains) -> None:
+    model = load_finetuned(STARTER, CPU).model
+    rows = [contact_precision(model.outputs([Inputs(t, y)])[0], y) for t, y in chains]
+    chance = [base_rate(y) for _, y in chains]
+    assert mean(rows, "long P@L") > 3 * mean(chance, "long P@L")
+    assert mean(rows, "all P@L/5") > 8 * mean(chance, "all P@L/5")
+
+
+def test_the_shipped_recipe_goes_on_with_its_head() -> None:
+    recipe = recipes.load(recipes.resolve("contact"))
+    assert (recipe.model.name, recipe.init) == (STARTER, "pretrained")
+    found = weights.read(STARTER)
+    head, told = new_head(recipe, TASKS["contact"](recipe.task, {}), found)
+    assert told is not None
+    assert told.startswith("the head goes on from the contact head of ")
+    assert all(torch.equal(tensor, found.head[name]()) for name, tensor in head.state_dict().items())
+
+
+def test_its_contact_regression_was_fitted(chains: Chains) -> None:
+    """It knows little: the starter learned contacts through its contact head, and not as attention."""
+    trunk = weights.load_model(STARTER, CPU)
+    with torch.no_grad():
+        rows = [contact_precision(predict_contacts(trunk, pack([t]))[0].numpy(), y) for t, y in chains]
+    assert mean(rows, "all P@L/5") > 1.5 * mean([base_rate(y) for _, y in chains], "all P@L/5")
+
+
+def test_its_lm_head_knows_more_than_frequencies(chains: Chains) -> None:
+    trunk = weights.load_model(STARTER, CPU)
+    loss = count = 0.0
+    for n, (tokens, _) in enumerate(chains):
+        hidden, at_P = corrupt(tokens, 0.15, f"test:{n}")
+        with torch.no_grad():
+            logits = trunk(pack([hidden]), logits_at=torch.from_numpy(at_P)).logits_PV
+        loss += float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(tokens[at_P]).long(), reduction="sum"))
+        count += len(at_P)
+    assert np.exp(loss / count) < 17, "about 18 for who knows no more than how common each amino acid is"
