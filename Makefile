@@ -5,14 +5,17 @@ NPROC ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: finetune test lint format clean
+.PHONY: finetune test suite lint format clean
 
 finetune: $(READY)
 	$(BIN)/esmshard finetune recipes/contact.yaml --nproc $(NPROC) --resume auto
 	$(BIN)/esmshard embed runs/contact/model data/contact/test.fasta -o runs/contact/test.h5 --overwrite
 	$(BIN)/esmshard embed runs/contact/model data/contact/test.fasta -o runs/contact/test.npy --overwrite
 
-test: lint
+test: $(READY)
+	$(MAKE) --jobs 2 lint suite
+
+suite: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)

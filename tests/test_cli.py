@@ -22,7 +22,6 @@ from model_files import TINY, fair_esm, write_fair_esm
 from esmshard import cli
 from esmshard.batch import pack
 from esmshard.data.fasta import read_fasta
-from esmshard.model.contacts import predict_contacts
 from esmshard.model.weights import load_model
 from esmshard.vocab import encode
 
@@ -165,17 +164,18 @@ def test_the_model_loads_in_transformers_and_fair_esm(
     ours = load_model(str(model_dir), torch.device("cpu"))
     batch = pack([encode(sequence)])
     with torch.no_grad():
-        expected = ours(batch, logits_at=torch.arange(24)).logits_PV
-        contacts = predict_contacts(ours, batch)[0]
+        expected_TD = ours(batch).representations[2]
 
     theirs, info = transformers.EsmForMaskedLM.from_pretrained(model_dir, output_loading_info=True)
-    assert not info["missing_keys"]
+    # From random weights, and contacts taught it nothing of these.
+    assert {key.removeprefix("esm.").split(".")[0] for key in info["missing_keys"]} == {"lm_head", "contact_head"}
     assert all(key.startswith("head.") for key in info["unexpected_keys"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     inputs = tokenizer(sequence, return_tensors="pt")
     assert inputs["input_ids"][0].tolist() == batch.tokens_T.tolist()
     with torch.no_grad():
-        assert torch.allclose(theirs.eval()(**inputs).logits[0], expected, rtol=0, atol=1e-5)
+        hidden_1TD = theirs.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
+    assert torch.allclose(hidden_1TD[0], expected_TD, rtol=0, atol=1e-5)
 
     done = esmshard("consolidate", directory / "run", "-o", tmp_path / "esm2_tiny", "--to", "fair-esm")
     assert done.returncode == 0, done.stderr
@@ -184,9 +184,8 @@ def test_the_model_loads_in_transformers_and_fair_esm(
         oracle, alphabet = esm.pretrained.load_model_and_alphabet_local(tmp_path / "esm2_tiny" / "esm2_tiny.pt")
     _, _, tokens = alphabet.get_batch_converter()([("x", sequence)])
     with torch.no_grad():
-        result = oracle.eval()(tokens, return_contacts=True)
-    assert torch.allclose(result["logits"][0], expected, rtol=0, atol=1e-5)
-    assert torch.allclose(result["contacts"][0], contacts, rtol=0, atol=1e-6)
+        result = oracle.eval()(tokens, repr_layers=[2])
+    assert torch.allclose(result["representations"][2][0], expected_TD, rtol=0, atol=1e-5)
 
 
 def test_consolidate_cuts_large_models_and_casts(
@@ -200,7 +199,9 @@ def test_consolidate_cuts_large_models_and_casts(
     assert len(parts) > 2
     assert json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     cut, whole = load_model(str(out)).state_dict(), load_model(str(directory / "run" / "model")).state_dict()
-    assert all(torch.equal(cut[k], whole[k].bfloat16().float() if "inv_freq" not in k else whole[k]) for k in whole)
+    learned = [k for k in whole if not k.startswith(("lm_head.", "contact_head."))]
+    assert len(learned) > 30
+    assert all(torch.equal(cut[k], whole[k].bfloat16().float() if "inv_freq" not in k else whole[k]) for k in learned)
     one = esmshard("consolidate", directory / "run" / "checkpoints" / "step_000004", "-o", tmp_path / "four")
     assert one.returncode == 0, one.stderr
     assert json.loads((tmp_path / "four" / "esmshard.json").read_text())["step"] == 4
