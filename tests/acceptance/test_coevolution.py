@@ -30,12 +30,12 @@ train: {{steps: 150, eval_every: 150}}
 out: {out}
 """
 MLM = """\
-task: {name: mlm}
+task: {name: mlm, mask: 0.3}
 model: {name: small}
 init: random
 data: {train: many.fasta, valid: valid.fasta, test: test.fasta}
 batch: {global_tokens: 2112, tokens_per_rank: 2112}
-optim: {lr: 3.0e-3}
+optim: {lr: 3.0e-3, schedule: constant}
 train: {steps: 3000, eval_every: 1000}
 checkpoint: {every: 1000}
 out: mlm
@@ -125,7 +125,8 @@ def test_labels_of_other_proteins_teach_nothing(data: tuple[Path, list[Pairs]]) 
 def test_contacts_are_found_without_labels(data: tuple[Path, list[Pairs]]) -> None:
     """A masked language model from scratch, then the regression of 20 proteins over its attention maps.
 
-    Width 64: with the 32 of `nano` P@8 is 0.18.
+    P@8 is 0.57. It is no more than 0.44 with 15% hidden, 0.36 if the learning rate falls besides, and 0.18 with the
+    width of `nano`: counting which key residue is there once tells a hidden one too, without attention to its partner.
     """
     path, pairs = data
     write_shape(path / "small", EsmConfig(n_layers=2, dim=64, n_heads=4))
