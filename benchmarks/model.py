@@ -14,9 +14,13 @@ from peers import Variant, flops, in_file_order, protein_lengths, sequences
 
 from esmshard.model.config import SIZES
 from esmshard.parallel.layout import Layout
+from esmshard.tasks.variant_head import Pool
+from esmshard.vocab import encode
 
-WORK = ("embed", "mlm", "contacts", "fixed")
+WORK = ("embed", "mlm", "contacts", "fixed", "variants")
 FIXED_LENGTH, FIXED_TURN = 286, 56
+VARIANTS_EACH = 14
+"""Variants of a step: 4,032 tokens."""
 CONTACT_LENGTHS = (256, 512, 1000)
 SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
 SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D"}
@@ -112,6 +116,30 @@ class Bench:
             "transformers SDPA": transformers,
         }
 
+    def variants(self, name: str) -> dict[str, Callable[[], Variant]]:
+        """Training on variants of one protein, an AdamW step for VARIANTS_EACH of them."""
+        device, wild_type = self.device, sequences([FIXED_LENGTH])[0]
+        tokens = []
+        for n in range(2 * VARIANTS_EACH):
+            variant = wild_type.copy()
+            variant[1 + n * 9] = encode("W" if wild_type[1 + n * 9] != encode("W")[1] else "A")[1]
+            tokens.append(variant)
+
+        def esmshard(pool: Pool) -> Variant:
+            model = peers.ours(name, device, torch.float32)
+            return peers.train_variants_ours(model, tokens, wild_type, VARIANTS_EACH, device, pool)
+
+        def transformers() -> Variant:
+            model = peers.transformers(name, device, torch.float32)
+            return peers.train_variants_transformers(model, tokens, VARIANTS_EACH, device)
+
+        return {
+            "esmshard, mean": lambda: esmshard("mean"),
+            "esmshard, sites": lambda: esmshard("sites"),
+            "esmshard, wild_type": lambda: esmshard("wild_type"),
+            "transformers SDPA, mean": transformers,
+        }
+
 
 def tables_of(bench: Bench, work: str, model: str, rounds: int) -> list[Table]:
     """Measure one workload of one model."""
@@ -129,6 +157,16 @@ def tables_of(bench: Bench, work: str, model: str, rounds: int) -> list[Table]:
         table = Table(f"embed, {model}, 2,000 x {FIXED_LENGTH}", sum(lengths), *flops(config, lengths), rows=[])
         outputs = measure.take_turns(table, bench.fixed(name), turns, bench.device, bench.dtype)
         table.notes.append(f"{FIXED_TURN} proteins a turn, {turns} turns.")
+    elif work == "variants":
+        lengths = [FIXED_LENGTH] * (2 * VARIANTS_EACH)
+        gemm, attention = flops(config, lengths)
+        table = Table(f"variants, {model}, 286 residues", sum(lengths), 3 * gemm, 3 * attention, rows=[])
+        outputs = measure.take_turns(table, bench.variants(name), rounds, bench.device, torch.float32)
+        same = abs(sum(outputs[0]) - sum(outputs[-1])) / abs(sum(outputs[-1]))
+        table.notes.append(f"{len(lengths)} variants a turn; an epoch of 2,000 is {2000 / len(lengths):.0f} turns.")
+        table.notes.append(f"Relative difference of the losses of pool `mean` and `transformers`: {same:.0e}.")
+        table.notes.append("`wild_type` sends the protein through the model once a step, in place of 14 variants.")
+        return [table]
     elif work == "embed":
         lengths = protein_lengths(bench.count)
         title = f"embed, {model}, {bench.count} proteins"
@@ -188,7 +226,7 @@ def main() -> None:
                 continue
             for k, table in enumerate(tables_of(bench, work, model, args.rounds)):
                 for row in table.rows:
-                    if args.no_memory or work == "fixed":
+                    if args.no_memory or work in ("fixed", "variants"):
                         break
                     own = ["--work", work, "--models", model, "--device", args.device, "--count", str(bench.count)]
                     row.memory_bytes = measure.memory_in_own_process(

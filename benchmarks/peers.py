@@ -19,15 +19,19 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from esmshard.batch import TokenBatch, pack
-from esmshard.infer.embed import by_length, packs_at_once, side_by_side
+from esmshard.batch import TokenBatch, pack, pack_variants
+from esmshard.infer.embed import by_length
 from esmshard.model import export, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.esm2 import ESM2
+from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.mesh import World
 from esmshard.parallel.shard import shard
+from esmshard.settings import AdaptSettings
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.variant_head import Pool, VariantHead
 from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 
 Tokens = npt.NDArray[np.uint8]
@@ -267,6 +271,52 @@ def _trainer(model: torch.nn.Module, losses: Sequence[Variant], device: torch.de
         return totals
 
     return run
+
+
+# Variants of one protein, all of one length
+
+
+def train_variants_ours(
+    model: ESM2, tokens: Sequence[Tokens], wild_type: Tokens, each: int, device: torch.device, pool: Pool
+) -> Variant:
+    """The trunk with the head for variants; an AdamW step for `each` variants."""
+    torch.manual_seed(0)
+    head = VariantHead(model.config.dim, 0, np.ones(1, np.float32), pool, 0.0, zero_shot=False)
+    torch.nn.init.ones_(head.out.weight)
+    tuner = FineTuner(model, head).to(device)
+    tuner.adapt(AdaptSettings(), seed=0)
+
+    def loss(first: int) -> torch.Tensor:
+        group = tokens[first : first + each]
+        if pool == "mean":
+            batch = pack(group).to(device)
+        else:
+            batch = pack_variants(group, wild_type, alone=pool == "wild_type").to(device)
+        return F.mse_loss(torch.stack(tuner(batch)).float().squeeze(1), _targets(len(group), device), reduction="sum")
+
+    return _trainer(tuner, [partial(loss, n) for n in range(0, len(tokens), each)], device, autocast=False)
+
+
+def train_variants_transformers(model: Any, tokens: Sequence[Tokens], each: int, device: torch.device) -> Variant:
+    """The trunk, the mean over residues, LayerNorm and a linear layer, in the same batches; nothing is padded."""
+    dim = model.config.hidden_size
+    trunk, norm, out = model.esm, torch.nn.LayerNorm(dim).to(device), torch.nn.Linear(dim, 1).to(device)
+    torch.nn.init.ones_(out.weight)
+    torch.nn.init.zeros_(out.bias)
+    whole = torch.nn.ModuleList([trunk, norm, out])
+
+    def loss(first: int) -> torch.Tensor:
+        group = range(first, min(first + each, len(tokens)))
+        block = padded(tokens, group, device)
+        x_BLD = trunk(input_ids=block, attention_mask=torch.ones_like(block)).last_hidden_state
+        told = out(norm(x_BLD[:, 1:-1]).mean(1))
+        return F.mse_loss(told.squeeze(1), _targets(len(group), device), reduction="sum")
+
+    return _trainer(whole, [partial(loss, n) for n in range(0, len(tokens), each)], device, autocast=False)
+
+
+def _targets(count: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(-1, 1, count, device=device)
 
 
 # Contact maps, one protein

@@ -9,10 +9,11 @@ Letters at the end of a tensor's name are its logical dimensions, the same on on
     H  attention heads                       K  width of one head
     C  channels of the pair representation   V  vocabulary (33)
     B  sequences of a padded block           P  places at which logits are asked for
+    M  changed residues of the variants of a batch
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,9 +53,20 @@ class TokenBatch:
     """int64 [P]: places in the pack at which logits of the language model are wanted; None where none are."""
     logit_counts: tuple[int, ...] = ()
     """Places of each sequence among them."""
+    changes_4M: torch.Tensor | None = None
+    """int64 [4, M], of variants of one protein, which itself is then the last sequence: for each changed residue the
+    variant's number, the new token, the residue's place in the pack, and its place in the wild type's part of the pack.
+    One forward pass of the wild type serves all variants of a batch."""
+    n_variants: int | None = None
+    """How many they are. Where the wild type alone is looked at, none of them is in the pack."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
+
+    @property
+    def n_records(self) -> int:
+        """Sequences; of variants their number, the wild type that goes with them not counted."""
+        return len(self) if self.n_variants is None else self.n_variants
 
     @property
     def token_counts(self) -> list[int]:
@@ -68,8 +80,9 @@ class TokenBatch:
 
     @property
     def n_residues(self) -> int:
-        """Residues of all sequences, `<cls>` and `<eos>` not counted."""
-        return self.bounds[-1] - 2 * len(self)
+        """Residues of all sequences, `<cls>` and `<eos>` not counted; not those of a wild type beside its variants."""
+        sequences = len(self) - (self.n_variants is not None and len(self) > 1)
+        return self.bounds[sequences] - 2 * sequences
 
     def residues(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
         """Cut per-token values into one [L, ...] view a sequence, without `<cls>` and `<eos>`."""
@@ -86,6 +99,8 @@ class TokenBatch:
             self.bounds,
             None if self.logits_at_P is None else self.logits_at_P.to(device, non_blocking=True),
             self.logit_counts,
+            None if self.changes_4M is None else self.changes_4M.to(device, non_blocking=True),
+            self.n_variants,
         )
 
 
@@ -124,3 +139,41 @@ def pack(
         else torch.from_numpy(np.concatenate([at + start for at, start in zip(logits_at, bounds, strict=False)])),
         logit_counts=() if logits_at is None else tuple(len(at) for at in logits_at),
     )
+
+
+def pack_variants(
+    tokens: Sequence[npt.NDArray[np.uint8]],
+    wild_type: npt.NDArray[np.uint8],
+    record_ids: Sequence[str] | None = None,
+    *,
+    logits: bool = False,
+    alone: bool = False,
+) -> TokenBatch:
+    """Variants of one protein, and it behind them (see `TokenBatch.changes_4M`).
+
+    >>> from esmshard.vocab import encode
+    >>> batch = pack_variants([encode("MKT"), encode("MTV")], encode("MKV"))
+    >>> batch.changes_4M.tolist()  # V3T of the first variant, K2T of the second
+    [[0, 1], [11, 11], [3, 7], [13, 12]]
+
+    Args:
+        tokens: uint8 [L + 2] of each variant.
+        wild_type: the same of the protein, of the same length.
+        record_ids: of the variants; numbers by default.
+        logits: ask for the language model's logits at the changed residues in the wild type, M of them.
+        alone: the wild type is all that is packed.
+    """
+    length = len(wild_type)
+    if any(len(one) != length for one in tokens):
+        raise ValueError("a variant has another length than the wild type")
+    tokens_NL = np.stack(tokens)
+    record_M, place_M = np.nonzero(tokens_NL != wild_type)
+    before_M = 0 if alone else record_M * length
+    wild_M = place_M + (0 if alone else len(tokens) * length)
+    changes_4M = np.stack([record_M, tokens_NL[record_M, place_M], place_M + before_M, wild_M]).astype(np.int64)
+    if record_ids is None:
+        record_ids = [str(k) for k in range(len(tokens))]
+    packed = [] if alone else list(tokens)
+    logits_at = [*[np.empty(0, np.int64)] * len(packed), place_M.astype(np.int64)] if logits else None
+    batch = pack([*packed, wild_type], ["wild type"] if alone else [*record_ids, "wild type"], logits_at)
+    return replace(batch, changes_4M=torch.from_numpy(changes_4M), n_variants=len(tokens))

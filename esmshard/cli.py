@@ -69,7 +69,11 @@ def finetune(
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train N times, from as many seeds.")] = 1,
     folds: Annotated[
         Optional[int],
-        typer.Option(min=3, metavar="K", help="Cross-validate: K runs, each tested on another part of data.train."),
+        typer.Option(
+            min=3,
+            metavar="K",
+            help="Cross-validate: K runs, each tested on another part of data.train; of variants 5 by default.",
+        ),
     ] = None,
     page: Annotated[
         bool, typer.Option("--report/--no-report", help="Draw report.html at the end; esmshard report does it later.")
@@ -95,16 +99,25 @@ def finetune(
 
         from esmshard.parallel.mesh import is_launched, own_device
 
+        of_table = resolved.task.name == "variant" and resolved.data.folds is None
         processes = nproc or (1 if resolved.adapt.method == "probe" else max(1, torch.cuda.device_count()))
         runs: list[tuple[str, ...]] = [()]  # overrides of each
         if not is_launched():
+            from esmshard.data.variant_records import FOLDS
+            from esmshard.train.cross_validated import conclude, curve_runs
             from esmshard.train.job import check_out, describe, prepare
             from esmshard.train.repeats import is_done, repeats, summarise
 
-            several = repeats(resolved, seeds, folds) if seeds > 1 or folds else []
+            if of_table and resolved.data.split not in ("mutations", "given"):
+                folds = folds or FOLDS
+            several = repeats(resolved, seeds, folds) if seeds > 1 or folds or of_table else []
+            # Of a table, the first set is learned from in parts as well, for a learning curve.
+            curve = curve_runs(resolved, several[0]) if of_table and resolved.adapt.method != "probe" else []
             if several and resume not in (None, "auto"):
                 raise UsageError("--seeds and --folds go on with --resume auto; a path is that of one run")
-            runs = [run.overrides for run in several if resume != "auto" or not is_done(run.out)] if several else runs
+            if several:
+                all_runs = [*several, *curve]
+                runs = [run.overrides for run in all_runs if resume != "auto" or not is_done(run.out)]
             # Every mistake that can be seen is seen here, once, before any process is started.
             for n, options in enumerate(runs or [several[-1].overrides]):
                 one = recipes.load(recipes.resolve(recipe), [*(overrides or []), *options])
@@ -115,6 +128,11 @@ def finetune(
             if dry_run:
                 print(describe(job, processes) + (f"\nruns      {len(runs)}" if several else ""))
                 return
+        elif of_table and resolved.data.split not in ("mutations", "given"):
+            raise UsageError(
+                "a launcher has started this process, which trains one fold; set data.folds=5 and data.fold, or start "
+                "the cross-validation with a single command and --nproc"
+            )
         elif nproc is not None or dry_run or max_restarts or seeds > 1 or folds:
             raise UsageError(
                 "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher has "
@@ -142,14 +160,17 @@ def finetune(
 
     from esmshard.parallel.launch import run_local  # outside: signals are for the processes now
     from esmshard.progress import say
+    from esmshard.train.start import TOLD
 
     flags = (["--resume", resume] if resume else []) + (["--overwrite"] if overwrite else [])
     flags += (["--profile", str(profile)] if profile else []) + (["--trust"] if trust else [])
-    flags += [] if page else ["--no-report"]
-    for options in runs:
+    flags += [] if page and not of_table else ["--no-report"]
+    for n, options in enumerate(runs):
         arguments = ["-m", "esmshard", "finetune", recipe, *(overrides or []), *options, *flags]
         if several:
             say(f"{' '.join(options)}")
+            if n and of_table:
+                os.environ[TOLD] = "1"
         if code := run_local(arguments, processes, max_restarts=max_restarts):
             if code != preemption.Preempted.exit_code:
                 from esmshard.train.status import mark_failed
@@ -158,7 +179,16 @@ def finetune(
                 mark_failed(Path(one.out), "the processes were ended from outside; go on with --resume auto", code)
             raise SystemExit(code)
     if several:
-        print(summarise(Path(resolved.out), several, folds))
+        told = summarise(Path(resolved.out), several, folds)
+        print(told if not of_table else conclude(resolved, several, curve))
+    if of_table:
+        from esmshard.infer.rank import predict as rank
+
+        out = Path(resolved.out)
+        count = rank(str(out), None, out / "ranked.csv", overwrite=True)
+        say(f"all {count:,} single substitutions, best first, in {out / 'ranked.csv'}")
+        if page:
+            _pictures(out, resolved)
 
 
 def _pictures(run: Path, resolved: Any) -> None:
@@ -434,17 +464,87 @@ def embed(
 
 @app.command()
 def predict(
-    model: Annotated[str, typer.Argument(help="A consolidated model directory with a fine-tuned head.")],
-    fasta: Annotated[
-        Path, typer.Argument(help="FASTA, plain or compressed, - for the standard input, or a token store.")
-    ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="File to write: .npz, one array a record under its id.")],
+    model: Annotated[str, typer.Argument(help="A consolidated model with a fine-tuned head; of variants also a run.")],
+    data: Annotated[
+        Optional[Path],
+        typer.Argument(help="FASTA, - for the standard input, or a token store; of variants their table."),
+    ] = None,
+    out: Annotated[
+        Optional[Path],
+        typer.Option("-o", "--out", help="File to write: .npz, one array a record under its id, or .csv."),
+    ] = None,
+    all_singles: Annotated[
+        bool, typer.Option("--all-singles", help="Of variants: every single substitution, in place of a table.")
+    ] = False,
+    propose: Annotated[
+        Optional[int],
+        typer.Option(min=1, metavar="N", help="Of variants: N to measure next, promising and unlike each other."),
+    ] = None,
+    kappa: Annotated[
+        float, typer.Option(min=0, help="Of --propose: standard deviations that uncertainty is worth.")
+    ] = 1.0,
+    mutant: Annotated[
+        Optional[str], typer.Option(metavar="COLUMN", help="Of a table: mutations; found by its name by default.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write what the fine-tuned head says: for contacts a matrix of probabilities a record."""
+    """Write what the fine-tuned head says: contact maps, classes and values; variants in their order."""
+    from esmshard.infer.rank import models_of
+    from esmshard.infer.rank import predict as rank
+
+    if out is None:
+        raise UsageError("-o: name the file to write")
+    if models_of(model):
+        if (data is None) != all_singles:
+            raise UsageError("of variants, give either a table or --all-singles")
+        how: dict[str, Any] = {"mutant": mutant, "propose": propose, "kappa": kappa, "overwrite": overwrite}
+        print(f"{out}: {rank(model, data, out, **how):,} variants")
+        return
+
     from esmshard.infer.predict import predict as run
 
-    print(f"{out}: {run(model, fasta, out, overwrite=overwrite):,} records")
+    if data is None:
+        raise UsageError("give a FASTA file, or a token store, to predict")
+    if all_singles or propose or mutant:
+        raise UsageError(f"--all-singles, --propose and --mutant are for models of variants, and {model} is none")
+    print(f"{out}: {run(model, data, out, overwrite=overwrite):,} records")
+
+
+@app.command()
+def score(
+    model: Annotated[str, typer.Argument(help="A model with an LM head; no fine-tuning is needed.")],
+    wild_type: Annotated[Path, typer.Argument(metavar="WILD_TYPE", help="FASTA file with one protein.")],
+    table: Annotated[Optional[Path], typer.Argument(help="Variants of it, in a table.")] = None,
+    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="CSV file to write.")] = None,
+    all_singles: Annotated[
+        bool, typer.Option("--all-singles", help="Every single substitution, in place of a table.")
+    ] = False,
+    method: Annotated[
+        str, typer.Option(help="masked-marginals, wild-type-marginals or pseudo-perplexity.")
+    ] = "masked-marginals",
+    mutant: Annotated[
+        Optional[str], typer.Option(metavar="COLUMN", help="Mutations; found by its name by default.")
+    ] = None,
+    target: Annotated[
+        Optional[str],
+        typer.Option(metavar="COLUMN", help="Measured values, to compare with; found by its name by default."),
+    ] = None,
+    offset: Annotated[
+        Optional[int], typer.Option(help="Added to the positions of the table; what fits the wild type by default.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=1, help="Residues of a long protein that the model sees at once.")] = 1022,
+    overwrite: Overwrite = False,
+) -> None:
+    """Score variants with the language model alone (zero-shot), higher being more natural."""
+    from esmshard.infer.score import score_table
+
+    if out is None:
+        raise UsageError("-o: name the CSV file to write")
+    if (table is None) != all_singles:
+        raise UsageError("give either a table of variants or --all-singles")
+    how: dict[str, Any] = {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
+    how |= {"method": method, "window": window, "overwrite": overwrite}
+    print(score_table(model, wild_type, table, out, **how))
 
 
 @app.command()
@@ -470,11 +570,17 @@ def evaluate(
     for name in ("evaluation.json", "per_protein.csv"):
         if (out / name).exists() and not overwrite:
             raise UsageError(f"{out / name}: exists already; choose another directory or pass --overwrite")
+    found = load_finetuned(model)
+    if Recipe.model_validate(found.about["recipe"]).task.name == "variant":
+        raise UsageError(
+            f"{model}: is of variants; finetune tests on folds of their table, and `esmshard predict MODEL TABLE` "
+            "says Spearman's correlation with the measured values of another one"
+        )
     path = sample(data)
     fasta = cached_split(path) if holds_structures(path) else path
     for notice in notices(fasta) if fasta != path else ():
         say(f"{path}: {notice}")
-    store, found = cached(fasta), load_finetuned(model)
+    store = cached(fasta)
     where = Recipe.model_validate(found.about["recipe"]).data.model_copy(update={"labels": labels, "mask": None})
     examples = Examples(Path(data).name, path, store, found.task.labels(fasta, store, where))
     out.mkdir(parents=True, exist_ok=True)
@@ -483,7 +589,9 @@ def evaluate(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, done or not.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of a run, done or not, or of a table's cross-validation.")
+    ],
     out: Annotated[
         Optional[Path], typer.Option("-o", "--out", help="File to write; RUN/report.html by default.")
     ] = None,

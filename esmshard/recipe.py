@@ -27,13 +27,13 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
 from esmshard.errors import InputError, UsageError
-from esmshard.settings import Clash, Recipe
+from esmshard.settings import Clash, Recipe, listed
 from esmshard.shipped import shipped
 from esmshard.task_settings import TaskSettings
 
 PATH_KEYS = (
     ("model", "name"),
-    *(("data", key) for key in ("train", "valid", "test", "labels", "mask", "clusters")),
+    *(("data", key) for key in ("train", "valid", "test", "labels", "mask", "clusters", "table", "wild_type")),
 )
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
@@ -305,7 +305,7 @@ def _unknown(keys: tuple[str, ...], section: type[BaseModel]) -> str:
     tasks = [name for name, other in TASK_SECTIONS.items() if keys[-1] in other.model_fields]
     ours = [name for name, known in TASK_SECTIONS.items() if known is section]
     if tasks and ours:
-        return f"is for task {' and '.join(tasks)}, and the recipe has {ours[0]}; remove it, or change task.name"
+        return f"is for task {listed(tasks)}, and the recipe has {ours[0]}; remove it, or change task.name"
     return f"unknown key{_did_you_mean(keys[-1], list(section.model_fields))}"
 
 
@@ -320,5 +320,6 @@ def sample(path: str) -> Path:
     if not file.is_file() or ".." in Path(name).parts:
         root = shipped("data")
         known = sorted(str(p.relative_to(root).with_suffix("")) for p in root.glob("*/*.fasta"))
+        known += sorted(str(p.relative_to(root)) for p in root.glob("*/*.csv"))
         raise InputError(f"{path}: no such sample; there are {', '.join('sample:' + k for k in known)}")
     return file

@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -15,6 +16,7 @@ from esmshard.task_settings import (
     SequenceSettings,
     Settings,
     TaskSettings,
+    VariantSettings,
 )
 
 
@@ -100,15 +102,46 @@ class AdaptSettings(Settings):
 
 class DataSettings(Settings):
     """The three splits. For contacts: a directory of PDB or mmCIF files (docs/structures.md), or a FASTA file or token
-    store and beside it the coordinates as `.npz` (data/README.md).
+    store and beside it the coordinates as `.npz` (data/README.md). Task `variant` has `table` and `wild_type` instead.
     """
 
-    train: str
+    train: str | None = None
     """Records to learn from: a path, or `sample:contact/train`."""
-    valid: str
+    valid: str | None = None
     """Records to watch while training. Never trained on."""
-    test: str
+    test: str | None = None
     """Records for the final numbers. Never looked at before."""
+    table: str | None = None
+    """Measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). For task `variant`, as the next
+    keys."""
+    wild_type: str | None = None
+    """FASTA file with that protein."""
+    mutant: str | None = None
+    """Column with the mutations; found by its name by default."""
+    offset: int | Literal["auto"] | None = None
+    """Added to the positions of the table; by default `auto`, which finds the shift that fits the wild type."""
+    unusable: Literal["drop", "error"] | None = None
+    """What becomes of rows that cannot be used: no substitution, a stop codon, a synonymous change, another residue
+    than the wild type has. By default `drop`: they are left out and named; unreadable ones and misfits up to a tenth of
+    the table each."""
+    replicates: Literal["mean", "keep", "error"] | None = None
+    """What becomes of a variant in several rows; `mean` by default."""
+    transform: Literal["none", "log", "rank"] | None = None
+    """Of the measured values before they are learned; predictions come back in their unit. `log` for ratios and
+    affinities, `rank` for values with a skewed distribution; `none` by default."""
+    lower_is_better: tuple[str, ...] | None = Field(None, strict=False)
+    """Targets of which a lower value is the better one, as a dissociation constant; ranks and zero-shot scores turn
+    round."""
+    split: Literal["position", "contiguous", "modulo", "random", "mutations", "given"] | None = None
+    """How `folds` divide variants. By default `position`: those of one position go together, so that every test is on
+    positions that were never seen; `contiguous` and `modulo` are ProteinGym's; `random` flatters. `mutations` and
+    `given` make one split of the table, without folds: up to `train_max` mutations to learn from and the rest to test
+    on, or as its column `set` (or `split`) says."""
+    train_max: int | None = Field(None, ge=1)
+    """Most mutations of a variant to learn from, of split `mutations`; 1 by default."""
+    train_share: float | None = Field(None, gt=0, le=1)
+    """Share of the training variants that are learned from, for learning curves; a smaller share is a part of a larger
+    one. All by default."""
     labels: str | None = None
     """Labels of all three splits in one file: a table, a label FASTA, or an `.npz` (docs/labels.md). By default they
     stand in the headers of the FASTA files, or in the `.npz` beside each."""
@@ -119,7 +152,8 @@ class DataSettings(Settings):
     mask: str | None = None
     """FASTA file of 0 and 1: residues under a 0 have no label. For task `residue`."""
     folds: int | None = Field(None, ge=3)
-    """Cross-validation: `train` is divided into so many parts, one of which is the test set. `--folds` sets it."""
+    """Cross-validation: `train`, or `table`, is divided into so many parts, one of which is the test set; of a table,
+    another one is the validation set. `--folds` sets it."""
     fold: int = Field(0, ge=0)
     """Which part that is, from 0."""
     clusters: str | None = None
@@ -149,12 +183,24 @@ class DataSettings(Settings):
 class BatchSettings(Settings):
     """How much goes into one optimizer step."""
 
-    global_tokens: int = Field(16384, ge=16)
+    global_tokens: int = Field(16384, ge=3)
     """Most tokens of one optimizer step over all processes, and nearly what each step has: the same set of records
     whatever the number of processes."""
+    sequences: int | None = Field(None, ge=1)
+    """Records of a step, in place of `global_tokens`: so many of the longest training record."""
     tokens_per_rank: int | Literal["auto"] = "auto"
     """Most tokens that one process takes through the model at once; a larger share is cut into micro-batches whose
     gradients add up. `auto` estimates what the free memory allows and takes the least over all processes."""
+
+    @field_validator("sequences")
+    @classmethod
+    def _or_tokens(cls, sequences: int | None, info: ValidationInfo) -> int | None:
+        default = cls.model_fields["global_tokens"].default
+        if sequences is not None and info.data.get("global_tokens", default) != default:
+            raise ValueError(
+                f"is another way to say batch.global_tokens, which is {info.data['global_tokens']}; give one"
+            )
+        return sequences
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -197,8 +243,8 @@ class TrainSettings(Settings):
 
     seed: int = Field(0, ge=0)
     """Fixes the new weights, the order of the records and the crops."""
-    eval_every: int = Field(50, ge=1)
-    """Steps between two validations."""
+    eval_every: Annotated[int, Field(ge=1)] | Literal["epoch"] = 50
+    """Steps between two validations, or `epoch`."""
     early_stop: int | None = Field(None, ge=1)
     """Stop after so many validations in a row without a better headline metric, and take the model of the best."""
 
@@ -262,8 +308,34 @@ class CheckpointSettings(Settings):
 
 
 _LABELLED = ("residue", "sequence")
-_OF_TASKS = {"labels": _LABELLED, "target": _LABELLED, "id_column": _LABELLED, "mask": ("residue",)}
+_VARIANT = {
+    "table": None,
+    "wild_type": None,
+    "mutant": None,
+    "offset": "auto",
+    "unusable": "drop",
+    "replicates": "mean",
+    "transform": "none",
+    "lower_is_better": (),
+    "split": "position",
+    "train_max": None,
+    "train_share": 1.0,
+}
+"""Keys of the data section for task `variant`, and what they are there by default."""
+_OF_TASKS = {
+    "labels": _LABELLED,
+    "target": (*_LABELLED, "variant"),
+    "id_column": _LABELLED,
+    "mask": ("residue",),
+    **dict.fromkeys(_VARIANT, ("variant",)),
+}
 """Keys of the data section that only some tasks read."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 class Clash(ValueError):
@@ -302,7 +374,7 @@ class Recipe(Settings):
             raise Clash("method", "probe has no meaning for task mlm, which has no labels; choose full, lora or head")
         if isinstance(task, ContactSettings) and task.head != "attention":
             raise Clash("method", "probe fits a regression over attention maps; set task.head: attention")
-        if isinstance(task, ResidueSettings | SequenceSettings) and task.hidden != 0:
+        if isinstance(task, ResidueSettings | SequenceSettings | VariantSettings) and task.hidden != 0:
             raise Clash("method", "probe fits a linear head; set task.hidden: 0")
         return adapt
 
@@ -314,9 +386,41 @@ class Recipe(Settings):
         task = info.data["task"].name
         for key, tasks in _OF_TASKS.items():
             if getattr(data, key) is not None and task not in tasks:
-                raise Clash(key, f"is for task {' and '.join(tasks)}, and the recipe has {task}; remove it")
-        if task == "sequence" and data.long == "crop":
+                raise Clash(key, f"is for task {listed(tasks)}, and the recipe has {task}; remove it")
+        if task in ("sequence", "variant") and data.long == "crop":
             if "long" in data.model_fields_set:
-                raise Clash("long", "crop may cut away what the label of a protein comes from; choose full or skip")
-            return data.model_copy(update={"long": "full"})
-        return data
+                others = "full or skip" if task == "sequence" else "full or window"
+                raise Clash("long", f"crop may cut away what the label of a protein comes from; choose {others}")
+            data = data.model_copy(update={"long": "full"})
+        return _of_variants(data) if task == "variant" else _of_records(data)
+
+
+def _of_records(data: DataSettings) -> DataSettings:
+    for key in ("train", "valid", "test"):
+        if getattr(data, key) is None:
+            raise Clash(key, "this key is required")
+    return data
+
+
+def _of_variants(data: DataSettings) -> DataSettings:
+    """With the defaults of the keys that only task `variant` has."""
+    for key in ("table", "wild_type"):
+        if getattr(data, key) is None:
+            raise Clash(key, "this key is required")
+    for key in ("train", "valid", "test", "clusters"):
+        if getattr(data, key) is not None:
+            raise Clash(key, "is for the other tasks, and the recipe has variant, which divides data.table; remove it")
+    if data.long not in ("full", "window"):
+        raise Clash("long", f"{data.long} leaves variants out; choose full, or window for a part of a long protein")
+    given = {key: value for key, value in _VARIANT.items() if getattr(data, key) is None}
+    data = data.model_copy(update=given)
+    whole = data.split in ("mutations", "given")
+    if whole and data.folds is not None:
+        raise Clash(
+            "folds", f"divides the table, and data.split {data.split} does so in another way; remove one of them"
+        )
+    if data.split != "mutations" and data.train_max is not None:
+        raise Clash("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it")
+    if data.target and (foreign := set(data.lower_is_better or ()) - set(data.target)):
+        raise Clash("lower_is_better", f"{min(foreign)} is no target; data.target names {', '.join(data.target)}")
+    return data

@@ -106,6 +106,28 @@ class SequenceSettings(Settings):
         return _for_classes(balance, info)
 
 
+class VariantSettings(Settings):
+    """Measured values of variants of one protein: substitutions, one or several at a time (docs/variants.md)."""
+
+    name: Literal["variant"]
+    pool: Literal["wild_type", "sites", "difference", "mean"] = "wild_type"
+    """What the head sees. `wild_type`: at each mutated residue the wild type's representation, and both letters; one
+    pass of the wild type through the model serves all variants of a step. `sites`: beside these what the variant's own
+    representation there differs by, for which each variant goes through the model; `difference`: that difference
+    alone; `mean`: the mean over all residues of the variant."""
+    zero_shot: bool = True
+    """Add the language model's own score, log p(mutant) - log p(wild type) at the mutated residues in the wild type
+    (Meier et al. 2021), with a weight that is learned; and let `wild_type` and `sites` see all 20 probabilities there.
+    Needs a model with a trained LM head."""
+    loss: Literal["mse", "huber", "ranking"] = "mse"
+    """`huber` counts errors over one standard deviation linearly; `ranking` sees the order of the measured values and
+    not their distances."""
+    hidden: int = Field(64, ge=0, le=8192)
+    """Width of the head's hidden layer; 0 for a linear head."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """Share of the inputs of the head, and of its hidden layer, that are dropped in training."""
+
+
 def _for_classes(balance: float, info: ValidationInfo) -> float:
     if balance and info.data.get("kind") == "number":
         raise ValueError("weighs classes, and the recipe has kind number; remove it")
@@ -113,6 +135,7 @@ def _for_classes(balance: float, info: ValidationInfo) -> float:
 
 
 TaskSettings = Annotated[
-    ContactSettings | MlmSettings | ResidueSettings | SequenceSettings, Field(discriminator="name")
+    ContactSettings | MlmSettings | ResidueSettings | SequenceSettings | VariantSettings,
+    Field(discriminator="name"),
 ]
 """What is learned, and the head that learns it."""

@@ -48,11 +48,16 @@ RESIDUE = ("task={name: residue}", LABELS, "data.target=[letters]")
 SEQUENCE = ("task={name: sequence}", LABELS, "data.target=[y]")
 LORA = ("adapt.method=lora",)
 CLASSES = ("task.kind=class", "data.target=[kind]")
+REPEAT = "MKTAYIAKQR"
+"""A table that fits its first part fits the second as well, ten residues further on."""
+SCORED = ("task={name: variant}", "data={table: variants.csv, wild_type: repeat.fasta, folds: 3}")
+VARIANT = (*SCORED, "task.zero_shot=false")
+WHOLE = ("task={name: variant, zero_shot: false}", "data={table: variants.csv, wild_type: repeat.fasta}")
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve chains to learn from and eight to validate on, with labels of every kind in one table."""
+    """Twelve chains to learn from and eight to validate on, with labels of every kind in one table; and variants."""
     found = tmp_path_factory.mktemp("keys")
     rows = ["id,other_id,letters,y,z,kind"]
     masks, clusters = [], []
@@ -72,7 +77,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "clusters.tsv").write_text("\n".join(clusters) + "\n")
     (found / "recipe.yaml").write_text(TEXT)
     (found / "other.fasta").write_text("".join(f">{k}\n{'MKTAYIAKQR' * 3}\n" for k in "abc"))
+    write_variants(found)
     return found
+
+
+def write_variants(directory: Path) -> None:
+    """Of a protein that repeats itself: one, two and three changes, one of them in two rows, one with a stop codon."""
+    singles = [f"{letter}{n}{new}" for n, letter in enumerate(REPEAT, 1) for new in "DGW"]
+    several = ["M1V:K2V", "T3V:A4V", "Y5V:I6V:A7V", "K8V:Q9V:R10V"]
+    rows = [
+        f"{name},{name.replace('W', 'F')},{100 if n == 3 else n + 1}" for n, name in enumerate([*singles, *several])
+    ]
+    (directory / "variants.csv").write_text("\n".join(["mutant,other,score", *rows]) + "\n")
+    (directory / "fewer.csv").write_text("\n".join(["mutant,other,score", *rows[:20]]) + "\n")
+    (directory / "twice.csv").write_text("\n".join(["mutant,other,score", *rows, *rows[:2]]) + "\n")
+    (directory / "stop.csv").write_text("\n".join(["mutant,other,score", *rows, "K2*,K2*,0"]) + "\n")
+    (directory / "repeat.fasta").write_text(f">twice\n{REPEAT * 2}\n")
+    (directory / "tail.fasta").write_text(f">tail\n{REPEAT}GGGGGGGGGG\n")
 
 
 # What can be seen: each function takes a recipe and gives something to compare
@@ -165,6 +186,21 @@ def labels(recipe: Recipe) -> list[Any]:
     new = TASKS[recipe.task.name](recipe.task, {})
     train = open_split(recipe, "train", new.labels)
     return [{name: v.tolist() for name, v in train.get(n).labels.items()} for n in range(len(train))]
+
+
+def sequences(recipe: Recipe) -> list[list[int]]:
+    """Tokens of the training records; or what is wrong with them."""
+    try:
+        train = open_split(recipe, "train", None)
+    except InputError as error:
+        return [list(str(error).encode())]
+    return [train.get(n).tokens.tolist() for n in range(len(train))]
+
+
+def weight_of_zero_shot(recipe: Recipe) -> list[float]:
+    """In a new head."""
+    found: list[float] = task_of(recipe).head(SIZES["nano"]).get_parameter("zero_shot").tolist()
+    return found
 
 
 def groups(recipe: Recipe) -> list[dict[str, Any]]:
@@ -288,6 +324,11 @@ KEYS = {
     "sequence.balance": Key(loss, "1.0", (*SEQUENCE, *CLASSES)),
     "sequence.hidden": Key(shapes, "8", SEQUENCE),
     "sequence.dropout": Key(dropouts, "0.3", SEQUENCE),
+    "variant.pool": Key(shapes, "sites", VARIANT),
+    "variant.zero_shot": Key(shapes, "false", SCORED),
+    "variant.loss": Key(loss, "huber", VARIANT),
+    "variant.hidden": Key(shapes, "8", VARIANT),
+    "variant.dropout": Key(dropouts, "0.3", VARIANT),
     "model.name": Key(base, "mini"),
     "init": Key(base, "pretrained"),
     "adapt.method": Key(learning, "head"),
@@ -299,6 +340,17 @@ KEYS = {
     "data.train": Key(records("train"), "other.fasta"),
     "data.valid": Key(records("valid"), "other.fasta"),
     "data.test": Key(records("test"), "other.fasta"),
+    "data.table": Key(records("train"), "fewer.csv", VARIANT),
+    "data.wild_type": Key(sequences, "tail.fasta", VARIANT),
+    "data.mutant": Key(records("train"), "other", VARIANT),
+    "data.offset": Key(sequences, "10", VARIANT),
+    "data.unusable": Key(sequences, "error", (*VARIANT, "data.table=stop.csv")),
+    "data.replicates": Key(records("train"), "keep", (*VARIANT, "data.table=twice.csv")),
+    "data.transform": Key(targets, "log", VARIANT),
+    "data.lower_is_better": Key(weight_of_zero_shot, "[score]", SCORED),
+    "data.split": Key(records("test"), "contiguous", VARIANT),
+    "data.train_max": Key(records("test"), "2", (*WHOLE, "data.split=mutations")),
+    "data.train_share": Key(records("train"), "0.5", VARIANT),
     "data.labels": Key(labels, "others.csv", RESIDUE),
     "data.target": Key(labels, "[z]", SEQUENCE),
     "data.id_column": Key(labels, "other_id", SEQUENCE),
@@ -309,6 +361,7 @@ KEYS = {
     "data.long": Key(records("train"), "window"),
     "data.max_length": Key(records("train"), "50"),
     "batch.global_tokens": Key(run, "150"),
+    "batch.sequences": Key(run, "2", ("batch.global_tokens=16384",)),
     "batch.tokens_per_rank": Key(run, "70"),
     "optim.lr": Key(groups, "1e-5"),
     "optim.head_lr": Key(groups, "1e-5"),
@@ -320,7 +373,7 @@ KEYS = {
     "train.steps": Key(steps, "3"),
     "train.epochs": Key(steps, "5", ("train.steps=null",)),
     "train.seed": Key(first_weights, "1"),
-    "train.eval_every": Key(run, "1"),
+    "train.eval_every": Key(run, "epoch"),
     "train.early_stop": Key(run, "1", ("optim.lr=1e-9", "optim.head_lr=1e-9", "train.eval_every=1")),
     "parallel.strategy": Key(laid_out, "no_shard"),
     "parallel.group_size": Key(laid_out, "2", ("parallel.strategy=hybrid_shard",)),

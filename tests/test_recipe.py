@@ -67,7 +67,8 @@ def test_recipes_are_shipped() -> None:
     files = {p.name for p in shipped("recipes").iterdir()}
     assert files == {f"{name}.yaml" for name in recipes.names()} | {"schema.json"}
     assert recipes.names() == sorted(recipes.names())
-    assert {load(resolve(name)).task.name for name in recipes.names()} == {"contact", "mlm", "residue", "sequence"}
+    tasks = {"contact", "mlm", "residue", "sequence", "variant"}
+    assert {load(resolve(name)).task.name for name in recipes.names()} == tasks
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -76,11 +77,12 @@ def test_a_shipped_recipe_loads_anywhere(name: str, path: Path) -> None:
     loaded = recipe.model_dump(mode="json")
     assert recipe.out == str(path.parent.parent / "work" / written.pop("out"))
     assert len(written) > 2
-    files = [getattr(recipe.data, key) for key in ("train", "valid", "test", "labels", "mask", "clusters")]
+    keys = ("train", "valid", "test", "labels", "mask", "clusters", "table", "wild_type")
+    files = [getattr(recipe.data, key) for key in keys]
     shipped = [file for file in files if file is not None and file.startswith("sample:")]
-    assert len(shipped) in (0, 3, 4)
+    assert len(shipped) in ((0, 2) if recipe.task.name == "variant" else (0, 3, 4))
     assert all(sample(file).is_file() for file in shipped)
-    for key in ("train", "valid", "test", "labels", "mask"):  # a recipe to be copied names files of its user's
+    for key in keys:  # a recipe to be copied names files of its user's
         if not str(written["data"].get(key, "sample:")).startswith("sample:"):
             assert loaded["data"].pop(key) == str(resolve(name).parent / written["data"].pop(key))
     for section, value in written.items():
@@ -453,7 +455,9 @@ def test_a_sample_is_a_shipped_file_and_a_path_stays_a_path() -> None:
 def test_an_unknown_sample_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(InputError) as error:
         sample(name)
-    known = "sample:contact/test, sample:contact/train, sample:contact/valid"
+    fastas = ("contact/test", "contact/train", "contact/valid", "variants/wild_type")
+    tables = ("contact/labels.csv", "variants/landscape.csv", "variants/truth.csv")
+    known = ", ".join(f"sample:{one}" for one in (*fastas, *tables))
     assert str(error.value) == f"{name}: no such sample; there are {known}"
 
 
@@ -483,7 +487,7 @@ def test_the_schema_describes_every_key() -> None:
 
 def test_the_schema_tells_tasks_apart_by_their_names() -> None:
     tree = schema()
-    names = ["contact", "mlm", "residue", "sequence"]
+    names = ["contact", "mlm", "residue", "sequence", "variant"]
     assert list(recipes.TASK_SECTIONS) == names
     assert [section.__name__ for section in recipes.TASK_SECTIONS.values()] == [
         f"{name.capitalize()}Settings" for name in names
@@ -503,11 +507,20 @@ def test_the_schema_tells_tasks_apart_by_their_names() -> None:
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        ("{name: contct}", "2:14: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not 'contct'; did you"),
-        ("{name: contct, q: 1}", "2:14: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not 'contct'; "),
-        ("{name: variants}", "2:14: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not 'variants'"),
-        ("{name: 3}", "2:14: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not 3"),
-        ("{name: }", "2:8: task.name: must be 'contact', 'mlm', 'residue' or 'sequence', not nothing"),
+        (
+            "{name: contct}",
+            "2:14: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not 'contct'; ",
+        ),
+        (
+            "{name: contct, q: 1}",
+            "2:14: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not 'contct'; ",
+        ),
+        (
+            "{name: variants}",
+            "2:14: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not 'variants'",
+        ),
+        ("{name: 3}", "2:14: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not 3"),
+        ("{name: }", "2:8: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not nothing"),
         ("{blocks: 2}", "2:1: task.name: this key is required"),
         ("{}", "2:1: task.name: this key is required"),
         ("contact", "2:7: task: must be a mapping of keys to values, not 'contact'"),
@@ -524,7 +537,7 @@ def test_the_schema_tells_tasks_apart_by_their_names() -> None:
         ),
         (
             "{name: mlm, dropout: 0}",
-            "2:19: task.dropout: is for task residue and sequence, and the recipe has mlm; remove it, or change",
+            "2:19: task.dropout: is for task residue, sequence and variant, and the recipe has mlm; remove it, or",
         ),
         ("{name: residue, classes: HEC}", "2:32: task.classes: must be a list such as [a, b], not 'HEC'"),
         ("{name: residue, classes: [H, 3]}", "2:32: task.classes: must be a valid string, not 3"),
@@ -545,15 +558,26 @@ def test_an_override_changes_the_task(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["contact", "mlm", "residue", "sequence"])
+@pytest.mark.parametrize("name", ["contact", "mlm", "residue", "sequence", "variant"])
 def test_a_recipe_of_any_task_is_dumped_and_loaded(path: Path, name: str) -> None:
-    recipe = load(path, [f"task={{name: {name}}}"])
+    data = ["data={table: v.csv, wild_type: wt.fasta}"] if name == "variant" else []
+    recipe = load(path, [f"task={{name: {name}}}", *data])
     path.with_name("again.yaml").write_text(dump(recipe))
     assert load(path.with_name("again.yaml")) == recipe == Recipe.model_validate(recipe.model_dump(mode="json"))
     assert type(recipe.task) is recipes.TASK_SECTIONS[name]
 
 
 # Keys that do not go together
+
+VARIANT = ("task={name: variant}", "data={table: v.csv, wild_type: wt.fasta}")
+
+
+def test_the_keys_of_variants_have_defaults(path: Path) -> None:
+    data = load(path, VARIANT).data
+    assert (data.offset, data.unusable, data.replicates, data.transform) == ("auto", "drop", "mean", "none")
+    assert (data.split, data.lower_is_better, data.train_share, data.long) == ("position", (), 1.0, "full")
+    other = load(path).data
+    assert {getattr(other, key) for key in ("offset", "unusable", "replicates", "transform", "split")} == {None}
 
 
 @pytest.mark.parametrize(
@@ -563,7 +587,7 @@ def test_a_recipe_of_any_task_is_dumped_and_loaded(path: Path, name: str) -> Non
         (["data.fold=2"], "data.fold: is one of data.folds, and the recipe has none; add data.folds, or remove it"),
         (["data.folds=3", "data.fold=3"], "data.fold: is counted from 0, and of 3 folds the last one is 2, not 3"),
         (["data.labels=x.csv"], "data.labels: is for task residue and sequence, and the recipe has contact; remove it"),
-        (["data.target=[y]"], "data.target: is for task residue and sequence, and the recipe has contact; remove it"),
+        (["data.target=[y]"], "data.target: is for task residue, sequence and variant, and the recipe has contact"),
         (["data.id_column=y"], "data.id_column: is for task residue and sequence, and the recipe has contact; remove"),
         (["task={name: sequence}", "data.mask=x"], "data.mask: is for task residue, and the recipe has sequence; rem"),
         (
@@ -574,6 +598,33 @@ def test_a_recipe_of_any_task_is_dumped_and_loaded(path: Path, name: str) -> Non
             ["task={name: mlm}", "adapt.method=probe"],
             "adapt.method: probe has no meaning for task mlm, which has no labels; choose full, lora or head",
         ),
+        (["batch.global_tokens=99", "batch.sequences=8"], "batch.sequences: is another way to say batch.global_tokens"),
+        ([*VARIANT, "data.train=x"], "data.train: is for the other tasks, and the recipe has variant, which divides"),
+        ([*VARIANT, "data.clusters=x"], "data.clusters: is for the other tasks, and the recipe has variant, which"),
+        ([*VARIANT, "data.labels=x"], "data.labels: is for task residue and sequence, and the recipe has variant; rem"),
+        (
+            [*VARIANT, "data.long=crop"],
+            "data.long: crop may cut away what the label of a protein comes from; choose fu",
+        ),
+        (
+            [*VARIANT, "data.long=skip"],
+            "data.long: skip leaves variants out; choose full, or window for a part of a lo",
+        ),
+        ([*VARIANT, "data.table=null"], "data.table: this key is required"),
+        (
+            [*VARIANT, "data.train_max=2"],
+            "data.train_max: is for data.split mutations, and the recipe has position; re",
+        ),
+        (
+            [*VARIANT, "data.split=given", "data.folds=5"],
+            "data.folds: divides the table, and data.split given does so in another way; remove one of them",
+        ),
+        (
+            [*VARIANT, "data.target=[y]", "data.lower_is_better=[kd]"],
+            "data.lower_is_better: kd is no target; data.target names y",
+        ),
+        ([*VARIANT, "adapt.method=probe"], "adapt.method: probe fits a linear head; set task.hidden: 0"),
+        (["data.table=v.csv"], "data.table: is for task variant, and the recipe has contact; remove it"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(path: Path, overrides: list[str], expected: str) -> None:

@@ -11,9 +11,10 @@ from conftest import write_subset
 
 from esmshard import recipe as recipes
 from esmshard.infer.predict import predict
+from esmshard.infer.rank import predict as rank
 from esmshard.report.html import report
 from esmshard.shipped import shipped
-from esmshard.train import finetune
+from esmshard.train import finetune, metrics
 
 SMALL = ("model.name=nano", "init=random", "train.epochs=null", "train.steps=2", "train.eval_every=1")
 SMALL += ("batch.global_tokens=800", "batch.tokens_per_rank=800", "data.max_length=128", "parallel.precision=fp32")
@@ -41,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", [name for name in recipes.names() if not name.startswith("variants")])
 def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
     copy = data / f"{name}.yaml"
     shutil.copy(shipped("recipes") / f"{name}.yaml", copy)
@@ -82,3 +83,34 @@ def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
                 for row in rows
             ]
             assert numbers == pytest.approx([1.0] * len(rows), abs=1e-3), "probabilities"
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.names() if name.startswith("variants")])
+def test_a_recipe_of_variants_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fold of the first residues of the shipped table, and the ranks of all single substitutions there."""
+    monkeypatch.setattr(metrics, "RESAMPLES", 50)
+    copy = data / f"{name}.yaml"
+    shutil.copy(shipped("recipes") / f"{name}.yaml", copy)
+    sample = shipped("data") / "variants"
+    protein = "".join((sample / "wild_type.fasta").read_text().splitlines()[1:])[:40]
+    (tmp_path / "wt.fasta").write_text(f">wt\n{protein}\n")
+    head, *rows = (sample / "landscape.csv").read_text().splitlines()
+    changed = {row: [int(one[1:-1]) for one in row.split(",")[0].split(":")] for row in rows if row[:2] != "WT"}
+    (tmp_path / "v.csv").write_text("\n".join([head, *(r for r, at in changed.items() if max(at) <= 40)]) + "\n")
+    singles = 19 * 40
+    small = [option for option in SMALL if not option.startswith("batch.global_tokens")]
+    fold = (f"data.table={tmp_path / 'v.csv'}", f"data.wild_type={tmp_path / 'wt.fasta'}", "data.folds=5")
+    out = finetune.run(recipes.load(copy, [*small, *fold, "task.zero_shot=false", f"out={tmp_path / 'run'}"]))
+    assert out is not None
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["metrics"]["fine-tuned"]["Spearman"]["value"] is not None
+    assert evaluation["metrics"]["one-hot ridge"]["Spearman"]["value"] is None, "the same for all unseen positions"
+    assert len(evaluation["differences"]) == 2
+    assert evaluation["interval"].startswith("95% percentile bootstrap over positions")
+    assert report(out).stat().st_size > 10_000
+    assert rank(str(out / "model"), None, tmp_path / "x.csv") == singles
+    with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
+        ranked = list(csv.DictReader(file))
+    assert [int(row["rank"]) for row in ranked] == list(range(1, singles + 1))
+    values = [float(row["prediction"]) for row in ranked]
+    assert values == sorted(values, reverse=True)

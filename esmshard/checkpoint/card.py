@@ -118,6 +118,11 @@ def _use(directory: Path, recipe: Mapping[str, Any], fair_esm: bool) -> str:
             "## Use\n\nThe language model, without the head, for [fair-esm](https://github.com/facebookresearch/esm):"
             f"\n\n```python\n{code}\n```"
         )
+    if recipe["task"]["name"] == "variant":
+        return (
+            "## Use\n\n```\nesmshard predict MODEL variants.csv -o ranked.csv    # or --all-singles\n```\n\nVariants "
+            "of the wild type in `esmshard.json` only: substitutions, one or several."
+        )
     return (
         "## Use\n\n```\nesmshard predict MODEL proteins.fasta -o out.npz    # what the head says\n"
         "esmshard embed MODEL proteins.fasta -o out.h5\n```\n\n"
@@ -133,10 +138,18 @@ def _data(about: Mapping[str, Any]) -> str:
         facts = about.get("data", {}).get(split, {})
         numbers = [f"{facts[key]:,}" if key in facts else "not recorded" for key in ("records", "residues")]
         digest = f"`{facts['tokens_sha256']}`" if "tokens_sha256" in facts else "not recorded"
-        rows.append([split, f"`{_name(given[split])}`", *numbers, digest])
+        named = given[split] if given.get("table") is None else given["table"]
+        rows.append([split, f"`{_name(named)}`", *numbers, digest])
+    table = _table(["split", "given as", "records", "residues", "sha256 of the tokens"], rows)
+    if given.get("table") is not None:
+        fold = f", fold {given['fold']} of {given['folds']}" if given["folds"] else ""
+        return (
+            f"## Data\n\n{table}\n\nVariants of one protein, divided by `{given['split']}`{fold}: only a division by "
+            "positions tests what the model knows of positions without a measurement."
+        )
     return (
         "## Data\n\n"
-        + _table(["split", "given as", "records", "residues", "sha256 of the tokens"], rows)
+        + table
         + "\n\nThe splits are as they were given. How they were divided, and how much alike training and test proteins "
         "are, is for whoever publishes this model to say; `esmshard split` divides by clusters and tells what they "
         "share. "

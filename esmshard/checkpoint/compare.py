@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from esmshard.batch import TokenBatch, pack
+from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.errors import InputError
 from esmshard.model import export
 from esmshard.model.config import EsmConfig
@@ -82,10 +82,11 @@ def compare(config: EsmConfig, given: Model, written: Source, where: str, dtype:
 
 def _outputs(config: EsmConfig, model: Model, seen: Callable[[str, torch.Tensor], None]) -> dict[str, torch.Tensor]:
     """What a model says of two proteins that are always the same."""
-    batch = _proteins()
     with torch.no_grad():
         trunk = streamed(config, model.source, lambda name, tensor: seen(name, tensor) if name in model.names else None)
         head = _head(model, seen)
+        of_variants = hasattr(head, "reads_logits")
+        batch = _variants() if of_variants else _proteins()
         has = {part: any(name.startswith(f"{part}.") for name in model.names) for part in ("lm_head", "contact_head")}
         regression, listeners, given = trunk.contact_head.regression, [], None
         sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
@@ -111,6 +112,8 @@ def _outputs(config: EsmConfig, model: Model, seen: Callable[[str, torch.Tensor]
             found["logits"] = logits_PV
         if has["contact_head"]:
             found["contacts"] = torch.cat([logits_1LL.flatten() for logits_1LL in sums.logits()])
+        if of_variants and logits_PV is not None:
+            given = logits_PV[batch.logits_at_P]
         if head is not None:
             outputs = head(x_TD, batch) if given is None else head(x_TD, batch, given)
             found["head"] = torch.cat([output.float().flatten() for output in outputs])
@@ -130,10 +133,18 @@ def _head(model: Model, seen: Callable[[str, torch.Tensor], None]) -> nn.Module 
     return head.eval()
 
 
+UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
+
+
+def _variants() -> TokenBatch:
+    """Two variants of ubiquitin, one of them with two changes, and itself."""
+    variants = [UBIQUITIN.replace("GIPP", "GIAP"), UBIQUITIN.replace("RLRGG", "RLKGA")]
+    return pack_variants([encode(one) for one in variants], encode(UBIQUITIN), logits=True)
+
+
 def _proteins() -> TokenBatch:
     """Every token of the alphabet but the two ends, in order; and ubiquitin with a residue masked."""
     every = [token for token in range(VOCAB_SIZE) if token not in (CLS, EOS)]
-    ubiquitin = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
-    second = encode(ubiquitin).copy()
+    second = encode(UBIQUITIN).copy()
     second[40] = MASK
     return pack([np.array([CLS, *every, EOS], dtype=np.uint8), second], ["alphabet", "ubiquitin"])

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.packing import MicroBatch
-from esmshard.data.store import TokenStore
 from esmshard.data.symbols import shown
 from esmshard.errors import InputError
 from esmshard.vocab import CLS, EOS
@@ -30,6 +29,32 @@ class Labels(Protocol):
         """Which records have labels, bool [N]; the others are left out. None where all have."""
 
     def __getitem__(self, n: int) -> Mapping[str, npt.NDArray[Any]]: ...
+
+
+class Store(Protocol):
+    """Records: a `TokenStore`, or what serves as one."""
+
+    notices: list[str]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Residues of each record, int32 [N]."""
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What is known of all of them; `residues` among it."""
+
+    @property
+    def digest(self) -> str:
+        """Names the sequences and their order."""
+
+    def __len__(self) -> int: ...
+
+    def id(self, n: int) -> str:
+        """The id of record n."""
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        """Its residue tokens, uint8 [L]."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +91,7 @@ class Examples:
         self,
         name: str,
         path: Path,
-        store: TokenStore,
+        store: Store,
         labels: Labels | None,
         *,
         long: Long = "full",
@@ -97,6 +122,8 @@ class Examples:
             cut_E = self._shorten(long, max_length, cut_E)
         self.tokens: npt.NDArray[np.int32] = cut_E + np.int32(2)
         """Tokens of each example as trained on, `<cls>` and `<eos>` counted, int32 [E]."""
+        self.beside = 0
+        """Tokens that go through the model with every micro-batch besides: of variants, those of the wild type."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -131,6 +158,23 @@ class Examples:
         if self._start_E is None or length == self.store.lengths[record]:
             return record_id
         return f"{record_id}/{start + 1}-{start + length}"
+
+    def length(self, n: int) -> int:
+        """Residues of the record of example n."""
+        return int(self.store.lengths[self._origin(n)[0]])
+
+    def whole(self, n: int) -> npt.NDArray[np.uint8]:
+        """Residue tokens of the record of example n, never cropped, uint8 [L]."""
+        return self.store.residues(self._origin(n)[0])
+
+    def blocks(self) -> npt.NDArray[np.int64] | None:
+        """Which examples are no independent observations of each other, such as variants of one position: a number of
+        each, int64 [E]. None where all stand for themselves.
+        """
+        block_N: npt.NDArray[np.int64] | None = getattr(self.labels, "block_N", None)
+        if block_N is None or self._record_E is None:
+            return block_N
+        return block_N[self._record_E]
 
     def _origin(self, n: int) -> tuple[int, int]:
         """Record and first residue of an example."""

@@ -25,6 +25,8 @@ SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
 TARGET_COLUMNS = ("DMS_score", "score", "fitness", "target", "effect")
 
 Refusal = Literal["error", "drop"]
+MOST_UNUSABLE = 0.1
+"""Share of the rows that may be left out as unusable: of more, the file is not what its reader takes it for."""
 Synonymous = Literal["error", "drop", "keep"]
 Replicates = Literal["error", "mean", "keep"]
 
@@ -80,6 +82,7 @@ def read_variants(
     sequence: str | None = None,
     wild_type_column: str | None = None,
     offset: int | Literal["auto"] = 0,
+    on_unusable: Refusal = "error",
     on_stop: Refusal = "error",
     on_synonymous: Synonymous = "error",
     replicates: Replicates = "error",
@@ -97,6 +100,8 @@ def read_variants(
             beside `mutant`, both must agree. By default one of SEQUENCE_COLUMNS where no column has mutations.
         wild_type_column: instead of `wild_type`, a column that holds its sequence in every row.
         offset: added to the positions of the table. "auto" looks for the shift that fits the wild type.
+        on_unusable: what to do with cells that name no substitutions, and mutations of a residue that the wild type
+            has not; of more than a tenth of the rows it is an error all the same.
         on_stop: what to do with variants that have a stop codon.
         on_synonymous: what to do with variants that have a change to the same residue; `keep` leaves it in the names
             and positions.
@@ -108,6 +113,7 @@ def read_variants(
         InputError: what cannot be read or does not fit, with the first three lines of each kind.
     """
     for name, value, choices in (
+        ("on_unusable", on_unusable, get_args(Refusal)),
         ("on_stop", on_stop, get_args(Refusal)),
         ("on_synonymous", on_synonymous, get_args(Synonymous)),
         ("replicates", replicates, get_args(Replicates)),
@@ -136,10 +142,11 @@ def read_variants(
     compare_cell = functools.partial(compare, wild_type=protein)
     if mutant is None:
         assert sequence is not None
-        parsed = _parsed(table, sequence, rows, compare_cell, _SMALL, notices)
+        parsed = _parsed(table, sequence, rows, compare_cell, _SMALL, on_unusable, notices)
     else:
-        parsed = _parsed(table, mutant, rows, read_cell, LOWER, notices)
-        parsed = placed(table, parsed, protein, protein_name, offset, notices)
+        parsed = _parsed(table, mutant, rows, read_cell, LOWER, on_unusable, notices)
+        most = MOST_UNUSABLE if on_unusable == "drop" else 0.0
+        parsed = placed(table, parsed, protein, protein_name, offset, notices, most)
     stops = _having(parsed, lambda mutation: mutation.mutant == STOP)
     parsed = _without(table, parsed, stops, "a stop codon", on_stop, "set on_stop to 'drop'", notices)
     same = _having(parsed, lambda mutation: mutation.mutant == mutation.wild)
@@ -148,7 +155,7 @@ def read_variants(
     if not parsed:
         raise InputError(f"{path}: no variant is left of {counted(len(table), 'row')} ({'; '.join(notices)})")
     if mutant is not None and sequence is not None:
-        compared = _parsed(table, sequence, list(parsed), compare_cell, _SMALL, notices)
+        compared = _parsed(table, sequence, list(parsed), compare_cell, _SMALL, "error", notices)
         _agree(table, parsed, compared, f"{shown(mutant)} and {shown(sequence)}")
     return _grouped(table, protein, parsed, target_names, target_RT, replicates, notices)
 
@@ -179,15 +186,21 @@ def _wild_type(table: Table, wild_type: Path | str | None, column: str | None, n
     if isinstance(wild_type, str):
         return _protein(wild_type, "wild_type", notices), "the wild type"
     assert wild_type is not None
+    return protein_of(wild_type, notices), str(wild_type)
+
+
+def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
+    """The sequence in a FASTA file with one record; `notices` gets what was changed in it."""
     edits = Edits()
-    records = list(read_fasta(wild_type, edits))
+    records = list(read_fasta(fasta, edits))
     if len(records) > 1:
         raise InputError(
-            f"{wild_type}: has {len(records):,} records ({first_three(records, lambda record: record.id)}); "
+            f"{fasta}: has {len(records):,} records ({first_three(records, lambda record: record.id)}); "
             "the wild type is a file with one"
         )
-    notices.extend(f"{wild_type}: {notice}" for notice in edits.notices())
-    return records[0].sequence, str(wild_type)
+    if notices is not None:
+        notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
+    return records[0].sequence
 
 
 def _protein(text: str, where: str, notices: list[str]) -> str:
@@ -263,9 +276,10 @@ def _parsed(
     rows: list[int],
     read: Callable[[str], tuple[Mutation, ...]],
     small: re.Pattern[str],
+    on_unusable: Refusal,
     notices: list[str],
 ) -> dict[int, tuple[Mutation, ...]]:
-    """The variant in each of the rows."""
+    """The variant in each of the rows that have one."""
     cells = table.column(column)
     parsed: dict[int, tuple[Mutation, ...]] = {}
     refused: dict[str, list[tuple[int, str]]] = defaultdict(list)
@@ -274,7 +288,13 @@ def _parsed(
             parsed[row] = read(cells[row])
         except Refused as error:
             refused[error.mend].append((row, error.problem))
-    if refused:
+    unusable = len(rows) - len(parsed)
+    if refused and on_unusable == "drop" and unusable <= MOST_UNUSABLE * len(rows):
+        for cases in refused.values():
+            named = first_three(cases, lambda case: f"{table.at(case[0])} {case[1]}")
+            what = f"whose {shown(column)} names no substitutions"
+            notices.append(f"{table.path}: left out {counted(len(cases), 'row')} {what}: {named}")
+    elif refused:
         mend, cases = next(iter(refused.items()))
         others = len(rows) - len(parsed) - len(cases)
         named = first_three(cases, lambda case: f"{table.at(case[0])} {case[1]}")
@@ -282,7 +302,7 @@ def _parsed(
             f"{table.path}: {len(cases):,} of {counted(len(rows), 'cell')} of column {shown(column)} cannot be used: "
             f"{named}; {mend}{f' ({others:,} more for other reasons)' if others else ''}"
         )
-    lower = [row for row in rows if small.search(cells[row])]
+    lower = [row for row in parsed if small.search(cells[row])]
     _tell(notices, table, lower, f"of {shown(column)} in lower case as upper case", "read")
     return parsed
 

@@ -25,6 +25,7 @@ def placed(
     protein_name: str,
     offset: int | Literal["auto"],
     notices: list[str],
+    most_misfits: float = 0.0,
 ) -> dict[int, tuple[Mutation, ...]]:
     """The variants in the numbering of the wild type, each mutation checked against it.
 
@@ -34,7 +35,8 @@ def placed(
         protein: the wild type.
         protein_name: what messages call it.
         offset: added to the positions of the table. "auto" takes the only shift that fits.
-        notices: gets a sentence if "auto" shifts.
+        notices: gets a sentence if "auto" shifts, or variants are left out.
+        most_misfits: share of the variants that may have a mutation that does not fit; these are left out.
 
     Raises:
         InputError: the first three mutations that do not fit, or the shift that would fit.
@@ -60,15 +62,22 @@ def placed(
         best, fit, clear = _best_shift(counts, protein)
         now, how = total - len(misfits), "as numbered" if shift == 0 else f"with offset={shift}"
         fitting = f"{now:,} of {total:,} mutations fit {protein_name} {how}, {fit:,} fit when shifted by {best:+d}"
-        if offset == "auto" and clear and fit >= _ENOUGH * total:
+        if offset == "auto" and clear and best != shift and fit >= min(_ENOUGH, 1 - most_misfits) * total:
             notices.append(f"{table.path}: {fitting}, which was done")
             shift = best
             misfits = wrong()
         elif clear and best != shift and fit > max(now, total / 2):
             raise InputError(f"{table.path}: {fitting}; pass offset={best}, or mend {told(*misfits[0])}")
-        elif offset == "auto":
+        elif offset == "auto" and best != shift:
             auto_failed = ", and no other shift fits clearly better"
-    if misfits:
+    bad = {row for row, _ in misfits}
+    if misfits and len(bad) <= most_misfits * len(parsed):
+        some = first_three(misfits, lambda misfit: told(*misfit))
+        notices.append(
+            f"{table.path}: left out {counted(len(bad), 'row')} with another residue than {protein_name} has: {some}"
+        )
+        parsed = {row: mutations for row, mutations in parsed.items() if row not in bad}
+    elif misfits:
         with_shift = f" shifted by {shift:+d}" if shift else ""
         some = first_three(misfits, lambda misfit: told(*misfit))
         raise InputError(

@@ -13,7 +13,7 @@ from esmshard.data.pairing import only_column
 from esmshard.data.split_method import Method
 from esmshard.data.splits import LEFT_OUT, SETS, Numbers, check_given
 from esmshard.data.substitutions import name_of
-from esmshard.data.tables import counted, first_three, listed
+from esmshard.data.tables import Table, counted, first_three, listed
 from esmshard.errors import InputError, UsageError
 
 
@@ -79,7 +79,7 @@ class VariantRows:
         if method.by == "ratio":
             return splits.by_ratio(self._names, method.ratios, method.seed, method.folds)
         if method.by == "given":
-            return self._given()
+            return given_sets(self._table, self._rows, self.source)
         if method.by == "mutations":
             most = method.train_max or "1"
             if not most.isdecimal() or int(most) < 1:
@@ -110,21 +110,6 @@ class VariantRows:
         except ValueError:
             raise UsageError(f"--train-max {limit}: a value, or a share of the values as 50%, is expected") from None
 
-    def _given(self) -> Numbers:
-        table = self._table
-        column = only_column(table, ("set", "split"), "its name, and rename the other")
-        if column is None:
-            raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
-        validation = only_column(table, ("validation",), "its name, and rename the other")
-        cells = table.columns[column]
-        truths = table.columns[validation] if validation else [""] * len(table)
-        number_N = np.full(len(self._rows), LEFT_OUT, dtype=np.int64)
-        for n, row in enumerate(self._rows):
-            if cells[row]:
-                number_N[n] = SETS.index(split_of(cells[row], truths[row], table.where(row)))
-        check_given(number_N, self.source)
-        return number_N
-
     def columns(self) -> dict[str, Sequence[object]]:
         """Of `splits.tsv`, beside the set: N cells each."""
         return {"id": self._ids, "line": [self._table.lines[row] for row in self._rows]}
@@ -144,3 +129,23 @@ class VariantRows:
     def check(self, sets: Mapping[str, Numbers], _most: int) -> leakage.Leakage:
         """See `leakage.check_variants`."""
         return leakage.check_variants(self._names, self._positions, sets)
+
+
+def given_sets(table: Table, rows: Sequence[int], source: Path) -> Numbers:
+    """Set of each of some rows, int64 [N], as column `set` or `split` says; FLIP has `validation` beside it.
+
+    Raises:
+        InputError: there is no such column, a name in it is no set, or a set is empty.
+    """
+    column = only_column(table, ("set", "split"), "its name, and rename the other")
+    if column is None:
+        raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
+    validation = only_column(table, ("validation",), "its name, and rename the other")
+    cells = table.columns[column]
+    truths = table.columns[validation] if validation else [""] * len(table)
+    number_N = np.full(len(rows), LEFT_OUT, dtype=np.int64)
+    for n, row in enumerate(rows):
+        if cells[row]:
+            number_N[n] = SETS.index(split_of(cells[row], truths[row], table.where(row)))
+    check_given(number_N, source)
+    return number_N

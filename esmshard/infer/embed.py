@@ -2,14 +2,11 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from esmshard.batch import pack
 from esmshard.data.ingest import ingest
@@ -19,10 +16,8 @@ from esmshard.errors import UsageError
 from esmshard.infer.writers import DEFAULT_POOL, WRITERS, Pool, check, ids_file
 from esmshard.model import weights
 from esmshard.model.esm2 import ESM2
+from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.progress import Progress, rate, say
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 WINDOW = 512
 """Records that are sorted by length together; their embeddings wait in memory until the window is done."""
@@ -80,30 +75,6 @@ def embed(
                 residues += int(store.lengths[n])
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
         return len(store)
-
-
-def packs_at_once(device: torch.device) -> int:
-    """Packs to compute side by side: on the CPU one a thread."""
-    return torch.get_num_threads() if device.type == "cpu" else 1
-
-
-def side_by_side(function: Callable[[S], T], packs: Sequence[S], device: torch.device) -> list[T]:
-    """`function` of each pack, in order, without gradients.
-
-    On the CPU each core works on a pack of its own: 1.15 times as fast as all cores on one operation after the other,
-    which wait for each other at the end of each. Where there are too few packs to go round, they take turns as usual.
-    """
-    workers = packs_at_once(device)
-
-    def alone(one: S) -> T:
-        with torch.no_grad():  # it holds for one thread
-            return function(one)
-
-    if workers == 1 or len(packs) < 2 * workers:
-        return [alone(one) for one in packs]
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        # The last ones first: they are the longest, and at the end no core should wait for one.
-        return list(pool.map(alone, packs[::-1]))[::-1]
 
 
 def _embeddings(

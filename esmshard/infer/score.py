@@ -1,35 +1,106 @@
-"""Zero-shot effects of amino-acid substitutions: what a language model expects at a site, beside the wild type's residue.
+"""Zero-shot effects of amino-acid substitutions: what a language model expects at a site, beside the wild type's.
 
-Meier et al. 2021 (doi:10.1101/2021.07.09.450648). No labels and no training are needed; the model is any with an LM head.
+Meier et al. 2021 (doi:10.1101/2021.07.09.450648). No labels and no training are needed; any model with an LM head will
+do.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from esmshard.batch import pack
-from esmshard.data.substitutions import Mutation
-from esmshard.errors import UsageError
-from esmshard.infer.embed import packs_at_once, side_by_side
+from esmshard.data.mutations import TARGET_COLUMNS, protein_of
+from esmshard.data.substitutions import Mutation, name_of
+from esmshard.data.tables import MISSING, NUMBER, read_table
+from esmshard.errors import InputError, UsageError
+from esmshard.infer import variant_tables
+from esmshard.infer.variant_tables import text
+from esmshard.infer.writers import check
+from esmshard.model import weights
 from esmshard.model.esm2 import ESM2
-from esmshard.progress import Progress
-from esmshard.vocab import MASK, RESIDUES, STANDARD, encode
+from esmshard.progress import say
+from esmshard.tasks.marginals import WINDOW, log_probabilities
+from esmshard.vocab import RESIDUES, STANDARD
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
 METHODS = get_args(Method)
 
-WINDOW = 1022
-"""Residues that ESM-2 saw at once in training."""
-TOKENS = 4096
-"""Of a pack: more do not go faster on a CPU, and take memory."""
 
-_LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
+def score_table(
+    model: str,
+    wild_type: Path,
+    table: Path | None,
+    out: Path,
+    *,
+    method: Method = "masked-marginals",
+    mutant: str | None = None,
+    target: str | None = None,
+    offset: int | Literal["auto"] = "auto",
+    window: int = WINDOW,
+    overwrite: bool = False,
+) -> str:
+    """Write a CSV file: the columns of the table, and the score under the name of the method; returns what to say.
 
-View = tuple[npt.NDArray[np.uint8], int]
-"""Tokens as a model gets them, and the place in them at which it is asked."""
+    Rows that cannot be scored (a stop codon, a blank cell) keep their place with an empty score. Where the table has
+    measured values, Spearman's correlation with them is said, and why there is none where it is undefined.
+
+    Args:
+        model: see `weights.read`.
+        wild_type: FASTA file with one protein.
+        table: of variants; None for all single substitutions.
+        out: `.csv`.
+        method: see `score`.
+        mutant: see `read_variants`.
+        target: column of measured values; by default the one with a usual name, if there is one.
+        offset: see `read_variants`.
+        window: see `score`.
+        overwrite: replace `out`.
+    """
+    if out.suffix != ".csv":
+        raise UsageError(f"{out}: scores are written as .csv; give the file that ending")
+    check(out, overwrite=overwrite)
+    values_N: npt.NDArray[np.float64] | None = None
+    measured = ""
+    if table is None:
+        protein = protein_of(wild_type)
+        mutations = all_singles(protein)
+        columns = {"mutant": [name_of(one) for one in mutations]}
+        places = list(range(len(mutations)))
+    else:
+        names = [target] if target else None
+        if names is None:
+            usual = {name.lower() for name in TARGET_COLUMNS}
+            names = [name for name in read_table(table).columns if name.lower() in usual]
+        found = variant_tables.read(table, wild_type, mutant=mutant, offset=offset)
+        for notice in found.notices:
+            say(notice)
+        protein, columns = found.wild_type, dict(found.table.columns)
+        places = [rows[0] for rows in found.rows]
+        mutations = [tuple(m for m in one if m.mutant != m.wild) for one in found.mutations]
+        if target or (len(names) == 1 and _has_numbers(found.table.columns[names[0]])):
+            measured = names[0]
+            values_N = found.table.numbers(measured)[places]
+    read = weights.read(model)
+    if "lm_head" in read.unlearned:
+        raise InputError(f"{model}: has no trained LM head, which scores are read from; take another model")
+    esm = weights.build(read, weights.default_device()).eval()
+    score_N = score(esm, protein, mutations, method, window)
+    rows = len(next(iter(columns.values())))
+    cells = [""] * rows
+    for place, value in zip(places, score_N, strict=True):
+        cells[place] = text(float(value))
+    variant_tables.write(out, columns, {method.replace("-", "_"): cells})
+    said = f"{out}: {len(places):,} variants"
+    if values_N is None:
+        return said
+    return f"{said}; {variant_tables.spearman(score_N, values_N, measured)}"
+
+
+def _has_numbers(cells: Sequence[str]) -> bool:
+    """Whether a column whose name may mean measured values has such: `effect` may also be `pathogenic`."""
+    return all(NUMBER.fullmatch(cell.replace(",", ".")) or cell.lower() in MISSING for cell in cells)
 
 
 def all_singles(wild_type: str) -> list[tuple[Mutation, ...]]:
@@ -87,39 +158,6 @@ def score(
     return np.array([sum(map(effect, mutations)) for mutations in variants], dtype=np.float64)
 
 
-def log_probabilities(
-    model: ESM2, sequence: str, sites: Sequence[int], *, hidden: bool = True, window: int = WINDOW
-) -> npt.NDArray[np.float32]:
-    """Logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
-
-    Args:
-        model: with an LM head.
-        sequence: residues.
-        sites: places in `sequence`, from 0.
-        hidden: the model sees `<mask>` at the site it is asked for, in a pass of its own; else the residue, all sites
-            of a window in one pass.
-        window: see `score`.
-    """
-    tokens = encode(sequence)
-    views = [_view(tokens, site, window, hidden) for site in sites]
-    if hidden or len(sequence) > window:
-        return _asked(model, views, "sites")
-    if not views:
-        return np.empty((0, len(RESIDUES)), np.float32)
-    return _log_p(model, [tokens], [np.array([place for _, place in views])])
-
-
-def _view(tokens: npt.NDArray[np.uint8], site: int, window: int, hidden: bool) -> View:
-    """What the model sees of a protein when it is asked for a site."""
-    residues = tokens[1:-1]
-    start = min(max(site - window // 2, 0), max(len(residues) - window, 0))
-    seen = np.concatenate([tokens[:1], residues[start : start + window], tokens[-1:]])
-    place = site - start + 1
-    if hidden:
-        seen[place] = MASK
-    return seen, place
-
-
 def _pseudo_perplexity(
     model: ESM2, wild_type: str, variants: Sequence[tuple[Mutation, ...]], window: int
 ) -> npt.NDArray[np.float64]:
@@ -134,38 +172,3 @@ def _pseudo_perplexity(
         own = [letter[residues[site]] for site in sites]
         found.append(log_p_SA[np.arange(len(sites)), own].mean(dtype=np.float64))
     return np.array(found, dtype=np.float64)
-
-
-def _asked(model: ESM2, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
-    """One row a view, in packs of about TOKENS; side by side on a CPU."""
-    groups = list(_groups(views))
-    device = next(model.parameters()).device
-    found: list[npt.NDArray[np.float32]] = []
-    at_once = max(1, 8 * packs_at_once(device))
-
-    def one(group: Sequence[View]) -> npt.NDArray[np.float32]:
-        return _log_p(model, [tokens for tokens, _ in group], [np.array([place]) for _, place in group])
-
-    with Progress("score", len(views)) as progress:
-        for first in range(0, len(groups), at_once):
-            found += side_by_side(one, groups[first : first + at_once], device)
-            progress.update(sum(map(len, found)), what)
-    return np.concatenate(found) if found else np.empty((0, len(RESIDUES)), np.float32)
-
-
-def _groups(views: Sequence[View]) -> Iterator[Sequence[View]]:
-    each = max(1, TOKENS // len(views[0][0])) if views else 1
-    for first in range(0, len(views), each):
-        yield views[first : first + each]
-
-
-@torch.no_grad()
-def _log_p(
-    model: ESM2, tokens: Sequence[npt.NDArray[np.uint8]], places: Sequence[npt.NDArray[np.int64]]
-) -> npt.NDArray[np.float32]:
-    device = next(model.parameters()).device
-    batch = pack(tokens, logits_at=[np.asarray(place, np.int64) for place in places]).to(device)
-    logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
-    assert logits_PV is not None
-    log_p_PV = logits_PV.float().log_softmax(-1)
-    return log_p_PV[:, _LETTERS.to(device)].cpu().numpy()

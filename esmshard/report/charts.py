@@ -18,6 +18,10 @@ POINTS = 400
 """Of a curve at most: what the width of a chart can show."""
 RASTER = 1500
 """Points of a cloud from which on it becomes a picture: each as SVG would take a hundred bytes."""
+METHODS = ((BLUE, "o"), (ORANGE, "s"), (GREY, "^"), ("#009e73", "D"), ("#b8579a", "v"), ("#b59410", "P"))
+"""Colour and marker of each line where several methods are compared; the first is the fine-tuned model."""
+MISSING = "#c4c8ce"
+"""Of the cells of a map without a value."""
 _INK = "#010203"
 """Stands for the colour of the page's text while matplotlib draws."""
 
@@ -183,6 +187,89 @@ def bars(axes: Any, rows: Mapping[str, float]) -> None:
     names = list(reversed(list(rows)))
     axes.barh(names, [rows[name] for name in names], color=[GREY] * (len(rows) - 1) + [BLUE], height=0.65)
     axes.grid(visible=False, axis="y")
+
+
+def learning_curve(axes: Any, points: Sequence[tuple[int, Mapping[str, Interval]]], methods: Sequence[str]) -> None:
+    """A line a method through the points at which it is defined, with their 95% intervals."""
+    sizes = np.array([size for size, _ in points], dtype=np.float64)
+    apart = 0.012 * float(np.ptp(sizes))  # intervals beside each other can be told apart
+    for n, name in enumerate(methods):
+        nothing = Interval(np.nan, np.nan, np.nan)
+        found = np.array([(one.value, one.low, one.high) for one in (rows.get(name, nothing) for _, rows in points)])
+        known = np.isfinite(found[:, 0])
+        if not known.any():
+            continue
+        x, (y, low, high) = (sizes + apart * (n - (len(methods) - 1) / 2))[known], found[known].T
+        colour, marker = METHODS[n % len(METHODS)]
+        axes.vlines(x, low, high, color=colour, linewidth=1)
+        axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.3, label=_short(name))
+    axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
+    if axes.lines:
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def heat_map(
+    axes: Any,
+    value_AP: Values,
+    first: int,
+    wild_P: Sequence[int | None],
+    letters: str,
+    limits: tuple[float, float],
+    label: str,
+    most: int = 100,
+) -> None:
+    """A cell for each substitution, a row for each letter, in as many rows of up to `most` positions as are needed.
+
+    Args:
+        axes: with nothing on them.
+        value_AP: NaN where there is no value.
+        first: number of the first position.
+        wild_P: number of the wild type's letter, which gets a dot.
+        letters: A of them.
+        limits: values of the ends of the colour scale.
+        label: of the scale.
+        most: positions of a row.
+    """
+    import matplotlib
+
+    count, positions = value_AP.shape
+    lines = max(1, -(-positions // most))
+    width, height = -(-positions // lines), count + 2.5  # room for the numbers of the positions
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad=MISSING)
+    image = None
+    for line in range(lines):
+        start, top = line * width, line * height
+        part = value_AP[:, start : start + width]
+        edges = (-0.5, part.shape[1] - 0.5, top + count - 0.5, top - 0.5)
+        scale = {"vmin": limits[0], "vmax": limits[1], "cmap": colours}
+        image = axes.imshow(np.ma.masked_invalid(part), extent=edges, aspect="auto", interpolation="nearest", **scale)
+        dots = [(p, top + letter) for p, letter in enumerate(wild_P[start : start + width]) if letter is not None]
+        axes.plot(*zip(*dots, strict=True) if dots else ([], []), color="k", marker="o", markersize=2, linestyle="")
+        for p in range(part.shape[1]):
+            if (first + start + p) % 10 == 0 or p == start == 0:
+                at = {"ha": "center", "va": "top", "fontsize": 7, "color": _INK}
+                axes.text(p, top + count - 0.3, str(first + start + p), **at)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=6.5)
+    axes.set_xlim(-0.5, max(width, most // 3) - 0.5)  # a few positions do not make giant cells
+    axes.set_ylim(lines * height - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.set_yticks([line * height + n for line in range(lines) for n in range(count)], list(letters) * lines)
+    bar = axes.figure.colorbar(image, ax=axes, extend="both", pad=0.01, fraction=0.02, aspect=12 * lines)
+    bar.solids.set_rasterized(True)
+    bar.set_label(label, color=_INK)
+    bar.ax.tick_params(colors=_INK, labelsize=7)
+    bar.outline.set_visible(False)
+
+
+def along(axes: Any, position_P: Values, value_P: Values, colour: str = BLUE) -> None:
+    """A bar for each position that has a value, from 0; all in one path, however long the protein is."""
+    first, last = int(position_P.min()), int(position_P.max())
+    every = np.full(last - first + 1, np.nan)
+    every[position_P.astype(np.int64) - first] = value_P
+    axes.stairs(every, np.arange(first, last + 2) - 0.5, fill=True, color=colour, linewidth=0)
+    axes.set_xlim(first - 0.5, last + 0.5)
 
 
 def from_zero(axes: Any) -> None:

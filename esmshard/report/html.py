@@ -11,9 +11,10 @@ import numpy as np
 from esmshard import __version__
 from esmshard.errors import InputError
 from esmshard.progress import duration, rate
-from esmshard.report import scores, training
+from esmshard.report import scores, training, variants
 from esmshard.report.left import Left, read
 from esmshard.report.page import Section, Table, bytes_text, range_text, value_text
+from esmshard.report.variants_left import is_cross_validated, read_variants
 from esmshard.train.status import replace_text
 
 
@@ -21,7 +22,7 @@ def report(run: Path, out: Path | None = None) -> Path:
     """Write a page about a run, whether it is done, still going, preempted or failed, in one go.
 
     Args:
-        run: directory of the run.
+        run: directory of the run, or of a cross-validated run of variants.
         out: file to write; `report.html` in that directory by default. One that is there is replaced.
 
     Returns:
@@ -34,15 +35,21 @@ def report(run: Path, out: Path | None = None) -> Path:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
         raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
-    left = read(run)
-    sections = [part(left) for part in SECTIONS]
+    if is_cross_validated(run):
+        several = read_variants(run)
+        about, state, facts = variants.about(several), variants.verdict(several), variants.facts(several)
+        sections = [tell(several) for tell in variants.SECTIONS]
+    else:
+        left = read(run)
+        about, state, facts = _about(left), _state(left), _facts(left)
+        sections = [part(left) for part in SECTIONS]
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(source).render(
         title=run.resolve().name,
-        about=_about(left),
-        state=_state(left),
-        facts=_facts(left),
+        about=about,
+        state=state,
+        facts=facts,
         sections=sections,
         version=__version__,
     )

@@ -117,7 +117,7 @@ def read(run: Path) -> Left:
         recipe=recipe,
         recipe_text=recipe_text,
         recipe_problem=problem,
-        versions=_json(run / "versions.json") or {},
+        versions=json_object(run / "versions.json") or {},
         status=status.read(run),
         evaluation=evaluation,
         proteins=_proteins(run / "per_protein.csv"),
@@ -166,12 +166,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _evaluation(path: Path) -> Evaluation | None:
-    raw = _json(path)
+    raw = json_object(path)
     if raw is None:
         return None
     try:
-        metrics = {method: _intervals(row) for method, row in raw["metrics"].items()}
-        differences = {method: _intervals(row) for method, row in raw["differences"].items()}
+        metrics = {method: intervals(row) for method, row in raw["metrics"].items()}
+        differences = {method: intervals(row) for method, row in raw["differences"].items()}
         columns = raw["columns"]
         main = next(iter(metrics.values()))
         asked = {"task", "step", "split", "records", "interval", "lower_is_better"}
@@ -184,7 +184,8 @@ def _evaluation(path: Path) -> Evaluation | None:
     return Evaluation(metrics, differences, raw)
 
 
-def _intervals(row: Mapping[str, Mapping[str, Any]]) -> dict[str, Interval]:
+def intervals(row: Mapping[str, Mapping[str, Any]]) -> dict[str, Interval]:
+    """Of `value`, `low` and `high`, each a number or null."""
     return {
         name: Interval(number(found["value"]), number(found["low"]), number(found["high"]))
         for name, found in row.items()
@@ -204,7 +205,12 @@ def _proteins(path: Path) -> Proteins | None:
     return Proteins([row[0] for row in body], length_N, {n: v for n, v in values.items() if np.isfinite(v).any()})
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def json_object(path: Path) -> dict[str, Any] | None:
+    """What a JSON file holds; None if there is no such file.
+
+    Raises:
+        InputError: it is no JSON object.
+    """
     text = _text(path)
     if text is None:
         return None

@@ -15,6 +15,8 @@ class Figure:
     svg: str = ""
     png: str = ""
     """As a data URI."""
+    wide: bool = False
+    """As wide as the page."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ def value_text(value: float, sign: str = "") -> str:
     ('0.094', '+0.094', '1235', '-')
     """
     return "-" if not math.isfinite(value) else f"{value:{sign}.3f}" if abs(value) < 100 else f"{value:{sign}.4g}"
+
+
+def unit_text(value: float) -> str:
+    """A value in a unit of its own, which may be a millionth or a million.
+
+    >>> unit_text(0.25), unit_text(2.5e-7), unit_text(float("nan"))
+    ('0.25', '2.5e-07', '-')
+    """
+    return f"{value:.4g}" if math.isfinite(value) else "-"
 
 
 def range_text(found: Interval) -> str:

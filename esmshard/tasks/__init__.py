@@ -38,11 +38,18 @@ def _sequence(settings: Any, facts: "Facts") -> "Task":
     return SequenceTask(settings, facts)
 
 
+def _variant(settings: Any, facts: "Facts") -> "Task":
+    from esmshard.tasks.variant import VariantTask
+
+    return VariantTask(settings, facts)
+
+
 TASKS: "dict[str, Callable[[Any, Facts], Task]]" = {
     "contact": _contact,
     "mlm": _mlm,
     "residue": _residue,
     "sequence": _sequence,
+    "variant": _variant,
 }
 
 

@@ -32,7 +32,7 @@ class LanguageModelHead(nn.Module):
 class FineTuner(nn.Module):
     """Trunk and task head as one module, so that one FSDP root holds both. `forward` gives one tensor a record.
 
-    The head's output; of a batch that asks for logits (`TokenBatch.logits_at_P`), those of the language model.
+    The head's output; with the language model's own head, the logits that a batch asks for (`TokenBatch.logits_at_P`).
     """
 
     def __init__(self, trunk: ESM2, head: nn.Module) -> None:
@@ -40,6 +40,8 @@ class FineTuner(nn.Module):
         self.trunk = trunk
         self.head = head
         self._drawn: Mapping[str, Reader] = {}
+        self.remembered: dict[str, Any] = {}
+        """What a task keeps of a frozen model, so as not to ask it twice."""
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -51,9 +53,10 @@ class FineTuner(nn.Module):
         head: Any = self.head
         given = head.attention(batch) if hasattr(head, "attention") else None
         found = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=given.add if given is not None else None)
-        if found.logits_PV is not None:
+        if self.asks_logits and found.logits_PV is not None:
             return list(found.logits_PV.float().split(batch.logit_counts))
         x_TD = found.representations[self.trunk.config.n_layers]
+        given = found.logits_PV if getattr(head, "reads_logits", False) else given
         outputs = head(x_TD, batch) if given is None else head(x_TD, batch, given)
         return [output.float() for output in outputs]
 

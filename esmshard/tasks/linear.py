@@ -46,14 +46,21 @@ def kept(known: dict[str, npt.NDArray[Any]] | Any, name: str) -> Linear | None:
     return Linear(known[f"{name}.weight"], known[f"{name}.bias"]) if f"{name}.weight" in known else None
 
 
-def fit_numbers(x_NF: npt.NDArray[np.floating], y_NT: npt.NDArray[np.floating]) -> Linear:
+def fit_numbers(
+    x_NF: npt.NDArray[np.floating], y_NT: npt.NDArray[np.floating], light_F: npt.NDArray[np.floating] | None = None
+) -> Linear:
     """Ridge regression for each target on the examples that have it, the penalty chosen by leave-one-out error.
 
     A target with fewer than two different values is told by its mean; without any value, by 0.
+
+    Args:
+        x_NF: features.
+        y_NT: targets, NaN where there is none.
+        light_F: what each standardised feature is multiplied by: the penalty on it falls with the square.
     """
     from sklearn.linear_model import Ridge, RidgeCV
 
-    scaled_NF, fold = _standardise(x_NF)
+    scaled_NF, fold = _standardise(x_NF, light_F)
     weight_TF, bias_T = np.zeros((y_NT.shape[1], x_NF.shape[1])), np.zeros(y_NT.shape[1])
     known_NT = ~np.isnan(y_NT)
     # Targets that the same examples have are fitted at once: the costly part is that of the features.
@@ -137,10 +144,16 @@ def fit_labels(
     return fold(weight_CF, bias_C)
 
 
-def _standardise(x_NF: npt.NDArray[np.floating]) -> tuple[Array, Callable[..., Linear]]:
-    """Features of mean 0 and deviation 1, and what turns a model of them into one of the features themselves."""
+def _standardise(
+    x_NF: npt.NDArray[np.floating], light_F: npt.NDArray[np.floating] | None = None
+) -> tuple[Array, Callable[..., Linear]]:
+    """Features of mean 0 and deviation 1 (times `light_F`), and what turns a model of them into one of the features
+    themselves.
+    """
     mean_F, scale_F = x_NF.mean(0, dtype=np.float64), x_NF.std(0, dtype=np.float64)
     scale_F[scale_F <= 1e-6 * np.abs(mean_F) + 1e-12] = np.inf  # a constant feature tells nothing
+    if light_F is not None:
+        scale_F = scale_F / light_F
 
     def fold(weight_OF: npt.NDArray[np.float64], bias_O: npt.NDArray[np.float64]) -> Linear:
         weight_OF = weight_OF / scale_F

@@ -77,6 +77,36 @@ def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.fl
     }
 
 
+NUMBER_COLUMNS = ("Spearman", "Pearson", "RMSE", "R2")
+
+
+def number_columns(names: Sequence[str]) -> tuple[str, ...]:
+    """Of targets of these names. Several have different units, and no RMSE in common."""
+    return NUMBER_COLUMNS if len(names) < 2 else ("Spearman", "Pearson", "R2", *(f"Spearman {name}" for name in names))
+
+
+def number_row(
+    predicted_T: npt.NDArray[np.floating], target_T: npt.NDArray[np.floating], names: Sequence[str]
+) -> dict[str, float | npt.NDArray[np.float64]]:
+    """What a record adds to `number_summary`: predicted and true values, by name where there are several."""
+    row: dict[str, float | npt.NDArray[np.float64]] = {}
+    for t, name in enumerate(names):
+        of = f" {name}" if len(names) > 1 else ""
+        row[f"prediction{of}"], row[f"target{of}"] = float(predicted_T[t]), float(target_T[t])
+    return row | {"values": np.stack([predicted_T, target_T]).astype(np.float64)}
+
+
+def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
+    """`of_numbers` over records; of several targets their mean, and each one's."""
+    values_2NT = np.stack([np.asarray(row["values"]) for row in rows], axis=1)
+    each = [of_numbers(values_2NT[0, :, t], values_2NT[1, :, t]) for t in range(len(names))]
+    found = {c: mean(np.array([one[c] for one in each])) for c in NUMBER_COLUMNS}
+    if len(names) > 1:
+        del found["RMSE"]
+        found |= {f"{c} {name}": one[c] for name, one in zip(names, each, strict=True) for c in NUMBER_COLUMNS}
+    return found
+
+
 def pooled_spearman(predicted_M: npt.NDArray[np.uint16], target_M: npt.NDArray[np.uint16]) -> float:
     """`spearman` of values that are small whole numbers, in linear time."""
     if not len(target_M):

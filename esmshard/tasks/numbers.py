@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from esmshard.model.config import EsmConfig
-from esmshard.task_settings import ContactSettings, MlmSettings, ResidueSettings, SequenceSettings
+from esmshard.task_settings import (
+    ContactSettings,
+    MlmSettings,
+    ResidueSettings,
+    SequenceSettings,
+    VariantSettings,
+)
+from esmshard.vocab import VOCAB_SIZE
 
 MAX_SEPARATION = 64
 """Contact head: separations from here on share one embedding."""
@@ -115,10 +122,33 @@ class SequenceNumbers:
         return 0
 
 
+@dataclass(frozen=True)
+class VariantNumbers:
+    """See `esmshard.tasks.variant_head.VariantHead`."""
+
+    settings: VariantSettings
+
+    def parameters(self, config: EsmConfig) -> int:
+        """LayerNorm, one or two linear layers over what the head sees, letters, and the weight of the zero-shot score.
+        The labels have yet to be read: one target is counted.
+        """
+        d, h = config.dim, self.settings.hidden
+        pool, seen = self.settings.pool, d
+        if pool in ("wild_type", "sites"):
+            seen = d * (1 + (pool == "sites")) + 2 * VOCAB_SIZE + 20 * self.settings.zero_shot
+        first = (seen + 1) * h + h + 1 if h else seen + 1
+        return 2 * d + first + int(self.settings.zero_shot)
+
+    def head_bytes(self, tokens: int) -> int:
+        """A record has one vector. The wild type that goes with a micro-batch is the planner's."""
+        return 0
+
+
 HEADS: dict[str, Callable[[Any], HeadNumbers]] = {
     "contact": ContactNumbers,
     "mlm": MlmNumbers,
     "residue": ResidueNumbers,
     "sequence": SequenceNumbers,
+    "variant": VariantNumbers,
 }
 """By the names of TASKS."""

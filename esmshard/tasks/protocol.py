@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from esmshard.batch import TokenBatch, pack
+from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.data.loader import Example, Examples, Labels
 from esmshard.data.store import TokenStore
 from esmshard.model.config import EsmConfig
@@ -48,6 +48,12 @@ class Inputs:
     """What the head should say."""
     logits_at: npt.NDArray[np.int64] | None = None
     """Places in `tokens` at which logits of the language model are wanted; None where the head does not ask for any."""
+    wild_type: npt.NDArray[np.uint8] | None = None
+    """Of a variant, tokens of the protein, the same for all inputs of a batch: they are packed once for all of them."""
+    wild_type_logits: bool = False
+    """Whether logits are wanted there, at the changed residues."""
+    wild_type_alone: bool = False
+    """Whether it is all that the model sees."""
 
 
 class Task(Protocol):
@@ -101,7 +107,8 @@ class Task(Protocol):
 
         A head with a method `attention(batch)` gets what that returns, an object with a method
         `add(layer, sequence, q_THK, k_THK)`, as a third argument, after each layer has called `add`; see
-        `esmshard.model.attention` for what is given to it.
+        `esmshard.model.attention` for what is given to it. A head with `reads_logits` gets the logits of the language
+        model that the batch asks for, float [P, V].
         """
         ...
 
@@ -168,6 +175,10 @@ class Task(Protocol):
 
 def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
     """Pack what the model sees."""
+    first = inputs[0]
+    if first.wild_type is not None:
+        asked = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
+        return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, **asked)
     places = [i.logits_at for i in inputs if i.logits_at is not None]
     return pack([i.tokens for i in inputs], record_ids, places or None)
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 32
 """Classes up to which a record's row has a confusion matrix."""
-NUMBER_COLUMNS = ("Spearman", "Pearson", "RMSE", "R2")
 _AMINO_ACIDS = np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)
 
 
@@ -84,9 +83,7 @@ class SequenceTask:
         if self._settings.kind == "class":
             ranked = ("AUROC", "AUPRC") if len(self.names) == 2 else ()
             return ("MCC", "accuracy", "macro-F1", *ranked, "ECE")
-        if len(self.names) < 2:
-            return NUMBER_COLUMNS
-        return ("Spearman", "Pearson", "R2", *(f"Spearman {name}" for name in self.names))
+        return metrics.number_columns(self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -218,14 +215,7 @@ class SequenceTask:
             return _of_classes(rows, len(self.names))
         if self._settings.kind == "multilabel":
             return _of_labels(rows)
-        values_2NT = np.stack([np.asarray(row["values"]) for row in rows], axis=1)
-        names = self.names
-        each = [metrics.of_numbers(values_2NT[0, :, t], values_2NT[1, :, t]) for t in range(len(names))]
-        found = {c: metrics.mean(np.array([one[c] for one in each])) for c in NUMBER_COLUMNS}
-        if len(names) > 1:
-            del found["RMSE"]  # the targets have different units
-            found |= {f"{c} {name}": one[c] for name, one in zip(names, each, strict=True) for c in NUMBER_COLUMNS}
-        return found
+        return metrics.number_summary(rows, self.names)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Numbers in the unit of the labels, float32 [T]; or probabilities, float32 [C]."""
@@ -297,13 +287,7 @@ class SequenceTask:
         return fit_labels(x_NF, targets, self._weights(), seed)
 
     def _number_row(self, output_T: npt.NDArray[np.float32], target_T: npt.NDArray[np.float32]) -> Row:
-        values_2T = np.stack([self.predict(output_T), self.predict(target_T)]).astype(np.float64)
-        names = self.names
-        row: dict[str, float | npt.NDArray[Any]] = {}
-        for t, name in enumerate(names):
-            of = f" {name}" if len(names) > 1 else ""
-            row[f"prediction{of}"], row[f"target{of}"] = float(values_2T[0, t]), float(values_2T[1, t])
-        return row | {"values": values_2T}
+        return metrics.number_row(self.predict(output_T), self.predict(target_T), self.names)
 
 
 def _class_row(logits_C: npt.NDArray[np.float32], target: npt.NDArray[np.int64]) -> Row:

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,9 @@ from esmshard.train.metrics import Interval, bootstrap, difference, interval
 BASELINE_RECORDS = 2000
 """Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and minutes
 at any size."""
+
+CHUNK = 4096
+"""Tokens of the records that the model scores at once, where it says no pair maps, which are what memory goes to."""
 
 BASELINES = "baselines.npz"
 MAIN = "fine-tuned"
@@ -71,7 +75,8 @@ def validate(
 
 def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> None:
     """Fit the task's baselines on training records and keep what they learned as `.npz`. One process."""
-    some = range(0, len(train), -(-len(train) // BASELINE_RECORDS))
+    most = getattr(task, "baseline_records", BASELINE_RECORDS)
+    some = range(0, len(train), -(-len(train) // most))
     known = task.baselines([train.get(n) for n in some], base)
     temporary = path.with_name(f".tmp-{path.name}")
     with open(temporary, "wb") as file:
@@ -86,7 +91,7 @@ def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
             return dict(file)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{path}: damaged ({error}); remove it, and the baselines are left out") from None
 
 
@@ -107,15 +112,19 @@ def evaluate(
         base: the model before the first step; without it, baselines that ask it are left out.
     """
     table: dict[str, list[Row]] = {MAIN: []}
+    if base is not None and known and hasattr(task, "look_ahead"):
+        task.look_ahead(data, base)
     with Progress("evaluate", len(data)) as progress:
-        for n in range(len(data)):
-            example = data.get(n)
-            inputs = task.inputs(example)
-            table[MAIN] += task.score(model.outputs([inputs]), [inputs.target])
-            for name, output in task.baseline_outputs(example, known, base).items():
-                row = task.score([output], [inputs.target])[0] if isinstance(output, np.ndarray) else output
-                table.setdefault(name, []).append(row)
-            progress.update(n + 1, "")
+        each = max(1, CHUNK // int(data.tokens.max())) if task.names else 1
+        for first in range(0, len(data), each):
+            examples = [data.get(n) for n in range(first, min(first + each, len(data)))]
+            inputs = [task.inputs(example) for example in examples]
+            table[MAIN] += task.score(model.outputs(inputs), [one.target for one in inputs])
+            for example, asked in zip(examples, inputs, strict=True):
+                for name, output in task.baseline_outputs(example, known, base).items():
+                    row = task.score([output], [asked.target])[0] if isinstance(output, np.ndarray) else output
+                    table.setdefault(name, []).append(row)
+            progress.update(first + len(examples), "")
     return table
 
 
@@ -153,7 +162,8 @@ def write(
 
     Returns the intervals.
     """
-    samples = {name: bootstrap(task.summary, rows) for name, rows in table.items()}
+    block_N = data.blocks()
+    samples = {name: bootstrap(task.summary, rows, block_N=block_N) for name, rows in table.items()}
     intervals = {name: {metric: interval(v) for metric, v in found.items()} for name, found in samples.items()}
     differences = {
         name: {metric: difference(samples[MAIN][metric], found[metric]) for metric in task.columns if metric in found}
@@ -161,6 +171,12 @@ def write(
         if name != MAIN
     }
     numbers = [key for key, value in table[MAIN][0].items() if not isinstance(value, np.ndarray)]
+    # Of variants, what every baseline says is kept: the folds of a table are tested together.
+    others = (
+        []
+        if block_N is None
+        else [(name, key) for name in table if name != MAIN for key in numbers if key.startswith("prediction")]
+    )
     evaluation = {
         **about,
         "task": about["recipe"]["task"]["name"],
@@ -172,7 +188,8 @@ def write(
         "without_value": {
             c: sum(math.isnan(float(row[c])) for row in table[MAIN]) for c in task.columns if c in numbers
         },
-        "interval": "95% percentile bootstrap over records; of differences, paired",
+        "interval": f"95% percentile bootstrap over {'records' if block_N is None else 'positions'}; of differences, "
+        "paired",
         "metrics": {name: {c: asdict(i) for c, i in row.items()} for name, row in intervals.items()},
         "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
         "facts": task.facts,
@@ -180,10 +197,12 @@ def write(
         "confusion": _confusion(table[MAIN], task),
     }
     _replace(directory / "evaluation.json", json.dumps(_finite(evaluation), indent=1) + "\n")
-    lines = [["id", "length", *numbers]]
+    blocks = [] if block_N is None else ["block"]
+    lines = [["id", "length", *blocks, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
-        values = ["" if math.isnan(v := float(row[key])) else f"{v:.6g}" for key in numbers]
-        lines.append([data.id(n), str(data.tokens[n] - 2), *values])
+        values = [*(row[key] for key in numbers), *(table[name][n][key] for name, key in others)]
+        cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
+        lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *cells])
     temporary = directory / ".tmp-per_protein.csv"
     with open(temporary, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)

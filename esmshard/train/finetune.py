@@ -294,7 +294,7 @@ def _train(
             }
             attempt.step_done(line)
             last = step + 1 == job.steps
-            asked, found, due = result.asked, None, last or (step + 1) % recipe.train.eval_every == 0
+            asked, found, due = result.asked, None, last or (step + 1) % job.eval_every == 0
             if due and not asked:  # a run that was asked to stop saves, and validates when it goes on
                 found = validate(step + 1)
                 asked = asked_anywhere() if found is None else 0
@@ -367,6 +367,7 @@ def _tokens_per_rank(job: Job, model: FineTuner, saved: Mapping[str, Any] | None
         return int(saved["recipe"]["batch"]["tokens_per_rank"])
     config, lengths = job.weights.config, job.train.tokens
     longest = int(lengths.max())
+    beside = job.train.beside
     room = RESERVED * memory.free_bytes(ranks.device, processes_per_machine(ranks.size))
     fitting = memory.largest_micro_batch(
         memory.of_model(model, config.dim, config.n_heads),
@@ -374,8 +375,8 @@ def _tokens_per_rank(job: Job, model: FineTuner, saved: Mapping[str, Any] | None
         int(ranks.min(room)),
         head_bytes(HEADS[job.recipe.task.name](job.recipe.task), lengths, job.layout),
         _kernels(ranks.device, job.layout.precision),
-        longest=longest,
-        share=-(-job.recipe.batch.global_tokens // ranks.size),
+        longest=longest + beside,
+        share=-(-job.recipe.batch.global_tokens // ranks.size) + beside,
         padding=longest / float(lengths.mean()),
     )
     if not fitting and ranks.is_first:
@@ -383,7 +384,7 @@ def _tokens_per_rank(job: Job, model: FineTuner, saved: Mapping[str, Any] | None
             f"the longest training record, {longest} tokens, may not fit into memory; lower data.max_length, set "
             "parallel.activation_checkpointing=full, or see `esmshard plan`"
         )
-    return max(fitting, longest)
+    return max(fitting - beside, longest)
 
 
 def _kernels(device: torch.device, precision: str) -> memory.Device:

@@ -18,10 +18,10 @@ from esmshard.parallel.layout import Layout, layout
 from esmshard.parallel.mesh import precision_on
 from esmshard.settings import Recipe
 from esmshard.tasks import TASKS
-from esmshard.tasks.finetuner import FineTuner, initial_weights
+from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
 from esmshard.tasks.protocol import Task
 from esmshard.train.lease import is_lease
-from esmshard.train.splits import open_split
+from esmshard.train.splits import in_tokens, open_split
 
 RUN_FILES = (
     *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv", "baselines.npz"),
@@ -45,6 +45,8 @@ class Job:
     layout: Layout
     steps: int
     """Optimizer steps."""
+    eval_every: int
+    """Steps between two validations."""
     out: Path
 
 
@@ -62,6 +64,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     train = open_split(recipe, "train", task.labels)
     task = task.learn(train)
     valid, test = (open_split(recipe, name, task.labels) for name in ("valid", "test"))
+    recipe = in_tokens(recipe, train)
     probe = recipe.adapt.method == "probe"
     if probe and (processes > 1 or recipe.parallel.cpu_offload):
         raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
@@ -78,13 +81,15 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
             "raise it, or lower data.max_length"
         )
     steps = 0 if probe else recipe.train.steps or 400
+    per_epoch = Plan(train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
     if recipe.train.epochs is not None and not probe:
-        per_epoch = Plan(train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
         steps = max(1, round(recipe.train.epochs * per_epoch))
+    eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
     found = initial_weights(recipe)
     with torch.device("meta"):  # a part that the model has not is found before anything is read
         FineTuner(ESM2(found.config), task.head(found.config)).adapt(recipe.adapt, recipe.train.seed)
-    return Job(recipe, task, train, valid, test, found, laid_out, steps, Path(recipe.out))
+    new_head(recipe, task, found)  # so is what a head would start from
+    return Job(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
 
 
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
@@ -145,7 +150,7 @@ def leakage_notices(job: Job) -> list[str]:
     """What the validation and the test set share with the training set. Of large data a sample, for ten seconds."""
 
     def records(split: Examples) -> Records:
-        return Records(len(split.store), split.store.residues, split.store.id)
+        return Records(len(split), split.whole, split.id)
 
     try:
         others = {split.name: records(split) for split in (job.valid, job.test)}

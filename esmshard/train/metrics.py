@@ -37,11 +37,32 @@ def draws(n: int, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def bootstrap(
-    summary: Callable[[Sequence[Row]], Mapping[str, float]], rows: Sequence[Row], seed: int = 0
+    summary: Callable[[Sequence[Row]], Mapping[str, float]],
+    rows: Sequence[Row],
+    seed: int = 0,
+    block_N: npt.NDArray[np.int64] | None = None,
 ) -> dict[str, list[float]]:
-    """Each metric of the rows themselves, first, and of each resample of them."""
-    found = [summary(rows), *(summary([rows[n] for n in draw]) for draw in draws(len(rows), seed))]
+    """Each metric of the rows themselves, first, and of each resample of them.
+
+    Args:
+        summary: metrics of some rows.
+        rows: N of them.
+        seed: see `draws`.
+        block_N: rows with the same number are drawn together; each alone by default.
+    """
+    found = [summary(rows), *(summary([rows[n] for n in draw]) for draw in block_draws(len(rows), block_N, seed))]
     return {name: [one.get(name, np.nan) for one in found] for name in found[0]}
+
+
+def block_draws(n: int, block_N: npt.NDArray[np.int64] | None, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
+    """The same as `draws`, of whole blocks of records: int64, about n of them, resample by resample."""
+    if block_N is None:
+        yield from draws(n, seed)
+        return
+    order = np.argsort(block_N, kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(block_N[order])) + 1)
+    for draw in draws(len(members), seed):
+        yield np.concatenate([members[k] for k in draw])
 
 
 def interval(values: Sequence[float]) -> Interval:

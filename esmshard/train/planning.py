@@ -16,7 +16,7 @@ from esmshard.parallel.machines import Machines
 from esmshard.parallel.plan import KINDS, Device, Memory, ModelNumbers, largest_micro_batch, memory
 from esmshard.settings import Recipe
 from esmshard.tasks.numbers import HEADS, HeadNumbers
-from esmshard.train.splits import open_split
+from esmshard.train.splits import in_tokens, open_split
 from esmshard.train.trained import numbers_of
 
 RESERVE = 0.1
@@ -41,6 +41,8 @@ class Lengths:
     mean: float
     attended: float
     """Tokens that a token attends to, on average over tokens."""
+    beside: int
+    """Tokens that go through the model with every micro-batch besides."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +90,17 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
         InputError: the training data or the model cannot be read, or there are fewer records than GPUs.
     """
     head = HEADS[recipe.task.name](recipe.task)
-    tokens_N = open_split(recipe, "train", None).tokens
+    train = open_split(recipe, "train", None)
+    recipe, tokens_N = in_tokens(recipe, train), train.tokens
     if len(tokens_N) < machines.world_size:
         raise InputError(
-            f"{recipe.data.train}: train has {len(tokens_N)} records, fewer than the {machines.world_size} GPUs; take "
-            "fewer"
+            f"{train.path}: train has {len(tokens_N)} records, fewer than the {machines.world_size} GPUs; take fewer"
         )
     config = _config(recipe)
     numbers = numbers_of(config, head.parameters(config), recipe.adapt, logits=recipe.task.name == "mlm")
     total = float(tokens_N.sum(dtype=np.int64))
     attended = float(np.square(tokens_N, dtype=np.float64).sum()) / total
-    lengths = Lengths(len(tokens_N), int(tokens_N.max()), total / len(tokens_N), attended)
+    lengths = Lengths(len(tokens_N), int(tokens_N.max()), total / len(tokens_N), attended, train.beside)
     precision = _precision(recipe, machines)
     room = int(machines.room * (1 - RESERVE))
 
@@ -181,27 +183,30 @@ def _option(
     head = head_bytes(numbers_of_head, tokens_N, laid_out)
 
     share = -(-recipe.batch.global_tokens // machines.world_size)
+    beside = lengths.beside
+    least = lengths.longest + beside
     largest = largest_micro_batch(
-        numbers, laid_out, room, head, device, longest=lengths.longest, share=MOST_TOKENS, padding=padding
+        numbers, laid_out, room, head, device, longest=least, share=MOST_TOKENS, padding=padding
     )
     asked = recipe.batch.tokens_per_rank
     if asked == "auto":
         most = largest_micro_batch(
-            numbers, laid_out, room, head, device, longest=lengths.longest, share=share, padding=padding
+            numbers, laid_out, room, head, device, longest=least, share=share + beside, padding=padding
         )
+        most -= beside
     else:
         most = asked
     most = max(most, lengths.longest)
     parts = -(-share // most)
     # Shares are balanced, so that no micro-batch is much larger than the mean; but the longest record stays whole.
     tokens = max(lengths.longest, -(-share // parts))
-    need = memory(numbers, laid_out, tokens, head(tokens), device, micro_batches=parts, padding=padding)
-    mean_tokens = -(-share // parts)
+    need = memory(numbers, laid_out, tokens + beside, head(tokens), device, micro_batches=parts, padding=padding)
+    mean_tokens = -(-share // parts) + beside
     work = Work(
         tokens=mean_tokens,
         micro_batches=parts,
         attended=lengths.attended if packed else float(lengths.longest),
-        head_bytes=round(head(tokens) * mean_tokens / tokens),
+        head_bytes=round(head(tokens) * mean_tokens / (tokens + beside)),
     )
     return Option(
         strategy,
@@ -209,7 +214,7 @@ def _option(
         offload,
         tokens=tokens,
         micro_batches=parts,
-        largest=largest,
+        largest=max(0, largest - beside),
         fits=need.total <= room,
         memory=need,
         cost=cost(numbers, laid_out, work, machines),

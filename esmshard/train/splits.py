@@ -13,7 +13,9 @@ from esmshard.data.clusters import read_clusters
 from esmshard.data.ingest import cached
 from esmshard.data.loader import Examples, Labels
 from esmshard.data.store import TokenStore
+from esmshard.data.variant_records import open_variants
 from esmshard.settings import DataSettings, Recipe
+from esmshard.task_settings import VariantSettings
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
@@ -29,6 +31,8 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples
         labels: opens those of a FASTA file and its records; None where only the sequences are wanted.
     """
     data, seed = recipe.data, recipe.train.seed
+    if isinstance(recipe.task, VariantSettings):
+        return open_variants(data, name, alone=recipe.task.pool == "wild_type")
     divided = data.folds is not None and name != "valid"
     path = recipes.sample(getattr(data, "train" if divided else name))
     fasta = structure_splits.cached_split(path) if structure_splits.holds_structures(path) else path
@@ -45,6 +49,15 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples
     return Examples(
         name, path, tokens, found, long=data.long, max_length=data.max_length, seed=seed, members_N=members_N
     )
+
+
+def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
+    """The recipe with `batch.sequences` as tokens."""
+    if recipe.batch.sequences is None:
+        return recipe
+    tokens = recipe.batch.sequences * int(train.tokens.max())
+    batch = recipe.batch.model_copy(update={"sequences": None, "global_tokens": tokens})
+    return recipe.model_copy(update={"batch": batch})
 
 
 def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:

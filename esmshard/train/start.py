@@ -1,6 +1,7 @@
 """Where a run starts: anew, or after a checkpoint of the same recipe and data."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from esmshard.settings import Recipe
 from esmshard.train.attempt import METRICS
 from esmshard.train.job import RUN_FILES, Job, leakage_notices, provenance, versions
 from esmshard.train.status import replace_text
+
+TOLD = "ESMSHARD_DATA_TOLD"
+"""Environment variable of the runs of a cross-validation but the first, which has told what the data are like."""
 
 # A resumed run may differ in these: where and how it runs, not what it computes.
 _FREE = (
@@ -109,8 +113,8 @@ def describe_run(job: Job, recipe: Recipe, done: int, ranks: World) -> None:
     facts = {**versions(), "device": str(ranks.device), "processes": ranks.size, "data": provenance(job)}
     replace_text(job.out / "versions.json", json.dumps(facts, indent=1) + "\n")
     for split in (job.train, job.valid, job.test):
-        for notice in split.notices:
-            say(f"{split.path}: {notice}")
+        for notice in split.notices if TOLD not in os.environ else ():
+            say(notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}")
     for notice in [*job.weights.notices, *([] if done else leakage_notices(job))]:
         say(notice)
     if done:

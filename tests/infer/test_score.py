@@ -8,11 +8,12 @@ from torch import nn
 from esmshard.batch import pack
 from esmshard.data.substitutions import Mutation
 from esmshard.errors import UsageError
-from esmshard.infer import score as module
-from esmshard.infer.score import METHODS, all_singles, log_probabilities, score
+from esmshard.infer.score import METHODS, all_singles, score
 from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
+from esmshard.tasks import marginals as module
+from esmshard.tasks.marginals import log_probabilities
 from esmshard.vocab import MASK, STANDARD, encode
 
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"

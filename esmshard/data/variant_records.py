@@ -1,0 +1,242 @@
+"""The variants of a recipe's table as a split: sequences made from the wild type, measured values, and who is where."""
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard import recipe as recipes
+from esmshard.data import splits
+from esmshard.data.loader import Examples
+from esmshard.data.mutations import Variants, read_variants
+from esmshard.data.splits import LEFT_OUT, SETS, Numbers
+from esmshard.data.substitutions import Mutation, name_of
+from esmshard.data.tables import counted, first_three
+from esmshard.data.variant_split import given_sets
+from esmshard.errors import InputError, UsageError
+from esmshard.settings import DataSettings
+from esmshard.vocab import encode_residues
+
+FOLDS = 5
+"""Of a table, where the recipe does not say how many."""
+
+
+class VariantRecords:
+    """N variants of a protein in place of a token store: each is made when it is asked for.
+
+    Args:
+        path: of their table.
+        wild_type: residues of the protein, or of the part of it that the model sees.
+        mutations: of each variant, in the numbering of the whole protein.
+        first: residue of it at which that part begins, from 0.
+    """
+
+    def __init__(self, path: Path, wild_type: str, mutations: list[tuple[Mutation, ...]], first: int = 0) -> None:
+        self.path, self.wild_type, self.mutations, self.first = path, wild_type, mutations, first
+        self.notices: list[str] = []
+        self._residues = np.frombuffer(encode_residues(wild_type), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.mutations)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Residues of each, int32 [N]."""
+        return np.full(len(self), len(self._residues), dtype=np.int32)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """How many residues there are in all."""
+        return {"residues": len(self) * len(self._residues)}
+
+    @property
+    def digest(self) -> str:
+        """Names the variants and their order."""
+        text = f"{self.wild_type}\n{self.first}\n" + "\n".join(map(name_of, self.mutations))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def id(self, n: int) -> str:
+        """`A24G:V30L`, or `WT`."""
+        return name_of(self.mutations[n])
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        """Residue tokens of variant n, uint8 [L]."""
+        residues = self._residues.copy()
+        for mutation in self.mutations[n]:
+            residues[mutation.position - self.first] = _token(mutation.mutant)
+        return residues
+
+
+@functools.cache
+def _token(letter: str) -> int:
+    return int(encode_residues(letter)[0])
+
+
+class VariantLabels:
+    """Measured values of variants, and what resamples of a test keep together."""
+
+    per_residue: ClassVar[bool] = False
+    labelled_N: None = None
+
+    def __init__(self, variants: Variants, first: int, length: int, data: DataSettings) -> None:
+        self.names, self.protein, self.first, self.length = variants.target_names, variants.wild_type, first, length
+        self.transform, self.lower_is_better = data.transform or "none", tuple(data.lower_is_better or ())
+        self.target_NT = variants.target_NT.astype(np.float32)
+        self.block_N = np.array([min(m.position for m in one) if one else -1 for one in variants.mutations], np.int64)
+        """The first changed position of each; -1 of the wild type."""
+
+    def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
+        return {"target": self.target_NT[n]}
+
+
+def open_variants(data: DataSettings, name: str, *, alone: bool) -> Examples:
+    """One split of the table that a recipe names; `train` has the notices on all of it.
+
+    Args:
+        data: of a recipe with task `variant`.
+        name: train, valid or test.
+        alone: the model sees the wild type only, so that a variant takes the room of one residue.
+
+    Raises:
+        InputError: table or wild type cannot be read, do not fit each other, or cannot be divided so.
+    """
+    variants = table_of(data)
+    fold_N, notices = divide(data)
+    set_N = fold_N
+    if data.split not in ("mutations", "given"):
+        set_N = splits.sets_of_fold(fold_N, data.fold, data.folds or FOLDS)
+    members_N = set_N == SETS.index(name)
+    if name == "train" and data.train_share is not None and data.train_share < 1:
+        members_N = _share(members_N, variants.names(), data.train_share)
+    wild_type, first = part_seen(variants, data)
+    records = VariantRecords(variants.table.path, wild_type, variants.mutations, first)
+    labels = VariantLabels(variants, first, len(wild_type), data)
+    if not members_N.any():
+        raise InputError(
+            f"{records.path}: no variant is left to {name}; choose another data.split, or fewer data.folds"
+        )
+    examples = Examples(name, records.path, records, labels, members_N=members_N)
+    examples.beside = len(wild_type) + 2
+    if alone:
+        examples.tokens = np.full(len(examples), 3, dtype=np.int32)
+    examples.notices = [*variants.notices, *notices] if name == "train" else []
+    return examples
+
+
+@functools.lru_cache(maxsize=2)
+def _read(data: DataSettings) -> Variants:
+    assert data.table is not None
+    assert data.wild_type is not None
+    lenient = data.unusable == "drop"
+    variants = read_variants(
+        recipes.sample(data.table),
+        wild_type=recipes.sample(data.wild_type),
+        mutant=data.mutant,
+        targets=data.target or (),
+        offset="auto" if data.offset is None else data.offset,
+        on_unusable="drop" if lenient else "error",
+        on_stop="drop" if lenient else "error",
+        on_synonymous="drop" if lenient else "error",
+        replicates=data.replicates or "mean",
+    )
+    for name in data.lower_is_better or ():
+        if name not in variants.target_names:
+            raise UsageError(f"data.lower_is_better: {name} is no target; there is {', '.join(variants.target_names)}")
+    if data.transform == "log" and (low_N := (variants.target_NT <= 0).any(1)).any():
+        bad = [variants.rows[n][0] for n in np.flatnonzero(low_N)]
+        raise InputError(
+            f"{variants.table.path}: {counted(len(bad), 'variant')} with a value of 0 or less, which has no logarithm "
+            f"({first_three(bad, variants.table.at)}); remove them, or set data.transform to rank or none"
+        )
+    return variants
+
+
+def table_of(data: DataSettings) -> Variants:
+    """The table of a recipe, read once."""
+    return _read(data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None}))
+
+
+def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
+    """Fold of each variant, or its set under splits that have none; and what was left out. The same for all seeds."""
+    variants = table_of(data)
+    names = variants.names()
+    try:
+        number_N = _number(variants, names, data)
+    except InputError as error:
+        if str(error).startswith(str(variants.table.path)):
+            raise
+        said = re.sub(r"--([a-z-]+)", lambda match: f"data.{match[1].replace('-', '_')}", str(error))
+        raise InputError(f"{variants.table.path}: {said}") from None
+    left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
+    if not left:
+        return number_N, []
+    why = "without a set" if data.split == "given" else "that change positions of several folds"
+    mend = ""
+    if len(left) > len(names) / 2 and data.split != "given":
+        mend = "; data.split mutations, or random, uses them all"
+    path = variants.table.path
+    return number_N, [f"{path}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)}){mend}"]
+
+
+def _number(variants: Variants, names: list[str], data: DataSettings) -> Numbers:
+    """Fold or set of each variant."""
+    folds, positions = data.folds or FOLDS, variants.positions()
+    number_N: Numbers
+    if data.split == "random":
+        number_N = splits.by_ratio(names, folds=folds)
+    elif data.split == "mutations":
+        number_N = splits.by_mutation_count([len(p) for p in positions], names, data.train_max or 1)
+    elif data.split == "given":
+        every = [row for rows in variants.rows for row in rows]
+        set_R = given_sets(variants.table, every, variants.table.path)
+        first = np.cumsum([0, *map(len, variants.rows)])[:-1]
+        number_N = set_R[first]
+        wrong = np.flatnonzero(np.repeat(number_N, [len(rows) for rows in variants.rows]) != set_R)
+        if len(wrong):
+            raise InputError(
+                f"{variants.table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
+                f"({first_three([every[n] for n in wrong], variants.table.at)}); give it one"
+            )
+    elif data.split == "contiguous":
+        number_N = splits.by_contiguous(positions, folds)
+    elif data.split == "modulo":
+        number_N = splits.by_modulo(positions, folds)
+    else:
+        number_N = splits.by_position(positions, folds=folds)
+    return number_N
+
+
+def part_seen(variants: Variants, data: DataSettings) -> tuple[str, int]:
+    """The part of the wild type that the model sees, and the residue at which it begins, from 0.
+
+    With `data.long` `window` that is `data.max_length` residues around all mutated ones, the same for all variants, so
+    that one forward pass of the wild type serves them.
+
+    Raises:
+        InputError: the mutated residues lie further apart.
+    """
+    protein, most = variants.wild_type, data.max_length
+    if data.long != "window" or len(protein) <= most:
+        return protein, 0
+    mutated = sorted(set().union(*variants.positions())) or [0]
+    low, high = mutated[0], mutated[-1]
+    if high - low >= most:
+        raise InputError(
+            f"{variants.table.path}: the mutated residues {low + 1} to {high + 1} do not fit into a window of "
+            f"data.max_length, {most}; raise it, or set data.long to full"
+        )
+    first = min(max((low + high + 1 - most) // 2, 0), len(protein) - most)
+    return protein[first : first + most], first
+
+
+def _share(members_N: npt.NDArray[np.bool_], names: list[str], share: float) -> npt.NDArray[np.bool_]:
+    """So many of the members, drawn by their names: of a larger share a smaller one is a part."""
+    members = np.flatnonzero(members_N)
+    drawn = sorted(members, key=lambda n: hashlib.sha256(names[n].encode()).digest())
+    taken_N = np.zeros_like(members_N)
+    taken_N[drawn[: max(1, round(share * len(drawn)))]] = True
+    return taken_N

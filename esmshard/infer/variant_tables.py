@@ -1,0 +1,82 @@
+"""Tables of variants that come in, and go out with a few columns more."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.mutations import Variants, read_variants
+from esmshard.data.tables import counted
+from esmshard.errors import InputError
+from esmshard.tasks import metrics
+
+
+def read(
+    path: Path,
+    protein: str | Path,
+    *,
+    mutant: str | None = None,
+    targets: Sequence[str] | None = None,
+    offset: int | Literal["auto"] = "auto",
+) -> Variants:
+    """The variants of a table, each row for itself; rows that cannot be used are left out, up to a tenth, and named.
+
+    Args:
+        path: see `tables.read_table`.
+        protein: its sequence, or a FASTA file with it.
+        mutant: see `read_variants`.
+        targets: the same; None reads no values.
+        offset: the same.
+    """
+    return read_variants(
+        path,
+        wild_type=protein,
+        mutant=mutant,
+        targets=targets,
+        offset=offset,
+        on_unusable="drop",
+        on_stop="drop",
+        on_synonymous="keep",
+        replicates="keep",
+    )
+
+
+def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> None:
+    """Write a table of R rows with new columns at its end, whole or not at all.
+
+    Raises:
+        InputError: it has a column of such a name already.
+    """
+    twice = [name for name in new if name in columns]
+    if twice:
+        raise InputError(f"{out}: the table has a column '{twice[0]}' already; rename it in the input")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".tmp-{out.name}")
+    with open(temporary, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*columns, *new])
+        writer.writerows(zip(*columns.values(), *new.values(), strict=True))
+    temporary.replace(out)
+
+
+def spearman(said_N: npt.NDArray[np.floating], measured_N: npt.NDArray[np.float64], name: str) -> str:
+    """What to say of predictions beside measured values: Spearman's correlation, or why it is undefined."""
+    known = ~np.isnan(measured_N)
+    rho, count = metrics.spearman(said_N[known].astype(np.float64), measured_N[known]), int(known.sum())
+    if np.isnan(rho):
+        return (
+            f"Spearman NaN with {name}: {'all values, or all predictions, are equal' if count > 1 else 'no two values'}"
+        )
+    return f"Spearman {rho:.3f} with {name} over {counted(count, 'variant')}"
+
+
+def text(value: float) -> str:
+    """Six digits; nothing for NaN.
+
+    >>> text(0.123456789), text(float("nan"))
+    ('0.123457', '')
+    """
+    return "" if value != value else f"{value:.6g}"  # noqa: PLR0124  # NaN differs from itself

@@ -1,0 +1,262 @@
+"""What a cross-validated run of variants left in its directory, read for a report."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from esmshard.data.substitutions import Mutation, parse_variant
+from esmshard.errors import InputError
+from esmshard.report.left import Left, Values, intervals, json_object, number, read
+from esmshard.settings import Recipe
+from esmshard.train.cross_validated import CURVE, OUT_OF_FOLD
+from esmshard.train.evaluate import MAIN
+from esmshard.train.metrics import Interval
+from esmshard.train.repeats import SUMMARY
+
+RANKED = "ranked.csv"
+AGAIN = "repeat its `esmshard finetune` command with --resume auto, which writes it anew"
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What all test variants say together; undefined is NaN."""
+
+    statistic: str
+    interval: str
+    variants: int
+    positions: int
+    split: str
+    seeds: Sequence[int]
+    metrics: Mapping[str, Interval]
+    differences: Mapping[str, Interval]
+    """Fine-tuned minus each baseline."""
+    of_each_seed: Mapping[str, Sequence[float]]
+    verdict: str
+
+    @property
+    def best(self) -> str | None:
+        """The baseline of the highest Spearman."""
+        known = [m for m in self.differences if np.isfinite(self.metrics[m].value)]
+        return max(known, key=lambda method: self.metrics[method].value, default=None)
+
+
+@dataclass(frozen=True)
+class Tested:
+    """`variants.csv`: N variants with a prediction, each once, and T targets."""
+
+    mutations: Sequence[tuple[Mutation, ...]]
+    targets: Sequence[str]
+    measured_NT: Values
+    predicted_NT: Values
+    rows: int
+    """Of the user's table."""
+    rows_tested: int
+    """Those of the variants; more than there are variants where some were measured several times."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """`ranked.csv`: single substitutions."""
+
+    rows: Sequence[Mapping[str, str]]
+    """By rank."""
+    mutations: Sequence[Mutation]
+    prediction_NT: Values
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`learning_curve.json`."""
+
+    tested_on: int
+    fold: int
+    seed: int
+    points: Sequence[tuple[int, Mapping[str, Interval]]]
+    """Training variants, and the methods that learned from them."""
+
+
+@dataclass(frozen=True)
+class CrossValidated:
+    """All that its report is made of. What is not there is None."""
+
+    path: Path
+    raw: Mapping[str, Any]
+    """`summary.json`."""
+    recipe: Recipe | None
+    """None if this version cannot use the one that is there."""
+    pooled: Pooled | None
+    runs: Mapping[str, Left | None]
+    tested: Tested | None
+    ranked: Ranked | None
+    curve: Curve | None
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the runs know of the protein and the targets; empty if none of them was evaluated."""
+        found = (run.evaluation.raw.get("facts") for run in self.runs.values() if run and run.evaluation)
+        return next((facts for facts in found if facts), {})
+
+    @property
+    def targets(self) -> Sequence[str]:
+        """Names of the measured values."""
+        known = self.facts.get("targets") or (self.tested.targets if self.tested else ())
+        return [str(name) for name in known] or ["value"]
+
+    @property
+    def wild_type(self) -> Mapping[int, str]:
+        """Letter of each residue, counted from 0, as far as anything names it."""
+        letters = dict(enumerate(str(self.facts.get("protein", ""))))
+        variants = self.tested.mutations if self.tested else []
+        named = [*(m for one in variants for m in one), *(self.ranked.mutations if self.ranked else ())]
+        return letters | {mutation.position: mutation.wild for mutation in named}
+
+
+def is_cross_validated(run: Path) -> bool:
+    """Whether a directory is one of several runs of task `variant`, and not of a single one.
+
+    Raises:
+        InputError: its summary is damaged.
+    """
+    if (run / "recipe.yaml").is_file() or not (run / SUMMARY).is_file():
+        return False
+    return _object(run / SUMMARY).get("task") == "variant"
+
+
+def read_variants(run: Path) -> CrossValidated:
+    """Read the directory of a cross-validated run of variants.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    raw = _object(run / SUMMARY)
+    names = raw.get("runs")
+    if not isinstance(names, list) or not isinstance(raw.get("recipe"), dict):
+        raise _damaged(run / SUMMARY, "it names no runs, or has no recipe")
+    try:
+        recipe = Recipe.model_validate(raw["recipe"])
+    except ValidationError:  # of another version; the results are readable all the same
+        recipe = None
+    runs = {str(name): read(run / str(name)) if (run / str(name)).is_dir() else None for name in names}
+    tested = _tested(run / OUT_OF_FOLD)
+    return CrossValidated(run, raw, recipe, _pooled(run, raw), runs, tested, _ranked(run / RANKED), _curve(run / CURVE))
+
+
+def _damaged(path: Path, why: object) -> InputError:
+    return InputError(f"{path}: damaged ({why}); {AGAIN}")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        return json_object(path) or {}
+    except InputError:
+        raise _damaged(path, "not a JSON object") from None
+
+
+def _pooled(run: Path, raw: Mapping[str, Any]) -> Pooled | None:
+    if "pooled" not in raw:
+        return None
+    try:
+        found, verdict = raw["pooled"], str(raw["verdict"])
+        each = {method: [number(v) for v in values] for method, values in found["of_each_seed"].items()}
+        metrics, differences = intervals(found["metrics"]), intervals(found["differences"])
+        if MAIN not in metrics or not differences.keys() <= metrics.keys():
+            raise KeyError(MAIN)
+        return Pooled(
+            statistic=str(found["statistic"]),
+            interval=str(found["interval"]),
+            variants=int(found["variants"]),
+            positions=int(found["positions"]),
+            split=str(found["split"]),
+            seeds=[int(seed) for seed in found["seeds"]],
+            metrics=metrics,
+            differences=differences,
+            of_each_seed=each,
+            verdict=verdict,
+        )
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise _damaged(run / SUMMARY, "its pooled results are not whole") from None
+
+
+def _table(path: Path) -> tuple[list[str], list[list[str]]] | None:
+    """Header and rows."""
+    if not path.is_file():
+        return None
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = csv.reader(file, strict=True)
+            head, body = next(rows, []), list(rows)
+    except (csv.Error, UnicodeDecodeError):
+        raise _damaged(path, "not a CSV table") from None
+    if uneven := [n for n, row in enumerate(body, 1) if len(row) != len(head)]:
+        raise _damaged(path, f"row {uneven[0]:,} has not as many cells as the header")
+    return head, body
+
+
+def _mutations(path: Path, names: Sequence[str]) -> list[tuple[Mutation, ...]]:
+    try:
+        return [parse_variant(name) for name in names]
+    except InputError as error:
+        raise _damaged(path, error) from None
+
+
+def _tested(path: Path) -> Tested | None:
+    found = _table(path)
+    if found is None:
+        return None
+    head, body = found
+    # The columns of the user's table come first; had one of them a name of ours, all of ours carry a prefix.
+    prefix = "esmshard " if "esmshard variant" in head else ""
+    if f"{prefix}variant" not in head:
+        raise _damaged(path, "no column 'variant'")
+    first = len(head) - 1 - head[::-1].index(f"{prefix}variant")
+    place = {name.removeprefix(prefix): first + n for n, name in enumerate(head[first:])}
+    several = [name.removeprefix("predicted ") for name in place if name.startswith("predicted ")]
+    keys = (
+        [("measured", "predicted")] if "predicted" in place else [(f"measured {n}", f"predicted {n}") for n in several]
+    )
+    if not keys or not {key for pair in keys for key in pair} <= place.keys():
+        raise _damaged(path, "no columns 'measured' and 'predicted'")
+    has_one = [row for row in body if any(row[place[said]] for _, said in keys)]
+    once = {row[first]: row for row in has_one}  # a variant that was measured in several rows has the same in each
+    measured_NT, predicted_NT = (
+        np.array([[number(row[place[pair[k]]]) for pair in keys] for row in once.values()]).reshape(-1, len(keys))
+        for k in (0, 1)
+    )
+    mutations = _mutations(path, list(once))
+    return Tested(mutations, several, measured_NT, predicted_NT, len(body), len(has_one))
+
+
+def _ranked(path: Path) -> Ranked | None:
+    found = _table(path)
+    if found is None:
+        return None
+    head, body = found
+    keys = [name for name in head if name == "prediction" or name.startswith("prediction ")]
+    if not keys or not {"mutant", "rank"} <= set(head):
+        raise _damaged(path, "no columns 'mutant', 'prediction' and 'rank'")
+    rows = [dict(zip(head, row, strict=True)) for row in body]
+    ranks = [number(row["rank"]) for row in rows]
+    if not np.isfinite(ranks).all():
+        raise _damaged(path, "a row has no rank")
+    rows = [rows[n] for n in np.argsort(ranks, kind="stable")]
+    variants = _mutations(path, [row["mutant"] for row in rows])
+    if any(len(one) != 1 for one in variants):
+        raise _damaged(path, "a row is no single substitution")
+    values_NT = np.array([[number(row[key]) for key in keys] for row in rows]).reshape(-1, len(keys))
+    return Ranked(rows, [one[0] for one in variants], values_NT)
+
+
+def _curve(path: Path) -> Curve | None:
+    if not path.is_file():
+        return None
+    raw = _object(path)
+    try:
+        points = [(int(point["variants"]), intervals(point["metrics"])) for point in raw["points"]]
+        return Curve(int(raw["tested_on"]), int(raw["fold"]), int(raw["seed"]), sorted(points, key=lambda p: p[0]))
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise _damaged(path, "its points are not whole") from None

@@ -1,0 +1,69 @@
+"""Measured values on the scale on which they are learned, and back in their unit."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+KNOTS = 200
+"""Of a rank scale: places at which values and normal scores are kept, and between which they are interpolated."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean 0 and deviation 1 over the training values: of themselves (`none`), their logarithms, or the normal scores
+    of their ranks.
+    """
+
+    kind: str
+    mean: float
+    deviation: float
+    values: tuple[float, ...] = ()
+    """Of `rank`: some training values, ascending."""
+    scores: tuple[float, ...] = ()
+    """Their normal scores, ascending."""
+
+    def to(self, value: float) -> float:
+        """From the unit of the table; NaN stays NaN."""
+        if self.kind == "rank":
+            return _interpolate(value, self.values, self.scores, 1 / self.deviation)
+        return (float(np.log(value) if self.kind == "log" else value) - self.mean) / self.deviation
+
+    def back(self, score: float) -> float:
+        """Into the unit of the table. Beyond the training values a rank scale goes on as a straight line, so that the
+        best of a list do not all get the same value.
+        """
+        if self.kind == "rank":
+            return _interpolate(score, self.scores, self.values, self.deviation)
+        value = float(score) * self.deviation + self.mean
+        return float(np.exp(value)) if self.kind == "log" else value
+
+    def as_json(self) -> dict[str, Any]:
+        """What `Scale(**...)` takes."""
+        return asdict(self)
+
+
+def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
+    """The scale of training values, two different ones at least, all known.
+
+    >>> fit_scale(np.array([1.0, 3.0]), "none").to(5.0)
+    3.0
+    """
+    if kind != "rank":
+        x = np.log(values) if kind == "log" else values
+        return Scale(kind, float(x.mean()), float(x.std()))
+    from scipy.stats import norm
+
+    distinct, counts = np.unique(values, return_counts=True)
+    middle = (np.cumsum(counts) - counts / 2) / len(values)
+    at = np.unique(np.linspace(0, len(distinct) - 1, KNOTS).round().astype(np.int64))
+    scores = norm.ppf(middle)
+    kept = (tuple(distinct[at].tolist()), tuple(scores[at].tolist()))
+    return Scale(kind, float(values.mean()), float(values.std()), *kept)
+
+
+def _interpolate(x: float, xs: tuple[float, ...], ys: tuple[float, ...], slope: float) -> float:
+    """Linear between the points, and with that slope beyond them."""
+    inside = float(np.interp(x, xs, ys))
+    return inside + slope * (min(x - xs[0], 0.0) + max(x - xs[-1], 0.0))

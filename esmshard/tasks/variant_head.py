@@ -1,0 +1,111 @@
+"""The head for point mutations: what the model says at the changed residues, beside what it says of the wild type."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esmshard.batch import TokenBatch
+from esmshard.vocab import STANDARD, VOCAB_SIZE, encode
+
+Pool = Literal["wild_type", "sites", "difference", "mean"]
+
+AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()
+"""Tokens of the 20."""
+
+ZERO_SHOT = 0.1
+"""Weight that a new head gives to a unit of the zero-shot score, in standard deviations of the target: scores of single
+substitutions deviate by 2 to 4 and explain a part of it, so that a new head ranks as the language model does."""
+
+
+class VariantHead(nn.Module):
+    """Of each changed residue a vector, one or two linear layers; summed over the changes of a variant.
+
+    The sum makes changes additive as far as the trunk, which sees all of them at once (but for `wild_type`), has not
+    changed their vectors; the wild type is where the sum is empty. The vector, by `pool`:
+
+    - `wild_type`: LayerNorm of the wild type's representation, which knows what the site is like; both letters; and
+      with `zero_shot` the probabilities of the 20 amino acids there.
+    - `sites`: what the variant's own representation there differs by, and the same.
+    - `difference`: the first of these alone.
+    - `mean`: no changes, but the mean over all residues of the variant.
+
+    Args:
+        dim: width of the model.
+        hidden: of the layer before the last; 0 for none.
+        sign_T: of each target, 1, or -1 if lower is better.
+        pool: see above.
+        dropout: share that is dropped.
+        zero_shot: add the language model's score of the changes, read from the wild type's logits.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, sign_T: npt.NDArray[np.float32], pool: Pool, dropout: float, *, zero_shot: bool
+    ) -> None:
+        super().__init__()
+        self.pool, self.reads_logits = pool, zero_shot
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+        seen = width(dim, pool, zero_shot=zero_shot)
+        self.hidden = nn.Linear(seen, hidden) if hidden else None
+        self.out = nn.Linear(hidden or seen, len(sign_T))
+        nn.init.normal_(self.out.weight, std=0.02)  # nearly zero: a new head says what the bias and the score say
+        nn.init.zeros_(self.out.bias)
+        self.zero_shot = nn.Parameter(ZERO_SHOT * torch.from_numpy(sign_T)) if zero_shot else None
+
+    def forward(
+        self, x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """[T] of each variant."""
+        h_NF = self.features(self.norm(x_TD), batch, logits_MV, self._hidden)
+        out_NT = self.out(self.dropout(h_NF))
+        if self.zero_shot is not None:
+            assert logits_MV is not None
+            out_NT = out_NT.float() + log_odds(logits_MV, batch)[:, None] * self.zero_shot
+        return list(out_NT)
+
+    def _hidden(self, x_MF: torch.Tensor) -> torch.Tensor:
+        return x_MF if self.hidden is None else F.gelu(self.hidden(self.dropout(x_MF)))
+
+    def features(
+        self,
+        x_TD: torch.Tensor,
+        batch: TokenBatch,
+        logits_MV: torch.Tensor | None,
+        each: Callable[[torch.Tensor], torch.Tensor] = lambda x_MF: x_MF,
+    ) -> torch.Tensor:
+        """What is seen of each variant, [N, F]; `each` is applied to the vector of a change before these add up."""
+        if self.pool == "mean":
+            residues = batch.residues(x_TD)[: batch.n_records]
+            return each(torch.stack([x_LD.mean(0) for x_LD in residues]))
+        assert batch.changes_4M is not None
+        record_M, letter_M, mutant_M, wild_M = batch.changes_4M
+        parts = [] if self.pool == "wild_type" else [x_TD[mutant_M] - x_TD[wild_M]]
+        if self.pool != "difference":
+            letters = [F.one_hot(at_M, VOCAB_SIZE).to(x_TD) for at_M in (batch.tokens_T[wild_M], letter_M)]
+            parts += [x_TD[wild_M], *letters]
+            if self.reads_logits:
+                assert logits_MV is not None
+                parts.append(logits_MV[:, AMINO_ACIDS].float().log_softmax(-1).to(x_TD))
+        seen_MF = each(torch.cat(parts, 1))
+        return seen_MF.new_zeros(batch.n_records, seen_MF.shape[1]).index_add(0, record_M, seen_MF)
+
+
+def width(dim: int, pool: Pool, *, zero_shot: bool) -> int:
+    """Of the vector of a change."""
+    if pool in ("difference", "mean"):
+        return dim
+    return dim * (1 if pool == "wild_type" else 2) + 2 * VOCAB_SIZE + (len(STANDARD) if zero_shot else 0)
+
+
+def log_odds(logits_MV: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Sum over the changes of each variant of log p(mutant) - log p(wild type), float32 [N]: wild-type marginals."""
+    assert batch.changes_4M is not None
+    record_M, letter_M, _, wild_M = batch.changes_4M
+    both_M2 = torch.stack([letter_M, batch.tokens_T[wild_M]], 1)
+    mutant, wild = logits_MV.float().gather(1, both_M2).unbind(1)  # the softmax has the same divisor in both
+    return mutant.new_zeros(batch.n_records).index_add(0, record_M, mutant - wild)

@@ -1,0 +1,316 @@
+"""The splits of a table of variants: who is where, what is left out and said, and which part the model sees."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from esmshard.data.loader import Examples
+from esmshard.data.substitutions import parse_variant
+from esmshard.data.variant_records import VariantRecords, divide, open_variants
+from esmshard.errors import InputError, UsageError
+from esmshard.settings import BatchSettings, DataSettings, Recipe
+from esmshard.train.metrics import block_draws
+from esmshard.train.splits import in_tokens, open_split
+from esmshard.vocab import decode
+
+WT = "MKTAYIAKQRQISFVKSHFSRQLE"
+SINGLES = [f"{WT[n]}{n + 1}{letter}" for n in range(24) for letter in "ACDG" if letter != WT[n]]
+DOUBLES = [f"{WT[n]}{n + 1}W:{WT[n + 1]}{n + 2}W" for n in range(0, 22, 2)]
+TRIPLES = ["M1V:A4V:L23V", "K2V:Y5V:E24V"]
+NAMES = ["WT", *SINGLES, *DOUBLES, *TRIPLES]
+SETS = ("train", "valid", "test")
+
+
+class Table:
+    """A table of variants, and the protein that they are of."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "v.csv"
+        self.fasta = directory / "wt.fasta"
+        self.fasta.write_text(f">wt\n{WT}\n")
+        self.write(NAMES)
+
+    def write(self, names: Sequence[str], values: Sequence[object] = (), **columns: Sequence[str]) -> None:
+        """The name says the value, unless one is given."""
+        rows = [["mutant", "score", *columns]]
+        for n, name in enumerate(names):
+            value = values[n] if values else 1 + n
+            rows.append([name, str(value), *(cells[n] for cells in columns.values())])
+        self.path.write_text("\n".join(map(",".join, rows)) + "\n")
+
+    def data(self, **given: Any) -> DataSettings:
+        """As a recipe has it, with the defaults of the task."""
+        sections = {
+            "task": {"name": "variant"},
+            "model": {"name": "nano"},
+            "data": {"table": str(self.path), "wild_type": str(self.fasta), **given},
+        }
+        return Recipe.model_validate({**sections, "out": "run"}).data
+
+    def recipe(self, seed: int = 0, **given: Any) -> Recipe:
+        return Recipe.model_validate(
+            {
+                "task": {"name": "variant", "pool": given.pop("pool", "sites")},
+                "model": {"name": "nano"},
+                "data": {"table": str(self.path), "wild_type": str(self.fasta), **given},
+                "batch": {"sequences": 10},
+                "train": {"seed": seed},
+                "out": "run",
+            }
+        )
+
+    def split(self, **given: Any) -> dict[str, Examples]:
+        """The three sets."""
+        return {name: open_variants(self.data(**given), name, alone=False) for name in SETS}
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Table:
+    return Table(tmp_path)
+
+
+def names(split: Examples) -> list[str]:
+    return [split.id(n) for n in range(len(split))]
+
+
+def positions(split: Examples) -> set[int]:
+    return {m.position for name in names(split) for m in parse_variant(name)}
+
+
+# Who is where
+
+
+@pytest.mark.parametrize("split", ["position", "contiguous", "modulo"])
+def test_no_position_is_in_two_sets(table: Table, split: str) -> None:
+    tested: list[str] = []
+    for fold in range(4):
+        found = table.split(split=split, folds=4, fold=fold)
+        following = table.split(split=split, folds=4, fold=(fold + 1) % 4)
+        assert names(found["valid"]) == names(following["test"])
+        seen = [positions(found[name]) for name in SETS]
+        assert all(seen)
+        assert not seen[0] & seen[1]
+        assert not seen[0] & seen[2]
+        assert not seen[1] & seen[2]
+        assert seen[0] | seen[1] | seen[2] == set(range(24))
+        assert len(found["train"]) > len(found["test"])
+        tested += names(found["test"])
+    assert len(tested) == len(set(tested)), "each variant is tested on once"
+    assert {"WT", *SINGLES} <= set(tested)
+    left = set(NAMES) - set(tested)
+    notice = found["train"].notices[-1]
+    assert f"left out {len(left)} variants that change positions of several folds (" in notice
+    assert left >= set(TRIPLES)
+    assert left <= {*DOUBLES, *TRIPLES}
+    assert len(left) < len(DOUBLES) + len(TRIPLES) or split == "modulo", "pairs within a fold stay"
+
+
+def test_contiguous_and_modulo_are_what_they_are_called(table: Table) -> None:
+    table.write(SINGLES)
+    assert positions(table.split(split="contiguous", folds=4, fold=1)["test"]) == set(range(6, 12))
+    assert positions(table.split(split="modulo", folds=4, fold=1)["test"]) == set(range(1, 24, 4))
+    assert positions(table.split(split="position", folds=4, fold=1)["test"]) != set(range(6, 12))
+
+
+def test_random_folds_leave_nothing_out_and_share_positions(table: Table) -> None:
+    found = table.split(split="random", folds=3)
+    assert sum(len(one) for one in found.values()) == len(NAMES)
+    assert positions(found["train"]) & positions(found["test"])
+    assert found["train"].notices == []
+
+
+def test_without_folds_the_test_set_is_the_first_of_five(table: Table) -> None:
+    assert names(table.split()["test"]) == names(table.split(folds=5, fold=0)["test"])
+
+
+@pytest.mark.parametrize("split", ["position", "random", "mutations"])
+def test_sets_are_the_same_for_every_seed(table: Table, split: str) -> None:
+    once, again = (names(open_split(table.recipe(seed, split=split), "test", None)) for seed in (0, 7))
+    assert once == again
+    assert once
+
+
+def test_split_mutations_tests_on_more_changes_than_it_learns_from(table: Table) -> None:
+    found = table.split(split="mutations")
+    assert set(names(found["train"])) | set(names(found["valid"])) == {"WT", *SINGLES}
+    assert "WT" in names(found["train"])
+    assert len(found["valid"]) > 2
+    assert names(found["test"]) == [*DOUBLES, *TRIPLES]
+    two = table.split(split="mutations", train_max=2)
+    assert names(two["test"]) == TRIPLES
+
+
+def test_split_given_follows_the_column(table: Table) -> None:
+    cells = ["train", "valid", "test", "train", ""]
+    table.write(SINGLES[:5], set=cells)
+    found = table.split(split="given")
+    assert {name: names(one) for name, one in found.items()} == {
+        "train": [SINGLES[0], SINGLES[3]],
+        "valid": [SINGLES[1]],
+        "test": [SINGLES[2]],
+    }
+    (notice,) = found["train"].notices
+    assert notice == f"{table.path}: left out 1 variant without a set ({SINGLES[4]})"
+
+
+def test_smaller_shares_are_parts_of_larger_ones(table: Table) -> None:
+    whole = table.split(split="random")
+    shares = [table.split(split="random", train_share=share) for share in (0.25, 0.5, 1.0)]
+    kept = [set(names(one["train"])) for one in shares]
+    assert kept[0] < kept[1] < kept[2] == set(names(whole["train"]))
+    assert [len(k) for k in kept] == [round(0.25 * len(kept[2])), round(0.5 * len(kept[2])), len(kept[2])]
+    assert all(names(one["test"]) == names(whole["test"]) for one in shares)
+    assert all(names(one["valid"]) == names(whole["valid"]) for one in shares)
+    least = table.split(split="random", train_share=1e-6)["train"]
+    assert len(least) == 1
+
+
+def test_too_few_positions_are_refused(table: Table) -> None:
+    table.write(["K2A", "K2C", "T3A", "T3C"])
+    with pytest.raises(InputError, match="5 sets cannot be made of 2 positions"):
+        divide(table.data())
+
+
+# What a record is
+
+
+def test_records_are_made_from_the_wild_type(table: Table) -> None:
+    test = table.split(split="mutations")["test"]
+    n = names(test).index("M1V:A4V:L23V")
+    one = test.get(n)
+    assert decode(one.tokens) == "VKTVYIAKQRQISFVKSHFSRQVE"
+    assert one.labels["target"].tolist() == [1 + NAMES.index(one.id)]
+    assert decode(test.whole(n)) == decode(one.tokens)
+    assert (test.length(n), int(test.tokens[n]), test.beside) == (24, 26, 26)
+    blocks = test.blocks()
+    assert blocks is not None
+    assert blocks.tolist() == [*range(0, 22, 2), 0, 1], "the first changed position"
+
+
+def test_of_the_wild_type_alone_a_variant_takes_little_room(table: Table) -> None:
+    train = open_split(table.recipe(pool="wild_type"), "train", None)
+    assert set(train.tokens.tolist()) == {3}
+    assert train.beside == 26
+    assert in_tokens(table.recipe(pool="wild_type"), train).batch.global_tokens == 30
+    few = table.recipe(pool="wild_type").model_copy(update={"batch": BatchSettings(sequences=2)})  # type: ignore[call-arg]
+    written = in_tokens(few, train)
+    assert Recipe.model_validate(written.model_dump(mode="json")) == written, "a run reads its own recipe"
+    packed = open_split(table.recipe(pool="sites"), "train", None)
+    found = in_tokens(table.recipe(pool="sites"), packed).batch
+    assert (found.global_tokens, found.sequences) == (260, None)
+
+
+def test_resamples_keep_a_position_together() -> None:
+    block_N = np.array([3, -1, 3, 7, 7, 7])
+    seen = set()
+    for draw in block_draws(6, block_N):
+        counts = np.bincount(draw, minlength=6)
+        assert counts[0] == counts[2]
+        assert counts[3] == counts[4] == counts[5]
+        assert counts[0] + counts[1] + counts[3] == 3, "as many blocks as there are"
+        seen.add(tuple(counts.tolist()))
+    assert len(seen) == 10, "every choice of three blocks out of three"
+
+
+def test_replicates_are_averaged_by_default(table: Table) -> None:
+    table.write([*SINGLES, SINGLES[0]], [*range(len(SINGLES)), 10])
+    both = [one for one in table.split(split="random").values() if SINGLES[0] in names(one)]
+    (where,) = both
+    assert where.get(names(where).index(SINGLES[0])).labels["target"].tolist() == [5]
+    apart = [one for one in table.split(split="random", replicates="keep").values() if SINGLES[0] in names(one)]
+    assert [names(one).count(SINGLES[0]) for one in apart] == [2], "never on both sides"
+
+
+def test_the_digest_names_the_variants() -> None:
+    def digest(*variants: str, wild_type: str = WT, first: int = 0) -> str:
+        return VariantRecords(Path("v"), wild_type, [parse_variant(name) for name in variants], first).digest
+
+    others = [
+        digest("T3A", "K2A"),
+        digest("K2A"),
+        digest("K2A", "T3C"),
+        digest("K2A", "T3A", wild_type=WT[:-1]),
+        digest("K2A", "T3A", first=1),
+    ]
+    assert digest("K2A", "T3A") == digest("K2A", "T3A")
+    assert len({digest("K2A", "T3A"), *others}) == 6
+
+
+# What is said
+
+
+def test_notices_stand_on_the_training_set_only(table: Table) -> None:
+    table.write([*NAMES, "A4*", SINGLES[0]])
+    found = table.split()
+    said = " ".join(found["train"].notices)
+    assert f"left out 1 row with a stop codon (line {len(NAMES) + 2})" in said
+    assert f"averaged 1 variant in several rows: '{SINGLES[0]}'" in said
+    assert "that change positions of several folds" in said
+    assert found["valid"].notices == found["test"].notices == []
+
+
+@pytest.mark.parametrize(("singles", "hint"), [(24, True), (len(SINGLES), False)])
+def test_a_table_that_positions_leave_little_of_gets_a_hint(table: Table, singles: int, hint: bool) -> None:
+    far = [f"{WT[a]}{a + 1}V:{WT[b]}{b + 1}V" for a in range(8) for b in range(12, 24) if "V" not in WT[a] + WT[b]]
+    table.write([*SINGLES[:: len(SINGLES) // singles], *far])
+    (notice,) = table.split(folds=3)["train"].notices
+    assert notice.endswith("; data.split mutations, or random, uses them all") is hint
+
+
+@pytest.mark.parametrize(("value", "ok"), [(0, False), (-1.5, False), (0.001, True)])
+def test_the_logarithm_of_nothing_is_refused(table: Table, value: float, ok: bool) -> None:
+    table.write(SINGLES, [value, *range(1, len(SINGLES))])
+    if ok:
+        assert len(table.split(transform="log")["train"]) > 0
+        return
+    with pytest.raises(InputError) as error:
+        table.split(transform="log")
+    assert str(error.value) == (
+        f"{table.path}: 1 variant with a value of 0 or less, which has no logarithm (line 2); remove them, or set "
+        "data.transform to rank or none"
+    )
+
+
+def test_a_target_that_is_none_is_refused(table: Table) -> None:
+    with pytest.raises(UsageError, match=r"data\.lower_is_better: kd is no target; there is score"):
+        table.split(lower_is_better=["kd"])
+
+
+# The part that the model sees
+
+
+def test_a_window_holds_all_mutated_residues(table: Table) -> None:
+    middle = [name for name in SINGLES if 8 <= int(name[1:-1]) <= 15]
+    table.write(middle)
+    found = table.split(long="window", max_length=10, folds=3)
+    for one in found.values():
+        for n, name in enumerate(names(one)):
+            example = one.get(n)
+            (mutation,) = parse_variant(name)
+            assert decode(example.tokens) == WT[6 : mutation.position] + name[-1] + WT[mutation.position + 1 : 16]
+    assert (found["train"].labels.first, found["train"].labels.length) == (6, 10)  # type: ignore[union-attr]
+    assert found["train"].labels.protein == WT  # type: ignore[union-attr]
+    exact = table.split(long="window", max_length=8, folds=3)["train"]
+    assert (exact.labels.first, exact.labels.length) == (7, 8)  # type: ignore[union-attr]
+    whole = table.split(max_length=8, folds=3)["train"]
+    assert len(whole.get(0).tokens) == 26, "without long=window all of it"
+
+
+@pytest.mark.parametrize(("low", "high", "first"), [(1, 8, 0), (20, 24, 14)])
+def test_a_window_stays_inside_the_protein(table: Table, low: int, high: int, first: int) -> None:
+    table.write([name for name in SINGLES if low <= int(name[1:-1]) <= high])
+    found = table.split(long="window", max_length=10, folds=3)["train"]
+    assert (found.labels.first, found.labels.length) == (first, 10)  # type: ignore[union-attr]
+
+
+def test_a_window_that_is_too_small_is_refused(table: Table) -> None:
+    table.write([name for name in SINGLES if 8 <= int(name[1:-1]) <= 16])
+    with pytest.raises(InputError) as error:
+        table.split(long="window", max_length=8, folds=3)
+    assert str(error.value) == (
+        f"{table.path}: the mutated residues 8 to 16 do not fit into a window of data.max_length, 8; raise it, or set "
+        "data.long to full"
+    )
