@@ -392,7 +392,11 @@ class Recipe(Settings):
                 others = "full or skip" if task == "sequence" else "full or window"
                 raise Clash("long", f"crop may cut away what the label of a protein comes from; choose {others}")
             data = data.model_copy(update={"long": "full"})
-        return _of_variants(data) if task == "variant" else _of_records(data)
+        if task != "variant":
+            return _of_records(data)
+        if info.data["task"].loss == "ranking" and data.transform == "log":
+            raise Clash("transform", "log means nothing to task.loss ranking, which sees ranks; remove it")
+        return _of_variants(data)
 
 
 def _of_records(data: DataSettings) -> DataSettings:

@@ -623,6 +623,10 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
             [*VARIANT, "data.target=[y]", "data.lower_is_better=[kd]"],
             "data.lower_is_better: kd is no target; data.target names y",
         ),
+        (
+            [*VARIANT, "task.loss=ranking", "data.transform=log"],
+            "data.transform: log means nothing to task.loss ranking",
+        ),
         ([*VARIANT, "adapt.method=probe"], "adapt.method: probe fits a linear head; set task.hidden: 0"),
         (["data.table=v.csv"], "data.table: is for task variant, and the recipe has contact; remove it"),
     ],

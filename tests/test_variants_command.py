@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import esmshard
+from scipy.stats import spearmanr
 
 from esmshard.shipped import shipped
 from esmshard.vocab import STANDARD
@@ -97,6 +98,15 @@ def test_what_a_run_leaves(made: tuple[Path, str, str, list[str]]) -> None:
         others = set().union(*(position[n] for n in position if tested[n] != fold))
         assert here
         assert not here & others
+    once = list({row["variant"]: row for row in rows if row["fold"]}.values())  # replicates were averaged
+    for method, column in (("fine-tuned", "predicted"), ("one-hot ridge", "one-hot ridge")):
+        pooled = summary["pooled"]["metrics"][method]
+        rho = spearmanr([float(row["measured"]) for row in once], [float(row[column]) for row in once]).statistic
+        assert pooled["value"] == pytest.approx(rho, abs=1e-4)
+        assert pooled["low"] < pooled["value"] < pooled["high"]
+    left = [row for row in rows if row["variant"] and not row["fold"]]  # doubles whose positions fall apart
+    assert left
+    assert all(row["measured"] and not row["predicted"] for row in left)
     curve = json.loads((run / "learning_curve.json").read_text())
     assert [point["variants"] for point in curve["points"]] == sorted({p["variants"] for p in curve["points"]})
     assert len(curve["points"]) == 3
