@@ -304,7 +304,8 @@ def as_text(found: Plan) -> str:
         f"model     {found.recipe.model.name}: {numbers.parameters:,} parameters, {numbers.trained:,} learn, "
         f"{found.precision}",
         f"data      {lengths.records:,} records of {lengths.mean:.0f} tokens on average, longest {lengths.longest:,}; "
-        f"{found.recipe.batch.global_tokens:,} tokens a step",
+        f"{found.recipe.batch.global_tokens:,} tokens a step"
+        + (f"; {lengths.beside:,} of the wild type with every micro-batch" if lengths.beside else ""),
         "",
         "GiB a rank at the peak of a step",
         f"{'strategy':<22}{'checkpointing':<14}{'weights':>8}{'grads':>7}{'optim':>7}{'gather':>7}{'activ':>7}"
