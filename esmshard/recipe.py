@@ -26,8 +26,9 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
+from esmshard.data_settings import Clash, listed
 from esmshard.errors import InputError, UsageError
-from esmshard.settings import Clash, Recipe, listed
+from esmshard.settings import Recipe
 from esmshard.shipped import shipped
 from esmshard.task_settings import TaskSettings
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from esmshard.data.ingest import ingest
 from esmshard.data.loader import Examples
-from esmshard.settings import DataSettings
+from esmshard.data_settings import DataSettings
 from esmshard.tasks.protocol import Task
 
 

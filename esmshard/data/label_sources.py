@@ -10,8 +10,8 @@ from esmshard import recipe as recipes
 from esmshard.data.labels import Records, npz_beside, read_arrays
 from esmshard.data.pairing import Tally
 from esmshard.data.tables import Table, read_table
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
-from esmshard.settings import DataSettings
 
 _FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 

@@ -17,8 +17,8 @@ from esmshard.data.splits import LEFT_OUT, SETS, Numbers
 from esmshard.data.substitutions import Mutation, name_of
 from esmshard.data.tables import counted, first_three
 from esmshard.data.variant_split import given_sets
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
-from esmshard.settings import DataSettings
 from esmshard.vocab import encode_residues
 
 FOLDS = 5

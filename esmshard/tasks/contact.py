@@ -15,10 +15,10 @@ from esmshard.data.labels import CoordinateLabels
 from esmshard.data.loader import Example, Examples
 from esmshard.data.store import TokenStore
 from esmshard.data.structures import MIN_SEPARATION, contact_labels
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
-from esmshard.settings import DataSettings
 from esmshard.task_settings import ContactSettings
 from esmshard.tasks import contact_heads, unsupervised
 from esmshard.tasks.contact_heads import AttentionHead

@@ -15,10 +15,10 @@ from torch import nn
 
 from esmshard.data.loader import Example, Examples
 from esmshard.data.store import TokenStore
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
-from esmshard.settings import DataSettings
 from esmshard.task_settings import MlmSettings
 from esmshard.tasks.finetuner import LanguageModelHead
 from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row

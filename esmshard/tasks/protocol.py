@@ -13,9 +13,9 @@ from torch import nn
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.data.loader import Example, Examples, Labels
 from esmshard.data.store import TokenStore
+from esmshard.data_settings import DataSettings
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
-from esmshard.settings import DataSettings
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
@@ -57,7 +57,11 @@ class Inputs:
 
 
 class Task(Protocol):
-    """One kind of fine-tuning: `TASKS[name](settings, facts)`. Objects hold settings and facts, and nothing else."""
+    """One kind of fine-tuning: `TASKS[name](settings, facts)`. Objects hold settings and facts, and nothing else.
+
+    A task may have `baseline_records`, how many training examples its baselines learn from at most, and
+    `look_ahead(data, base)`, which is called with a split before `baseline_outputs` is asked for each of its examples.
+    """
 
     @property
     def facts(self) -> Facts:

@@ -18,10 +18,10 @@ from esmshard.data.loader import Example, Examples
 from esmshard.data.residue_labels import ResidueLabels, residue_labels
 from esmshard.data.store import TokenStore
 from esmshard.data.tables import Table
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
-from esmshard.settings import DataSettings
 from esmshard.task_settings import ResidueSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.classes import check_counts, class_weights, logits_of_shares, softmax

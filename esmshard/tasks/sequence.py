@@ -16,10 +16,10 @@ from esmshard.data.loader import Example, Examples
 from esmshard.data.protein_labels import ProteinLabels, protein_labels
 from esmshard.data.store import TokenStore
 from esmshard.data.tables import shown
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
-from esmshard.settings import DataSettings
 from esmshard.task_settings import SequenceSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.classes import check_counts, class_weights, known_classes, logits_of_shares, softmax

@@ -14,10 +14,10 @@ from esmshard.data.loader import Example, Examples
 from esmshard.data.store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.data.variant_records import VariantLabels
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
-from esmshard.settings import DataSettings
 from esmshard.task_settings import VariantSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.frozen_variants import PACKED, frozen, seen_by

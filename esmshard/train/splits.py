@@ -14,7 +14,8 @@ from esmshard.data.ingest import cached
 from esmshard.data.loader import Examples, Labels
 from esmshard.data.store import TokenStore
 from esmshard.data.variant_records import open_variants
-from esmshard.settings import DataSettings, Recipe
+from esmshard.data_settings import DataSettings
+from esmshard.settings import Recipe
 from esmshard.task_settings import VariantSettings
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]

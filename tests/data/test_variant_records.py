@@ -10,8 +10,9 @@ import pytest
 from esmshard.data.loader import Examples
 from esmshard.data.substitutions import parse_variant
 from esmshard.data.variant_records import VariantRecords, divide, open_variants
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
-from esmshard.settings import BatchSettings, DataSettings, Recipe
+from esmshard.settings import BatchSettings, Recipe
 from esmshard.train.metrics import block_draws
 from esmshard.train.splits import in_tokens, open_split
 from esmshard.vocab import decode

@@ -19,12 +19,12 @@ from esmshard.data.loader import Example, Examples
 from esmshard.data.mutations import read_variants
 from esmshard.data.substitutions import parse_variant
 from esmshard.data.variant_records import VariantLabels, VariantRecords
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError
 from esmshard.infer.score import score
 from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.model.esm2 import ESM2
-from esmshard.settings import DataSettings
 from esmshard.task_settings import VariantSettings
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.frozen_variants import FEWEST, frozen

@@ -1,0 +1,175 @@
+"""The `data` section of a recipe, and which task reads what of it. No torch."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from esmshard.task_settings import Settings, TaskSettings, VariantSettings
+
+_LABELLED = ("residue", "sequence")
+_VARIANT = {
+    "table": None,
+    "wild_type": None,
+    "mutant": None,
+    "offset": "auto",
+    "unusable": "drop",
+    "replicates": "mean",
+    "transform": "none",
+    "lower_is_better": (),
+    "split": "position",
+    "train_max": None,
+    "train_share": 1.0,
+}
+"""Keys of the data section for task `variant`, and what they are there by default."""
+_OF_TASKS = {
+    "labels": _LABELLED,
+    "target": (*_LABELLED, "variant"),
+    "id_column": _LABELLED,
+    "mask": ("residue",),
+    **dict.fromkeys(_VARIANT, ("variant",)),
+}
+"""Keys of the data section that only some tasks read."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+class Clash(ValueError):
+    """A key of one section that does not go with another section."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.key, self.reason = key, reason
+
+
+class DataSettings(Settings):
+    """The three splits. For contacts: a directory of PDB or mmCIF files (docs/structures.md), or a FASTA file or token
+    store and beside it the coordinates as `.npz` (data/README.md). Task `variant` has `table` and `wild_type` instead.
+    """
+
+    train: str | None = None
+    """Records to learn from: a path, or `sample:contact/train`."""
+    valid: str | None = None
+    """Records to watch while training. Never trained on."""
+    test: str | None = None
+    """Records for the final numbers. Never looked at before."""
+    table: str | None = None
+    """Measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). For task `variant`, as the next
+    keys."""
+    wild_type: str | None = None
+    """FASTA file with that protein."""
+    mutant: str | None = None
+    """Column with the mutations; found by its name by default."""
+    offset: int | Literal["auto"] | None = None
+    """Added to the positions of the table; by default `auto`, which finds the shift that fits the wild type."""
+    unusable: Literal["drop", "error"] | None = None
+    """What becomes of rows that cannot be used: no substitution, a stop codon, a synonymous change, another residue
+    than the wild type has. By default `drop`: they are left out and named; unreadable ones and misfits up to a tenth of
+    the table each."""
+    replicates: Literal["mean", "keep", "error"] | None = None
+    """What becomes of a variant in several rows; `mean` by default."""
+    transform: Literal["none", "log", "rank"] | None = None
+    """Of the measured values before they are learned; predictions come back in their unit. `log` for ratios and
+    affinities, `rank` for values with a skewed distribution; `none` by default."""
+    lower_is_better: tuple[str, ...] | None = Field(None, strict=False)
+    """Targets of which a lower value is the better one, as a dissociation constant; ranks and zero-shot scores turn
+    round."""
+    split: Literal["position", "contiguous", "modulo", "random", "mutations", "given"] | None = None
+    """How `folds` divide variants. By default `position`: those of one position go together, so that every test is on
+    positions that were never seen; `contiguous` and `modulo` are ProteinGym's; `random` flatters. `mutations` and
+    `given` make one split of the table, without folds: up to `train_max` mutations to learn from and the rest to test
+    on, or as its column `set` (or `split`) says."""
+    train_max: int | None = Field(None, ge=1)
+    """Most mutations of a variant to learn from, of split `mutations`; 1 by default."""
+    train_share: float | None = Field(None, gt=0, le=1)
+    """Share of the training variants that are learned from, for learning curves; a smaller share is a part of a larger
+    one. All by default."""
+    labels: str | None = None
+    """Labels of all three splits in one file: a table, a label FASTA, or an `.npz` (docs/labels.md). By default they
+    stand in the headers of the FASTA files, or in the `.npz` beside each."""
+    target: tuple[str, ...] | None = Field(None, strict=False)
+    """Columns of the table, keys of the headers, or the array of the `.npz` that are learned."""
+    id_column: str | None = None
+    """Column of the table with the ids; found by its name by default."""
+    mask: str | None = None
+    """FASTA file of 0 and 1: residues under a 0 have no label. For task `residue`."""
+    folds: int | None = Field(None, ge=3)
+    """Cross-validation: `train`, or `table`, is divided into so many parts, one of which is the test set; of a table,
+    another one is the validation set. `--folds` sets it."""
+    fold: int = Field(0, ge=0)
+    """Which part that is, from 0."""
+    clusters: str | None = None
+    """MMseqs2's `_cluster.tsv` of the training records: `folds` keep its clusters together. Without it, equal sequences
+    only."""
+    long: Literal["crop", "window", "full", "skip", "error"] = "crop"
+    """What to do with a training record over `max_length`: `crop` cuts a random window, another one each epoch;
+    `window` makes as few windows as cover it, each an example; `full` takes it whole; `skip` leaves it out, counted;
+    `error` refuses it. Validation, test and prediction always see whole chains. For task `sequence` `full` is the
+    default, and `crop` is refused: it may cut away what the label comes from."""
+    max_length: int = Field(1022, ge=8)
+    """Residues of the longest training record."""
+
+    @field_validator("fold")
+    @classmethod
+    def _of_folds(cls, fold: int, info: ValidationInfo) -> int:
+        if "folds" not in info.data:  # refused itself
+            return fold
+        folds = info.data["folds"]
+        if fold and folds is None:
+            raise ValueError("is one of data.folds, and the recipe has none; add data.folds, or remove it")
+        if folds is not None and fold >= folds:
+            raise ValueError(f"is counted from 0, and of {folds} folds the last one is {folds - 1}, not {fold}")
+        return fold
+
+
+def suiting(data: DataSettings, task: TaskSettings) -> DataSettings:
+    """The section with the defaults of a task. `Clash` for a key that the task does not read, or lacks."""
+    for key, tasks in _OF_TASKS.items():
+        if getattr(data, key) is not None and task.name not in tasks:
+            raise Clash(key, f"is for task {listed(tasks)}, and the recipe has {task.name}; remove it")
+    variants = isinstance(task, VariantSettings)
+    if (variants or task.name == "sequence") and data.long == "crop":
+        if "long" in data.model_fields_set:
+            others = "full or window" if variants else "full or skip"
+            raise Clash("long", f"crop may cut away what the label of a protein comes from; choose {others}")
+        data = data.model_copy(update={"long": "full"})
+    if not isinstance(task, VariantSettings):
+        return _of_records(data)
+    if task.loss == "ranking" and data.transform == "log":
+        raise Clash("transform", "log means nothing to task.loss ranking, which sees ranks; remove it")
+    return _of_variants(data)
+
+
+def _of_records(data: DataSettings) -> DataSettings:
+    for key in ("train", "valid", "test"):
+        if getattr(data, key) is None:
+            raise Clash(key, "this key is required")
+    return data
+
+
+def _of_variants(data: DataSettings) -> DataSettings:
+    """With the defaults of the keys that only task `variant` has."""
+    for key in ("table", "wild_type"):
+        if getattr(data, key) is None:
+            raise Clash(key, "this key is required")
+    for key in ("train", "valid", "test", "clusters"):
+        if getattr(data, key) is not None:
+            raise Clash(key, "is for the other tasks, and the recipe has variant, which divides data.table; remove it")
+    if data.long not in ("full", "window"):
+        raise Clash("long", f"{data.long} leaves variants out; choose full, or window for a part of a long protein")
+    given = {key: value for key, value in _VARIANT.items() if getattr(data, key) is None}
+    data = data.model_copy(update=given)
+    whole = data.split in ("mutations", "given")
+    if whole and data.folds is not None:
+        raise Clash(
+            "folds", f"divides the table, and data.split {data.split} does so in another way; remove one of them"
+        )
+    if data.split != "mutations" and data.train_max is not None:
+        raise Clash("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it")
+    if data.target and (foreign := set(data.lower_is_better or ()) - set(data.target)):
+        raise Clash("lower_is_better", f"{min(foreign)} is no target; data.target names {', '.join(data.target)}")
+    return data
