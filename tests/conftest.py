@@ -27,6 +27,7 @@ out: {out}
 
 
 LONG = {"equality", "cli", "adapted_runs", "saver", "plan", "sharded_runs", "stuck", "attempts", "launch", "restarts"}
+LONG |= {"variants_command", "landscape", "shipped_recipes"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
