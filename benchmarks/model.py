@@ -166,8 +166,8 @@ def tables_of(bench: Bench, work: str, model: str, rounds: int) -> list[Table]:
         table.notes.append(f"{len(lengths)} variants a turn; an epoch of 2,000 is {2000 / len(lengths):.0f} turns.")
         table.notes.append(f"Relative difference of the losses of pool `mean` and `transformers`: {same:.0e}.")
         table.notes.append(
-            "`wild_type` sends the protein through the model once a step, in place of 14 variants, whose arithmetic its "
-            "share of the matrix product counts all the same."
+            "`wild_type` sends the protein through the model once a step, in place of 14 variants, whose arithmetic "
+            "its share of the matrix product counts all the same."
         )
         return [table]
     elif work == "embed":
