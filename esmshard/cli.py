@@ -503,10 +503,10 @@ def predict(
 
     from esmshard.infer.predict import predict as run
 
-    if data is None:
-        raise UsageError("give a FASTA file, or a token store, to predict")
     if all_singles or propose or mutant:
         raise UsageError(f"--all-singles, --propose and --mutant are for models of variants, and {model} is none")
+    if data is None:
+        raise UsageError("give a FASTA file, or a token store, to predict")
     print(f"{out}: {run(model, data, out, overwrite=overwrite):,} records")
 
 

@@ -23,6 +23,8 @@ from esmshard.vocab import encode_residues
 
 FOLDS = 5
 """Of a table, where the recipe does not say how many."""
+OUT_OF_FOLD = "variants.csv"
+"""What a cross-validation leaves of every variant of its table."""
 
 
 class VariantRecords:

@@ -13,7 +13,7 @@ from esmshard.data.loader import Examples
 from esmshard.data.mutations import Variants
 from esmshard.data.substitutions import Mutation, name_of
 from esmshard.data.tables import counted, first_three
-from esmshard.data.variant_records import VariantRecords
+from esmshard.data.variant_records import OUT_OF_FOLD, VariantRecords
 from esmshard.errors import InputError, UsageError
 from esmshard.infer import variant_tables
 from esmshard.infer.score import all_singles
@@ -22,15 +22,12 @@ from esmshard.infer.writers import check
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.progress import Progress, say
 from esmshard.tasks.finetuner import FineTuned, load_finetuned
+from esmshard.tasks.frozen_variants import PACKED
 from esmshard.tasks.variant import VariantTask
 
-OUT_OF_FOLD = "variants.csv"
-"""What a cross-validation leaves of every measured variant; its column VARIANT names them."""
 VARIANT = "variant"
 KAPPA = 1.0
 """Standard deviations that are added to a mean, of the upper confidence bound."""
-PACKED = 4096
-"""Tokens that go through the model at once."""
 TOGETHER = 2048
 """Variants that one pass of the wild type serves."""
 

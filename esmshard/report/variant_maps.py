@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from esmshard.data.variant_records import OUT_OF_FOLD
 from esmshard.report import charts
 from esmshard.report.left import Values
 from esmshard.report.page import Figure, Section, Table, count_text, unit_text
 from esmshard.report.scores import MOST_TARGETS
 from esmshard.report.variants_left import AGAIN, RANKED, CrossValidated
-from esmshard.train.cross_validated import OUT_OF_FOLD
 
 LETTERS = "GAVLIMCFYWPSTNQHKRDE"
 """Rows of a map, similar amino acids beside each other: aliphatic, aromatic, proline, polar, positive, negative."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from esmshard import recipe as recipes
+from esmshard.data.variant_records import OUT_OF_FOLD
 from esmshard.report import charts, methods_text, variant_maps
 from esmshard.report.left import Left, Values, number
 from esmshard.report.page import Figure, Section, Table, count_text, difference_cell, range_text, unit_text, value_text
@@ -16,7 +17,7 @@ from esmshard.report.page import cell as interval_cell
 from esmshard.report.scores import MOST_TARGETS
 from esmshard.report.variants_left import AGAIN, RANKED, CrossValidated
 from esmshard.tasks import metrics
-from esmshard.train.cross_validated import CURVE, OUT_OF_FOLD
+from esmshard.train.cross_validated import CURVE
 from esmshard.train.evaluate import MAIN
 from esmshard.train.metrics import Interval
 from esmshard.train.repeats import SUMMARY

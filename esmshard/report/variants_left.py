@@ -10,10 +10,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from esmshard.data.substitutions import Mutation, parse_variant
+from esmshard.data.variant_records import OUT_OF_FOLD
 from esmshard.errors import InputError
 from esmshard.report.left import Left, Values, intervals, json_object, number, read
 from esmshard.settings import Recipe
-from esmshard.train.cross_validated import CURVE, OUT_OF_FOLD
+from esmshard.train.cross_validated import CURVE
 from esmshard.train.evaluate import MAIN
 from esmshard.train.metrics import Interval
 from esmshard.train.repeats import SUMMARY

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.substitutions import name_of
-from esmshard.data.variant_records import table_of
+from esmshard.data.variant_records import OUT_OF_FOLD, table_of
 from esmshard.errors import InputError
 from esmshard.settings import Recipe
 from esmshard.tasks import metrics
@@ -21,7 +21,6 @@ from esmshard.train.metrics import Interval, block_draws, difference, interval
 from esmshard.train.repeats import SUMMARY, Repeat
 from esmshard.train.status import replace_text
 
-OUT_OF_FOLD = "variants.csv"
 SHARES = (0.25, 0.5)
 """Of the training variants, besides all of them: the points of a learning curve."""
 CURVE = "learning_curve.json"
