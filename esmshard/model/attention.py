@@ -6,7 +6,8 @@ multiplication turns all of them in place, and scores, being sums over K, do not
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,19 +39,31 @@ Queries and keys and not their maps: H maps of L x L are what memory goes to, so
 """
 
 
+Kernel = Literal["varlen", "slices", "padded"]
+
+
+def kernel_name(device: torch.device, dtype: torch.dtype, *, padded: bool = False) -> Kernel:
+    """Which kernel `attend` takes for queries of this precision on this device.
+
+    - `varlen`: `varlen_attn` (FlashAttention over packed sequences); CUDA in half precision from capability 8.0 on.
+    - `slices`: one unmasked SDPA call per sequence; the CPU. Measured fastest there, and no other sequence can leak in.
+    - `padded`: a block padded to the longest sequence, SDPA under a key mask; elsewhere, or with `padded=True`.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    if half and device.type == "cuda" and not padded and torch.cuda.get_device_capability(device) >= (8, 0):
+        return "varlen"
+    return "slices" if device.type == "cpu" and not padded else "padded"
+
+
 def attend(
     q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, *, padded: bool = False
 ) -> torch.Tensor:
     """Softmax attention [T, H, K] in which every token sees its own sequence only.
 
-    Three kernels, one result:
-
-    - CUDA in half precision from compute capability 8.0 on: `varlen_attn` (FlashAttention over packed sequences).
-    - CPU: one unmasked SDPA call per sequence; measured fastest there, and no other sequence can leak in.
-    - elsewhere, or with `padded=True`: a block padded to the longest sequence, SDPA under a key mask.
+    Three kernels (`kernel_name`), one result.
     """
-    half = q_THK.dtype in (torch.bfloat16, torch.float16)
-    if half and q_THK.is_cuda and not padded and torch.cuda.get_device_capability(q_THK.device) >= (8, 0):
+    kernel = kernel_name(q_THK.device, q_THK.dtype, padded=padded)
+    if kernel == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
         cu, longest = batch.cu_seqlens, batch.max_seqlen
@@ -58,7 +71,7 @@ def attend(
         out_THK = varlen_attn(q_THK, k_THK, v_THK, cu, cu, longest, longest)
         assert isinstance(out_THK, torch.Tensor)
         return out_THK
-    if q_THK.device.type == "cpu" and not padded:
+    if kernel == "slices":
         return _attend_slices(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
     return _attend_padded(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
 
@@ -175,6 +188,8 @@ class SelfAttention(nn.Module):
     def __init__(self, dim: int, n_heads: int, *, rotary: bool = True) -> None:
         super().__init__()
         self.n_heads = n_heads
+        self.padded = False
+        """Attend in a padded block wherever this runs, to compare the kernels with each other."""
         self.k_proj = nn.Linear(dim, dim)
         self.v_proj = nn.Linear(dim, dim)
         self.q_proj = nn.Linear(dim, dim)
@@ -194,7 +209,8 @@ class SelfAttention(nn.Module):
         q_THK, k_THK, v_THK = qkv_TE.view(len(x_TD), 3, self.n_heads, -1).unbind(1)
         if on_qk is not None:
             _hand_out(on_qk, q_THK, k_THK, batch)
-        return self.out_proj(attend(q_THK, k_THK, v_THK, batch).flatten(1))  # type: ignore[no-any-return]
+        attend_them = partial(attend, padded=True) if self.padded else attend
+        return self.out_proj(attend_them(q_THK, k_THK, v_THK, batch).flatten(1))  # type: ignore[no-any-return]
 
     def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values [T, E]: one matrix product, and one more where projections have a LoRA."""

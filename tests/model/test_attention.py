@@ -9,7 +9,7 @@ from esm.rotary_embedding import apply_rotary_pos_emb
 from model_files import fair_esm, ours, tokenise
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model.attention import SelfAttention, attend, inverse_frequencies, rotate
+from esmshard.model.attention import SelfAttention, attend, inverse_frequencies, kernel_name, rotate
 from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.esm2 import ESM2
@@ -230,3 +230,33 @@ def test_the_padded_kernel_on_a_gpu_equals_the_cpu() -> None:
     assert len(on_gpu) == 4
     for a, b in zip(on_gpu, on_cpu, strict=True):
         assert (a.cpu() - b).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "name"),
+    [
+        ("cpu", torch.float32, None, "slices"),
+        ("cpu", torch.bfloat16, None, "slices"),
+        ("cuda", torch.float32, (9, 0), "padded"),
+        ("cuda", torch.bfloat16, (8, 0), "varlen"),
+        ("cuda", torch.float16, (9, 0), "varlen"),
+        ("cuda", torch.float16, (7, 5), "padded"),
+        ("mps", torch.float16, None, "padded"),
+    ],
+)
+def test_the_kernel_that_is_named(
+    device: str, dtype: torch.dtype, capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert kernel_name(torch.device(device), dtype) == name
+    assert kernel_name(torch.device(device), dtype, padded=True) == "padded"
+
+
+def test_a_layer_attends_in_a_padded_block_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, batch = tokenise(sequences())
+    layer, x_TD = SelfAttention(CONFIG.dim, CONFIG.n_heads), torch.randn(batch.bounds[-1], CONFIG.dim)
+    with torch.no_grad():
+        expected = layer(x_TD, batch)
+        monkeypatch.delattr("esmshard.model.attention._attend_slices")
+        layer.padded = True
+        torch.testing.assert_close(layer(x_TD, batch), expected, rtol=0, atol=1e-6)
