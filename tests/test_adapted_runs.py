@@ -189,7 +189,7 @@ def test_the_adapter_alone(trained: Callable[[str], Trained], tmp_path: Path) ->
     out = tmp_path / "adapter"
     done = esmshard("consolidate", found.run, "-o", out, "--adapter")
     assert done.returncode == 0, done.stderr
-    files = {"adapter_config.json", "adapter_model.safetensors", "head.safetensors", "esmshard.json"}
+    files = {"adapter_config.json", "adapter_model.safetensors", "head.safetensors", "esmshard.json", "baselines.npz"}
     assert {path.name for path in out.iterdir()} == files
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["bias"]) == (2, 8.0, "all")
@@ -201,15 +201,39 @@ def test_the_adapter_alone(trained: Callable[[str], Trained], tmp_path: Path) ->
     assert len(load_file(out / "head.safetensors")) == sum(name.startswith("model.head.") for name in state)
     about = json.loads((out / "esmshard.json").read_text())
     assert (about["format"], about["step"], about["base"]["name"]) == ("esmshard-adapter", 6, str(found.base))
-    with pytest.raises(InputError, match="holds a LoRA adapter and not a model; consolidate its run without"):
-        weights.read(str(out))
     with pytest.raises(UsageError, match="exists already"):
         consolidate_adapter(found.run, out)
     assert consolidate_adapter(found.run, out, overwrite=True) == out
-    with pytest.raises(UsageError, match=r"is a whole model; --adapter is for a run"):
+    with pytest.raises(UsageError, match=r"is no run; --adapter is for a run"):
         consolidate_adapter(found.run / "model", tmp_path / "other")
     with pytest.raises(UsageError, match="is a whole model, which has no other base"):
         consolidate(found.run / "model", tmp_path / "other", base="x")
+
+
+def test_commands_take_the_adapter_for_the_model(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    found = trained("lora")
+    adapter = consolidate_adapter(found.run, tmp_path / "adapter")
+    fasta = found.recipe.parent / "valid.fasta"
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    for model in (found.run / "model", adapter):
+        for command, out in (("predict", "x.npz"), ("embed", "x.npy")):
+            done = esmshard(command, model, fasta, "-o", tmp_path / f"{model.name}-{out}")
+            assert done.returncode == 0, done.stderr
+        with np.load(tmp_path / f"{model.name}-x.npz") as file:
+            arrays[model.name] = {name: file[name] for name in file.files}
+        arrays[model.name]["embeddings"] = np.load(tmp_path / f"{model.name}-x.npy")
+    assert len(arrays["model"]) == 6
+    for name, values in arrays["model"].items():
+        assert np.abs(arrays["adapter"][name] - values).max() < 1e-6
+    consolidate(adapter, tmp_path / "merged")
+    merged, model = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", found.run / "model"))
+    assert merged.keys() == model.keys()
+    assert all(torch.equal(tensor, model[name]) for name, tensor in merged.items())
+    assert json.loads((tmp_path / "merged" / "esmshard.json").read_text())["format"] == "esmshard-model"
+    with pytest.raises(UsageError, match=r"adapter: is an adapter, and adapter_config.json in it says where its base"):
+        consolidate(adapter, tmp_path / "other", base="x")
+    with pytest.raises(UsageError, match=r"adapter: is no run; --adapter is for a run"):
+        consolidate_adapter(adapter, tmp_path / "other")
 
 
 def test_a_run_without_a_lora_has_no_adapter(trained: Callable[[str], Trained], tmp_path: Path) -> None:

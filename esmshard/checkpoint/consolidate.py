@@ -21,7 +21,7 @@ from esmshard.checkpoint import adapted, card, manifest, sharded
 from esmshard.checkpoint.compare import Model, compare
 from esmshard.checkpoint.whole import settle, whole_directory
 from esmshard.errors import InputError, UsageError
-from esmshard.model import export, weights
+from esmshard.model import adapted_weights, export, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source, Target
 from esmshard.model.files import read_json
@@ -97,7 +97,10 @@ def consolidate(
     if best and _is_model(source):
         raise UsageError(f"{source}: is a model and has no checkpoints to choose the best of; leave --best out")
     if base is not None and _is_model(source):
-        raise UsageError(f"{source}: is a whole model, which has no other base; leave --base out")
+        known = "a whole model, which has no other base"
+        if adapted_weights.is_adapter(Path(source).expanduser()):
+            known = "an adapter, and adapter_config.json in it says where its base lies"
+        raise UsageError(f"{source}: is {known}; leave --base out")
     opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, trust, base)
     sizes = {n: s for n, s in opened.sizes.items() if to == "hf" or not n.startswith("head.")}
     with whole_directory(out) as work:
@@ -155,12 +158,15 @@ def consolidate_adapter(
     settle(out)
     _check_out(out, source, overwrite)
     if _is_model(source):
-        raise UsageError(f"{source}: is a whole model; --adapter is for a run with adapt.method lora")
+        raise UsageError(f"{source}: is no run; --adapter is for a run with adapt.method lora")
     found = _open_checkpoint(source, warn, best, trust)
     with whole_directory(out) as work:
         digest = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base)
         about = _about(found.state) | {"format": ADAPTER_FORMAT, "weights_sha256": digest}
         (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        baselines = found.path.parent.parent / BASELINES
+        if baselines.is_file():
+            shutil.copyfile(baselines, work / BASELINES)
     return out
 
 
@@ -178,11 +184,13 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
 
 def _is_model(source: Path | str) -> bool:
     path = Path(source).expanduser()
-    return path.is_file() or (path / "config.json").is_file() or (not path.exists() and str(source) in SIZES)
+    if path.is_file() or (path / "config.json").is_file() or adapted_weights.is_adapter(path):
+        return True
+    return not path.exists() and str(source) in SIZES
 
 
 def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> Opened:
-    """A model as it is, its head and `esmshard.json` included."""
+    """A model as it is, its head and `esmshard.json` included. An adapter becomes the model that it stands for."""
     found = weights.read(str(source))
     for notice in found.notices:
         warn(notice)
@@ -192,6 +200,7 @@ def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> 
     path = weights.place(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
+    about |= {"format": FORMAT} if about else {}  # an adapter says another
     evaluation = _evaluation(directory.parent)
     if evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256"):
         evaluation = None

@@ -6,6 +6,8 @@ A checkpoint of `adapt.method` lora or head holds nothing of the frozen base, an
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from esmshard.errors import InputError
@@ -29,34 +31,49 @@ def identity(found: Weights, name: str) -> dict[str, Any]:
         name: by which `esmshard.model.weights.read` finds them, as in the recipe.
     """
     known: dict[str, Any] = {"name": name, "config": asdict(found.config), "seed": found.seed, "files": {}}
+    if found.made:
+        known["made"] = found.made
     total = sum(file.stat().st_size for file in found.files)
     if total > LARGE:
         say(f"{found.source}: taking the sha256 of {total / 1e9:.0f} GB, so that the checkpoints know their base model")
     for file in found.files:
-        with open(file, "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        known["files"][file.name] = {"bytes": file.stat().st_size, "sha256": digest}
+        status = file.stat()
+        # An adapter on top of an adapter has two files of one name.
+        key = file.name if file.name not in known["files"] else f"{len(known['files'])}/{file.name}"
+        known["files"][key] = {"bytes": status.st_size, "sha256": _sha256(file, status.st_size, status.st_mtime_ns)}
     return known
 
 
-def check(now: Mapping[str, Any], before: Mapping[str, Any], where: str) -> None:
+@lru_cache(maxsize=64)
+def _sha256(file: Path, size: int, changed: int) -> str:
+    """Of a file of this size that was last changed then; a command that opens a model twice reads it once."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def check(
+    now: Mapping[str, Any], before: Mapping[str, Any], where: str, mend: str = "give the model that it was trained on"
+) -> None:
     """Raise `InputError` unless two identities are of one and the same base. Its name and place may be others.
 
     Args:
         now: of the weights at hand.
         before: of those that the checkpoint was trained on.
         where: the checkpoint, for the message.
+        mend: what to do, for the message.
     """
     if now["config"] != before["config"] or now["seed"] != before["seed"]:
         what = "another architecture" if now["config"] != before["config"] else "other random weights"
     elif sorted(_hashes(now)) != sorted(_hashes(before)):
         changed = [name for name in now["files"] if now["files"][name] != before["files"].get(name)]
         what = f"other weights ({', '.join(changed) or 'a file less'})"
+    elif now.get("made") != before.get("made"):
+        what = "an adapter with other settings"
     else:
         return
     raise InputError(
-        f"{where}: holds what was trained on top of {before['name']}, and {now['name']} is {what}; give the model that "
-        f"it was trained on{_first_hash(before)}"
+        f"{where}: holds what was trained on top of {before['name']}, and {now['name']} is {what}; {mend}"
+        f"{_first_hash(before)}"
     )
 
 

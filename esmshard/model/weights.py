@@ -44,6 +44,8 @@ class Weights:
     """The weight files, for `esmshard.model.origin`; none of fresh weights."""
     seed: int | None = None
     """Of fresh weights."""
+    made: str = ""
+    """Of an adapter: a digest of what else than files its values follow from (scales; the seed of a random base)."""
 
     @property
     def unlearned(self) -> tuple[str, ...]:
@@ -121,18 +123,19 @@ def read(model: str) -> Weights:
 
     Args:
         model: a fair-esm `.pt`, a directory in `transformers`' layout (ours are such directories), the `.safetensors`
-            in one, a released name such as `esm2_t33_650M_UR50D`, which is looked up in the local caches and then
-            downloaded (`esmshard.model.hub`), or `starter`, which comes with the package.
+            in one, an adapter's directory, ours or PEFT's (`esmshard.model.adapted_weights`), a released name such as
+            `esm2_t33_650M_UR50D`, which is looked up in the local caches and then downloaded (`esmshard.model.hub`), or
+            `starter`, which comes with the package.
 
     Raises:
         InputError: naming the file and what is wrong with it.
     """
     path = place(model)
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
-        raise InputError(
-            f"{path}: holds a LoRA adapter and not a model; consolidate its run without --adapter, or let PEFT merge it"
-        )
     if path.is_dir():
+        from esmshard.model import adapted_weights  # which reads the base here
+
+        if adapted_weights.is_adapter(path):
+            return adapted_weights.read(path)
         return _read_directory(path)
     if path.is_file() and path.suffix == ".pt":
         return _read_fair_esm(path)

@@ -1,0 +1,335 @@
+"""Adapters read like models: the numbers are those of PEFT's own model, on the base that was adapted and no other."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_files import SMALL, fair_esm, ours, tokenise, write_transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import EsmForMaskedLM, EsmForSequenceClassification, EsmModel
+
+from esmshard.errors import InputError
+from esmshard.infer.model_hash import model_hash
+from esmshard.model import origin, weights
+from esmshard.model.adapter import adapter_config, write_adapter
+from esmshard.model.layouts import TIED, to_transformers
+from esmshard.model.weights import Weights
+
+CONFIG = SMALL["ESM-2"]
+SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
+KINDS: dict[str, dict[str, Any]] = {
+    "names": {"target_modules": ["query", "value"]},
+    "regex, rslora": {"target_modules": r".*r\.[02]\.(attention\.self\.key|intermediate\.dense)", "use_rslora": True},
+    "all linear, all biases": {"target_modules": "all-linear", "bias": "all"},
+    "patterns": {
+        "target_modules": ["dense", "query"],
+        "rank_pattern": {"query": 2, r"layer\.1\.output\.dense": 5},
+        "alpha_pattern": {r"layer\.2\.attention\.output\.dense": 1.5, "query": 9},
+        "bias": "lora_only",
+    },
+    "one layer, whole norms": {
+        "target_modules": ["key", "fc", "dense"],
+        "layers_to_transform": [1],
+        "modules_to_save": ["LayerNorm"],
+        "exclude_modules": ["lm_head.dense"],
+    },
+    "fan_in_fan_out": {"target_modules": ["value"], "fan_in_fan_out": True, "init_lora_weights": "gaussian"},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_transformers(tmp_path_factory.mktemp("model") / "base", ours(fair_esm(CONFIG), CONFIG), CONFIG)
+
+
+def peft_model(base: Path, kind: type[Any], **settings: Any) -> PeftModel:
+    """Of PEFT, with a value in everything that could have been trained."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(2)
+        model = get_peft_model(kind.from_pretrained(base), LoraConfig(**{"r": 3, "lora_alpha": 6} | settings))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def saved(model: PeftModel, out: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(out)
+    return out
+
+
+def edit(adapter: Path, **changes: Any) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_are_pefts(kind: str, base: Path, tmp_path: Path) -> None:
+    theirs = peft_model(base, EsmForMaskedLM, **KINDS[kind])
+    found = weights.read(str(saved(theirs, tmp_path / "adapter")))
+    mine = weights.build(found, torch.device("cpu")).eval()
+    block, batch = tokenise(SEQUENCES)
+    with torch.no_grad():
+        logits = mine(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
+        plain = weights.load_model(str(base))(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
+        expected = theirs(input_ids=block, attention_mask=(block != 1).long()).logits
+    assert logits is not None
+    assert (logits - plain).abs().max() > 1e-2
+    for n, (start, stop) in enumerate(zip(batch.bounds, batch.bounds[1:], strict=False)):
+        assert (logits[start:stop] - expected[n, : stop - start]).abs().max() < 1e-5
+
+    merged = theirs.merge_and_unload().state_dict()
+    merged = {key.replace(".modules_to_save.default.", "."): tensor for key, tensor in merged.items()}
+    for name in found.read:
+        if not name.endswith("inv_freq"):
+            assert (found[name] - merged[to_transformers(name)]).abs().max() < 1e-6, name
+            rows = slice(len(found[name]) // 2, None)
+            assert (found.rows(name, rows) - merged[to_transformers(name)][rows]).abs().max() < 1e-6, name
+    assert found[TIED].shape == (33, 64)
+
+
+@pytest.mark.parametrize("targets", [["dense", "query"], "all-linear"], ids=str)
+def test_an_adapter_of_the_trunk_alone(targets: str | list[str], base: Path, tmp_path: Path) -> None:
+    """The LM head is the base's. The pooler is adapted too, and nothing reads it."""
+    theirs = peft_model(base, EsmModel, target_modules=targets)
+    adapter = saved(theirs, tmp_path / "adapter")
+    assert any("pooler" in key for key in load_file(adapter / "adapter_model.safetensors"))
+    found, plain = weights.read(str(adapter)), weights.read(str(base))
+    assert torch.equal(found["lm_head.dense.weight"], plain["lm_head.dense.weight"])
+    assert (found.absent, found.notices, found.head, found.seed) == ((), [], {}, None)
+    assert found.files == (base / "model.safetensors", adapter / "adapter_model.safetensors")
+    block, batch = tokenise(SEQUENCES)
+    with torch.no_grad():
+        x_TD = weights.build(found, torch.device("cpu"))(batch).representations[CONFIG.n_layers]
+        expected = theirs(input_ids=block, attention_mask=(block != 1).long()).last_hidden_state
+    for n, (start, stop) in enumerate(zip(batch.bounds, batch.bounds[1:], strict=False)):
+        assert (x_TD[start:stop] - expected[n, : stop - start]).abs().max() < 1e-5
+
+
+def test_a_classifier_of_transformers_is_named_and_left_out(base: Path, tmp_path: Path) -> None:
+    theirs = peft_model(base, EsmForSequenceClassification, target_modules=["query", "dense"], task_type="SEQ_CLS")
+    found = weights.read(str(saved(theirs, tmp_path / "adapter")))
+    assert found.left_out == ("classifier",)
+    assert found.notices == [f"{tmp_path / 'adapter'}: its classifier is of another task and left out"]
+    expected = theirs.merge_and_unload().state_dict()["esm.encoder.layer.2.output.dense.weight"]
+    assert (found["layers.2.fc2.weight"] - expected).abs().max() < 1e-6
+
+
+def test_half_precision_and_a_pickle(base: Path, tmp_path: Path) -> None:
+    """Sums are fp32: B A of bf16 matrices, as PEFT does it on loading."""
+    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+    state = {key: t.bfloat16() for key, t in load_file(adapter / "adapter_model.safetensors").items()}
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save(state, adapter / "adapter_model.bin")
+    found = weights.read(str(adapter))
+    a, b = (state[f"base_model.model.esm.encoder.layer.1.attention.self.query.lora_{x}.weight"].double() for x in "AB")
+    plain = weights.read(str(base))["layers.1.self_attn.q_proj.weight"]
+    assert (found["layers.1.self_attn.q_proj.weight"] - (plain + 2 * b @ a)).abs().max() < 1e-6
+    assert found.files[1].name == "adapter_model.bin"
+
+
+def test_a_base_on_the_hub_is_the_released_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+    asked: list[str] = []
+
+    def fetch(name: str) -> Path:
+        asked.append(name)
+        return base
+
+    monkeypatch.setattr("esmshard.model.hub.fetch", fetch)
+    monkeypatch.setitem(weights.SIZES, "esm2_t6_8M_UR50D", CONFIG)
+    edit(adapter, base_model_name_or_path="facebook/esm2_t6_8M_UR50D")
+    assert weights.read(str(adapter)).files[0] == base / "model.safetensors"
+    assert asked == ["esm2_t6_8M_UR50D"]
+
+
+def test_a_base_beside_the_adapter_moves_with_it(base: Path, tmp_path: Path) -> None:
+    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+    expected = weights.read(str(adapter))["layers.0.self_attn.q_proj.weight"]
+    shutil.copytree(base, tmp_path / "beside")
+    edit(adapter, base_model_name_or_path="../beside")
+    found = weights.read(str(adapter))
+    assert torch.equal(found["layers.0.self_attn.q_proj.weight"], expected)
+    assert found.files[0].resolve() == tmp_path / "beside" / "model.safetensors"
+
+
+def own(base: str, out: Path, known: Weights, **about: Any) -> Path:
+    """An adapter as `consolidate --adapter` writes it: one LoRA of layer 1, a bias, a head."""
+    out.mkdir()
+    tensors = {
+        "layers.1.fc1.lora_A.weight": torch.full((2, 64), 0.5),
+        "layers.1.fc1.lora_B.weight": torch.arange(512.0).view(256, 2),
+        "layers.0.fc2.bias": torch.full((64,), 5.0),
+        "head.out.bias": torch.tensor([3.0]),
+    }
+    settings = adapter_config(base, CONFIG.n_layers, 2, 4.0, ["fc1"], "all")
+    settings["target_modules"] = ["encoder.layer.1.intermediate.dense"]
+    write_adapter(out, settings, ["fc1"], tensors)
+    about |= {"format": "esmshard-adapter", "base": origin.identity(known, base)}
+    (out / "esmshard.json").write_text(json.dumps(about))
+    return out
+
+
+def test_our_own_adapter_on_its_base_and_on_no_other(base: Path, tmp_path: Path) -> None:
+    plain = weights.read(str(base))
+    adapter = own(str(base), tmp_path / "adapter", plain, unlearned=["contact_head"])
+    found = weights.read(str(adapter))
+    assert found.absent == found.unlearned == ("contact_head",)
+    assert found.notices == [f"{adapter}: has no contact_head; what it says is random"]
+    assert [file.name for file in found.files] == ["model.safetensors", "adapter_model.safetensors", "head.safetensors"]
+    assert {name: reader().tolist() for name, reader in found.head.items()} == {"out.bias": [3.0]}
+    # Row k of B A is 0.5 (2k + 2k + 1), and alpha / rank is 2.
+    added = (4 * torch.arange(256.0) + 1)[:, None].expand(256, 64)
+    for name in plain.read:
+        expected = plain[name] + added if name == "layers.1.fc1.weight" else plain[name]
+        expected = torch.full((64,), 5.0) if name == "layers.0.fc2.bias" else expected
+        assert torch.equal(found[name], expected), name
+    assert origin.identity(found, "x")["files"].keys() == {file.name for file in found.files}
+
+    edit(adapter, lora_alpha=5.0)
+    scaled = weights.read(str(adapter))
+    assert origin.identity(scaled, "x")["files"] == origin.identity(found, "x")["files"]
+    assert len({model_hash(each) for each in (plain, found, scaled)}) == 3
+    assert "made" not in origin.identity(plain, "x")
+    with pytest.raises(InputError, match="is an adapter with other settings"):
+        origin.check(origin.identity(scaled, "x"), origin.identity(found, "x"), "step_1")
+    edit(adapter, lora_alpha=4.0, inference_mode=False)
+    origin.check(origin.identity(weights.read(str(adapter)), "y"), origin.identity(found, "x"), "step_1")
+
+    other = write_transformers(tmp_path / "other", ours(fair_esm(CONFIG, seed=1), CONFIG), CONFIG)
+    mend = f"put it there, or write where it lies as base_model_name_or_path into {adapter / 'adapter_config.json'}"
+    edit(adapter, base_model_name_or_path=str(other))
+    with pytest.raises(InputError) as caught:
+        weights.read(str(adapter))
+    assert str(caught.value).startswith(f"{adapter}: holds what was trained on top of {base}, and {other} is other we")
+    assert mend in str(caught.value)
+    edit(adapter, base_model_name_or_path=str(tmp_path / "gone"))
+    with pytest.raises(InputError) as caught:
+        weights.read(str(adapter))
+    assert str(caught.value).startswith(f"{adapter}: adapts {tmp_path / 'gone'}, which cannot be read (")
+    assert str(caught.value).endswith(mend)
+    edit(adapter, base_model_name_or_path=str(shutil.copytree(base, tmp_path / "moved")))
+    assert torch.equal(weights.read(str(adapter))["layers.1.fc1.weight"], found["layers.1.fc1.weight"])
+
+
+def test_random_weights_as_the_base_follow_from_their_seed(tmp_path: Path) -> None:
+    plain = weights.fresh(CONFIG, 7)
+    found = weights.read(str(own("nano", tmp_path / "adapter", plain, unlearned=["lm_head", "contact_head"])))
+    assert torch.equal(found["layers.2.fc1.weight"], plain["layers.2.fc1.weight"])
+    assert found.unlearned == ("lm_head", "contact_head")
+    assert found.seed is None, "it is no longer what the seed says"
+    other = weights.read(str(own("nano", tmp_path / "other", weights.fresh(CONFIG, 8))))
+    with pytest.raises(InputError, match=r"step_1: .* is an adapter with other settings; give the model that"):
+        origin.check(origin.identity(other, "y"), origin.identity(found, "x"), "step_1")
+    assert [file.name for file in found.files] == ["adapter_model.safetensors", "head.safetensors"]
+
+
+def test_an_adapter_on_top_of_an_adapter(base: Path, tmp_path: Path) -> None:
+    first = own(str(base), tmp_path / "first", weights.read(str(base)))
+    second = own(str(first), tmp_path / "second", weights.read(str(first)))
+    plain, found = weights.read(str(base)), weights.read(str(second))
+    twice = plain["layers.1.fc1.weight"] + 2 * (4 * torch.arange(256.0) + 1)[:, None]
+    assert (found["layers.1.fc1.weight"] - twice).abs().max() < 1e-3
+    assert len(origin.identity(found, "x")["files"]) == len(found.files) == 5
+    edit(first, base_model_name_or_path=str(second))
+    with pytest.raises(InputError, match=r"first: is named as its own base model|second: is named as its own base"):
+        weights.read(str(second))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', and only LORA can be read; let PEFT merge it"),
+        ({"use_dora": True}, "use_dora is set, which is not a plain LoRA and cannot be read; let PEFT merge it"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens is set, which"),
+        ({"of_the_future": {"x": 1}}, "of_the_future is set, which is not a plain LoRA"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base model too"),
+        ({"base_model_name_or_path": None}, "names no base model; write its place as base_model_name_or_path there"),
+        ({"alpha_pattern": ["query"]}, "alpha_pattern is no mapping"),
+        ({"alpha_pattern": {"(": 3}}, "lora_alpha or alpha_pattern cannot be read"),
+        ({"lora_alpha": "much"}, "lora_alpha or alpha_pattern cannot be read"),
+        ({"target_modules": ["encoder.layer.2.output.dense"]}, "has no LoRA for encoder.layer.2.output.dense; it is"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_read(changes: dict[str, Any], says: str, base: Path, tmp_path: Path) -> None:
+    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+    edit(adapter, **changes)
+    with pytest.raises(InputError) as caught:
+        weights.read(str(adapter))
+    assert str(caught.value).startswith(f"{adapter}/adapter_")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"target_modules": ["query"], "use_dora": True}, "use_dora is set"),
+        ({"target_modules": ["query", "word_embeddings"]}, "lora_embedding_A is no part of a plain LoRA of linear"),
+        ({"target_modules": ["query"], "modules_to_save": ["lm_head"]}, "changes the token embedding or the LM head's"),
+        ({"target_modules": ["query", "decoder"]}, "changes the token embedding or the LM head's"),
+        ({"target_modules": ["query"], "lora_bias": True}, "lora_bias is set"),
+    ],
+    ids=str,
+)
+def test_adapters_of_peft_that_cannot_be_read(settings: dict[str, Any], says: str, base: Path, tmp_path: Path) -> None:
+    adapter = saved(peft_model(base, EsmForMaskedLM, **settings), tmp_path / "adapter")
+    with pytest.raises(InputError) as caught:
+        weights.read(str(adapter))
+    assert says in str(caught.value)
+
+
+Q = "base_model.model.esm.encoder.layer.1.attention.self.query"
+
+
+@pytest.mark.parametrize(
+    ("lost", "added", "says"),
+    [
+        ([f"{Q}.lora_B.weight"], {}, "layers.1.self_attn.q_proj.weight has one of its two LoRA matrices only"),
+        ([], {f"{Q}.lora_B.weight": torch.ones(32, 3)}, "layers.1.self_attn.q_proj.weight does not fit the base"),
+        ([], {f"{Q}.lora_B.weight": torch.ones(64, 2)}, "layers.1.self_attn.q_proj.weight does not fit the base"),
+        ([], {"base_model.model.esm.encoder.layer.7.output.dense.bias": torch.ones(64)}, "layers.7.fc2.bias does not"),
+        ([], {f"{Q}.lora_magnitude_vector": torch.ones(64)}, "is no part of a plain LoRA of linear layers"),
+        (None, {}, "holds no LoRA of the language model"),
+    ],
+    ids=str,
+)
+def test_files_that_do_not_fit(
+    lost: list[str] | None, added: dict[str, torch.Tensor], says: str, base: Path, tmp_path: Path
+) -> None:
+    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    state = load_file(file)
+    save_file({k: t for k, t in state.items() if lost is not None and k not in lost} | added, file)
+    with pytest.raises(InputError) as caught:
+        weights.read(str(adapter))
+    assert str(caught.value).startswith(f"{file}: ")
+    assert says in str(caught.value)
+
+
+def test_damage_is_named(base: Path, tmp_path: Path) -> None:
+    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    state = load_file(file)
+    state[f"{Q}.lora_A.weight"][1, 1] = torch.nan
+    save_file(state, file)
+    found = weights.read(str(adapter))
+    with pytest.raises(InputError, match=r"adapter_model.safetensors: layers.1.self_attn.q_proj.weight holds a value"):
+        weights.build(found, torch.device("cpu"))
+    for text in ("[]", '{"base": null}', '{"base": {"name": "x"}}'):
+        (adapter / "esmshard.json").write_text(text)
+        with pytest.raises(InputError, match=r"esmshard.json: damaged \(it does not say which base was adapted\)"):
+            weights.read(str(adapter))
+    (adapter / "esmshard.json").unlink()
+    file.unlink()
+    with pytest.raises(InputError, match=r"adapter: holds no adapter_model.safetensors; it is not a complete adapter"):
+        weights.read(str(adapter))
