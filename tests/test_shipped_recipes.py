@@ -69,7 +69,7 @@ def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
         "out",
     }
     ending = "npz" if recipe.task.name == "contact" else "csv"
-    assert predict(str(out / "model"), data / "test.fasta", tmp_path / f"x.{ending}") == 4
+    assert predict(str(out / "model"), data / "test.fasta", tmp_path / f"x.{ending}").records == 4
     if ending == "csv":
         with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))

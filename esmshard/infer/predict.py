@@ -1,51 +1,211 @@
-"""What a fine-tuned head says of every record of a FASTA file."""
+"""What a fine-tuned head says of every record of a FASTA file, in input order, in one process."""
 
+import json
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from esmshard.data.ingest import ingest
 from esmshard.data.loader import Examples
+from esmshard.data.packing import by_length
 from esmshard.data.store import TokenStore, is_store
-from esmshard.errors import UsageError
-from esmshard.infer.writers import CsvWriter, NpzWriter, check
-from esmshard.progress import Progress, say
-from esmshard.tasks.finetuner import load_finetuned
+from esmshard.errors import InputError, UsageError
+from esmshard.infer import failures, map_png
+from esmshard.infer.compute import out_of_memory
+from esmshard.infer.failures import Failure, failures_file
+from esmshard.infer.writers import CsvWriter, NpzWriter, ParquetWriter, TableWriter, check, pyarrow
+from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.progress import Progress, rate, say
+from esmshard.tasks.finetuner import FineTuned, load_finetuned
+from esmshard.tasks.protocol import Inputs
 from esmshard.vocab import decode
 
+Array = npt.NDArray[np.float32]
 
-def predict(model: str, fasta: Path, out: Path, *, overwrite: bool = False) -> int:
-    """Write what the head says of each record to an `.npz` or a `.csv` file; the number of records.
+TOKENS, GPU_TOKENS = 4096, 16_384
+"""Computed at once by default, pair maps anywhere and all else on a GPU."""
+LEAST = 1024
+"""Tokens of a pack below which it only gets slower."""
+WINDOW, PACKS = 512, 64
+"""Records that are sorted by length together, and most packs that they make: what was found of them waits in memory
+until the window is done. 64 packs of pair maps are at most 256 MiB, unless single records are longer than a pack."""
+PAIR = 256
+"""Tokens from which on the pair map, and no longer the trunk, is what memory goes to. A pack of 4,096 tokens of shorter
+proteins is then one of at most 2^20 pairs of longer ones: one of 1,024 tokens, or four of 512."""
+FORMAT, VERSION = "esmshard-predictions", "1"
+
+
+class Predicted(NamedTuple):
+    """What became of the records."""
+
+    records: int
+    """In the output."""
+    failures: tuple[Failure, ...]
+    """Not in the output, but in `OUT.failed.tsv`."""
+
+
+def predict(
+    model: str,
+    fasta: Path,
+    out: Path,
+    *,
+    png: Path | None = None,
+    tokens: int | None = None,
+    overwrite: bool = False,
+) -> Predicted:
+    """Write what the head says of each record to an `.npz`, a `.csv` or a `.parquet` file.
 
     `.npz`: one array a record under its id: for contacts float32 [L, L], symmetric probabilities; for the other tasks
-    see their `predict`. `.csv`: a line a protein, or a line a residue; not for contacts.
+    see their `predict`. `.csv`, `.parquet`: a line a protein, or a line a residue; not for contacts.
+
+    A record for which memory does not suffice, or which is longer than a model with learned positions can take, is left
+    out of the output and listed in `OUT.failed.tsv`; see `esmshard.infer.failures`.
 
     Args:
         model: a directory that `consolidate` wrote.
         fasta: plain or compressed, `-` for the standard input, or a token store.
         out: the file to write.
-        overwrite: replace `out`.
+        png: directory for a picture of each pair map; see `esmshard.infer.map_png`.
+        tokens: computed at once, in one pack on a GPU and in one a core on the CPU, and of pair maps in one anywhere; a
+            longer record goes alone. By default 4,096, on a GPU 16,384 but for pair maps. The result is the same for
+            any number but for rounding.
+        overwrite: replace `out`, and pictures of the same names.
+
+    Raises:
+        InputError: input or model cannot be used, or there is no record for which memory suffices.
+        UsageError: `out` or `png` does not go with the task, exists already, or needs a package that is not there.
     """
-    if out.suffix not in (".npz", ".csv"):
-        raise UsageError(f"{out}: predictions are written as .npz or .csv; give the file that ending")
-    check(out, overwrite=overwrite)
+    if out.suffix not in (".npz", ".csv", ".parquet"):
+        raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
+    if out.suffix == ".parquet":
+        pyarrow(out)
+    check(out, failures_file(out), overwrite=overwrite)
+    if png is not None:
+        map_png.check(png, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
+        # The whole input is read before the model: a bad record at the end costs seconds, not a night.
         store = TokenStore(fasta) if is_store(fasta) else ingest([fasta], Path(scratch) / "store")
         for notice in store.notices:
             say(f"{fasta}: {notice}")
         found = load_finetuned(model)
-        task, examples = found.task, Examples("input", fasta, store, None)
-        if out.suffix == ".csv" and not task.names:
-            raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
-        writer: NpzWriter | CsvWriter = NpzWriter(out)
-        if out.suffix == ".csv":
-            writer = CsvWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names)
-        with writer, Progress("predict", len(store)) as progress:
-            for n in range(len(store)):
-                # One record at a time: the head works on each alone, and pair maps are what memory goes to.
-                values = task.predict(found.model.outputs([task.question(examples.get(n))])[0])
-                if isinstance(writer, CsvWriter):
-                    writer.add(store.id(n), values, decode(store.residues(n)))
+        examples = Examples("input", fasta, store, None)
+        if png is not None and found.task.names:
+            raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
+        failed: list[Failure] = []
+        began, residues = time.monotonic(), 0
+        with (
+            _writer(out, found, model) as writer,
+            nullcontext() if png is None else map_png.MapFolder(png) as pictures,
+            Progress("predict", len(store)) as progress,
+        ):
+            for n, values in enumerate(_predictions(found, examples, tokens)):
+                record_id, length = store.id(n), int(store.lengths[n])
+                if isinstance(values, str):
+                    failed.append(Failure(record_id, length, values))
+                elif isinstance(writer, TableWriter):
+                    writer.add(record_id, values, decode(store.residues(n)))
                 else:
-                    writer.add(store.id(n), values)
-                progress.update(n + 1, f"{store.lengths[n]} residues")
-        return len(store)
+                    writer.add(record_id, values)
+                    if pictures is not None:
+                        pictures.add(record_id, values)
+                residues += length
+                progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
+            failures.write(out, failed)  # first: an output never lies there without what it lacks
+            if len(failed) == len(store):
+                raise InputError(
+                    f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
+                )
+        return Predicted(len(store) - len(failed), tuple(failed))
+
+
+def _writer(out: Path, found: FineTuned, model: str) -> NpzWriter | CsvWriter | ParquetWriter:
+    task = found.task
+    if out.suffix == ".npz":
+        return NpzWriter(out)
+    if not task.names:
+        raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
+    if out.suffix == ".csv":
+        return CsvWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names)
+    packages = {name: version(name) for name in ("esmshard", "torch", "numpy", "pyarrow")}
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": model,
+        "task": json.dumps(found.about["recipe"]["task"]),
+        "versions": json.dumps(packages),
+    }
+    return ParquetWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names, about=about)
+
+
+def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> Iterator[Array | str]:
+    """One array a record, or why there is none, in order. Within a window records are packed by length, so that packs
+    fill evenly.
+    """
+    task, device, limit = found.task, found.model.device, found.model.trunk.config.max_positions
+    pairs = not task.names
+    most = tokens or (GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS)
+    if not pairs:  # of these there is only one pack at a time, on all cores: memory goes to them
+        most = max(most // packs_at_once(device), LEAST)
+
+    def values(asked: Sequence[Inputs]) -> list[Array] | str:
+        try:
+            return [task.predict(output) for output in found.model.outputs(asked)]
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            return f"memory does not suffice: {error}"[:300]
+
+    def cost(n: int) -> int:
+        return _cost(int(examples.tokens[n]), pairs)
+
+    for window in _windows(examples, most, pairs=pairs):
+        done: dict[int, Array | str] = {}
+        asked: dict[int, Inputs] = {}
+        for n in window:
+            if limit is not None and examples.tokens[n] > limit:
+                done[n] = f"the model has learned positions for {limit - 2} residues"
+            else:
+                asked[n] = task.question(examples.get(n))
+        places = list(asked)
+        groups = by_length([cost(n) for n in places], most) if places else iter(())
+        packs = [[places[k] for k in group] for group in groups]
+        inputs = [[asked[n] for n in members] for members in packs]
+        told = [values(one) for one in inputs] if pairs else side_by_side(values, inputs, device)
+        for members, arrays in zip(packs, told, strict=True):
+            if not isinstance(arrays, str):
+                done |= zip(members, arrays, strict=True)
+                continue
+            if len(members) > 1:  # too many, as it would be in the next window
+                most = max(LEAST, min(most, sum(map(cost, members)) // 2))
+            for n in members:  # each alone, now that nothing else is being computed
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                alone = values([asked[n]])
+                done[n] = alone if isinstance(alone, str) else alone[0]
+        for n in window:
+            yield done.pop(n)
+
+
+def _cost(tokens: int, pairs: bool) -> int:
+    """What a record takes of a pack, in tokens."""
+    return max(tokens, tokens**2 // PAIR) if pairs else tokens
+
+
+def _windows(examples: Examples, most: int, *, pairs: bool) -> Iterator[range]:
+    """All records in order, WINDOW of them at a time, or as many as make PACKS packs of `most` tokens; at least one."""
+    first = total = 0
+    for n, count in enumerate(examples.tokens.tolist()):
+        cost = _cost(count, pairs)
+        if n > first and (n - first == WINDOW or total + cost > PACKS * most):
+            yield range(first, n)
+            first, total = n, 0
+        total += cost
+    yield range(first, len(examples))

@@ -1,4 +1,4 @@
-"""Files of embeddings and predictions. Each appears under its name only when it is whole.
+"""Files of predictions. Each appears under its name only when it is whole.
 
 A writer takes one array a record, in input order, and is a context manager: leaving it without an error puts the file
 in place, leaving it with one removes what was written.
@@ -9,17 +9,18 @@ import io
 import os
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError
 
-Pool = Literal["mean", "residue"]
+GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
+"""Most rows, and most numbers, of a row group of a Parquet file."""
 
 
 class Writer(ABC):
@@ -56,62 +57,6 @@ class Writer(ABC):
             self.work.unlink(missing_ok=True)
 
 
-class NpyWriter(Writer):
-    """`x.npy` float32 [N, D], mean embeddings in input order, and `x.ids.txt`, one id a line."""
-
-    def __init__(self, out: Path, n_records: int, dim: int, attributes: dict[str, Any]) -> None:
-        super().__init__(out)
-        del attributes  # a .npy file has no place for them
-        self._array = np.lib.format.open_memmap(self.work, mode="w+", dtype=np.float32, shape=(n_records, dim))
-        self._ids: list[str] = []
-
-    def add(self, record_id: str, values: npt.NDArray[np.float32]) -> None:
-        """`values` is [D]."""
-        self._array[len(self._ids)] = values
-        self._ids.append(record_id)
-
-    def close(self) -> None:
-        """Flush to disk."""
-        self._array.flush()
-
-    def commit(self) -> None:
-        """Ids first: a matrix never lies there without them."""
-        ids = ids_file(self.out)
-        temporary = ids.with_name(f".tmp-{ids.name}")
-        temporary.write_text("".join(f"{i}\n" for i in self._ids), encoding="utf-8")
-        temporary.replace(ids)
-        super().commit()
-
-
-class Hdf5Writer(Writer):
-    """`x.h5`: a data set a record, in input order; key = id with `/` as `_`, attribute `original_id`.
-
-    Two ids that become the same key are told apart by a number. File attributes say what was computed.
-    """
-
-    def __init__(self, out: Path, n_records: int, dim: int, attributes: dict[str, Any]) -> None:
-        try:
-            import h5py
-        except ImportError:
-            raise UsageError(f"{out}: writing HDF5 needs h5py; pip install 'esmshard[h5]'") from None
-        super().__init__(out)
-        self._file = h5py.File(self.work, "w", track_order=True)
-        self._file.attrs.update(attributes | {"records": n_records, "dim": dim})
-
-    def add(self, record_id: str, values: npt.NDArray[np.float32]) -> None:
-        """`values` is [D] or [L, D]."""
-        key = base = record_id.replace("/", "_") if record_id.strip("./") else f"id_{len(self._file)}"
-        number = 1
-        while key in self._file:
-            number += 1
-            key = f"{base}_{number}"
-        self._file.create_dataset(key, data=values).attrs["original_id"] = record_id
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 class NpzWriter(Writer):
     """`x.npz`: an array a record under its id, written one by one, readable by `numpy.load`."""
 
@@ -130,8 +75,28 @@ class NpzWriter(Writer):
         self._zip.close()
 
 
-class CsvWriter(Writer):
-    """`x.csv`: a line a protein, or a line a residue with its place counted from 1 and its letter.
+class TableWriter(Writer):
+    """A line a protein, or a line a residue with its place counted from 1 and its letter."""
+
+    @abstractmethod
+    def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
+        """`values` is [C], or [L, C] for the L letters of `residues`."""
+
+
+def columns(names: Sequence[str], *, per_residue: bool, choose: bool) -> tuple[list[str], list[str]]:
+    """Columns of a table of predictions: those that say of what, and those of the numbers.
+
+    A target that is called as one of the first becomes `NAME (predicted)`.
+
+    >>> columns(["H", "id"], per_residue=True, choose=False)
+    (['id', 'position', 'residue'], ['H', 'id (predicted)'])
+    """
+    first = ["id", *(["position", "residue"] if per_residue else []), *(["prediction"] if choose else [])]
+    return first, [f"{name} (predicted)" if name in first else name for name in names]
+
+
+class CsvWriter(TableWriter):
+    """`x.csv`: numbers with six digits.
 
     Args:
         out: file to write.
@@ -145,11 +110,11 @@ class CsvWriter(Writer):
         self._names, self._per_residue, self._choose = names, per_residue, choose
         self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # closed in `close`
         self._csv = csv.writer(self._file, lineterminator="\n")
-        place = ["position", "residue"] if per_residue else []
-        self._csv.writerow(["id", *place, *(["prediction"] if choose else []), *names])
+        first, numbers = columns(names, per_residue=per_residue, choose=choose)
+        self._csv.writerow([*first, *numbers])
 
     def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
-        """`values` is [C], or [L, C] for the L letters of `residues`."""
+        """See `TableWriter`."""
         rows = values.reshape(-1, len(self._names))
         for n, row in enumerate(rows):
             place = [n + 1, residues[n]] if self._per_residue else []
@@ -161,13 +126,78 @@ class CsvWriter(Writer):
         self._file.close()
 
 
-WRITERS: dict[str, type[NpyWriter] | type[Hdf5Writer]] = {
-    "npy": NpyWriter,
-    "h5": Hdf5Writer,
-}
-"""Embedding formats, by the name of `--format` and the ending of the output file."""
+class ParquetWriter(TableWriter):
+    """`x.parquet`: the columns of `CsvWriter`, numbers as float32; needs pyarrow (extra `tables`).
 
-DEFAULT_POOL: dict[str, Pool] = {"npy": "mean", "h5": "residue"}
+    Rows wait in memory until they make a row group: 65,536 of them, or 16 MiB of numbers where there are many columns.
+
+    Args:
+        out: file to write.
+        names: see `CsvWriter`.
+        per_residue: see `CsvWriter`.
+        choose: see `CsvWriter`.
+        about: metadata of the file, names to texts.
+    """
+
+    def __init__(
+        self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool, about: Mapping[str, str]
+    ) -> None:
+        self._pa, parquet = pyarrow(out)
+        super().__init__(out)
+        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(names)))
+        self._rows = 0
+        self._waiting: list[tuple[str, str, npt.NDArray[np.float32]]] = []
+        types = {"position": self._pa.int32()}
+        first, numbers = columns(names, per_residue=per_residue, choose=choose)
+        fields = [self._pa.field(name, types.get(name, self._pa.string()), nullable=False) for name in first]
+        fields += [self._pa.field(name, self._pa.float32(), nullable=False) for name in numbers]
+        self._schema = self._pa.schema(fields, metadata=dict(about))
+        self._file = parquet.ParquetWriter(self.work, self._schema, compression="zstd")
+
+    def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
+        """See `TableWriter`."""
+        rows = values.reshape(-1, len(self._names))
+        self._waiting.append((record_id, residues, rows))
+        self._rows += len(rows)
+        if self._rows >= self._most:
+            self._write()
+
+    def close(self) -> None:
+        """Write the last rows and the file's directory."""
+        try:
+            if self._rows:
+                self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        ids, residues, values = zip(*self._waiting, strict=True)
+        self._rows, self._waiting = 0, []
+        lengths = [len(rows) for rows in values]
+        values_RC = np.concatenate(values)
+        arrays: list[Any] = [np.repeat(np.array(ids, dtype=object), lengths)]
+        if self._per_residue:
+            arrays.append(np.concatenate([np.arange(1, n + 1, dtype=np.int32) for n in lengths]))
+            arrays.append(list("".join(residues)))
+        if self._choose:
+            arrays.append(np.array(self._names, dtype=object)[values_RC.argmax(1)])
+        arrays += [np.ascontiguousarray(x_R) for x_R in values_RC.T]
+        table = self._pa.table(
+            [self._pa.array(array, field.type) for array, field in zip(arrays, self._schema, strict=True)],
+            schema=self._schema,
+        )
+        self._file.write_table(table, row_group_size=self._most)
+
+
+def pyarrow(out: Path) -> tuple[Any, Any]:
+    """The library and its part for Parquet. `UsageError` without them."""
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError(f"{out}: writing Parquet needs pyarrow; pip install 'esmshard[tables]'") from None
+    return arrow, parquet
 
 
 def check(*paths: Path, overwrite: bool) -> None:

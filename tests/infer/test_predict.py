@@ -86,7 +86,7 @@ def test_npz_holds_the_probabilities_of_the_module(
     consolidated: Path, original: FineTuner, fasta: Path, sequences: dict[str, str]
 ) -> None:
     out = fasta.parent / "out" / "x.npz"
-    assert predict(str(consolidated), fasta, out) == len(LENGTHS)
+    assert predict(str(consolidated), fasta, out) == (len(LENGTHS), ())
     assert left(fasta) == ["x.npz"]
     with np.load(out, allow_pickle=False) as file:
         assert list(file) == list(LENGTHS)
@@ -104,7 +104,7 @@ def test_npz_holds_the_probabilities_of_the_module(
 
 def test_a_protein_of_one_residue_is_predicted(consolidated: Path, fasta: Path) -> None:
     fasta.write_text(">one\nM\n>two\nMKTAYIAK\n")
-    assert predict(str(consolidated), fasta, fasta.parent / "out" / "x.npz") == 2
+    assert predict(str(consolidated), fasta, fasta.parent / "out" / "x.npz").records == 2
     with np.load(fasta.parent / "out" / "x.npz") as file:
         assert file["one"].shape == (1, 1)
 
