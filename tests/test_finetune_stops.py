@@ -49,10 +49,19 @@ def test_one_process_without_restarts_takes_none(called: list[Any], tiny_recipe:
     assert called == [(None, False)]
 
 
-def test_the_time_limit_counts_from_the_command(called: list[Any], tiny_recipe: Path) -> None:
+def test_the_time_limit_counts_from_the_command(
+    called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_local(arguments: list[str], nproc: int, **options: Any) -> int:
+        called.append((arguments, os.environ[preemption.STOP_AT]))
+        return 0
+
+    monkeypatch.setattr(launch, "run_local", run_local)
     cli.finetune(str(tiny_recipe), nproc=2, stop_after="1h30m")
-    assert float(os.environ[preemption.STOP_AT]) == pytest.approx(time.time() + 5400, abs=60)
-    assert "--stop-after" not in called[0][0], "the processes would count anew"
+    ((arguments, stop_at),) = called
+    assert float(stop_at) == pytest.approx(time.time() + 5400, abs=60)
+    assert "--stop-after" not in arguments, "the processes would count anew"
+    assert os.environ[preemption.STOP_AT] == "", "it is the command's, and not of what comes after it"
 
 
 def test_a_time_limit_that_has_passed(called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

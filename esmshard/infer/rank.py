@@ -99,7 +99,7 @@ def predict(
     values_N = None
     if table is not None and task.names[0] in variants.table.columns and propose is None:
         values_N = variants.table.numbers(task.names[0])[rows]
-    values_MNT = np.stack([_say(model, mutations) for model in models])
+    values_MNT = np.stack([predictions(model, mutations) for model in models])
     mean_NT = values_MNT.mean(0)
     sd_NT = values_MNT.std(0, ddof=1) if len(models) > 1 else np.full_like(mean_NT, np.nan)
     sign = -1.0 if task.names[0] in task.facts["lower_is_better"] else 1.0
@@ -164,7 +164,7 @@ def batch(values_MN: npt.NDArray[np.floating], count: int, kappa: float = KAPPA)
     return chosen
 
 
-def _say(found: FineTuned, mutations: Sequence[tuple[Mutation, ...]]) -> npt.NDArray[np.float32]:
+def predictions(found: FineTuned, mutations: Sequence[tuple[Mutation, ...]]) -> npt.NDArray[np.float32]:
     """What one model says, float32 [N, T]."""
     task, model = found.task, found.model
     assert isinstance(task, VariantTask)

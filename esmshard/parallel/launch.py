@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from esmshard.parallel.preemption import Preempted
-from esmshard.parallel.worker import LAUNCHER, SHARED_CORES
+from esmshard.parallel.worker import LAUNCHER, SHARED_CORES, environment
 from esmshard.progress import say
 
 STOP_TIMEOUT = 600.0
@@ -59,12 +60,12 @@ def run_local(
         0 if all went well; 75 if processes left with it, or had not begun when SIGTERM came; else the exit code of the
         process whose failure was the cause, 1 if it was killed, 128 + N if that was by signal N from here.
     """
-    # The agent logs each failure as a page; the worker has said what is wrong already, and the rest is said below.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    variables = {
+        LAUNCHER: str(os.getpid()),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # torch's handlers leave the processes behind at a second signal
+    }
     if "OMP_NUM_THREADS" not in os.environ:
-        os.environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), SHARED_CORES: "1"}
-    os.environ[LAUNCHER] = str(os.getpid())
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers leave the processes behind at a second signal
+        variables |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), SHARED_CORES: "1"}
     rendezvous = RendezvousParameters(
         backend="c10d",
         endpoint="localhost:0",  # a free port: two runs on one machine never meet
@@ -72,7 +73,12 @@ def run_local(
         min_nodes=1,
         max_nodes=1,
     )
-    with tempfile.TemporaryDirectory(prefix="esmshard_") as notes, _listening() as signals:
+    with (
+        environment(variables),
+        _quiet(),
+        tempfile.TemporaryDirectory(prefix="esmshard_") as notes,
+        _listening() as signals,
+    ):
         spec = WorkerSpec(
             role="default",
             local_world_size=nproc,
@@ -89,9 +95,27 @@ def run_local(
 
 
 @contextmanager
+def _quiet() -> Iterator[None]:
+    """The agent logs each failure as a page; the worker has said what is wrong already, and the rest is said here."""
+    logger = logging.getLogger("torch.distributed")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
 def _listening() -> Iterator[list[int]]:
-    """The signals that have come so far. One that is ignored stays so: `nohup` would be in vain otherwise."""
+    """The signals that have come so far. One that is ignored stays so: `nohup` would be in vain otherwise.
+
+    Outside the main thread, where Python allows no handlers, none is heard.
+    """
     came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
     heard = [number for number in (*_TO_SAVE, *_TO_END) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in heard}
     try:

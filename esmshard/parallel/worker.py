@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from esmshard.errors import InputError
@@ -13,6 +15,21 @@ LAUNCHER = "ESMSHARD_LAUNCHER"
 """Environment variable: process id of our own launcher, in the processes that it started."""
 SHARED_CORES = "ESMSHARD_SHARED_CORES"
 """Environment variable: the launcher has shared the cores out among the processes, and not the user."""
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the length of a `with` block: of this process, and of those that it starts there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def attempt() -> int:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,10 @@ class FineTuner(nn.Module):
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
         """What the head says of some examples, on the device of the weights."""
-        return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
+        dtype = self.trunk.embed_tokens.weight.dtype
+        # A head keeps fp32 weights; where those of the trunk are shorter, autocast brings the two together.
+        with nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype):
+            return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
 
     @torch.no_grad()
     def representations(self, tokens: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.float32]]:

@@ -80,10 +80,9 @@ def run(
         Preempted: on all ranks, after a signal or a time limit; what was done is saved.
     """
     wait, dumps = recipe.parallel, Path(recipe.out) / "flight_recorder"
-    for name, value in recorder_settings(dumps).items():
-        os.environ.setdefault(name, value)
+    recorder = {name: os.environ.get(name, value) for name, value in recorder_settings(dumps).items()}
     out, started = Path(recipe.out), started or time.time()
-    with Preemption() as preemption, Attempt(out, started) as attempt:
+    with worker.environment(recorder), Preemption() as preemption, Attempt(out, started) as attempt:
         try:
             with (
                 world(wait.start_timeout, alone_too=recipe.parallel.cpu_offload) as ranks,

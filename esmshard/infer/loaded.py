@@ -1,0 +1,279 @@
+"""A model to ask from Python: `esmshard.load`."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from esmshard.data.loader import Example
+from esmshard.data.packing import by_length
+from esmshard.errors import InputError, UsageError
+from esmshard.infer import given
+from esmshard.infer.compute import TORCH, Embedder, Failed
+from esmshard.infer.given import Given, Sequences
+from esmshard.infer.outputs import Dtype, Long, Output, choose
+from esmshard.infer.rank import predictions
+from esmshard.infer.score import Method, score
+from esmshard.model import weights
+from esmshard.model.config import EsmConfig
+from esmshard.model.esm2 import ESM2
+from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.tasks.finetuner import FineTuned, load_finetuned
+from esmshard.tasks.marginals import WINDOW
+from esmshard.tasks.variant import VariantTask
+from esmshard.vocab import decode
+
+Array = npt.NDArray[np.float32]
+TOKENS = 4096
+"""That a head sees at once on all cores, where what it says is no pair map."""
+SMALL = 1024
+"""Tokens below which a pack on one core is slower."""
+
+
+class Model:
+    """A protein language model, with its fine-tuned head where it has one. `load` makes it.
+
+    Sequences are given as a list of strings, a dictionary of them, or the `pathlib.Path` of a FASTA file, and results
+    come in their order; of a single string, the result is that of one sequence. They are read as FASTA files are:
+    lower case, a `*` at the end, gaps and `J` are mended with a warning, anything else that is no residue is an
+    `InputError`. `<cls>` and `<eos>` are the model's own and never in a result, but for the pool `cls`.
+    """
+
+    def __init__(self, name: str, esm: ESM2, unlearned: Sequence[str] = (), tuned: FineTuned | None = None) -> None:
+        self.name = name
+        self.esm = esm
+        """The trunk, a `torch.nn.Module`."""
+        self.tuned = tuned
+        """Trunk and head as one module, and the task; None for a model without a head."""
+        self._unlearned = tuple(unlearned)
+
+    @property
+    def config(self) -> EsmConfig:
+        """Layers, width, heads."""
+        return self.esm.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.esm.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and arithmetic of the trunk."""
+        return self.esm.embed_tokens.weight.dtype
+
+    @property
+    def task(self) -> str | None:
+        """What it was fine-tuned for: `contact`, `mlm`, `residue`, `sequence` or `variant`; None if for nothing."""
+        return None if self.tuned is None else str(self.tuned.about["recipe"]["task"]["name"])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the columns of `predict`: targets, classes or amino acids; empty for pair maps and without a head."""
+        return () if self.tuned is None else self.tuned.task.names
+
+    def __repr__(self) -> str:
+        config, kind = self.config, "" if self.task is None else f", task={self.task!r}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Model({self.name!r}{kind}, layers={config.n_layers}, dim={config.dim}, {dtype} on {self.device})"
+
+    def embed(
+        self,
+        sequences: Sequences,
+        pool: str | Sequence[str] = "mean",
+        layers: int | Sequence[int] | None = None,
+        long: str | Long = "full",
+        tokens: int | None = None,
+    ) -> Any:
+        """Embeddings, float32.
+
+        Args:
+            sequences: N of them; see the class.
+            pool: `mean`, `max` and `cls` give [N, D]; `residue` gives a list of [L, D], `logits` of [L, 33] over
+                `esmshard.vocab.TOKENS`, `contacts` of [L, L] by the language model's own regression. Or several.
+            layers: 0 (embedding) to the number of layers; the last by default. Or several.
+            long: of sequences over 1,022 residues: `full`, `window` or `truncate`, or an `infer.outputs.Long`.
+            tokens: computed at once; a longer sequence goes alone.
+
+        Returns:
+            An array or list; a dictionary of them by names such as `mean_6` if `pool` or `layers` is a list.
+
+        Raises:
+            InputError: a sequence cannot be read, or memory does not suffice for it; or the part of the model that is
+                asked was never trained.
+        """
+        pools = [pool] if isinstance(pool, str) else list(pool)
+        wanted = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
+        outputs = choose(pools, wanted, self.config.n_layers, self.name)
+        if not outputs:
+            raise UsageError("pool: give at least one")
+        for pool_name, part in (("logits", "lm_head"), ("contacts", "contact_head")):
+            if pool_name in pools:
+                self._needs(part)
+        how = long if isinstance(long, Long) else Long(long)  # type: ignore[arg-type]  # the embedder checks it
+        asked = given.sequences(sequences)
+        found = self._computed(asked, outputs, how, tokens)
+        if isinstance(pool, str) and (layers is None or isinstance(layers, int)):
+            return found[outputs[0].name]
+        return found
+
+    def contacts(self, sequences: Sequences) -> Any:
+        """Contact probabilities, symmetric float32 [L, L] of each sequence: of the fine-tuned head if it is one for
+        contacts, else of the language model's own regression on its attention maps.
+
+        Raises:
+            InputError: as `embed` and `predict` do.
+        """
+        return self.predict(sequences) if self.task == "contact" else self.embed(sequences, "contacts")
+
+    def score(
+        self, wild_type: str, variants: Iterable[str], method: Method = "masked-marginals", window: int = WINDOW
+    ) -> npt.NDArray[np.float64]:
+        """How natural the language model finds variants of a protein, without training; float64 [N], higher is more so.
+
+        Args:
+            wild_type: the protein.
+            variants: N of them, as `A24G`, `A24G:V30L`, `p.Ala24Gly` or `WT`.
+            method: `masked-marginals`, `wild-type-marginals` or `pseudo-perplexity`; see `infer.score.score`.
+            window: residues of a longer protein that the model sees at once.
+
+        Raises:
+            InputError: naming the variant that does not fit; or the model has no trained LM head.
+        """
+        protein = _protein(wild_type)
+        mutations = given.variants(variants, protein)
+        self._needs("lm_head")
+        return score(self.esm, protein, mutations, method, window)
+
+    def predict(self, sequences: Sequences) -> Any:
+        """What the fine-tuned head says, float32: [N, C] of whole proteins, columns `names`; of residues a list of
+        [L, C] or, where the label is a number, [L]; of contacts a list of [L, L].
+
+        Of a model of variants, `sequences` are variants of its protein, such as `A24G:V30L` or `WT`.
+
+        Raises:
+            InputError: the model has no head, or a sequence or variant cannot be read.
+        """
+        if self.tuned is None:
+            raise InputError(f"{self.name}: has no fine-tuned head; fine-tune it first, or take embed or contacts")
+        task, model = self.tuned.task, self.tuned.model
+        if isinstance(task, VariantTask):
+            return self._predict_variants(sequences, task)
+        asked = given.sequences(sequences)
+        self._check_lengths(asked)
+        most = max(TOKENS // packs_at_once(self.device), SMALL) if task.names else 1  # pair maps: one at a time
+        groups = list(by_length([len(tokens) for tokens in asked.tokens], most))
+
+        def one(members: Sequence[int]) -> list[Array]:
+            questions = [task.question(Example(asked.names[n], asked.tokens[n], {})) for n in members]
+            return [task.predict(output) for output in model.outputs(questions)]
+
+        values: list[Array] = [np.empty(0, np.float32)] * len(asked.tokens)
+        for members, arrays in zip(groups, side_by_side(one, groups, self.device), strict=True):
+            for n, array in zip(members, arrays, strict=True):
+                values[n] = array
+        if asked.single:
+            return values[0]
+        return np.stack(values) if task.names and not task.per_residue else values
+
+    def _predict_variants(self, variants: Sequences, task: VariantTask) -> Array:
+        assert self.tuned is not None
+        if isinstance(variants, os.PathLike):
+            raise UsageError(
+                f"{variants}: a list of variants is expected; `esmshard predict MODEL TABLE` reads a table"
+            )
+        names = [variants] if isinstance(variants, str) else list(variants)  # type: ignore[arg-type]
+        mutations = given.variants(names, str(task.facts["protein"]))
+        first, last = int(task.facts["first"]), int(task.facts["first"]) + int(task.facts["length"])
+        for name, one in zip(names, mutations, strict=True):
+            if any(not first <= mutation.position < last for mutation in one):
+                raise InputError(f"{name}: the model sees residues {first + 1:,} to {last:,} of its protein only")
+        if not mutations:
+            raise InputError("there is no variant; give at least one")
+        values = predictions(self.tuned, mutations)
+        return values[0] if isinstance(variants, str) else values
+
+    def _computed(self, asked: Given, outputs: Sequence[Output], long: Long, tokens: int | None) -> dict[str, Any]:
+        """The arrays of each output, in the order of the sequences."""
+        if long.mode == "full":
+            self._check_lengths(asked)
+        values: dict[str, list[Array]] = {one.name: [np.empty(0, np.float32)] * len(asked.tokens) for one in outputs}
+        for n, found in Embedder(self.esm, outputs, long=long, tokens=tokens).compute(asked.tokens):
+            if isinstance(found, Failed):
+                raise InputError(f"{asked.names[n]}: {found.reason}")
+            for name, array in found.values.items():
+                values[name][n] = array.numpy()
+        pooled = {one.name: one.pooled for one in outputs}
+        if asked.single:
+            return {name: arrays[0] for name, arrays in values.items()}
+        return {name: np.stack(arrays) if pooled[name] else arrays for name, arrays in values.items()}
+
+    def _check_lengths(self, asked: Given) -> None:
+        """Whether the model has a position for each residue: ESM-1b and ESM-1v have a table of them."""
+        most = self.config.max_positions
+        for name, tokens in zip(asked.names, asked.tokens, strict=True):
+            if most is not None and len(tokens) > most:
+                raise InputError(
+                    f"{name} has {len(tokens) - 2:,} residues, and this model positions for {most - 2:,}; cut it, or "
+                    "take an ESM-2"
+                )
+
+    def _needs(self, part: str) -> None:
+        if part in self._unlearned:
+            what = {"lm_head": "LM head", "contact_head": "contact regression"}[part]
+            raise InputError(f"{self.name}: has no trained {what}; take another model")
+
+
+def load(
+    model: str | Path, device: str | torch.device | None = None, dtype: Dtype | torch.dtype | None = None
+) -> Model:
+    """Open a model: fine-tuned or not.
+
+    Args:
+        model: a directory that fine-tuning left (`runs/contact/model`), a directory in `transformers`' layout, an
+            adapter's, a fair-esm `.pt`, a released name such as `esm2_t33_650M_UR50D`, which is downloaded, or
+            `starter`.
+        device: the first GPU, else the CPU, by default.
+        dtype: of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
+
+    Raises:
+        InputError: naming the file and what is wrong with it; UsageError for a device or dtype that there is not.
+    """
+    name, where, precision = str(model), _device(device), _dtype(dtype)
+    if (weights.place(name) / "esmshard.json").is_file():
+        with torch.random.fork_rng(devices=[]):  # a head is drawn before it is read
+            tuned = load_finetuned(name, where)
+        tuned.model.trunk.to(precision)
+        return Model(name, tuned.model.trunk, weights.read(name).unlearned, tuned)
+    found = weights.read(name)
+    return Model(name, weights.build(found, where, precision).eval(), found.unlearned)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return weights.default_device()
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device is {device!r}; cpu, cuda, cuda:1 or mps is expected") from None
+    there: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if found.type in there and (not there[found.type]() or (found.index or 0) >= torch.cuda.device_count() > 0):
+        raise UsageError(f"device is {device!r}, and there is none; leave it out, or give cpu")
+    return found
+
+
+def _dtype(dtype: Dtype | torch.dtype | None) -> torch.dtype:
+    found = torch.float32 if dtype is None else dtype if isinstance(dtype, torch.dtype) else TORCH.get(dtype)
+    if found is None or found not in TORCH.values():
+        raise UsageError(f"dtype is {dtype!r}; one of {', '.join(get_args(Dtype))} is expected")
+    return found
+
+
+def _protein(wild_type: str) -> str:
+    if not isinstance(wild_type, str):
+        raise UsageError(f"the wild type is of type {type(wild_type).__name__}; a string of residues is expected")
+    return decode(given.sequences(wild_type, "the wild type").tokens[0])

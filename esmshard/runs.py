@@ -1,0 +1,253 @@
+"""Fine-tuning from Python, and what a run has left: `esmshard.finetune` and `esmshard.Run`."""
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from esmshard import command
+from esmshard.errors import InputError, UsageError
+from esmshard.parallel.preemption import Preempted
+
+if TYPE_CHECKING:
+    from esmshard.infer.loaded import Model
+
+_INTERRUPTED = 130
+_one_at_a_time = threading.Lock()
+
+
+class Run:
+    """The directory of a run, or of several that belong together. Files are read when they are asked for.
+
+    Args:
+        path: what `out` of the recipe was.
+
+    Raises:
+        InputError: it is no such directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise InputError(f"{self.path}: no such directory; give that of a run, which is `out` of its recipe")
+
+    @property
+    def runs(self) -> dict[str, "Run"]:
+        """Those of a cross-validation, or of several seeds, by name; empty for a single run, or before all are done."""
+        summary = self._json("summary.json")
+        return {} if summary is None else {name: Run(self.path / name) for name in summary["runs"]}
+
+    @property
+    def status(self) -> str:
+        """`running`, `preempted`, `done` or `failed`; of several runs `done` when all are."""
+        from esmshard.train import status
+
+        if parts := self.runs:
+            states = {part.status for part in parts.values()}
+            return next(state for state in ("failed", "preempted", "running", "done") if state in states)
+        found = status.read(self.path)
+        if found is None:
+            raise InputError(f"{self.path}: no run has begun there (it has no {status.NAME})")
+        return found["state"]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Lines of `metrics.jsonl`: optimizer steps (`loss`, `lr`, ...), validations (`split`), and `event`s."""
+        if parts := self.runs:
+            raise InputError(f"{self.path}: several runs; each of .runs has its own metrics ({', '.join(parts)})")
+        path = self.path / "metrics.jsonl"
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file; the run has not begun") from None
+        found = []
+        for n, line in enumerate(lines):
+            if not line.endswith("\n"):
+                break  # it is being written
+            try:
+                found.append(json.loads(line))
+            except ValueError as error:
+                raise InputError(f"{path}:{n + 1}: damaged ({error})") from None
+        return found
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """`evaluation.json`: metrics on the test split with intervals, baselines; of several runs `summary.json`."""
+        found = self._json("summary.json") or self._json("evaluation.json")
+        if found is None:
+            raise InputError(f"{self.path}: not evaluated yet; finetune does it at the end")
+        return found
+
+    def model(self, **options: Any) -> "Model":
+        """The fine-tuned model, as `esmshard.load` opens it, with the same options.
+
+        Raises:
+            InputError: there is none yet, or several, of which each of `runs` has one.
+        """
+        from esmshard.infer.loaded import load
+
+        if parts := self.runs:
+            raise InputError(f"{self.path}: several runs; each of .runs has a model ({', '.join(parts)})")
+        path = self.path / "model"
+        if not path.is_dir():
+            raise InputError(f"{path}: there is no model; finetune makes it at the end, or esmshard consolidate")
+        return load(str(path), **options)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise InputError(f"{path}: damaged ({error}); make it anew with finetune, resume='auto'") from None
+        return found
+
+
+def finetune(
+    recipe: str | os.PathLike[str],
+    *,
+    nproc: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    seeds: int = 1,
+    folds: int | None = None,
+    report: bool = True,
+    **overrides: Any,
+) -> Run:
+    """Fine-tune a model as a recipe says: train, consolidate, evaluate. What `esmshard finetune` does.
+
+    A single run in one process is trained in this one; several processes, seeds or folds are processes of their own.
+    Environment variables, signal handlers, random states and torch's number of threads are as before afterwards.
+
+    >>> keys({"train": {"steps": 10}, "optim.lr": 1e-4, "out": "runs/x"})
+    ['train.steps=10', 'optim.lr=0.0001', 'out=runs/x']
+
+    Args:
+        recipe: a file, or the name of a shipped one (`esmshard recipes ls`).
+        nproc: processes; all GPUs, or one, by default.
+        resume: `auto` goes on from the newest checkpoint of `out` if there is one; a path from that run or checkpoint.
+        overwrite: replace what an earlier run left in `out`.
+        seeds: train so many times, from as many seeds.
+        folds: cross-validate in so many runs; of a table of variants 5 by default.
+        report: draw figures and report.html at the end, if matplotlib and jinja2 are there.
+        **overrides: of the recipe, as `train={"steps": 10}` or `**{"optim.lr": 1e-4}`. Relative paths are to the
+            working directory.
+
+    Raises:
+        InputError: for a mistake in recipe, data or options, in one sentence.
+        RunFailed: processes that were started have failed.
+        Preempted: SIGTERM or SIGUSR1 came; what was done is saved, and `resume="auto"` goes on. Not an `Exception`.
+    """
+    least = {"nproc": (nproc, 1), "seeds": (seeds, 1), "folds": (folds, 3)}
+    for name, (value, minimum) in least.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+            raise UsageError(f"{name} is {value!r}; a number from {minimum} on is expected")
+    given = keys(overrides)
+    with _one_run(), _undisturbed():
+        try:
+            out = command.finetune(
+                os.fspath(recipe),
+                given,
+                nproc=nproc,
+                resume=None if resume is None else os.fspath(resume),
+                overwrite=overwrite,
+                seeds=seeds,
+                folds=folds,
+                page=report,
+                started=time.time(),
+            )
+        except command.RunFailed as failed:
+            if failed.exit_code == Preempted.exit_code:
+                raise Preempted(str(failed)) from None
+            if failed.exit_code == _INTERRUPTED:
+                raise KeyboardInterrupt(str(failed)) from None
+            raise
+    return Run(out)
+
+
+def keys(overrides: Mapping[str, Any]) -> list[str]:
+    """Overrides as the command line has them: nested mappings become dotted keys, values YAML.
+
+    >>> keys({"adapt": {"method": "lora", "lora": {"rank": 4}}, "adapt.freeze": ["embedding"], "data.labels": None})
+    ['adapt.method=lora', 'adapt.lora.rank=4', 'adapt.freeze=["embedding"]', 'data.labels=null']
+
+    Raises:
+        UsageError: a value that a recipe cannot hold.
+    """
+    return [f"{key}={_written(key, value)}" for key, value in _leaves(overrides)]
+
+
+def _leaves(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _written(key: str, value: Any) -> str:
+    """A value as YAML that reads as the same."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+    except (TypeError, ValueError):
+        raise UsageError(f"{key}: {value!r} is nothing that a recipe can hold") from None
+    if not isinstance(value, str | os.PathLike):
+        return text
+    path = os.fspath(value)
+    try:
+        return path if path == path.strip() and YAML().load(path) == path else text
+    except YAMLError:
+        return text
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: paths, and numbers and arrays of numpy."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError
+
+
+@contextmanager
+def _one_run() -> Iterator[None]:
+    """Two runs of one process at a time would share its random states and environment."""
+    if not _one_at_a_time.acquire(blocking=False):
+        raise UsageError("this process is fine-tuning already; start a process of its own for another run")
+    try:
+        yield
+    finally:
+        _one_at_a_time.release()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random states, torch's threads and the current GPU are as they were before the block."""
+    import torch
+
+    threads, of_python, of_numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking for its state would take memory there, if it was not
+    device = torch.cuda.current_device() if on_gpu else -1
+    devices: Sequence[int] = range(torch.cuda.device_count()) if on_gpu else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        torch.set_num_threads(threads)
+        if on_gpu:
+            torch.cuda.set_device(device)
