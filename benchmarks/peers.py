@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from esmshard.batch import TokenBatch, pack, pack_variants
-from esmshard.infer.embed import by_length
+from esmshard.data.packing import by_length
 from esmshard.model import export, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.contacts import predict_contacts
