@@ -13,10 +13,17 @@ _WHERE = {
     "SIZES": "esmshard.model.config",
     "EsmConfig": "esmshard.model.config",
     "InputError": "esmshard.errors",
+    "Model": "esmshard.infer.loaded",
+    "Run": "esmshard.runs",
+    "RunFailed": "esmshard.command",
+    "SequenceEmbedder": "esmshard.infer.sequence_embedder",
     "TokenBatch": "esmshard.batch",
     "UsageError": "esmshard.errors",
     "encode": "esmshard.vocab",
+    "finetune": "esmshard.runs",
+    "load": "esmshard.infer.loaded",
     "load_model": "esmshard.model.weights",
+    "open": "esmshard.infer.product:Product",
     "pack": "esmshard.batch",
     "predict_contacts": "esmshard.model.contacts",
     "read_fasta": "esmshard.data.fasta",
@@ -26,16 +33,22 @@ __all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # strings, all of them
 
 if TYPE_CHECKING:
     from esmshard.batch import TokenBatch, pack
+    from esmshard.command import RunFailed
     from esmshard.data.fasta import read_fasta
     from esmshard.errors import InputError, UsageError
+    from esmshard.infer.loaded import Model, load
+    from esmshard.infer.product import Product as open
+    from esmshard.infer.sequence_embedder import SequenceEmbedder
     from esmshard.model.config import SIZES, EsmConfig
     from esmshard.model.contacts import predict_contacts
     from esmshard.model.esm2 import ESM2
     from esmshard.model.weights import load_model
+    from esmshard.runs import Run, finetune
     from esmshard.vocab import encode
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+        module, _, there = _WHERE[name].partition(":")
+        return getattr(import_module(module), there or name)
     raise AttributeError(f"module 'esmshard' has no attribute '{name}'")

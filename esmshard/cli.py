@@ -81,131 +81,28 @@ def finetune(
     trust: Trust = False,
 ) -> None:
     """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
-    from esmshard import recipe as recipes
-    from esmshard.parallel import preemption, worker
-
-    if stop_after is not None:
-        os.environ[preemption.STOP_AT] = str(time.time() + preemption.seconds(stop_after))
-    resume = None if resume == "never" else resume
-    if resume and overwrite:
-        raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
-    if max_restarts and resume not in (None, "auto"):
-        raise UsageError("--max-restarts goes on from the newest checkpoint of the run: give --resume auto with it")
-    with preemption.Preemption():
-        worker.follow_launcher()
-        resolved = recipes.load(recipes.resolve(recipe), overrides or [])
-
-        import torch
-
-        from esmshard.parallel.mesh import is_launched, own_device
-
-        of_table = resolved.task.name == "variant" and resolved.data.folds is None
-        processes = nproc or (1 if resolved.adapt.method == "probe" else max(1, torch.cuda.device_count()))
-        runs: list[tuple[str, ...]] = [()]  # overrides of each
-        if not is_launched():
-            from esmshard.data.variant_records import FOLDS
-            from esmshard.train.cross_validated import conclude, curve_runs
-            from esmshard.train.job import check_out, describe, prepare
-            from esmshard.train.repeats import is_done, repeats, summarise
-
-            if of_table and resolved.data.split not in ("mutations", "given"):
-                folds = folds or FOLDS
-            several = repeats(resolved, seeds, folds) if seeds > 1 or folds or of_table else []
-            # Of a table, the first set is learned from in parts as well, for a learning curve.
-            curve = curve_runs(resolved, several[0]) if of_table and resolved.adapt.method != "probe" else []
-            if several and resume not in (None, "auto"):
-                raise UsageError("--seeds and --folds go on with --resume auto; a path is that of one run")
-            if several:
-                all_runs = [*several, *curve]
-                runs = [run.overrides for run in all_runs if resume != "auto" or not is_done(run.out)]
-            # Every mistake that can be seen is seen here, once, before any process is started.
-            for n, options in enumerate(runs or [several[-1].overrides]):
-                one = recipes.load(recipes.resolve(recipe), [*(overrides or []), *options])
-                if not dry_run:
-                    check_out(Path(one.out), resume, overwrite)
-                if n == 0:
-                    job = prepare(one, processes, processes, own_device(0, processes))
-            if dry_run:
-                print(describe(job, processes) + (f"\nruns      {len(runs)}" if several else ""))
-                return
-        elif of_table and resolved.data.split not in ("mutations", "given"):
-            raise UsageError(
-                "a launcher has started this process, which trains one fold; set data.folds=5 and data.fold, or start "
-                "the cross-validation with a single command and --nproc"
-            )
-        elif nproc is not None or dry_run or max_restarts or seeds > 1 or folds:
-            raise UsageError(
-                "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher has "
-                "started this process already"
-            )
-        elif stop_after is not None and worker.restarts_allowed():
-            raise UsageError(
-                "--stop-after would count anew when the launcher starts this process again; for the launcher, set "
-                f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(stop_after)})) instead"
-            )
-        elif worker.attempt() and resume is None:
-            from esmshard.train.status import begun_by_this_launch
-
-            # Started again: what it has done so far must not be lost. But what --overwrite is to remove, and did not
-            # come to, is not what it has done.
-            if not overwrite or begun_by_this_launch(Path(resolved.out)):
-                resume, overwrite = "auto", False
-        if is_launched() or (processes == 1 and not max_restarts and not several):
-            from esmshard.train import finetune as training
-
-            run = training.run(resolved, resume, overwrite, profile, trust=trust, started=_STARTED)
-            if run is not None and page:
-                _pictures(run, resolved)
-            return
-
-    from esmshard.parallel.launch import run_local  # outside: signals are for the processes now
-    from esmshard.progress import say
-    from esmshard.train.start import TOLD
-
-    flags = (["--resume", resume] if resume else []) + (["--overwrite"] if overwrite else [])
-    flags += (["--profile", str(profile)] if profile else []) + (["--trust"] if trust else [])
-    flags += [] if page and not of_table else ["--no-report"]
-    for n, options in enumerate(runs):
-        arguments = ["-m", "esmshard", "finetune", recipe, *(overrides or []), *options, *flags]
-        if several:
-            say(f"{' '.join(options)}")
-            if n and of_table:
-                os.environ[TOLD] = "1"
-        if code := run_local(arguments, processes, max_restarts=max_restarts):
-            if code != preemption.Preempted.exit_code:
-                from esmshard.train.status import mark_failed
-
-                one = recipes.load(recipes.resolve(recipe), [*(overrides or []), *options])
-                mark_failed(Path(one.out), "the processes were ended from outside; go on with --resume auto", code)
-            raise SystemExit(code)
-    if several:
-        told = summarise(Path(resolved.out), several, folds)
-        print(told if not of_table else conclude(resolved, several, curve))
-    if of_table:
-        from esmshard.infer.rank import predict as rank
-
-        out = Path(resolved.out)
-        count = rank(str(out), None, out / "ranked.csv", overwrite=True)
-        say(f"all {count:,} single substitutions, best first, in {out / 'ranked.csv'}")
-        if page:
-            _pictures(out, resolved)
-
-
-def _pictures(run: Path, resolved: Any) -> None:
-    """Figure and report of a run, as far as what they need is installed."""
-    from esmshard.progress import say
-    from esmshard.report.html import report as write
-    from esmshard.report.plots import contact_figure
-    from esmshard.tasks import TASKS
-    from esmshard.train.splits import open_split
+    from esmshard.command import RunFailed
+    from esmshard.command import finetune as run
 
     try:
-        if resolved.task.name == "contact":
-            labels = TASKS["contact"](resolved.task, {}).labels
-            say(f"figure in {contact_figure(run, open_split(resolved, 'test', labels))}")
-        say(f"report in {write(run)}")
-    except InputError as error:
-        say(f"no figures: {error}")
+        run(
+            recipe,
+            overrides or [],
+            nproc=nproc,
+            resume=resume,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            profile=profile,
+            stop_after=stop_after,
+            max_restarts=max_restarts,
+            seeds=seeds,
+            folds=folds,
+            page=page,
+            trust=trust,
+            started=_STARTED,
+        )
+    except RunFailed as failed:  # the processes have said why
+        raise SystemExit(failed.exit_code) from None
 
 
 @app.command()
@@ -436,30 +333,130 @@ def download(
 
 
 @app.command()
-def embed(
-    model: Annotated[str, typer.Argument(help="A model directory, or a fair-esm .pt file.")],
+def verify(
+    model: Annotated[str, typer.Argument(help="A model directory, a fair-esm .pt file, a released name, or starter.")],
+    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="JSON file to write as well.")] = None,
     fasta: Annotated[
-        Path, typer.Argument(help="FASTA, plain or compressed, - for the standard input, or a token store.")
-    ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="File to write: .h5 or .npy.")],
-    fmt: Annotated[
-        Optional[str], typer.Option("--format", help="h5 or npy; by the ending of the file by default.")
-    ] = None,
-    pool: Annotated[
-        Optional[str], typer.Option(help="mean or residue; by default mean for npy, residue for h5.")
-    ] = None,
-    layer: Annotated[
-        Optional[int], typer.Option(help="Layer to take, 0 for the embedding; the last by default.")
+        Optional[Path], typer.Option(help="Compare on its first 8 records; built-in proteins by default.")
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write embeddings, without BOS and EOS, in input order."""
-    from esmshard.infer.embed import embed as run
+    """Certify that a model says here what it says in fair-esm and transformers, alone or in any batch."""
+    from esmshard.infer.certificate import certify
 
-    if pool not in (None, "mean", "residue"):
-        raise UsageError(f"--pool {pool}: mean or residue is expected")
-    count = run(model, fasta, out, fmt=fmt, pool=pool, layer=layer, overwrite=overwrite)  # type: ignore[arg-type]
-    print(f"{out}: {count:,} records")
+    certificate = certify(model, out, fasta=fasta, overwrite=overwrite)
+    print(certificate.as_text())
+    if verdict := certificate.verdict():
+        raise InputError(verdict)
+
+
+@app.command()
+def embed(
+    model: Annotated[
+        str, typer.Argument(help="A model; or status, verify or merge, of what was written as OUT before.")
+    ],
+    fasta: Annotated[
+        Path,
+        typer.Argument(
+            help="FASTA, plain or compressed, - for the standard input, or a token store; after status and so on, OUT."
+        ),
+    ],
+    out: Annotated[
+        Optional[Path], typer.Option("-o", "--out", help="File to write; without an ending, a directory of parts.")
+    ] = None,
+    fmt: Annotated[
+        Optional[str],
+        typer.Option(
+            "--format",
+            help="h5, npy, parquet, h5ad, safetensors, fair-esm-pt or parts; by the ending of OUT by default.",
+        ),
+    ] = None,
+    pool: Annotated[
+        str,
+        typer.Option(
+            metavar="POOL,...",
+            help="mean, max, cls, residue, logits, contacts; by default residue for h5, mean for most.",
+        ),
+    ] = "",
+    layers: Annotated[
+        str, typer.Option(metavar="N,...", help="Layers, 0 for the embedding, -1 for the last, which is the default.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="Numbers in the file: fp32, fp16 or bf16.")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="Of the arithmetic: fp32, bf16, fp16, or auto, which is what the device is fast in.")
+    ] = "auto",
+    long: Annotated[
+        str, typer.Option(help="Proteins over --window residues: full, window (overlapping, blended) or truncate.")
+    ] = "full",
+    window: Annotated[int, typer.Option(help="Residues of a window, or that are left by truncate.")] = 1022,
+    overlap: Annotated[int, typer.Option(help="Residues that neighbouring windows share.")] = 256,
+    tokens: Annotated[
+        Optional[int], typer.Option(min=1, help="Computed at once; 2,048 on a CPU and 16,384 on a GPU by default.")
+    ] = None,
+    nproc: Annotated[Optional[int], typer.Option(min=1, help="Local processes; all GPUs, or one, by default.")] = None,
+    reuse: Annotated[
+        Optional[Path], typer.Option(metavar="DIR", help="Take equal sequences from an earlier directory of parts.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on, or join other workers on OUT; begin where there is nothing.")
+    ] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Keep what the GPU has no memory for in the machine's, or on its disk.")
+    ] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="The processes hold one model together, which is bigger than a GPU.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a record failed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how long it would take and how large it would be, and stop.")
+    ] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write embeddings, without BOS and EOS, in input order; or look at what was written."""
+    from esmshard.infer.outputs import Long
+
+    if model in ("status", "verify", "merge") and not Path(model).exists():
+        import esmshard.infer.embed_left as left
+
+        if model == "merge":
+            print(left.merge(fasta, out, fmt, overwrite))
+        else:
+            print(left.status(fasta) if model == "status" else left.verify(fasta))
+        return
+    if out is None:
+        raise UsageError("-o: name the file to write, or the directory")
+    try:
+        chosen = [int(layer) for layer in layers.split(",") if layer.strip()]
+    except ValueError:
+        raise UsageError(f"--layers {layers}: numbers with commas between them are expected, as 5,6") from None
+    from esmshard.infer.embed import embed as run
+    from esmshard.infer.embed_request import request
+
+    how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
+    how |= {"layers": chosen, "dtype": dtype, "precision": precision, "long": Long(long, window, overlap)}  # type: ignore[arg-type]
+    asked = request(model, out, **how)
+    if dry_run and (shard or offload):
+        raise UsageError("--dry-run times a model that each process holds whole; leave --shard and --offload out")
+    if dry_run:
+        from esmshard.infer.embed_plan import dry_run as look
+
+        print(look(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
+        return
+    report = run(
+        asked,
+        fasta,
+        nproc=nproc,
+        tokens=tokens,
+        reuse=reuse,
+        resume=resume,
+        overwrite=overwrite,
+        offload=offload,
+        shard=shard,
+    )
+    if not shard or os.environ.get("RANK", "0") == "0":  # else the ranks of a launcher have made one output
+        print(report)
+    if report.failed and strict:
+        raise SystemExit(1)
 
 
 @app.command()
@@ -471,7 +468,7 @@ def predict(
     ] = None,
     out: Annotated[
         Optional[Path],
-        typer.Option("-o", "--out", help="File to write: .npz, one array a record under its id, or .csv."),
+        typer.Option("-o", "--out", help="File to write: .npz, one array a record under its id, .csv or .parquet."),
     ] = None,
     all_singles: Annotated[
         bool, typer.Option("--all-singles", help="Of variants: every single substitution, in place of a table.")
@@ -486,6 +483,12 @@ def predict(
     mutant: Annotated[
         Optional[str], typer.Option(metavar="COLUMN", help="Of a table: mutations; found by its name by default.")
     ] = None,
+    png: Annotated[
+        Optional[Path], typer.Option(metavar="DIR", help="Of contacts: a picture of each map, besides.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Of FASTA: exit with 1 if a record failed, as listed in OUT.failed.tsv.")
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Write what the fine-tuned head says: contact maps, classes and values; variants in their order."""
@@ -497,6 +500,8 @@ def predict(
     if models_of(model):
         if (data is None) != all_singles:
             raise UsageError("of variants, give either a table or --all-singles")
+        if png or strict:
+            raise UsageError("--png and --strict are for FASTA files, and these are variants")
         how: dict[str, Any] = {"mutant": mutant, "propose": propose, "kappa": kappa, "overwrite": overwrite}
         print(f"{out}: {rank(model, data, out, **how):,} variants")
         return
@@ -507,7 +512,11 @@ def predict(
         raise UsageError(f"--all-singles, --propose and --mutant are for models of variants, and {model} is none")
     if data is None:
         raise UsageError("give a FASTA file, or a token store, to predict")
-    print(f"{out}: {run(model, data, out, overwrite=overwrite):,} records")
+    done = run(model, data, out, png=png, overwrite=overwrite)
+    failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
+    print(f"{out}: {done.records:,} records{failed}")
+    if done.failures and strict:
+        raise typer.Exit(1)
 
 
 @app.command()

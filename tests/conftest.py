@@ -28,6 +28,7 @@ out: {out}
 
 LONG = {"equality", "cli", "adapted_runs", "saver", "plan", "sharded_runs", "stuck", "attempts", "launch", "restarts"}
 LONG |= {"variants_command", "landscape", "shipped_recipes"}
+LONG |= {"embed_drills", "embed_faults", "embed_verify"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -139,7 +139,7 @@ for name in [name for name in vars(torch.distributed) if not name.startswith("_"
 torch.distributed.is_available = lambda: False
 modules = "shard load launch communication watch stuck profile"
 beyond = ["esmshard.parallel." + name for name in modules.split()]
-beyond = ("esmshard.checkpoint", "esmshard.train", *beyond)
+beyond = ("esmshard.checkpoint", "esmshard.train", "esmshard.infer.sharded_worker", *beyond)
 names = [name for name in names if not name.startswith(beyond)] + ["esmshard.train.evaluate", "esmshard.train.job"]
 """
 

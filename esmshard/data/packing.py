@@ -10,7 +10,7 @@ dealing gives all bins a similar mix of lengths.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,3 +250,20 @@ def _swap(tokens: Integers, bins: Integers, loads: Integers, heaviest: int, othe
 def _members(bins: Integers, n_bins: int) -> list[Integers]:
     """Places of the records of each bin, ascending."""
     return np.split(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=n_bins))[:-1])
+
+
+def by_length(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Places in `lengths`, shortest first, in groups of at most `most` tokens; a longer one stands alone.
+
+    >>> list(by_length([5, 2, 9, 3], 6))
+    [[1, 3], [0], [2]]
+    """
+    group: list[int] = []
+    total = 0
+    for n in sorted(range(len(lengths)), key=lambda n: lengths[n]):
+        if group and total + lengths[n] > most:
+            yield group
+            group, total = [], 0
+        group.append(n)
+        total += lengths[n]
+    yield group

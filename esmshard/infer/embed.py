@@ -1,120 +1,273 @@
-"""Embeddings of every record of a FASTA file, in input order, in one process."""
+"""Embeddings of any number of sequences: one process or many, interrupted or not, in one file or a directory of parts.
 
+Whatever is written, it is computed into a product (`esmshard.infer.product`) at `OUT.partial` first. With the last part
+it becomes the directory OUT, or rows are streamed out of it, in input order, into the file OUT.
+"""
+
+import errno
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
-from esmshard.batch import pack
-from esmshard.data.ingest import ingest
-from esmshard.data.loader import Examples
-from esmshard.data.store import TokenStore, is_store
-from esmshard.errors import UsageError
-from esmshard.infer.writers import DEFAULT_POOL, WRITERS, Pool, check, ids_file
-from esmshard.model import weights
-from esmshard.model.esm2 import ESM2
-from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.errors import InputError, UsageError
+from esmshard.infer import product_plan
+from esmshard.infer.claims import Worker, at_work
+from esmshard.infer.embed_output import Report, check_same, finish, finished, report_of
+from esmshard.infer.embed_request import PARTS, Request, check_output, file_bytes
+from esmshard.infer.formats import suits
+from esmshard.infer.local_workers import run_local
+from esmshard.infer.product import Index, Product, clear, note_file, read_note, remove
+from esmshard.infer.product_plan import partial
+from esmshard.infer.reuse import Reuse
+from esmshard.infer.worker import make_embedder, work
+from esmshard.parallel.mesh import is_launched
 from esmshard.progress import Progress, rate, say
 
-WINDOW = 512
-"""Records that are sorted by length together; their embeddings wait in memory until the window is done."""
+SHARED_PART = 1 << 16
+"""Tokens of a part where GPUs share a model: four packs, for those without a part wait for those with one."""
 
 
 def embed(
-    model: str,
+    asked: Request,
     fasta: Path,
-    out: Path,
     *,
-    fmt: str | None = None,
-    pool: Pool | None = None,
-    layer: int | None = None,
-    tokens: int = 4096,
+    nproc: int | None = None,
+    tokens: int | None = None,
+    reuse: Path | None = None,
+    resume: bool = False,
     overwrite: bool = False,
-) -> int:
-    """Write embeddings; the number of records.
+    offload: bool = False,
+    shard: bool = False,
+    part_tokens: int | None = None,
+) -> Report:
+    """Compute and write.
 
     Args:
-        model: see `esmshard.model.weights.read`.
+        asked: see `request`.
         fasta: plain or compressed, `-` for the standard input, or a token store.
-        out: the file to write.
-        fmt: a key of WRITERS; by default the ending of `out`.
-        pool: `mean` over residues ([D] a record) or `residue` ([L, D]); by default `mean` for npy, `residue` for h5.
-            `<cls>` and `<eos>` never enter.
-        layer: 0 (embedding) to the number of layers; the last, normed one by default.
-        tokens: computed at once, in one pack on a GPU and in one a core on the CPU; a longer record goes alone.
-        overwrite: replace `out`.
+        nproc: processes of this machine; as many as there are GPUs, or one, by default.
+        tokens: computed at once.
+        reuse: an earlier product, of which the rows of equal sequences are taken.
+        resume: go on with what an interrupted run left, or beside other workers of the same output; begin if there is
+            nothing.
+        overwrite: replace `out`, and what an interrupted run left.
+        offload: keep layers that the GPU has no memory for in that of the machine, or on its disk.
+        shard: the processes hold one model together. Those of a launcher all call this, and the first one writes `out`.
+        part_tokens: of a part.
+
+    Raises:
+        UsageError: the output is there already, or was begun with something else.
+        InputError: a file cannot be read; nothing is left behind then.
     """
-    fmt = fmt or out.suffix.removeprefix(".")
-    if fmt not in WRITERS:
-        raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(WRITERS)} (by ending, or --format)")
-    pool = pool or DEFAULT_POOL[fmt]
-    if fmt == "npy" and pool == "residue":
-        raise UsageError(f"{out}: records differ in length, so one .npy matrix cannot hold every residue; write .h5")
-    check(*([out, ids_file(out)] if fmt == "npy" else [out]), overwrite=overwrite)
-    with tempfile.TemporaryDirectory(prefix="esmshard-embed-") as scratch:
-        # The whole input is read before the model: a bad record at the end costs seconds, not a night.
-        store = TokenStore(fasta) if is_store(fasta) else ingest([fasta], Path(scratch) / "store")
-        for notice in store.notices:
-            say(f"{fasta}: {notice}")
-        examples = Examples("input", fasta, store, None)
-        esm = weights.build(weights.read(model), weights.default_device()).eval()
-        layer = esm.config.n_layers if layer is None else layer
-        if not 0 <= layer <= esm.config.n_layers:
-            raise UsageError(f"--layer {layer}: {model} has layers 0 to {esm.config.n_layers}")
-        attributes = {"model": model, "layer": layer, "pool": pool, "dtype": "float32"}
-        began, residues = time.monotonic(), 0
-        with (
-            WRITERS[fmt](out, len(store), esm.config.dim, attributes) as writer,
-            Progress("embed", len(store)) as progress,
-        ):
-            for n, values in enumerate(_embeddings(esm, examples, layer, pool, tokens)):
-                writer.add(store.id(n), values)
-                residues += int(store.lengths[n])
-                progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
-        return len(store)
+    if resume and overwrite:
+        raise UsageError("--resume goes on, --overwrite starts over; give one of them")
+    if offload and (shard or nproc not in (None, 1)):
+        raise UsageError("--offload keeps one model in all the memory there is; leave --nproc and --shard out")
+    directory, together = partial(asked.out), shard and is_launched()
+    if together and nproc is not None:
+        raise UsageError("--nproc belongs to a single command; a launcher has started this process already")
+    if shard and not together:
+        from esmshard.infer.sharded_worker import check_ranks
+
+        nproc = nproc or torch.cuda.device_count()
+        check_ranks(nproc)
+
+    def prepare() -> Report | dict[str, Any]:
+        with _one_sentence(directory):
+            return _prepare(asked, fasta, reuse, resume, overwrite, shard, part_tokens)
+
+    with _one_sentence(directory):
+        if together:
+            return _together(directory, asked, tokens, prepare)
+        try:
+            plan = prepare()
+            if isinstance(plan, Report):
+                return plan
+            if not (directory / "manifest.json").exists():
+                _compute(directory, asked, plan, nproc, tokens, offload, shard)
+            return finish(directory, asked)
+        except (InputError, OSError):
+            if not resume or directory.exists() or not asked.out.exists():
+                raise
+        return finished(asked, fasta)  # another worker has made it of all parts, and removed them, meanwhile
 
 
-def _embeddings(
-    esm: ESM2, examples: Examples, layer: int, pool: Pool, tokens: int
-) -> Iterator[npt.NDArray[np.float32]]:
-    """One array a record, in order. Within a window records are batched by length, so that batches fill evenly."""
-    device = next(esm.parameters()).device
-    most = max(tokens // packs_at_once(device), 1024)  # smaller packs are slower
+def _prepare(
+    asked: Request,
+    fasta: Path,
+    reuse: Path | None,
+    resume: bool,
+    overwrite: bool,
+    shard: bool,
+    part_tokens: int | None,
+) -> Report | dict[str, Any]:
+    """The plan, or manifest, of what is at `OUT.partial` from now on; what was done, if nothing is left to do."""
+    directory = partial(asked.out)
+    for place in (directory, asked.out):
+        clear(place)
+    if resume and not directory.exists() and asked.out.exists():
+        return finished(asked, fasta)
+    going_on = directory.exists()
+    if not (resume and directory.exists()):
+        check_output(asked, overwrite=overwrite)
+    if directory.exists() and not resume:
+        if not overwrite:
+            raise UsageError(f"{directory}: left by an interrupted run; --resume goes on, --overwrite starts over")
+        if at_work(directory / "work"):
+            raise UsageError(f"{directory}: other processes work on it; stop them first")
+        remove(directory)
+    if reuse is not None:
+        Reuse(reuse, asked.spec)
+    for notice in asked.found.notices:
+        say(notice)
+    if resume and going_on and not directory.exists() and asked.out.exists():  # another worker has finished
+        return finished(asked, fasta)
+    plan = _begin(directory, asked, fasta, reuse, shard, part_tokens)
+    if not (directory / "manifest.json").exists():
+        _check_room(directory, asked, plan)
+    return plan
 
-    def values(members: list[int]) -> list[npt.NDArray[np.float32]]:
-        batch = pack([examples.get(n).tokens for n in members]).to(device)
-        x_TD = esm(batch, layers=(layer,)).representations[layer]
-        # .clone(): a view would keep the whole batch alive for the length of the window.
-        return [
-            (x_LD.mean(0) if pool == "mean" else x_LD.clone()).float().cpu().numpy() for x_LD in batch.residues(x_TD)
-        ]
 
-    for first in range(0, len(examples), WINDOW):
-        window = range(first, min(first + WINDOW, len(examples)))
-        groups = list(by_length([int(examples.tokens[n]) for n in window], most))
-        packs = [[window[k] for k in group] for group in groups]
-        done: dict[int, npt.NDArray[np.float32]] = {}
-        for members, arrays in zip(packs, side_by_side(values, packs, device), strict=True):
-            done |= zip(members, arrays, strict=True)
-        for n in window:
-            yield done.pop(n)
+def _together(
+    directory: Path, asked: Request, tokens: int | None, prepare: Callable[[], Report | dict[str, Any]]
+) -> Report:
+    """What `embed` does in each of the processes of a launcher."""
+    from esmshard.infer.sharded_worker import joined, work_together
+
+    with joined() as ranks:
+        plan = ranks.from_first(prepare)
+        if isinstance(plan, Report):
+            return plan
+        if "sha256" not in plan:  # else it is a manifest
+            work_together(directory, plan, ranks, tokens)
+        report = ranks.from_first(lambda: report_of(Product(directory, unfinished=True), asked))
+    return finish(directory, asked) if ranks.is_first else report
 
 
-def by_length(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Places in `lengths`, shortest first, in groups of at most `most` tokens; a longer one stands alone.
+def _begin(
+    directory: Path, asked: Request, fasta: Path, reuse: Path | None, shard: bool, part_tokens: int | None
+) -> dict[str, Any]:
+    if (directory / "manifest.json").exists():  # interrupted while the file was made of it
+        product = Product(directory)
+        check_same(asked, product, directory)
+        product_plan.same_input(directory, fasta, product.manifest)
+        return product.manifest
+    try:
+        limit = None if asked.spec.long.mode != "full" else asked.found.config.max_positions
+        if shard and asked.device.type != "cpu":
+            part_tokens = part_tokens or SHARED_PART
+        plan = product_plan.begin(
+            directory, fasta, asked.spec, asked.facts, reuse, part_tokens, asked.device.type, limit and limit - 2
+        )
+    except BaseException:
+        if not (directory / "plan.json").exists() and not at_work(directory / "work"):
+            with suppress(OSError):
+                remove(directory)
+        raise
+    if reuse is not None and plan["reuse"] != str(reuse.resolve()):
+        raise UsageError(
+            f"--reuse {reuse}: {directory} was begun {'with ' + plan['reuse'] if plan['reuse'] else 'without it'}; "
+            "leave it out, or start over with --overwrite"
+        )
+    return plan
 
-    >>> list(by_length([5, 2, 9, 3], 6))
-    [[1, 3], [0], [2]]
-    """
-    group: list[int] = []
-    total = 0
-    for n in sorted(range(len(lengths)), key=lambda n: lengths[n]):
-        if group and total + lengths[n] > most:
-            yield group
-            group, total = [], 0
-        group.append(n)
-        total += lengths[n]
-    yield group
+
+def _check_room(directory: Path, asked: Request, plan: dict[str, Any]) -> None:
+    """Refuse what cannot fit, before the first part is computed."""
+    index = Index(directory / "index")
+    if asked.fmt != PARTS:
+        ids = int(index.ids[plan["records"] :][0])
+        suits(asked.fmt, asked.spec.outputs, asked.spec.dtype, asked.out, records=plan["records"], id_bytes=ids)
+    need = 0
+    for part in range(plan["parts"]):
+        if not note_file(directory, part).exists():
+            need += asked.spec.kind.bytes_of(asked.spec.long.kept(index.lengths_of(part)))
+    if asked.fmt != PARTS:
+        need += file_bytes(asked, index, plan["records"])
+    free = shutil.disk_usage(directory).free
+    if need > free:
+        raise InputError(
+            f"{directory}: {need / 1e9:.1f} GB will be written and {free / 1e9:.1f} GB are free; make room, choose "
+            "another place, or store less (--dtype fp16, --pool mean), and go on with --resume"
+        )
+
+
+def _compute(
+    directory: Path,
+    asked: Request,
+    plan: dict[str, Any],
+    nproc: int | None,
+    tokens: int | None,
+    offload: bool,
+    shard: bool,
+) -> None:
+    every = torch.cuda.device_count() if asked.device.type == "cuda" and not offload else 1
+    processes = nproc or max(1, every)
+    notes = [read_note(note_file(directory, k)) for k in range(plan["parts"])]
+    before = sum(note["rows"] for note in notes if note is not None)
+    if before:
+        say(f"{directory}: going on; {before:,} of {plan['unique']:,} sequences are done")
+    if None not in notes:
+        return
+    if shard:
+        from esmshard.infer.sharded_worker import run_sharded
+
+        run_sharded(directory, processes, tokens)
+        return
+    began = time.monotonic()
+    done, residues = before, 0
+    with Progress("embed", plan["unique"], done=before) as progress:
+
+        def told(rows: int, more: int) -> None:
+            nonlocal done, residues
+            if not rows:
+                return
+            done, residues = done + rows, residues + more
+            # The last line is for the end: what a killed worker did is counted twice when it is done again.
+            progress.update(
+                min(done, plan["unique"]), f"{rate(residues / max(time.monotonic() - began, 1e-9))} residues/s"
+            )
+
+        if processes > 1:
+            run_local(directory, asked.device.type, processes, tokens, told)
+        else:
+            with Worker(directory / "work") as worker, _offload_folder(directory, offload) as folder:
+                embedder = make_embedder(plan, asked.device, tokens, folder)
+                work(directory, plan, embedder, worker, told)
+
+
+@contextmanager
+def _offload_folder(directory: Path, wanted: bool) -> Iterator[Path | None]:
+    """A directory for layers that do not fit into memory; they are gone at the end."""
+    if not wanted:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=directory / "work") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _one_sentence(directory: Path) -> Iterator[None]:
+    """A full or read-only disk is no traceback; what is finished stays."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # numpy, HDF5 and torch say it in words only.
+        number, words = getattr(error, "errno", None), ("No space left", " requested and ", "iostream error")
+        if number in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in words):
+            raise InputError(
+                f"{directory}: the disk is full; what is finished stays there: make room and go on with --resume"
+            ) from None
+        if isinstance(error, OSError) and number in (errno.EROFS, errno.EACCES, errno.EPERM):
+            where = error.filename or directory
+            raise InputError(
+                f"{where}: cannot be written to ({(error.strerror or str(error)).lower()}); mend that and go on with "
+                "--resume, or choose another place"
+            ) from None
+        raise

@@ -124,7 +124,12 @@ class ESM2(nn.Module):
             raise ValueError(f"layers {sorted(wanted)}: this model has 0 to {self.config.n_layers}")
         x_TD = self._embed(batch)
         found = {0: x_TD} if 0 in wanted else {}
+        needed = self.config.n_layers
+        if logits_at is None and on_attention is None and wanted:
+            needed = max(wanted)  # what nobody asked for is not computed
         for index, block in enumerate(self.layers):
+            if index == needed:
+                return EsmOutput(found, None)
             x_TD = block(x_TD, batch, index, on_attention)
             if index + 1 in wanted and index + 1 < self.config.n_layers:
                 found[index + 1] = x_TD

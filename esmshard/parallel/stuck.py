@@ -54,7 +54,7 @@ class Stuck(RuntimeError):
     """The device does not finish its work, or another rank has opened the roll call."""
 
 
-def _is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether another rank may be the reason for an error. gloo's are plain RuntimeErrors; their text tells."""
     return isinstance(error, (Stuck, dist.DistError)) or (
         isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
@@ -156,7 +156,7 @@ class Control:
 
     def _explain(self, error: BaseException) -> None:
         """Raise an `InputError` in place of an error that another rank caused; tell the others of one that is ours."""
-        if _is_lost(error):
+        if is_lost(error):
             raise self._verdict(str(error)) from None
         try:
             self._tell()

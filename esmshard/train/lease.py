@@ -24,6 +24,8 @@ from types import TracebackType
 from pydantic import BaseModel
 
 from esmshard.errors import InputError
+from esmshard.parallel.alive import machine as _machine
+from esmshard.parallel.alive import process_lives, process_start
 
 BEAT = 10.0
 """Seconds between two signs of life."""
@@ -254,43 +256,6 @@ def job_id(environ: Mapping[str, str] = os.environ) -> str | None:
         return f"{array}_{task}"
     run = environ.get("TORCHELASTIC_RUN_ID", "none")
     return environ.get("SLURM_JOB_ID") or (run if run not in ("", "none") else None)
-
-
-def process_lives(pid: int, start: str | None) -> bool | None:
-    """Whether the process of this machine that began at `start` still runs; None where the system does not tell.
-
-    Args:
-        pid: its id, which may be another process's by now.
-        start: `process_start` of that process.
-    """
-    if os.name != "posix":  # there, asking with signal 0 would end it
-        return None
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # another user's
-        pass
-    now = process_start(pid)
-    return None if start is None or now is None else now == start
-
-
-def process_start(pid: int) -> str | None:
-    """When a process began, in ticks since the machine did; `ended` for a zombie; None where there is no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return "ended" if fields[0] in ("Z", "X") else fields[19]
-    except (OSError, IndexError):
-        return None
-
-
-def _machine() -> str:
-    """One boot of one kernel, and one space of process ids in it: containers have their own."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _myself(beat: float) -> Holder:

@@ -240,4 +240,4 @@ def test_ranks_that_lost_each_other_are_told_what_the_first_saw(control: Control
     ],
 )
 def test_which_errors_another_rank_may_have_caused(error: BaseException, lost: bool) -> None:
-    assert stuck._is_lost(error) is lost
+    assert stuck.is_lost(error) is lost

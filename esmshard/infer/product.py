@@ -1,0 +1,413 @@
+"""A product: the embeddings of a whole input as a directory of parts, read by id without merging. No torch.
+
+    OUT/
+      manifest.json        what was computed of what with what: spec, counts, a note a part, sha256 of the index
+      parts/               see `esmshard.infer.parts`
+      index/
+        ids.txt            ids of the records, one a line, in input order
+        ids.npy            int64 [N + 1]: where each begins
+        id_keys.npy        uint64 [N]: `store.keys` of the ids, sorted
+        id_rows.npy        the records that these belong to
+        lengths.npy        int32 [N]: residues of each record
+        rows.npy           [N]: the row of each record; equal sequences share one
+        first.npy          [U]: the first record of each row
+        content.npy        uint8 [U, 16]: BLAKE2b of each row's residues
+        content_keys.npy   uint64 [U]: the first eight bytes of these, sorted, and
+        content_rows.npy   [U]: the rows that they belong to
+        bounds.npy         int64 [P + 1]: first row of each part, and U
+      failed.tsv           id, residues and reason of each record without a row, if there are any
+
+While it is made it lies in `OUT.partial`. Version 1.
+"""
+
+import bisect
+import contextlib
+import functools
+import itertools
+import json
+import shutil
+import tokenize
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.store import keys, sha256
+from esmshard.errors import InputError, UsageError
+from esmshard.infer.outputs import About, Row, as_float
+from esmshard.infer.parts import DamagedError, Layout, PartReader
+from esmshard.infer.product_index import leading
+from esmshard.infer.product_plan import FORMAT, VERSION, Spec, digest, read_plan
+
+_OPEN_PARTS = 64
+_AT_ONCE = 1 << 16
+
+
+class Column:
+    """An array on disk, of which slices are read; nothing stays mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                version = np.lib.format.read_magic(file)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                self.shape, _, self.dtype = read(file)
+                self._begin = file.tell()
+            count = int(np.prod(self.shape))
+            if path.stat().st_size != self._begin + count * self.dtype.itemsize:
+                raise ValueError("it is truncated")
+        except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:
+            raise InputError(f"{path}: the index is damaged ({error}); copy it again, or embed again") from None
+        self._width = int(np.prod(self.shape[1:]))
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
+        start, stop, _ = rows.indices(len(self))
+        count, skip = max(0, stop - start) * self._width, start * self._width * self.dtype.itemsize
+        values = np.fromfile(self.path, self.dtype, count, offset=self._begin + skip)
+        return values.reshape(-1, *self.shape[1:])
+
+    @property
+    def mapped(self) -> npt.NDArray[Any]:
+        """All of it, memory-mapped; pages that were read count as memory until it is let go."""
+        values: npt.NDArray[Any] = np.load(self.path, mmap_mode="r")
+        return values
+
+    def at(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Some rows."""
+        return np.array(self.mapped[rows])
+
+
+class Index:
+    """What is known of records and rows before anything is computed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        names = ("ids", "id_keys", "id_rows", "lengths", "rows", "first", "content", "content_keys", "content_rows")
+        self._columns = {name: Column(path / f"{name}.npy") for name in names}
+        self.bounds: list[int] = Column(path / "bounds.npy")[:].tolist()
+        """First row of each part, and the number of rows."""
+
+    def __getattr__(self, name: str) -> Column:
+        columns: dict[str, Column] = self.__dict__.get("_columns", {})
+        if name not in columns:
+            raise AttributeError(name)
+        return columns[name]
+
+    def part_of(self, row: int) -> int:
+        """The part that a row lies in."""
+        return bisect.bisect_right(self.bounds, row) - 1
+
+    def lengths_of(self, part: int) -> npt.NDArray[np.int64]:
+        """Residues of the sequences of a part, int64 [n]."""
+        first_U = self.first[self.bounds[part] : self.bounds[part + 1]]
+        return self.lengths.at(first_U).astype(np.int64)
+
+    def id_list(self, start: int, stop: int) -> list[str]:
+        """Ids of some records in a row."""
+        at = self.ids[start : stop + 1].tolist()
+        with open(self.path / "ids.txt", "rb") as file:
+            file.seek(at[0])
+            text = file.read(at[-1] - at[0])
+        return [text[a - at[0] : b - at[0] - 1].decode() for a, b in itertools.pairwise(at)]
+
+    def find(self, record_id: str) -> int | None:
+        """The record of an id, or None."""
+        key_N, wanted = self._id_keys, keys([record_id.encode(errors="surrogatepass")])[0]
+        place = int(key_N.searchsorted(wanted))
+        while place < len(key_N) and key_N[place] == wanted:
+            record = int(self.id_rows[place : place + 1][0])
+            if self.id_list(record, record + 1) == [record_id]:
+                return record
+            place += 1
+        return None
+
+    @functools.cached_property
+    def _id_keys(self) -> npt.NDArray[np.uint64]:
+        return self.id_keys.mapped
+
+    def rows_of(self, content_M16: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+        """The row of each content key, or -1, int64 [M]."""
+        sorted_U, row_U, content_U16 = self.content_keys.mapped, self.content_rows.mapped, self.content.mapped
+        wanted_M = leading(content_M16)
+        place_M, found_M = sorted_U.searchsorted(wanted_M), np.full(len(content_M16), -1, np.int64)
+        open_M = np.arange(len(content_M16))
+        while len(open_M):  # again only for keys that share eight bytes
+            open_M = open_M[place_M[open_M] < len(sorted_U)]
+            open_M = open_M[sorted_U[place_M[open_M]] == wanted_M[open_M]]
+            open_M = open_M[row_U[place_M[open_M]] < len(content_U16)]  # others are damaged
+            rows = row_U[place_M[open_M]]
+            same = (content_U16[rows] == content_M16[open_M]).all(1)
+            found_M[open_M[same]] = rows[same]
+            open_M = open_M[~same]
+            place_M[open_M] += 1
+        return found_M
+
+
+def note_file(directory: Path, part: int) -> Path:
+    """Where the note of a finished part lies until all are finished."""
+    return directory / "parts" / f"{part:06d}.json"
+
+
+def read_note(path: Path) -> dict[str, Any] | None:
+    """The note of a part; None if it is not finished."""
+    try:
+        note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        raise InputError(f"{path}: cannot be read; delete it and run embed with --resume") from None
+    return note
+
+
+def mend(path: Path) -> str:
+    """What to do about a finished product that is damaged, in a clause."""
+    return f"copy it again, or embed once more with --reuse {path}: only what is damaged is computed then"
+
+
+class Product:
+    """Embeddings by id. `product["P12345"]` is an array, or a dictionary of arrays by name where several kinds were
+    computed; `product[["P12345", "Q67890"]]` an array [N, D] of vectors, or a list of arrays.
+
+    Args:
+        path: the directory.
+        unfinished: take one that is still being made, as far as it is.
+
+    Raises:
+        InputError: it is no product, is damaged or is unfinished.
+    """
+
+    def __init__(self, path: str | Path, *, unfinished: bool = False) -> None:
+        self.path = Path(path)
+        self.finished = (self.path / "manifest.json").is_file()
+        if self.finished:
+            self.manifest = _manifest(self.path)
+        elif unfinished and (self.path / "plan.json").is_file():
+            self.manifest = read_plan(self.path)
+            notes = [read_note(note_file(self.path, k)) for k in range(self.manifest["parts"])]
+            self.manifest["parts"] = notes
+        else:
+            begun = self.path
+            if not (begun / "plan.json").is_file():
+                begun = self.path.with_name(f"{self.path.name}.partial")
+            if (begun / "plan.json").is_file():
+                raise InputError(f"{begun}: is not finished; go on with embed --resume")
+            raise InputError(f"{self.path}: is no directory of embeddings (it has no manifest.json)")
+        self.spec = Spec.of(self.manifest)
+        self.index = Index(self.path / "index")
+        self.outputs = self.spec.outputs
+        """What there is of each record."""
+        self._readers: OrderedDict[int, PartReader] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self.manifest["records"])
+
+    def __contains__(self, record_id: object) -> bool:
+        return isinstance(record_id, str) and self.index.find(record_id) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(0, len(self), _AT_ONCE):
+            yield from self.index.id_list(start, min(start + _AT_ONCE, len(self)))
+
+    @overload
+    def __getitem__(self, ids: str) -> npt.NDArray[Any] | dict[str, npt.NDArray[Any]]: ...
+    @overload
+    def __getitem__(self, ids: Sequence[str]) -> Any: ...
+    def __getitem__(self, ids: str | Sequence[str]) -> Any:
+        if isinstance(ids, str):
+            found = self._get(ids)
+            return found[self.outputs[0].name] if len(self.outputs) == 1 else found
+        every = [self._get(one) for one in ids]
+        by_name: dict[str, Any] = {}
+        for one in self.outputs:
+            arrays = [values[one.name] for values in every]
+            by_name[one.name] = np.stack(arrays) if one.pooled and arrays else arrays
+        return by_name[self.outputs[0].name] if len(self.outputs) == 1 else by_name
+
+    def __repr__(self) -> str:
+        names = ", ".join(one.name for one in self.outputs)
+        return f"<Product {self.path}: {names} of {len(self):,} records by {self.manifest['facts']['model']}>"
+
+    @property
+    def attributes(self) -> dict[str, str | int]:
+        """What was computed, for the attributes of files."""
+        spec, facts = self.spec, self.manifest["facts"]
+        layers = dict.fromkeys(one.layer for one in self.outputs if one.layer is not None)
+        long = spec.long
+        found = {
+            "model": facts["model"],
+            "model_hash": spec.model_hash,
+            "layer": next(iter(layers)) if len(layers) == 1 else ",".join(map(str, layers)),
+            "pool": ",".join(dict.fromkeys(one.pool for one in self.outputs)),
+            "dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[spec.dtype],
+            "compute": spec.compute,
+            "long": long.mode,
+            "esmshard": self.manifest["esmshard"],
+        }
+        if long.mode != "full":
+            found["window"] = long.window
+        if long.mode == "window":
+            found["overlap"] = long.overlap
+        return found
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Why records have no values, by id."""
+        return {record_id: reason for record_id, _, reason in failures(self)}
+
+    def about(self) -> About:
+        """What a file made of it says of itself."""
+        failed = sum(1 for _ in failures(self))
+        return About(self.outputs, self.spec.dim, self.spec.dtype, len(self) - failed, self.attributes)
+
+    def rows(self) -> Iterator[Row]:
+        """The records that have values, in input order; bf16 as its bits. `DamagedError` for what was changed."""
+        for start in range(0, len(self), _AT_ONCE):
+            stop = min(start + _AT_ONCE, len(self))
+            columns = self.index.id_list(start, stop), self.index.lengths[start:stop], self.index.rows[start:stop]
+            for record_id, length, row in zip(columns[0], columns[1].tolist(), columns[2].tolist(), strict=True):
+                values = self.values(row)
+                if values is not None:
+                    yield Row(record_id, length, values)
+
+    def reader(self, part: int) -> PartReader:
+        """Of a part. `DamagedError` if it does not hold what was written."""
+        if part in self._readers:
+            self._readers.move_to_end(part)
+            return self._readers[part]
+        note = self.manifest["parts"][part]
+        if note is None:
+            raise InputError(f"{self.path}: part {part} is not finished; go on with embed --resume")
+        layout = Layout(self.spec.kind, self.spec.long.kept(self.index.lengths_of(part)))
+        reader = PartReader(self.path / "parts" / note["file"], layout, note)
+        self._readers[part] = reader
+        if len(self._readers) > _OPEN_PARTS:
+            self._readers.popitem(last=False)[1].close()
+        return reader
+
+    def close(self) -> None:
+        """Close all files; reading opens them again."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+    def values(self, row: int) -> dict[str, npt.NDArray[Any]] | None:
+        """The arrays of a row, bf16 as its bits; None if it has failed. `DamagedError` names the part."""
+        part = self.index.part_of(row)
+        return self.reader(part).values(row - self.index.bounds[part])
+
+    def _get(self, record_id: str) -> dict[str, npt.NDArray[Any]]:
+        record = self.index.find(record_id)
+        if record is None:
+            raise KeyError(f"{self.path}: has no record '{record_id}'")
+        try:
+            values = self.values(int(self.index.rows[record : record + 1][0]))
+        except DamagedError as error:
+            raise InputError(f"{error}; {mend(self.path)}") from None
+        if values is None:
+            raise KeyError(f"{self.path}: '{record_id}' has no values: {self.failed[record_id]}")
+        return {name: as_float(array, self.spec.dtype) for name, array in values.items()}
+
+
+def failures(product: Product) -> Iterator[tuple[str, int, str]]:
+    """Id, residues and reason of each record without values, in input order."""
+    reasons = {
+        product.index.bounds[k] + at: reason
+        for k, note in enumerate(product.manifest["parts"])
+        if note is not None
+        for at, reason in note["failed"]
+    }
+    if not reasons:
+        return
+    for start in range(0, len(product), _AT_ONCE):
+        rows = product.index.rows[start : start + _AT_ONCE]
+        for k in np.flatnonzero(np.isin(rows, list(reasons))).tolist():
+            record_id = product.index.id_list(start + k, start + k + 1)[0]
+            yield record_id, int(product.index.lengths[start + k : start + k + 1][0]), reasons[int(rows[k])]
+
+
+def failed_table(product: Product) -> str:
+    """What `failed.tsv` holds; nothing if every record has values."""
+    lines = [f"{record_id}\t{length}\t{reason}\n" for record_id, length, reason in failures(product)]
+    return "".join(["id\tlength\treason\n", *lines]) if lines else ""
+
+
+def write_failed(product: Product, path: Path) -> None:
+    """`failed.tsv`, if there is anything to write."""
+    if text := failed_table(product):
+        scratch = path.with_name(f".tmp-{path.name}")
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+
+
+def seal(directory: Path) -> Product:
+    """Make the manifest of a product of which every part is finished, and remove what only its making needed.
+    `DamagedError` for a part that does not hold what was written.
+    """
+    if not (directory / "manifest.json").exists():
+        product = Product(directory, unfinished=True)
+        missing = [k for k, note in enumerate(product.manifest["parts"]) if note is None]
+        if missing:
+            raise UsageError(f"{directory}: part {missing[0]} and {len(missing) - 1} others are missing; use --resume")
+        for k in range(len(product.manifest["parts"])):
+            product.reader(k)
+        (directory / "failed.tsv").unlink(missing_ok=True)
+        write_failed(product, directory / "failed.tsv")
+        manifest = {name: value for name, value in product.manifest.items() if name not in ("store", "digest")}
+        manifest["index"] = {path.name: sha256(path) for path in sorted((directory / "index").iterdir())}
+        manifest["sha256"] = digest(manifest)
+        scratch = directory / ".tmp-manifest.json"
+        scratch.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        scratch.replace(directory / "manifest.json")
+    product = Product(directory)
+    kept = {note["file"] for note in product.manifest["parts"]}
+    for path in (directory / "parts").iterdir():  # notes, and files of workers that were killed
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+    remove(directory / "work")
+    for path in directory.iterdir():
+        if path.name not in ("manifest.json", "index", "parts", "failed.tsv"):  # plan, and files of killed workers
+            path.unlink(missing_ok=True)
+    return product
+
+
+def remove(directory: Path, successor: Path | None = None) -> None:
+    """Remove a directory, if it is there, and give its name to another one. Under a third name first: half of it is
+    never seen by the old one, and nobody puts a file into it meanwhile.
+    """
+    clear(directory)
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(_removed(directory))
+    if successor is not None:
+        successor.rename(directory)
+    clear(directory)
+
+
+def clear(directory: Path) -> None:
+    """Go on with a removal that was interrupted."""
+    shutil.rmtree(_removed(directory), ignore_errors=True)
+
+
+def _removed(directory: Path) -> Path:
+    return directory.with_name(f".removed-{directory.name}")
+
+
+def _manifest(directory: Path) -> dict[str, Any]:
+    path = directory / "manifest.json"
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise InputError(f"{directory}: is no directory of embeddings")
+        if manifest["version"] != VERSION:
+            raise InputError(f"{directory}: was made by another version of esmshard; embed again")
+        Spec.of(manifest)
+        if manifest["sha256"] != digest(manifest):
+            raise ValueError("its text was changed")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: is damaged ({error}); copy it again, or embed again") from None
+    return manifest

@@ -1,0 +1,209 @@
+"""The input of a product as a token store, and what is known of each record and row before anything is computed. No
+torch.
+
+All of it lies on disk. Nothing is kept in memory for each record but the index of the token store while it is made,
+and, while duplicates are looked for, some numbers for each of a quarter of a million records. A large input is read by
+a process of its own, which is gone, with the pages that it mapped, when computing begins.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.ingest import ingest
+from esmshard.data.store import TokenStore, is_store
+from esmshard.errors import InputError, UsageError
+from esmshard.infer.parts import KEY_BYTES
+from esmshard.progress import say
+
+STDIN = Path("-")
+LARGE = 1 << 24
+"""Bytes of a FASTA file from which on a process of its own reads it; one that looks through a token store is always of
+its own."""
+_AT_ONCE = 1 << 16
+_BUCKET = 1 << 18
+
+
+def read_and_index(fasta: Path, store: Path, index: Path) -> int:
+    """Read the input, and write `index` (see `esmshard.infer.product`); the number of different sequences.
+
+    Args:
+        fasta: a FASTA file, `-` or a token store.
+        store: directory of the token store that is made of it, unless it is one.
+        index: directory to make.
+
+    Raises:
+        InputError: the input cannot be read.
+    """
+    large = fasta != STDIN and (is_store(fasta) or fasta.stat().st_size >= LARGE)
+    if not large:
+        return _read_and_index(fasta, store, index)
+    paths = json.dumps([str(path) for path in (fasta, store, index)])
+    # The child ends with this process, however that happens: its end of the pipe is closed then.
+    theirs, ours = os.pipe()
+    try:
+        command = [sys.executable, "-m", "esmshard.infer.product_index", paths, str(theirs)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, pass_fds=[theirs], check=False)  # noqa: S603
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    if done.returncode < 0:
+        raise InputError(f"{fasta}: the process that read it was ended by signal {-done.returncode}; embed again")
+    try:
+        said = json.loads(done.stdout)
+    except ValueError:
+        raise ChildProcessError(f"{fasta}: the process that read it ended with exit code {done.returncode}") from None
+    if isinstance(said, int):
+        return said
+    if said["errno"] is not None:
+        raise OSError(said["errno"], os.strerror(said["errno"]), said["file"])
+    raise (UsageError if said["usage"] else InputError)(said["error"])
+
+
+def _read_and_index(fasta: Path, store: Path, index: Path) -> int:
+    found = read_input(fasta, store)
+    index.mkdir()
+    return write_index(index, found, index.parent)
+
+
+def read_input(fasta: Path, store: Path) -> TokenStore:
+    """The input as a token store: itself if it is one, else made at `store`, unless it is there."""
+    if is_store(fasta):
+        return TokenStore(fasta)
+    if is_store(store):
+        return TokenStore(store)
+    found = ingest([fasta], store)
+    for notice in found.notices:
+        say(f"{fasta}: {notice}")
+    return found
+
+
+def write_index(index: Path, store: TokenStore, scratch: Path) -> int:
+    """Write what is known of each record and row (see `esmshard.infer.product`); the number of rows.
+
+    Args:
+        index: a directory, empty.
+        store: the records.
+        scratch: a directory for temporary files.
+    """
+    n = len(store)
+    small = np.dtype(np.uint32 if n < 1 << 32 else np.uint64)
+    with tempfile.TemporaryDirectory(prefix="keys-", dir=scratch) as temporary:
+
+        def array(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], directory: Path = Path(temporary)) -> Any:
+            path = directory / f"{name}.npy"
+            mapped = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and would end the process below
+                with open(path, "r+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            return mapped
+
+        keys_N16 = array("keys", np.uint8, (n, KEY_BYTES))
+        length_N = array("lengths", np.int32, (n,), index)
+        id_N = array("ids", np.int64, (n + 1,), index)
+        with open(index / "ids.txt", "wb") as ids:
+            for first in range(0, n, _AT_ONCE):
+                rows = range(first, min(first + _AT_ONCE, n))
+                lines = [store.id(k).encode() + b"\n" for k in rows]
+                ids.write(b"".join(lines))
+                id_N[first + 1 : rows.stop + 1] = id_N[first] + np.cumsum([len(line) for line in lines])
+                length_N[first : rows.stop] = np.diff(store.offsets[first : rows.stop + 1]) - 1
+                digests = [hashlib.blake2b(store.residues(k).data, digest_size=KEY_BYTES).digest() for k in rows]
+                keys_N16[first : rows.stop] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, KEY_BYTES)
+        np.save(index / "id_keys.npy", store.keys)
+        np.save(index / "id_rows.npy", store.rows)
+
+        first_N, order = array("first", small, (n,)), array("order", small, (n,))
+        unique = 0
+        for group, members in _equal(keys_N16):
+            begins = np.flatnonzero(np.diff(group, prepend=-1))
+            firsts = members[begins]  # the least of each group
+            first_N[members] = np.repeat(firsts, np.diff(begins, append=len(group)))
+            order[unique : unique + len(firsts)] = firsts
+            unique += len(firsts)
+        row_N, first_U = array("rows", small, (n,), index), array("first", small, (unique,), index)
+        at = 0
+        for start in range(0, n, _AT_ONCE):  # an equal one comes before: its row is known
+            own = np.arange(start, min(start + _AT_ONCE, n))
+            first = first_N[start : start + len(own)].astype(np.int64)
+            new = first == own
+            numbers = np.cumsum(new) - 1 + at
+            first_U[at : at + int(new.sum())] = own[new]
+            block = np.where(new, numbers, 0)
+            earlier, inside = first < start, (first >= start) & ~new
+            block[inside] = block[first[inside] - start]
+            block[earlier] = row_N[first[earlier]]
+            row_N[start : start + len(own)] = block
+            at += int(new.sum())
+        content_U16 = array("content", np.uint8, (unique, KEY_BYTES), index)
+        sorted_U = array("content_keys", np.uint64, (unique,), index)
+        place_U = array("content_rows", small, (unique,), index)
+        for start in range(0, unique, _AT_ONCE):
+            content_U16[start : start + _AT_ONCE] = keys_N16[first_U[start : start + _AT_ONCE]]
+            records = order[start : min(start + _AT_ONCE, unique)]
+            sorted_U[start : start + _AT_ONCE] = leading(keys_N16[records])
+            place_U[start : start + _AT_ONCE] = row_N[records]
+    return unique
+
+
+def _equal(keys_N16: npt.NDArray[np.uint8]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Groups of equal keys, a bucket of leading bits at a time: a number for each group, and the records, ascending
+    within a group; keys ascend over all buckets.
+    """
+    n = len(keys_N16)
+    bits = min(8, max(0, (n // _BUCKET).bit_length()))
+    for bucket in range(1 << bits):
+        found = []
+        for start in range(0, n, _BUCKET):
+            of_key = keys_N16[start : start + _BUCKET, 0].astype(np.int64) >> (8 - bits)
+            found.append(np.flatnonzero(of_key == bucket) + start)
+        members = np.concatenate(found)
+        if not len(members):
+            continue
+        key_M16 = keys_N16[members]
+        high, low = leading(key_M16), leading(key_M16[:, 8:])
+        by = np.lexsort((members, low, high))
+        high, low, members = high[by], low[by], members[by]
+        new = np.ones(len(members), dtype=np.int64)
+        new[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+        yield np.cumsum(new) - 1, members
+
+
+def leading(key_M16: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """The first eight bytes of each key as a number."""
+    return np.ascontiguousarray(key_M16[:, :8]).view(">u8").reshape(-1).astype(np.uint64)
+
+
+def _main() -> None:
+    """A process that `read_and_index` started. What it found, or a mistake, goes to the standard output as JSON."""
+    paths, alive = json.loads(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
+    said: Any
+    try:
+        said = _read_and_index(*map(Path, paths))
+    except InputError as error:
+        said = {"error": str(error), "usage": isinstance(error, UsageError), "errno": None}
+    except OSError as error:
+        said = {"error": str(error), "usage": False, "errno": error.errno, "file": error.filename}
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    sys.stdout.write(json.dumps(said))
+
+
+def _end_with_parent(alive: int) -> None:
+    os.read(alive, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _main()
