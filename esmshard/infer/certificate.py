@@ -329,9 +329,11 @@ def _compare(
         pairs = [
             (record.id, _of(ours[n], what, layer), _of(theirs[n], what, layer)) for n, record in enumerate(records)
         ]
-        return difference(
-            against, what, layer, [(name, a, b) for name, a, b in pairs if a is not None and b is not None]
-        )
+        both = [(name, a, b) for name, a, b in pairs if a is not None and b is not None]
+        if what != "mean embeddings":
+            return difference(against, what, layer, both)
+        # A mean is smaller than what it is the mean of, and rounding is that of the latter.
+        return difference(against, what, layer, both, [one.layers[layer or 0] for one in theirs.values()])
 
     if "lm_head" in parts:
         yield over("logits")
@@ -353,7 +355,11 @@ def _of(said: Outputs, what: str, layer: int | None) -> torch.Tensor | None:
 
 
 def difference(
-    against: str, what: str, layer: int | None, pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]
+    against: str,
+    what: str,
+    layer: int | None,
+    pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+    measure: Sequence[torch.Tensor] = (),
 ) -> Comparison:
     """The largest differences of one quantity.
 
@@ -362,9 +368,11 @@ def difference(
         what: the quantity.
         layer: of embeddings.
         pairs: for each record its id, our values and the reference's, both [places, channels].
+        measure: what the magnitudes of the channels are taken from, if not from the reference's values.
     """
     off = torch.stack([(ours.double() - theirs.double()).abs().amax(0) for _, ours, theirs in pairs])
-    size = torch.stack([theirs.double().abs().amax(0) for _, _, theirs in pairs]).amax(0)
+    measure = measure or [theirs for _, _, theirs in pairs]
+    size = torch.stack([values.double().abs().amax(0) for values in measure]).amax(0)
     per_channel = off.amax(0)
     # Where everything is zero on both sides there is no difference either.
     relative = torch.where(per_channel == 0, 0.0, per_channel / size.clamp(min=float(size.median())))

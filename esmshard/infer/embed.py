@@ -22,7 +22,8 @@ from esmshard.infer.embed_output import Report, check_same, finish, finished, re
 from esmshard.infer.embed_request import PARTS, Request, check_output, file_bytes
 from esmshard.infer.formats import suits
 from esmshard.infer.local_workers import run_local
-from esmshard.infer.product import Index, Product, clear, note_file, read_note, remove
+from esmshard.infer.product import Product, clear, note_file, read_note, remove
+from esmshard.infer.product_index import Index
 from esmshard.infer.product_plan import partial
 from esmshard.infer.reuse import Reuse
 from esmshard.infer.worker import make_embedder, work
@@ -78,9 +79,12 @@ def embed(
         nproc = nproc or torch.cuda.device_count()
         check_ranks(nproc)
 
+    every = torch.cuda.device_count() if asked.device.type == "cuda" and not offload else 1
+    processes = nproc or max(1, every)
+
     def prepare() -> Report | dict[str, Any]:
         with _one_sentence(directory):
-            return _prepare(asked, fasta, reuse, resume, overwrite, shard, part_tokens)
+            return _prepare(asked, fasta, reuse, resume, overwrite, processes, shard, part_tokens)
 
     with _one_sentence(directory):
         if together:
@@ -90,7 +94,7 @@ def embed(
             if isinstance(plan, Report):
                 return plan
             if not (directory / "manifest.json").exists():
-                _compute(directory, asked, plan, nproc, tokens, offload, shard)
+                _compute(directory, asked, plan, processes, tokens, offload, shard)
             return finish(directory, asked)
         except (InputError, OSError):
             if not resume or directory.exists() or not asked.out.exists():
@@ -104,6 +108,7 @@ def _prepare(
     reuse: Path | None,
     resume: bool,
     overwrite: bool,
+    processes: int,
     shard: bool,
     part_tokens: int | None,
 ) -> Report | dict[str, Any]:
@@ -128,7 +133,7 @@ def _prepare(
         say(notice)
     if resume and going_on and not directory.exists() and asked.out.exists():  # another worker has finished
         return finished(asked, fasta)
-    plan = _begin(directory, asked, fasta, reuse, shard, part_tokens)
+    plan = _begin(directory, asked, fasta, reuse, processes, shard, part_tokens)
     if not (directory / "manifest.json").exists():
         _check_room(directory, asked, plan)
     return plan
@@ -151,7 +156,13 @@ def _together(
 
 
 def _begin(
-    directory: Path, asked: Request, fasta: Path, reuse: Path | None, shard: bool, part_tokens: int | None
+    directory: Path,
+    asked: Request,
+    fasta: Path,
+    reuse: Path | None,
+    processes: int,
+    shard: bool,
+    part_tokens: int | None,
 ) -> dict[str, Any]:
     if (directory / "manifest.json").exists():  # interrupted while the file was made of it
         product = Product(directory)
@@ -162,8 +173,9 @@ def _begin(
         limit = None if asked.spec.long.mode != "full" else asked.found.config.max_positions
         if shard and asked.device.type != "cpu":
             part_tokens = part_tokens or SHARED_PART
+        longest, device = limit and limit - 2, asked.device.type
         plan = product_plan.begin(
-            directory, fasta, asked.spec, asked.facts, reuse, part_tokens, asked.device.type, limit and limit - 2
+            directory, fasta, asked.spec, asked.facts, reuse, part_tokens, device, longest, processes
         )
     except BaseException:
         if not (directory / "plan.json").exists() and not at_work(directory / "work"):
@@ -202,13 +214,11 @@ def _compute(
     directory: Path,
     asked: Request,
     plan: dict[str, Any],
-    nproc: int | None,
+    processes: int,
     tokens: int | None,
     offload: bool,
     shard: bool,
 ) -> None:
-    every = torch.cuda.device_count() if asked.device.type == "cuda" and not offload else 1
-    processes = nproc or max(1, every)
     notes = [read_note(note_file(directory, k)) for k in range(plan["parts"])]
     before = sum(note["rows"] for note in notes if note is not None)
     if before:

@@ -24,8 +24,8 @@ from esmshard.infer.embed_time import Time, time_of
 from esmshard.infer.formats import FORMATS, suits
 from esmshard.infer.outputs import Output
 from esmshard.infer.parts import DONE
-from esmshard.infer.product import Index, Product
-from esmshard.infer.product_index import STDIN, read_input
+from esmshard.infer.product import Product
+from esmshard.infer.product_index import STDIN, Index, read_input
 from esmshard.infer.product_plan import partial
 from esmshard.infer.reuse import Reuse
 from esmshard.progress import duration
@@ -122,7 +122,7 @@ def forecast(
     with _scratch(place) as directory:
         free = shutil.disk_usage(place).free
         began = time.monotonic()
-        plan = _planned(directory, asked, fasta)
+        plan = _planned(directory, asked, fasta, nproc or 1)
         planned = time.monotonic() - began
         index = Index(directory / "index")
         old_U = np.full(plan["unique"], -1, np.int64)
@@ -173,12 +173,13 @@ def _scratch(place: Path) -> Iterator[Path]:
         raise
 
 
-def _planned(directory: Path, asked: Request, fasta: Path) -> dict[str, Any]:
+def _planned(directory: Path, asked: Request, fasta: Path, workers: int) -> dict[str, Any]:
     if fasta == STDIN:  # it can be read but once
         fasta = read_input(fasta, directory / "stdin").path
     limit = None if asked.spec.long.mode != "full" else asked.found.config.max_positions
     longest = None if limit is None else limit - 2
-    return product_plan.begin(directory, fasta, asked.spec, asked.facts, None, None, asked.device.type, longest)
+    spec, device = asked.spec, asked.device.type
+    return product_plan.begin(directory, fasta, spec, asked.facts, None, None, device, longest, workers)
 
 
 def _find_old(old_U: npt.NDArray[np.int64], index: Index, reuse: Reuse, path: Path) -> None:

@@ -22,7 +22,7 @@ from esmshard.infer.compute import Computed, Embedder, Failed, Tokens
 from esmshard.infer.formats import FORMATS
 from esmshard.infer.outputs import About, Long, Row
 from esmshard.infer.parts import DONE, FAILED, KEY_BYTES, Layout, PartReader, PartWriter
-from esmshard.infer.product import Index
+from esmshard.infer.product_index import Index
 from esmshard.infer.product_plan import Spec, read_plan, store_of
 from esmshard.infer.worker import make_embedder
 from esmshard.vocab import CLS, EOS

@@ -11,7 +11,7 @@ from esmshard.errors import UsageError
 from esmshard.infer.formats import DEFAULT_POOL, FORMATS, bytes_of, check_place, suits
 from esmshard.infer.model_hash import model_hash
 from esmshard.infer.outputs import DTYPES, Dtype, Long, choose
-from esmshard.infer.product import Index
+from esmshard.infer.product_index import Index
 from esmshard.infer.product_plan import Spec
 from esmshard.model import weights
 from esmshard.model.weights import Weights

@@ -25,7 +25,7 @@ from esmshard.infer.claims import publish
 from esmshard.infer.embed_probe import WRITTEN, WRITTEN_BYTES, costs, write_s
 from esmshard.infer.formats import FORMATS
 from esmshard.infer.parts import KEY_BYTES, Layout, PartReader, PartWriter
-from esmshard.infer.product import Index
+from esmshard.infer.product_index import Index
 from esmshard.infer.product_plan import Spec, read_plan
 from esmshard.infer.reuse import Reuse
 from esmshard.model.weights import Weights

@@ -31,7 +31,7 @@ class FormatWriter(ABC):
     """Of the numbers that it can hold. numpy, HDF5 and Arrow have no bfloat16."""
     several: ClassVar[bool] = True
     """Whether it holds more than one output."""
-    library: ClassVar[tuple[str, str] | None] = None
+    extra: ClassVar[tuple[str, str] | None] = None
     """Module that writes it, and the extra of this package that installs the module."""
 
     def __init__(self, out: Path, about: About) -> None:
@@ -46,9 +46,9 @@ class FormatWriter(ABC):
     @classmethod
     def require(cls, out: Path) -> Any:
         """The library, or a `UsageError` that says how it is installed."""
-        if cls.library is None:
+        if cls.extra is None:
             return None
-        module, extra = cls.library
+        module, extra = cls.extra
         try:
             return importlib.import_module(module)
         except ImportError:

@@ -20,13 +20,9 @@
 While it is made it lies in `OUT.partial`. Version 1.
 """
 
-import bisect
 import contextlib
-import functools
-import itertools
 import json
 import shutil
-import tokenize
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,119 +31,15 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.store import keys, sha256
+from esmshard.data.store import sha256
 from esmshard.errors import InputError, UsageError
 from esmshard.infer.outputs import About, Row, as_float
 from esmshard.infer.parts import DamagedError, Layout, PartReader
-from esmshard.infer.product_index import leading
+from esmshard.infer.product_index import Index
 from esmshard.infer.product_plan import FORMAT, VERSION, Spec, digest, read_plan
 
 _OPEN_PARTS = 64
 _AT_ONCE = 1 << 16
-
-
-class Column:
-    """An array on disk, of which slices are read; nothing stays mapped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with open(path, "rb") as file:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                self.shape, _, self.dtype = read(file)
-                self._begin = file.tell()
-            count = int(np.prod(self.shape))
-            if path.stat().st_size != self._begin + count * self.dtype.itemsize:
-                raise ValueError("it is truncated")
-        except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:
-            raise InputError(f"{path}: the index is damaged ({error}); copy it again, or embed again") from None
-        self._width = int(np.prod(self.shape[1:]))
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
-        start, stop, _ = rows.indices(len(self))
-        count, skip = max(0, stop - start) * self._width, start * self._width * self.dtype.itemsize
-        values = np.fromfile(self.path, self.dtype, count, offset=self._begin + skip)
-        return values.reshape(-1, *self.shape[1:])
-
-    @property
-    def mapped(self) -> npt.NDArray[Any]:
-        """All of it, memory-mapped; pages that were read count as memory until it is let go."""
-        values: npt.NDArray[Any] = np.load(self.path, mmap_mode="r")
-        return values
-
-    def at(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Some rows."""
-        return np.array(self.mapped[rows])
-
-
-class Index:
-    """What is known of records and rows before anything is computed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        names = ("ids", "id_keys", "id_rows", "lengths", "rows", "first", "content", "content_keys", "content_rows")
-        self._columns = {name: Column(path / f"{name}.npy") for name in names}
-        self.bounds: list[int] = Column(path / "bounds.npy")[:].tolist()
-        """First row of each part, and the number of rows."""
-
-    def __getattr__(self, name: str) -> Column:
-        columns: dict[str, Column] = self.__dict__.get("_columns", {})
-        if name not in columns:
-            raise AttributeError(name)
-        return columns[name]
-
-    def part_of(self, row: int) -> int:
-        """The part that a row lies in."""
-        return bisect.bisect_right(self.bounds, row) - 1
-
-    def lengths_of(self, part: int) -> npt.NDArray[np.int64]:
-        """Residues of the sequences of a part, int64 [n]."""
-        first_U = self.first[self.bounds[part] : self.bounds[part + 1]]
-        return self.lengths.at(first_U).astype(np.int64)
-
-    def id_list(self, start: int, stop: int) -> list[str]:
-        """Ids of some records in a row."""
-        at = self.ids[start : stop + 1].tolist()
-        with open(self.path / "ids.txt", "rb") as file:
-            file.seek(at[0])
-            text = file.read(at[-1] - at[0])
-        return [text[a - at[0] : b - at[0] - 1].decode() for a, b in itertools.pairwise(at)]
-
-    def find(self, record_id: str) -> int | None:
-        """The record of an id, or None."""
-        key_N, wanted = self._id_keys, keys([record_id.encode(errors="surrogatepass")])[0]
-        place = int(key_N.searchsorted(wanted))
-        while place < len(key_N) and key_N[place] == wanted:
-            record = int(self.id_rows[place : place + 1][0])
-            if self.id_list(record, record + 1) == [record_id]:
-                return record
-            place += 1
-        return None
-
-    @functools.cached_property
-    def _id_keys(self) -> npt.NDArray[np.uint64]:
-        return self.id_keys.mapped
-
-    def rows_of(self, content_M16: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-        """The row of each content key, or -1, int64 [M]."""
-        sorted_U, row_U, content_U16 = self.content_keys.mapped, self.content_rows.mapped, self.content.mapped
-        wanted_M = leading(content_M16)
-        place_M, found_M = sorted_U.searchsorted(wanted_M), np.full(len(content_M16), -1, np.int64)
-        open_M = np.arange(len(content_M16))
-        while len(open_M):  # again only for keys that share eight bytes
-            open_M = open_M[place_M[open_M] < len(sorted_U)]
-            open_M = open_M[sorted_U[place_M[open_M]] == wanted_M[open_M]]
-            open_M = open_M[row_U[place_M[open_M]] < len(content_U16)]  # others are damaged
-            rows = row_U[place_M[open_M]]
-            same = (content_U16[rows] == content_M16[open_M]).all(1)
-            found_M[open_M[same]] = rows[same]
-            open_M = open_M[~same]
-            place_M[open_M] += 1
-        return found_M
 
 
 def note_file(directory: Path, part: int) -> Path:

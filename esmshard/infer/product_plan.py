@@ -37,6 +37,10 @@ PART, SMALLEST_PART = 1 << 16, 1 << 13
 GPU_PART = 1 << 18
 """Tokens of a part at least: seconds of work, so that little is lost with a worker, and files are not too many. On a
 CPU PART holds for a model of the size of 8M, and larger ones have smaller parts."""
+PARTS_EACH = 16
+"""Parts for each of several processes at least, so that they end at about the same time."""
+COPIED = 64
+"""Tokens of a row of an earlier product that cost as much as one that is computed, or less."""
 MOST_PARTS = 4096
 """From there on parts become larger."""
 _LOOK = 0.2
@@ -123,6 +127,7 @@ def begin(
     part_tokens: int | None,
     device: str,
     longest: int | None,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Write the plan of a product, or find the one that is there.
 
@@ -137,6 +142,7 @@ def begin(
         part_tokens: of a part; by the device and the size of the input by default.
         device: its type.
         longest: residues that the model has positions for; None if it takes any number.
+        workers: processes that will compute, as far as is known.
 
     Raises:
         UsageError: what is there was begun with something else, or a sequence is too long.
@@ -150,7 +156,7 @@ def begin(
             while not plan_file.exists():
                 if worker.claim("plan"):
                     if not plan_file.exists():
-                        _plan(work, fasta, spec, facts, reuse, part_tokens, device, longest)
+                        _plan(work, fasta, spec, facts, reuse, part_tokens, device, longest, workers)
                         planned = True
                     break
                 if not worker.settle(lambda: [] if plan_file.exists() else ["plan"]):
@@ -215,6 +221,7 @@ def _plan(
     part_tokens: int | None,
     device: str,
     longest: int | None,
+    workers: int,
 ) -> None:
     source = source_of(fasta)
     index, scratch = work / "index", work / "work" / "index"
@@ -232,8 +239,8 @@ def _plan(
             f"{longest:,}; pass --long window or --long truncate"
         )
     tokens = int(store.offsets[-1]) + len(store)
-    least = part_tokens or max(_part_tokens(device, facts["architecture"]), tokens // MOST_PARTS)
-    bounds = _bounds(scratch, spec, unique, least)
+    least = part_tokens or max(_part_tokens(device, facts["architecture"], tokens, workers), tokens // MOST_PARTS)
+    bounds = _bounds(scratch, spec, unique, least, reuse)
     np.save(scratch / "bounds.npy", bounds)
     (work / "parts").mkdir(exist_ok=True)
     scratch.rename(index)
@@ -257,12 +264,11 @@ def _plan(
     publish(work / "plan.json", json.dumps(plan, indent=1) + "\n")
 
 
-def _part_tokens(device: str, architecture: Mapping[str, Any]) -> int:
+def _part_tokens(device: str, architecture: Mapping[str, Any], tokens: int, workers: int) -> int:
     """Tokens of a part at least."""
-    if device != "cpu":
-        return GPU_PART
     work = architecture["n_layers"] * architecture["dim"] ** 2 / (6 * 320**2)
-    return max(SMALLEST_PART, int(PART / max(1.0, work)))
+    usual = PART / max(1.0, work) if device == "cpu" else GPU_PART
+    return max(SMALLEST_PART, int(usual if workers == 1 else min(usual, tokens / workers / PARTS_EACH)))
 
 
 def store_of(work: Path, plan: Mapping[str, Any]) -> TokenStore:
@@ -270,13 +276,20 @@ def store_of(work: Path, plan: Mapping[str, Any]) -> TokenStore:
     return TokenStore(Path(plan["store"]) if plan["store"] else work / "work" / "input")
 
 
-def _bounds(index: Path, spec: Spec, unique: int, least: int) -> npt.NDArray[np.int64]:
-    """First row of each part, and the number of rows at the end, int64 [P + 1]."""
+def _bounds(index: Path, spec: Spec, unique: int, least: int, reuse: Path | None) -> npt.NDArray[np.int64]:
+    """First row of each part, and the number of rows at the end, int64 [P + 1]. Rows that are copied hardly count."""
+    from esmshard.infer.reuse import Reuse
+
+    earlier = None if reuse is None else Reuse(reuse, spec)
+    content_U16 = np.load(index / "content.npy", mmap_mode="r")
     first_U = np.load(index / "first.npy", mmap_mode="r")
     length_N = np.load(index / "lengths.npy", mmap_mode="r")
     bounds, total = [0], 0
     for start in range(0, unique, _AT_ONCE):
         tokens = spec.long.kept(length_N[first_U[start : start + _AT_ONCE]].astype(np.int64)) + 2
+        if earlier is not None:
+            copied = earlier.rows(content_U16[start : start + _AT_ONCE]) >= 0
+            tokens = np.where(copied, tokens // COPIED, tokens)
         for k, count in enumerate(tokens.tolist(), start):
             if total >= least:
                 bounds.append(k)

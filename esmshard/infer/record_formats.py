@@ -26,7 +26,7 @@ class Hdf5Format(FormatWriter):
     """
 
     default_pool = "residue"
-    library = ("h5py", "h5")
+    extra = ("h5py", "h5")
 
     @classmethod
     def overhead(cls, outputs: Sequence[Output], row: int, records: int, residues: int, id_bytes: int) -> int:

@@ -75,7 +75,7 @@ class ParquetFormat(FormatWriter):
     """
 
     default_pool = "mean"
-    library = ("pyarrow", "tables")
+    extra = ("pyarrow", "tables")
 
     GROUP: ClassVar[int] = 32 << 20
     """Bytes of a row group, where a number counts as four whatever its type: what encoding takes beside goes by the
@@ -188,7 +188,7 @@ class AnnDataFormat(FormatWriter):
 
     default_pool = "mean"
     pools = ("mean", "max", "cls")
-    library = ("h5py", "h5")
+    extra = ("h5py", "h5")
 
     CHUNK_BYTES: ClassVar[int] = 1 << 20
 

@@ -20,7 +20,8 @@ from esmshard.errors import InputError
 from esmshard.infer.claims import Worker, publish
 from esmshard.infer.compute import TORCH, Embedder, Failed
 from esmshard.infer.parts import DONE, WINDOWED, Layout, PartWriter
-from esmshard.infer.product import Index, note_file
+from esmshard.infer.product import note_file
+from esmshard.infer.product_index import Index
 from esmshard.infer.product_plan import Spec, read_plan, store_of
 from esmshard.infer.reuse import Reuse
 from esmshard.model import weights

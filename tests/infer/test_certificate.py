@@ -155,6 +155,15 @@ def test_each_channel_is_measured_by_itself() -> None:
     assert not failing.passed
 
 
+def test_means_are_measured_by_what_they_are_means_of() -> None:
+    theirs, off = torch.full((1, 3), 0.1), torch.full((1, 3), 0.1 + 5e-6)
+    residues = torch.tensor([[4.0, -4.0, 4.0], [-3.8, 4.2, -3.8]])
+    assert not difference("x", "mean embeddings", 1, [("a", off, theirs)]).passed
+    row = difference("x", "mean embeddings", 1, [("a", off, theirs)], [residues])
+    assert row.passed
+    assert row.relative == pytest.approx(5e-6 / 4.0, rel=0.02)
+
+
 def test_zeros_pass_and_what_is_no_number_fails() -> None:
     zero = torch.zeros(2, 3)
     assert difference("x", "embeddings", 0, [("a", zero, zero)]).passed
