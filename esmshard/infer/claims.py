@@ -87,10 +87,6 @@ class Worker:
             return False
         return publish(self._claims / f"{what}.{number + 1}", self.name)
 
-    def holds(self, what: str) -> bool:
-        """Whether no other worker has been given it meanwhile."""
-        return self._holder(what)[1] == self.name
-
     def succeeds(self, what: str) -> bool:
         """Whether it was another worker's before."""
         return self._holder(what)[0] > 1

@@ -19,6 +19,7 @@ from esmshard import __version__
 from esmshard.errors import InputError
 from esmshard.infer.claims import Worker, publish
 from esmshard.infer.compute import TORCH, Embedder, Failed
+from esmshard.infer.model_hash import model_hash
 from esmshard.infer.parts import DONE, WINDOWED, Layout, PartWriter
 from esmshard.infer.product import note_file
 from esmshard.infer.product_index import Index
@@ -164,8 +165,6 @@ def make_embedder(
 
 def checked_model(plan: Mapping[str, Any]) -> Weights:
     """The model of a plan. `InputError` if it is not the one that the plan was made for."""
-    from esmshard.infer.model_hash import model_hash
-
     found = weights.read(plan["facts"]["model"])
     if model_hash(found) != Spec.of(plan).model_hash:
         raise InputError(f"{found.source}: its weights were changed since; --overwrite starts over")
