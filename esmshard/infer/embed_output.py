@@ -103,6 +103,7 @@ def merge(product: Product, out: Path, fmt: str) -> None:
         "outputs": [one.name for one in product.outputs],
         "dim": product.spec.dim,
         "records": about.n_records,
+        "failed": len(product) - about.n_records,
         "input": product.manifest["input"],
         "source": product.manifest["source"],
         "spec": product.spec.as_json(),
@@ -123,7 +124,8 @@ def finished(asked: Request, fasta: Path) -> Report:
     else:
         try:
             known = json.loads(_beside(out).read_text(encoding="utf-8"))
-            spec = Spec.of(known)
+            spec, failed, records = Spec.of(known), int(known["failed"]), int(known["records"])
+            known["model"], known["input"], known["source"]["path"]
         except (OSError, ValueError, KeyError, TypeError):
             raise UsageError(
                 f"{out}: exists already, and {_beside(out).name}, which says what it holds, is missing or damaged; "
@@ -132,7 +134,7 @@ def finished(asked: Request, fasta: Path) -> Report:
         if difference := asked.spec.differs(spec, asked.model, known["model"]):
             raise UsageError(f"{out}: was made {difference}; --overwrite starts over")
         product_plan.same_input(out, fasta, known)
-        said = Report(out, known["records"], 0, 0, 0, 0, 0, _failed_file(out))
+        said = Report(out, records + failed, 0, 0, 0, 0, failed, _failed_file(out))
     say(f"{out}: is finished already")
     return said
 

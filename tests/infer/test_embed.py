@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from command import esmshard as esmshard_command
 from esm.model.esm2 import ESM2 as FairEsm
 from model_files import SMALL, TINY, fair_esm, tokenise, write_fair_esm, write_transformers
 
@@ -21,7 +22,7 @@ from esmshard.infer.embed_request import request
 from esmshard.infer.formats import FORMATS
 from esmshard.infer.outputs import Long
 from esmshard.infer.product import Product
-from esmshard.vocab import RESIDUES
+from esmshard.vocab import RESIDUES, encode
 
 LENGTHS = (31, 1, 120, 7, 7, 64, 2, 300, 18, 45, 9, 77)
 IDS = ("zeta", "sp|P12345|NAME_HUMAN", "a/b", "alpha", "a_b", "10", "2", "x/y/z", "lower", "..", "M", "last")
@@ -311,3 +312,32 @@ def test_too_long_for_learned_positions_is_said_beforehand(given: Given) -> None
     given.embed("x.npy", model=str(model), fasta=fasta, long=Long("window"))
     assert np.isfinite(np.load(given.out / "x.npy")).all()
     assert json.loads((given.out / "x.npy.json").read_text())["window"] == 1022
+
+
+def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
+    """The embedding of tryptophan is beyond the range of fp16 here."""
+    reference = fair_esm(TINY)
+    with torch.no_grad():
+        reference.embed_tokens.weight[encode("W")[1]] = 1e6
+    write_transformers(tmp_path / "model", reference, TINY)
+    (tmp_path / "in.fasta").write_text(">a\nMKTV\n>b\nMKW\n>c\nGGG\n>again\nMKW\n")
+    asked = ("--layers", "0", "--dtype", "fp16")
+    done = esmshard_command("embed", "model", "in.fasta", "-o", "x.npy", *asked, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "x.npy: 2 records; 3 sequences computed, 1 duplicates, 0 reused; 2 records failed, see x.npy.failed.tsv\n",
+    )
+    assert (tmp_path / "x.ids.txt").read_text() == "a\nc\n"
+    assert np.isfinite(np.load(tmp_path / "x.npy")).all()
+    reason = "mean_0 has values beyond the range of float16"
+    assert (tmp_path / "x.npy.failed.tsv").read_text() == f"id\tlength\treason\nb\t3\t{reason}\nagain\t3\t{reason}\n"
+    strict = esmshard_command("embed", "model", "in.fasta", "-o", "x", *asked, "--strict", cwd=tmp_path)
+    assert (strict.returncode, strict.stdout.split("see ")[1]) == (1, "x/failed.tsv\n")
+    product = Product(tmp_path / "x")
+    assert product.failed == {"b": reason, "again": reason}
+    with pytest.raises(KeyError, match="'b' has no values: mean_0 has values beyond"):
+        product["b"]
+    again = esmshard_command("embed", "model", "in.fasta", "-o", "x.npy", *asked, "--resume", "--strict", cwd=tmp_path)
+    assert "is finished already" in again.stderr
+    assert again.returncode == 1
+    assert again.stdout.endswith("2 records failed, see x.npy.failed.tsv\n")
