@@ -38,8 +38,8 @@ from esmshard.infer.parts import DamagedError, Layout, PartReader
 from esmshard.infer.product_index import Index
 from esmshard.infer.product_plan import FORMAT, VERSION, Spec, digest, read_plan
 
-_OPEN_PARTS = 64
-_AT_ONCE = 1 << 16
+_OPEN_PARTS = 16
+_AT_ONCE = 1 << 13
 
 
 def note_file(directory: Path, part: int) -> Path:

@@ -34,7 +34,7 @@ STDIN = Path("-")
 LARGE = 1 << 24
 """Bytes of a FASTA file from which on a process of its own reads it; one that looks through a token store is always of
 its own."""
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 14
 _BUCKET = 1 << 18
 
 
@@ -222,6 +222,7 @@ def write_index(index: Path, store: TokenStore, scratch: Path) -> int:
         with open(index / "ids.txt", "wb") as ids:
             for first in range(0, n, _AT_ONCE):
                 rows = range(first, min(first + _AT_ONCE, n))
+                store = TokenStore(store.path)  # anew: pages that it has mapped count as memory
                 lines = [store.id(k).encode() + b"\n" for k in rows]
                 ids.write(b"".join(lines))
                 id_N[first + 1 : rows.stop + 1] = id_N[first] + np.cumsum([len(line) for line in lines])
