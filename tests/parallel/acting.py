@@ -40,6 +40,9 @@ def main() -> None:
         time.sleep(float(numbers[1]) if len(numbers) > 1 else 0)
         sys.exit(int(numbers[0]))
     if name == "die":
+        # Not before all have begun: the others are killed with the first one.
+        while len(list(directory.glob(f"begun-{attempt}-*"))) < ranks:
+            time.sleep(0.01)
         os.kill(os.getpid(), int(numbers[0]))
     if name in ("mistake", "lost", "lost-when-asked"):
         if name == "lost-when-asked":
