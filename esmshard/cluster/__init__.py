@@ -1,0 +1,1 @@
+"""Clusters: scripts for their schedulers, and what is wrong with a machine."""
