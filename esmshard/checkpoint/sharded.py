@@ -18,6 +18,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -207,9 +208,17 @@ class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._classes:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how early releases of Python 3.11 pickle the member of an Enum
+            return self._member
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
             return found
         raise pickle.UnpicklingError(f"its index asks for {module}.{name}, which no checkpoint of ours holds")
+
+    @staticmethod
+    def _member(kind: Any, name: Any) -> Any:
+        if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+            return kind[name]
+        raise pickle.UnpicklingError(f"its index asks for {kind}.{name}, which no checkpoint of ours holds")
 
 
 class Reader(FileSystemReader):

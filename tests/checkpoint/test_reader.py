@@ -1,15 +1,17 @@
 """The index of a checkpoint is a pickle, and is read as if an enemy had written it."""
 
+import io
 import os
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
 
 from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError, UsageError
@@ -42,6 +44,48 @@ def test_what_a_pickle_would_call_is_not_called(checkpoint: Path, tmp_path: Path
     assert not (tmp_path / "called").exists()
     pickle.loads((checkpoint / ".metadata").read_bytes())
     assert (tmp_path / "called").exists(), "the trap works"
+
+
+class Attribute:
+    """Pickled as `getattr(holder, name)`."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.reduced = getattr, (holder, name)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.reduced
+
+
+class EarlyPickler(pickle.Pickler):
+    """As early releases of Python 3.11 pickle members of an Enum."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_an_index_of_an_early_python_is_read(checkpoint: Path) -> None:
+    index = FileSystemReader(checkpoint).read_metadata()
+    file = io.BytesIO()
+    EarlyPickler(file).dump(index)
+    assert b"getattr" in file.getvalue()
+    (checkpoint / ".metadata").write_bytes(file.getvalue())
+    (read,) = sharded.index(checkpoint).values()
+    (known,) = index.state_dict_metadata.values()
+    assert read == known
+    tensors = {"w": torch.zeros(2, 3)}
+    sharded.load(checkpoint, tensors)
+    assert tensors["w"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), (torch.Size, "__reduce__")]
+)
+def test_no_other_attribute_is_taken(checkpoint: Path, holder: Any, name: str) -> None:
+    index = FileSystemReader(checkpoint).read_metadata()
+    index.planner_data = Attribute(holder, name)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(InputError, match=rf"asks for .*{name}"):
+        sharded.index(checkpoint)
 
 
 def test_an_index_that_leads_out_of_its_directory_is_refused(checkpoint: Path) -> None:
