@@ -29,6 +29,7 @@ from esmshard.infer.product_index import Index
 from esmshard.infer.product_plan import Spec, read_plan
 from esmshard.infer.reuse import Reuse
 from esmshard.model.weights import Weights
+from esmshard.parallel import allowed
 from esmshard.progress import say
 
 SEED = 0
@@ -97,7 +98,7 @@ def time_of(
     # As `embed` has them in its own process, or `run_local` gives them to its ones.
     threads = str(torch.get_num_threads())
     if processes > 1:
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // processes))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, allowed.cores() // processes))
     where = f"{device.type}, {processes} process{'es' * (processes > 1)}"
     if device.type == "cpu":
         where += f" of {threads} thread{'s' * (threads != '1')}"

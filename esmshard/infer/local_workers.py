@@ -10,6 +10,7 @@ from pathlib import Path
 
 from esmshard.errors import InputError
 from esmshard.infer.claims import workers
+from esmshard.parallel import allowed
 from esmshard.progress import say
 
 BEAT = 1.0
@@ -33,7 +34,7 @@ def run_local(
     Raises:
         InputError: what a worker said, or that they were killed again and again.
     """
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // processes))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, allowed.cores() // processes))
     environment = os.environ | {"OMP_NUM_THREADS": threads}
 
     def start(number: int) -> "subprocess.Popen[bytes]":

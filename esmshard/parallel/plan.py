@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from esmshard.parallel import allowed
 from esmshard.parallel.layout import BYTES, Layout
 
 if TYPE_CHECKING:
@@ -403,7 +404,10 @@ def largest_micro_batch(
 
 
 def free_bytes(device: "torch.device", local_processes: int) -> int:
-    """Memory that one process may count on: the free memory of its GPU, or its share of the machine's free memory."""
+    """Memory that one process may count on: that of its GPU that is free, or its share of the machine's.
+
+    Of the machine it is what is free, and what the job or container may still have (`allowed.memory`).
+    """
     import torch
 
     if device.type == "cuda":
@@ -413,4 +417,7 @@ def free_bytes(device: "torch.device", local_processes: int) -> int:
     if not hasattr(os, "sysconf"):  # Windows does not say; a share of what small machines have
         return 8 * 2**30 // local_processes
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") // local_processes
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    if (limit := allowed.memory()) is not None:  # a job or container that takes more is killed
+        free = min(free, max(0, limit[0] - limit[1]))
+    return free // local_processes

@@ -339,6 +339,13 @@ def test_free_memory_is_shared_by_the_processes_of_a_machine() -> None:
     assert plan.free_bytes(torch.device("cpu"), 4) < free / 2
 
 
+def test_a_job_may_have_less_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan.allowed, "memory", lambda: (900 * MIB, 100 * MIB))
+    assert plan.free_bytes(torch.device("cpu"), 4) == 200 * MIB
+    monkeypatch.setattr(plan.allowed, "memory", lambda: (900 * MIB, 1000 * MIB))
+    assert plan.free_bytes(torch.device("cpu"), 1) == 0
+
+
 def test_the_free_memory_of_an_apple_gpu_is_what_metal_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300)
