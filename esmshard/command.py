@@ -10,6 +10,7 @@ from pathlib import Path
 
 from esmshard import recipe as recipes
 from esmshard.errors import InputError, UsageError
+from esmshard.parallel import nodes as machines
 from esmshard.parallel import preemption, worker
 from esmshard.progress import say
 from esmshard.settings import Recipe
@@ -35,13 +36,18 @@ def finetune(
     profile: int = 0,
     stop_after: str | None = None,
     max_restarts: int = 0,
+    nnodes: str | None = None,
+    rdzv_endpoint: str | None = None,
+    rdzv_id: str | None = None,
+    rdzv_conf: str = "",
+    local_addr: str | None = None,
     seeds: int = 1,
     folds: int | None = None,
     page: bool = True,
     trust: bool = False,
     started: float | None = None,
 ) -> Path:
-    """Train, consolidate and evaluate as a recipe says, here or in processes of this machine.
+    """Train, consolidate and evaluate as a recipe says, here, in processes of this machine, or of several machines.
 
     Args:
         recipe: a file, or the name of a shipped one.
@@ -52,7 +58,12 @@ def finetune(
         dry_run: check everything, print what would be done, and stop.
         profile: steps to record with torch's profiler.
         stop_after: save and leave after so long, as `3h50m`.
-        max_restarts: how often lost processes are started again.
+        max_restarts: how often all processes are started again when one was lost, or a machine.
+        nnodes: machines, as `2` or `1:2`, on each of which this is called alike.
+        rdzv_endpoint: where they meet, `HOST:PORT`; host is one of them.
+        rdzv_id: name of the run; the scheduler's job id by default.
+        rdzv_conf: times, as in `parallel.nodes.parse`.
+        local_addr: of this machine for the others; found by default.
         seeds: train so many times.
         folds: cross-validate; of a table of variants 5 by default.
         page: draw figures and report.html at the end.
@@ -73,6 +84,15 @@ def finetune(
         raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
     if max_restarts and resume not in (None, "auto"):
         raise UsageError("--max-restarts goes on from the newest checkpoint of the run: give --resume auto with it")
+    nodes = None
+    if nnodes is not None:
+        from esmshard.train.lease import job_id
+
+        nodes = machines.parse(nnodes, rdzv_endpoint, rdzv_id or job_id(), local_addr, rdzv_conf)
+    elif rdzv_endpoint or rdzv_id or rdzv_conf or local_addr:
+        raise UsageError(
+            "--rdzv-endpoint, --rdzv-id, --rdzv-conf and --local-addr are for several machines: --nnodes 2"
+        )
     with worker.environment(until):
         with preemption.Preemption():
             worker.follow_launcher()
@@ -97,6 +117,11 @@ def finetune(
                 several = repeats(resolved, seeds, folds) if seeds > 1 or folds or of_table else []
                 # Of a table, the first set is learned from in parts as well, for a learning curve.
                 curve = curve_runs(resolved, several[0]) if of_table and resolved.adapt.method != "probe" else []
+                if several and nodes is not None:
+                    raise UsageError(
+                        "--seeds, --folds and cross-validations are for one machine; on several, give each run a job "
+                        "of its own, with train.seed=N, or data.folds=K and data.fold=N, and out=DIR"
+                    )
                 if several and resume not in (None, "auto"):
                     raise UsageError("--seeds and --folds go on with --resume auto; a path is that of one run")
                 if several:
@@ -105,22 +130,23 @@ def finetune(
                 # Every mistake that can be seen is seen here, once, before any process is started.
                 for n, options in enumerate(runs or [several[-1].overrides]):
                     one = recipes.load(recipes.resolve(recipe), [*overrides, *options])
-                    if not dry_run:
+                    if not dry_run and nodes is None:  # of several machines, one may come when the others have begun
                         check_out(Path(one.out), resume, overwrite)
                     if n == 0:
-                        job = prepare(one, processes, processes, own_device(0, processes))
+                        together = processes * (nodes.most if nodes is not None else 1)
+                        job = prepare(one, together, processes, own_device(0, processes))
                 if dry_run:
-                    print(describe(job, processes) + (f"\nruns      {len(runs)}" if several else ""))
+                    print(describe(job, together) + (f"\nruns      {len(runs)}" if several else ""))
                     return out
             elif of_table and resolved.data.split not in ("mutations", "given"):
                 raise UsageError(
                     "a launcher has started this process, which trains one fold; set data.folds=5 and data.fold, or "
                     "start the cross-validation with a single command and --nproc"
                 )
-            elif nproc is not None or dry_run or max_restarts or seeds > 1 or folds:
+            elif nproc is not None or dry_run or max_restarts or seeds > 1 or folds or nodes is not None:
                 raise UsageError(
-                    "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher "
-                    "has started this process already"
+                    "--nproc, --max-restarts, --seeds, --folds, --dry-run and --nnodes belong to a single command; a "
+                    "launcher has started this process already"
                 )
             elif stop_after is not None and worker.restarts_allowed():
                 raise UsageError(
@@ -134,7 +160,7 @@ def finetune(
                 # not come to, is not what it has done.
                 if not overwrite or begun_by_this_launch(out):
                     resume, overwrite = "auto", False
-            if is_launched() or (processes == 1 and not max_restarts and not several):
+            if is_launched() or (processes == 1 and not max_restarts and not several and nodes is None):
                 from esmshard.train import finetune as training
 
                 run = training.run(resolved, resume, overwrite, profile, trust=trust, started=started)
@@ -153,7 +179,7 @@ def finetune(
             if several:
                 say(f"{' '.join(options)}")
             with worker.environment({TOLD: "1"} if several and n and of_table else {}):
-                code = run_local(arguments, processes, max_restarts=max_restarts)
+                code = run_local(arguments, processes, max_restarts=max_restarts, nodes=nodes)
             if code:
                 one = recipes.load(recipes.resolve(recipe), [*overrides, *options])
                 raise RunFailed(_last_word(Path(one.out), code), code)

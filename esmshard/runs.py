@@ -61,7 +61,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of `metrics.jsonl`: optimizer steps (`loss`, `lr`, ...), validations (`split`), and `event`s."""
+        """Lines of `metrics.jsonl`: optimizer steps (`loss`, `lr`, ...), validations (`split`), events (`event`)."""
         if parts := self.runs:
             raise InputError(f"{self.path}: several runs; each of .runs has its own metrics ({', '.join(parts)})")
         path = self.path / "metrics.jsonl"

@@ -10,6 +10,7 @@ import pytest
 from esmshard import cli
 from esmshard.errors import UsageError
 from esmshard.parallel import launch, preemption
+from esmshard.parallel.nodes import Nodes
 from esmshard.parallel.preemption import Preempted
 from esmshard.train import finetune as training
 from esmshard.train import status
@@ -31,7 +32,13 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(launch, "run_local", run_local)
     monkeypatch.setattr(training, "run", run)
-    for name in (*LAUNCHED, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"):
+    for name in (
+        *LAUNCHED,
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+        "ESMSHARD_JOB_ID",
+        "SLURM_JOB_ID",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(preemption.STOP_AT, "")  # so that it is put back
     return calls
@@ -41,7 +48,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_restarts_take_the_launcher(called: list[Any], tiny_recipe: Path, nproc: int) -> None:
     cli.finetune(str(tiny_recipe), nproc=nproc, max_restarts=3, overwrite=True)
     arguments = ["-m", "esmshard", "finetune", str(tiny_recipe), "--overwrite"]
-    assert called == [(arguments, nproc, {"max_restarts": 3})]
+    assert called == [(arguments, nproc, {"max_restarts": 3, "nodes": None})]
 
 
 def test_one_process_without_restarts_takes_none(called: list[Any], tiny_recipe: Path) -> None:
@@ -105,6 +112,19 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
     assert called == [("auto", False), (None, True)]
 
 
+def test_several_machines_take_the_launcher(
+    called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESMSHARD_JOB_ID", "810_2")
+    # One that comes later finds what the others have begun; their first process looks whether it may be.
+    (tiny_recipe.parent / "run").mkdir()
+    (tiny_recipe.parent / "run" / "metrics.jsonl").write_text("")
+    cli.finetune(str(tiny_recipe), nproc=1, nnodes="1:2", rdzv_endpoint="node1:29500", local_addr="me")
+    ((_, nproc, options),) = called
+    assert nproc == 1
+    assert options == {"max_restarts": 0, "nodes": Nodes(1, 2, "node1:29500", "810_2", "me")}
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "sentence"),
     [
@@ -117,7 +137,21 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
         (
             {"max_restarts": 1},
             LAUNCHED,
-            r"^--nproc, --max-restarts, --seeds, --folds and --dry-run belong to",
+            r"^--nproc, --max-restarts, --seeds, --folds, --dry-run and --nnodes belong to",
+        ),
+        (
+            {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "7"},
+            LAUNCHED,
+            r"^--nproc, --max-restarts, --seeds, --folds, --dry-run and --nnodes belong to",
+        ),
+        ({"nnodes": "2"}, {}, r"^--nnodes: say where the machines meet: --rdzv-endpoint HOST:PORT"),
+        ({"nnodes": "2:1", "rdzv_endpoint": "n", "rdzv_id": "7"}, {}, r"^--nnodes 2:1: a number of machines"),
+        ({"rdzv_endpoint": "node1:29400"}, {}, r"are for several machines: --nnodes 2$"),
+        ({"local_addr": "node1"}, {}, r"are for several machines: --nnodes 2$"),
+        (
+            {"nnodes": "2", "rdzv_endpoint": "node1", "rdzv_id": "7", "seeds": 2},
+            {},
+            r"^--seeds, --folds and cross-validations are for one machine",
         ),
         (
             {"stop_after": "90s"},

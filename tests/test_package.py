@@ -137,7 +137,7 @@ for name in [name for name in sys.modules if name.startswith("torch.distributed.
 for name in [name for name in vars(torch.distributed) if not name.startswith("_") and name != "is_available"]:
     delattr(torch.distributed, name)
 torch.distributed.is_available = lambda: False
-modules = "shard load launch communication watch stuck profile"
+modules = "shard load launch agent meeting bandwidth communication watch stuck profile"
 beyond = ["esmshard.parallel." + name for name in modules.split()]
 beyond = ("esmshard.checkpoint", "esmshard.train", "esmshard.infer.sharded_worker", *beyond)
 names = [name for name in names if not name.startswith(beyond)] + ["esmshard.train.evaluate", "esmshard.train.job"]

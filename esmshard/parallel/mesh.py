@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from esmshard.errors import InputError, UsageError
-from esmshard.parallel.worker import attempt
+from esmshard.parallel import worker
+from esmshard.progress import say
 
 if TYPE_CHECKING:  # torch may be built without any of this, and one process does without it
     from torch.distributed.device_mesh import DeviceMesh
@@ -121,17 +122,25 @@ def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False) -> Ite
 
 
 def _own_store(rank: int, size: int, timeout: timedelta) -> dict[str, Any]:
-    """Where the processes of this attempt meet, if one agent of torchelastic started all; nothing says: as torch does.
+    """Where the processes of this attempt meet, if the launchers hold a store for them; nothing says: as torch does.
 
-    The agent's store outlives the processes. One that it has started again would read there, under the keys that torch
-    takes, the addresses of those before it, and wait for them in vain. Of several agents each counts its own restarts,
-    so their numbers name no attempt that all have in common.
+    It outlives the processes. One that is started again would read there, under the keys that torch takes, the
+    addresses of those before it, and wait for them in vain. Of torch's launchers on several machines each counts its
+    own restarts, so their numbers name no attempt that all have in common.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    if worker.ATTEMPT not in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        if rank == 0 and worker.restarts_allowed():
+            say(
+                "torchrun can start the processes of several machines again only if each of these has "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without it they wait in vain for those before them"
+            )
         return {}
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-    own = dist.PrefixStore(f"attempt {attempt()}", store)  # type: ignore[attr-defined]
+    launch = os.environ.get(worker.LAUNCH, "")
+    own = dist.PrefixStore(f"processes {launch} {worker.attempt()}", store)  # type: ignore[attr-defined]
     return {"store": own, "rank": rank, "world_size": size}
 
 

@@ -13,6 +13,11 @@ from esmshard.errors import InputError
 
 LAUNCHER = "ESMSHARD_LAUNCHER"
 """Environment variable: process id of our own launcher, in the processes that it started."""
+ATTEMPT = "ESMSHARD_ATTEMPT"
+"""Environment variable: how often our launchers have started this run again. The same for all processes of an attempt,
+on all machines, which torch's own count is not."""
+LAUNCH = "ESMSHARD_LAUNCH"
+"""Environment variable: what all starts by the launchers that met have in common, and no others."""
 SHARED_CORES = "ESMSHARD_SHARED_CORES"
 """Environment variable: the launcher has shared the cores out among the processes, and not the user."""
 
@@ -34,7 +39,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def attempt() -> int:
     """How often a launcher has started this run again, 0 the first time."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return int(os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def restarts_allowed() -> int:
@@ -64,7 +69,8 @@ def tell_launcher(error: InputError) -> None:
     if not file:
         return
     words = {"message": str(error), "extraInfo": {"py_callstack": str(error), "timestamp": str(int(time.time()))}}
-    told = {"message": words, "errorTraits": {"category": "user_error", "retryability": str(error.transient)}}
+    traits = {"category": "user_error", "retryability": str(error.transient), "shared": str(error.shared)}
+    told = {"message": words, "errorTraits": traits}
     try:
         part = Path(f"{file}.part")  # launchers end a process at any moment, and must not find half a file
         part.write_text(json.dumps(told), encoding="utf-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from esmshard.errors import InputError
+from esmshard.parallel import worker
 from esmshard.train.lease import abandoned, job_id
 
 NAME = "status.json"
@@ -93,7 +94,7 @@ def begun_by_this_launch(out: Path) -> bool:
 
 
 def _launch() -> str | None:
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    run = os.environ.get(worker.LAUNCH) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return run if run not in ("", "none") else None
 
 

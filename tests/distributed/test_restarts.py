@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RESTARTING = Path(__file__).parent / "restarting.py"
 LAUNCH = """\
 import sys
@@ -20,3 +22,16 @@ def test_processes_meet_again(tmp_path: Path) -> None:
     restarts = re.findall(r"^the process of rank (\d) was ended by SIGKILL .*; restart (\d) of 2$", done.stderr, re.M)
     assert restarts == [("1", "1")], done.stderr
     assert [(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)] == ["39", "39"], "19 and 20"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the tables of Linux")
+def test_nobody_else_can_connect(tmp_path: Path) -> None:
+    listening = Path(__file__).parent / "listening.py"
+    command = [sys.executable, "-c", LAUNCH, "2", str(listening), str(tmp_path / "found")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        device, *addresses = (tmp_path / f"found-{rank}").read_text().split()
+        assert device == "lo", "or gloo would take the address of the machine's name, whatever that is"
+        assert len(addresses) >= 2, "the launcher's store, and gloo of this process"
+        assert set(addresses) <= {"127.0.0.1", "::1"}

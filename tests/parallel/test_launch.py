@@ -8,10 +8,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import DistStoreError
 
-from esmshard.parallel import launch
+from esmshard.parallel import agent, launch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_preemption import ACTING, alive, wait_for
@@ -20,8 +22,17 @@ from test_preemption import ACTING, alive, wait_for
 class Launched:
     """A fork of this process, which has imported torch already, in `run_local`."""
 
-    def __init__(self, directory: Path, *actions: str, nproc: int, end_timeout: float = 30, **options: float) -> None:
-        self.directory, self.output = directory, directory / "output"
+    def __init__(
+        self,
+        directory: Path,
+        *actions: str,
+        nproc: int,
+        end_timeout: float = 30,
+        where: Path | None = None,
+        **options: Any,
+    ) -> None:
+        self.directory, self.output, self.options = directory, directory / "output", options
+        self.shared = where or directory
         directory.mkdir()
         self.pid = os.fork()
         if self.pid:
@@ -33,8 +44,8 @@ class Launched:
             os.dup2(file, 2)
             sys.stderr = os.fdopen(2, "w", buffering=1)
             tempfile.tempdir = str(directory)
-            launch.END_TIMEOUT = end_timeout
-            code = launch.run_local([str(ACTING), str(directory), *actions], nproc, **options)  # type: ignore[arg-type]
+            agent.END_TIMEOUT = end_timeout
+            code = launch.run_local([str(ACTING), str(self.shared), *actions], nproc, **options)
         finally:
             os._exit(code)
 
@@ -148,14 +159,27 @@ def test_a_signal_in_the_first_second(run: Callable[..., Launched]) -> None:
 
 
 def test_a_signal_before_there_is_a_process(run: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
-    start = launch._Agent._start_workers
+    start = agent.Agent._start_workers
 
     def late(*args: object) -> object:
         os.kill(os.getpid(), signal.SIGTERM)
         return start(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(launch._Agent, "_start_workers", late)
+    monkeypatch.setattr(agent.Agent, "_start_workers", late)
     assert run("train 0").end()[0] == 75
+
+
+def test_a_machine_that_is_lost_while_all_meet(run: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
+    met, meet = list[int](), agent.Agent._rendezvous
+
+    def interrupted(*args: object) -> object:
+        met.append(1)
+        if len(met) < 3:
+            raise DistStoreError("wait timeout after 60000ms, keys: /esmshard/number")
+        return meet(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(agent.Agent, "_rendezvous", interrupted)
+    assert run("exit 0").end() == (0, "")
 
 
 def test_a_process_that_does_not_leave_is_killed(run: Callable[..., Launched]) -> None:
@@ -223,7 +247,7 @@ def test_the_launcher_is_killed(run: Callable[..., Launched]) -> None:
 
 def test_handlers_are_put_back() -> None:
     def found() -> list[object]:
-        return [signal.getsignal(number) for number in (*launch._TO_SAVE, *launch._TO_END)]
+        return [signal.getsignal(number) for number in (*agent.TO_SAVE, *agent.TO_END)]
 
     before = found()
     with launch._listening() as came:
@@ -268,10 +292,10 @@ def test_a_mistake_beside_a_loss_is_final(run: Callable[..., Launched]) -> None:
 
 
 def test_the_order_of_causes() -> None:
-    mistake = launch._Failure(3, 1, told=True, transient=False)
-    killed = launch._Failure(2, -9, told=False, transient=True)
-    crashed = launch._Failure(1, 1, told=False, transient=True)
-    lost = launch._Failure(0, 1, told=True, transient=True)
+    mistake = agent.Failure(3, 1, told=True, transient=False)
+    killed = agent.Failure(2, -9, told=False, transient=True)
+    crashed = agent.Failure(1, 1, told=False, transient=True)
+    lost = agent.Failure(0, 1, told=True, transient=True)
     assert sorted([lost, crashed, killed, mistake], key=lambda f: f.order) == [mistake, killed, crashed, lost]
 
 
@@ -287,7 +311,7 @@ def test_one_process_is_brought_back_too(run: Callable[..., Launched]) -> None:
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(launch.allowed, "cores", lambda: 8)
     for threads, expected in ((None, "4"), ("3", "3")):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if threads:

@@ -1,0 +1,79 @@
+"""Which address and network interface of this machine others reach it by. No torch."""
+
+import ipaddress
+import socket
+import struct
+import sys
+from pathlib import Path
+
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR in <linux/sockios.h>
+
+
+def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
+    """Addresses of a host; none while nobody knows its name, as that of a container that is being started."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads back to the machine itself."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def towards(host: str, port: int) -> str | None:
+    """This machine's own address on the way to a host; None if there is no way. Nothing is sent."""
+    for family, address in resolve(host, port):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, port))
+                return str(probe.getsockname()[0])
+            except OSError:
+                continue
+    return None
+
+
+def own(host: str, port: int) -> str | None:
+    """This machine's address for those who meet at a host, which may be this machine under its own name.
+
+    Debian's /etc/hosts gives a machine's name the address 127.0.1.1, by which nobody else reaches it. Then it is the
+    one on the way to anywhere.
+    """
+    found = towards(host, port)
+    by_name = host != "localhost" and not _is_address(host)
+    if found is not None and is_loopback(found) and by_name:
+        return towards("192.0.2.1", 9) or found  # an address that nobody has, RFC 5737
+    return found
+
+
+def interface(address: str) -> str | None:
+    """Name of the network interface that has an address, as `eth0`; None where the system does not tell."""
+    if is_loopback(address):
+        return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if sys.platform != "linux":
+        return None
+    import fcntl  # Windows has none
+
+    if ":" in address:
+        wanted = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        return next((line.split()[5] for line in lines if line.startswith(wanted)), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
