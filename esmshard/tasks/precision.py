@@ -8,6 +8,7 @@ taken; P@L/k is the share of them that are contacts. The reported number is the 
 - pairs without a label are never ranked, so the value cannot become negative;
 - a protein with fewer valid pairs than floor(L/k) has no value (NaN) and is left out of the mean;
 - only the upper triangle is scored: symmetrise first;
+- scores of which one is not finite, as those of a model that has diverged, have no order: no metric has a value;
 - of equal scores the pair that comes first (lower i, then lower j) ranks first.
 """
 
@@ -60,6 +61,8 @@ def contact_precision(scores_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray
             top = n_resolved // k
             row[f"{name} {cut}"] = float(ranked[:top].mean()) if 0 < top <= len(ranked) else np.nan
     i, j = valid_pairs(labels_LL, "all")
+    if not np.isfinite(scores_LL[i, j]).all():
+        return dict.fromkeys([*row, "AUPRC"], np.nan)
     hits = labels_LL[i, j]
     row["AUPRC"] = float(average_precision_score(hits, scores_LL[i, j])) if hits.any() else np.nan
     return row
@@ -80,9 +83,11 @@ def base_rate(labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
 
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
     """Valid pairs by their predicted probability of a contact, [3, BINS]: how many there are, the sum of their
-    probabilities, and how many of them are contacts.
+    probabilities, and how many of them are contacts. Without any pair if a logit is NaN.
     """
     i, j = valid_pairs(labels_LL, "all")
+    if np.isnan(logits_LL[i, j]).any():
+        return np.zeros((3, BINS))
     probabilities = 1 / (1 + np.exp(-logits_LL[i, j].astype(np.float64)))
     bins = np.minimum((probabilities * BINS).astype(np.intp), BINS - 1)
     return np.stack([np.bincount(bins, w, BINS) for w in (np.ones(len(i)), probabilities, labels_LL[i, j] == 1)])

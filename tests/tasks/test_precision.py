@@ -296,3 +296,19 @@ def test_a_calibrated_answer_has_no_error_and_nothing_has_none() -> None:
     assert calibration_error(calibration(logits_LL, labels_LL)) == pytest.approx(0, abs=1e-6)
     assert calibration_error(calibration(logits_LL + 1, labels_LL)) > 0.1
     assert math.isnan(calibration_error(calibration(logits_LL, np.full_like(labels_LL, -1))))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_model_that_has_diverged_has_no_value(value: float) -> None:
+    """One pair is enough, for it would stand anywhere in the order. A pair that is not scored does not matter."""
+    scores_LL, labels_LL = protein(60)
+    expected = contact_precision(scores_LL, labels_LL)
+    scores_LL[0, 3] = value
+    assert contact_precision(scores_LL, labels_LL) == expected
+    scores_LL[0, 30] = value
+    found = contact_precision(scores_LL, labels_LL)
+    assert found.keys() == expected.keys()
+    assert all(math.isnan(one) for one in found.values())
+    assert calibration(scores_LL, labels_LL)[0].sum() == (
+        0 if math.isnan(value) else len(valid_pairs(labels_LL, "all")[0])
+    )
