@@ -242,8 +242,18 @@ class Recipe(Settings):
     train: TrainSettings = TrainSettings()  # type: ignore[call-arg]
     parallel: ParallelSettings = ParallelSettings()  # type: ignore[call-arg]
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
+    track: tuple[Literal["tensorboard", "wandb"], ...] = Field((), strict=False)
+    """Where metrics are shown besides metrics.jsonl: `tensorboard` (files in `out`/tensorboard), `wandb` (Weights &
+    Biases, by its own environment variables). docs/watching.md."""
     out: str
     """Directory of the run, relative to the working directory."""
+
+    @field_validator("track")
+    @classmethod
+    def _trackers_once(cls, track: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(track)) < len(track):
+            raise ValueError(f"names a tracker twice ({', '.join(track)}); name each once")
+        return track
 
     @field_validator("adapt")
     @classmethod

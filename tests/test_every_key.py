@@ -26,6 +26,7 @@ from esmshard.tasks import TASKS
 from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
 from esmshard.tasks.protocol import Task, collate
 from esmshard.train import finetune
+from esmshard.train import tracking as tracked
 from esmshard.train.job import prepare
 from esmshard.train.optim import adamw
 from esmshard.train.splits import open_split
@@ -298,6 +299,19 @@ def timeouts(recipe: Recipe) -> list[dict[str, Any]]:
     return found
 
 
+def fed(recipe: Recipe) -> list[str]:
+    """Trackers that a run feeds."""
+    found: list[str] = []
+
+    def begin(tracking: tracked.Tracking, done: int) -> None:
+        found.extend(tracking._trackers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracked.Tracking, "begin", begin)
+        run(recipe)
+    return found
+
+
 @dataclass(frozen=True)
 class Key:
     seen: Callable[[Recipe], Any]
@@ -394,6 +408,7 @@ KEYS = {
     "checkpoint.keep": Key(run, "1", ("checkpoint.every=1",)),
     "checkpoint.keep_best": Key(run, "true"),
     "checkpoint.async_save": Key(run, "true"),
+    "track": Key(fed, "[tensorboard]"),
     "out": Key(goes_elsewhere, "elsewhere"),
 }
 

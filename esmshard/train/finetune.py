@@ -21,17 +21,18 @@ from esmshard.data.loader import Examples, digests
 from esmshard.data.packing import MicroBatch, Plan, deal
 from esmshard.errors import InputError
 from esmshard.model import origin
+from esmshard.model.attention import kernel_name
 from esmshard.model.esm2 import ESM2
 from esmshard.model.files import read_json
-from esmshard.parallel import health, worker
+from esmshard.parallel import allowed, health, worker
 from esmshard.parallel import plan as memory
 from esmshard.parallel.cost import training_flops
 from esmshard.parallel.guards import check_optimizer
 from esmshard.parallel.load import materialise
-from esmshard.parallel.mesh import World, processes_per_machine, world
+from esmshard.parallel.mesh import Precision, World, processes_per_machine, world
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.profile import Profile
-from esmshard.parallel.shard import shard
+from esmshard.parallel.shard import DTYPES, shard
 from esmshard.parallel.stuck import Control, recorder_settings
 from esmshard.parallel.watch import Watch, peak_flops
 from esmshard.progress import Progress, rate, say
@@ -47,6 +48,7 @@ from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tenso
 from esmshard.train.planning import head_bytes
 from esmshard.train.start import check_room, describe_run, resolved, starting_point
 from esmshard.train.step import LossScale, too_many_skipped, train_step
+from esmshard.train.tracking import Tracking
 
 RESERVED = 0.9
 """Of the free memory, what a run plans to use. The rest is for the gaps of allocators, and other programs."""
@@ -82,7 +84,12 @@ def run(
     wait, dumps = recipe.parallel, Path(recipe.out) / "flight_recorder"
     recorder = {name: os.environ.get(name, value) for name, value in recorder_settings(dumps).items()}
     out, started = Path(recipe.out), started or time.time()
-    with worker.environment(recorder), Preemption() as preemption, Attempt(out, started) as attempt:
+    with (
+        worker.environment(recorder),
+        Preemption() as preemption,
+        Tracking(out, recipe.track) as tracking,
+        Attempt(out, started) as attempt,
+    ):
         try:
             with (
                 world(wait.start_timeout, alone_too=recipe.parallel.cpu_offload) as ranks,
@@ -94,7 +101,7 @@ def run(
                 ranks.from_first(lambda: check_out(out, resume, overwrite))
                 ranks.agree(lambda: attempt.open(ranks.is_first, job.steps))
                 start = ranks.from_first(lambda: starting_point(job, resume, trust))
-                _train(job, start, ranks, control, preemption, attempt, profile)
+                _train(job, start, ranks, control, preemption, attempt, tracking, profile)
                 if not ranks.is_first:
                     return None
         except InputError as error:
@@ -102,7 +109,7 @@ def run(
                 raise Preempted(f"stopped by {reason(preemption.asked)}; go on with --resume auto") from None
             raise
         if worker.SHARED_CORES in os.environ:  # the other ranks are leaving
-            torch.set_num_threads(os.cpu_count() or 1)
+            torch.set_num_threads(allowed.cores())
         attempt.tell("running", "consolidating and evaluating")
         say(f"fitting the baselines, then scoring {len(job.test)} test records")
         evaluate.fit_baselines(job.task, job.train, load_untrained(job.recipe, job.task), out / evaluate.BASELINES)
@@ -124,6 +131,7 @@ def _train(
     control: Control,
     preemption: Preemption,
     attempt: Attempt,
+    tracking: Tracking,
     profile: int,
 ) -> None:
     """Model, shards, optimizer, loop, checkpoints."""
@@ -181,6 +189,7 @@ def _train(
             state["base"] = saved["base"] if saved else origin.identity(weights, recipe.model.name)
         describe_run(job, full_recipe, done, ranks)
         attempt.begin(done, saved is None or saved["validated"])
+        tracking.begin(done)
 
     # Every rank plans the same records for a step and takes its own share of them.
     plan = Plan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed)
@@ -386,9 +395,7 @@ def _tokens_per_rank(job: Job, model: FineTuner, saved: Mapping[str, Any] | None
     return max(fitting - beside, longest)
 
 
-def _kernels(device: torch.device, precision: str) -> memory.Device:
-    """Which attention runs, in the planner's words; as `attend` in `esmshard.model.attention` chooses it."""
-    if device.type == "cpu":
-        return "cpu"
-    packed = device.type == "cuda" and precision != "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return "cuda" if packed else "cuda-padded"
+def _kernels(device: torch.device, precision: Precision) -> memory.Device:
+    """Which attention runs, in the planner's words."""
+    kernels: dict[str, memory.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
+    return kernels[kernel_name(device, DTYPES[precision])]

@@ -22,10 +22,12 @@ from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
 from esmshard.tasks.protocol import Task
 from esmshard.train.lease import is_lease
 from esmshard.train.splits import in_tokens, open_split
+from esmshard.train.tracking import TRACKED, check_installed
 
 RUN_FILES = (
     *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv", "baselines.npz"),
     *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder", "report.html"),
+    *TRACKED,
 )
 """What a run leaves. `--overwrite` removes these and nothing else from the directory."""
 
@@ -59,6 +61,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
         per_machine: of these on one machine.
         device: of one of them.
     """
+    check_installed(recipe.track)
     laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
     task = TASKS[recipe.task.name](recipe.task, {})
     train = open_split(recipe, "train", task.labels)

@@ -15,6 +15,7 @@ from esmshard.settings import Recipe
 from esmshard.train.attempt import METRICS
 from esmshard.train.job import RUN_FILES, Job, leakage_notices, provenance, versions
 from esmshard.train.status import replace_text
+from esmshard.train.tracking import TRACKED
 
 TOLD = "ESMSHARD_DATA_TOLD"
 """Environment variable of the runs of a cross-validation but the first, which has told what the data are like."""
@@ -32,7 +33,7 @@ _FREE = (
     ),
     *("parallel.group_size", "parallel.layers", "parallel.last_layer", "parallel.root", "parallel.prefetch"),
     *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.accumulate"),
-    *("parallel.start_timeout", "parallel.step_timeout"),
+    *("parallel.start_timeout", "parallel.step_timeout", "track"),
 )
 
 
@@ -65,7 +66,7 @@ def starting_point(job: Job, resume: str | None, trust: bool) -> Path | None:
         start = manifest.locate(Path(resume), say, trust=trust)
     if start is None:
         # A run that was killed before its first checkpoint goes on from nothing, but what it took is not forgotten.
-        for name in set(RUN_FILES) - ({METRICS} if resume == "auto" else set()):
+        for name in set(RUN_FILES) - ({METRICS, *TRACKED} if resume == "auto" else set()):
             path = job.out / name
             if path.is_dir():
                 shutil.rmtree(path)
