@@ -64,8 +64,35 @@ def finetune(
         Optional[str], typer.Option(metavar="TIME", help="Save and leave with exit code 75 after so long, as 3h50m.")
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Start the processes again, up to N times, when one was lost.")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Start all processes again, up to N times, when one or a machine was lost."
+        ),
     ] = 0,
+    nnodes: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Machines; start the same command once on each. MIN:MAX: go on without those that are lost, and take "
+            "in those that come.",
+        ),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        Optional[str],
+        typer.Option(metavar="HOST:PORT", help="Where the machines meet: one of them, and a free port there."),
+    ] = None,
+    rdzv_id: Annotated[
+        Optional[str], typer.Option(metavar="ID", help="Name of the run; the scheduler's job id by default.")
+    ] = None,
+    rdzv_conf: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY=S,...", help="Seconds: join_timeout=600, last_call_timeout=15, keep_alive_interval=5."
+        ),
+    ] = "",
+    local_addr: Annotated[
+        Optional[str], typer.Option(metavar="ADDRESS", help="Of this machine for the others; found by default.")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train N times, from as many seeds.")] = 1,
     folds: Annotated[
         Optional[int],
@@ -95,6 +122,11 @@ def finetune(
             profile=profile,
             stop_after=stop_after,
             max_restarts=max_restarts,
+            nnodes=nnodes,
+            rdzv_endpoint=rdzv_endpoint,
+            rdzv_id=rdzv_id,
+            rdzv_conf=rdzv_conf,
+            local_addr=local_addr,
             seeds=seeds,
             folds=folds,
             page=page,
@@ -330,6 +362,46 @@ def download(
     hub.check(names, to, overwrite)
     for name in names:
         print(hub.fetch(name, to, overwrite))
+
+
+@app.command()
+def bundle(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make; an unfinished one is gone on with.")],
+    weights: Annotated[
+        Optional[list[str]], typer.Option(metavar="NAME,...", help="Released models to put in. May come again.")
+    ] = None,
+    extras: Annotated[
+        str, typer.Option(metavar="PART,...", help="Optional parts, as h5,plots,structure; all, or none.")
+    ] = "all",
+    torch: Annotated[
+        str, typer.Option(help="Build of torch: cpu, a CUDA as cu126 or cu130, or default, that of the package index.")
+    ] = "default",
+    torch_version: Annotated[Optional[str], typer.Option(help="As 2.11.0; by default that of here.")] = None,
+    torch_index: Annotated[
+        Optional[str], typer.Option(metavar="URL", help="A mirror of https://download.pytorch.org/whl.")
+    ] = None,
+    python: Annotated[Optional[str], typer.Option(help="Of the site, as 3.12; the one here by default.")] = None,
+    platform: Annotated[
+        Optional[str], typer.Option(help="Of the site, as manylinux_2_28_x86_64; like this machine by default.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a directory that installs esmshard where there is no internet: wheels, weights, sums, install.sh."""
+    from esmshard.cluster import wheelhouse
+    from esmshard.cluster.bundle import TORCH_INDEX, Request
+    from esmshard.cluster.bundle import bundle as run
+
+    parts = [part.strip() for part in extras.split(",") if part.strip()]
+    request = Request(
+        weights=tuple(dict.fromkeys(one.strip() for given in weights or [] for one in given.split(",") if one.strip())),
+        extras=() if parts == ["none"] else tuple(parts),
+        torch=torch,
+        torch_version=torch_version,
+        torch_index=torch_index or TORCH_INDEX,
+        python=python or wheelhouse.RUNNING,
+        platform=platform,
+    )
+    print(run(out, request, overwrite))
 
 
 @app.command()
@@ -609,6 +681,124 @@ def report(
     from esmshard.report.html import report as write
 
     print(write(run, out))
+
+
+@app.command()
+def launch(
+    ctx: typer.Context,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file, or the name of a shipped one; or embed, or doctor, to run these."
+        ),
+    ],
+    arguments: Annotated[
+        Optional[list[str]],
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4; of embed, after --, its own."),
+    ] = None,
+    target: Annotated[str, typer.Option(help="The scheduler: slurm or kubernetes.")] = "",
+    nodes: Annotated[
+        Optional[str],
+        typer.Option(metavar="N|MIN:MAX", help="Machines, 1 by default; 1:2 also runs, and goes on, with fewer."),
+    ] = None,
+    gpus_per_node: Annotated[
+        Optional[int], typer.Option(min=0, metavar="N", help="By default those of the site profile.")
+    ] = None,
+    nproc: Annotated[
+        Optional[int], typer.Option(min=1, help="Processes of a machine; one a GPU by default, or one.")
+    ] = None,
+    time_limit: Annotated[
+        Optional[str], typer.Option("--time", metavar="TIME", help="Of Slurm, as 24:00:00; by default the profile's.")
+    ] = None,
+    array: Annotated[
+        Optional[int], typer.Option(min=1, metavar="N", help="Of embed: workers, each with a GPU.")
+    ] = None,
+    name: Annotated[Optional[str], typer.Option(help="Of the job; the recipe's by default.")] = None,
+    out: Annotated[
+        Optional[Path], typer.Option("-o", "--out", help="File to write; NAME.sbatch or NAME.yaml by default.")
+    ] = None,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, and stop.")] = False,
+) -> None:
+    """Run a recipe, or workers of embed, on a cluster: write the scheduler's file, and submit it where there is one."""
+    from esmshard.cluster import launch as jobs
+    from esmshard.cluster import site as sites
+    from esmshard.cluster.submit import submit, write
+    from esmshard.progress import say
+
+    options = jobs.Options(
+        target=jobs.chosen_target(target),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        nproc=nproc,
+        time=time_limit,
+        array=array,
+        name=name,
+    )
+    profile = sites.found()
+    site = jobs.merged(sites.load(), options)
+    if site.python is None:
+        site = site.model_copy(update={"python": sys.executable})
+    given = arguments or []
+    if what == "embed":
+        # Its own parser looks at what is for it now: a mistake is not to be found in the queue.
+        assert ctx.parent is not None
+        parser = ctx.parent.command.get_command(ctx.parent, "embed")  # type: ignore[attr-defined]
+        with parser.make_context("embed", list(given), parent=ctx.parent) as parsed:
+            job = jobs.embed_job(given, parsed.params, options, site)
+    elif what == "doctor":
+        job = jobs.doctor_job(given, options, site)
+    else:
+        job = jobs.finetune_job(what, given, options, site)
+    text = jobs.render(job, site, options.target)
+    say(f"site profile: {profile or f'none at {sites.path()}; all its keys have their defaults'}")
+    for path in jobs.not_here(job) if target == "slurm" else ():
+        say(f"{path}: is not here; see to it that the nodes have it")
+    if dry_run:
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+        return
+    place = out or jobs.default_file(job, options.target)
+    write(text, place, overwrite)
+    print(place)
+    print(submit(place, options.target))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[
+        Optional[str], typer.Argument(help="A recipe that is to run here: does it fit, are data and weights here?")
+    ] = None,
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything for programs.")] = False,
+    nproc: Annotated[
+        Optional[int], typer.Option(min=1, help="Processes to measure between; all GPUs, or two, by default.")
+    ] = None,
+    nnodes: Annotated[
+        Optional[str], typer.Option(metavar="N", help="Machines; start the same command on each of them.")
+    ] = None,
+    rdzv_endpoint: Annotated[Optional[str], typer.Option(metavar="HOST:PORT", help="Where they meet.")] = None,
+    rdzv_id: Annotated[Optional[str], typer.Option(metavar="ID", help="What they have in common.")] = None,
+    rdzv_conf: Annotated[
+        str, typer.Option(metavar="KEY=SECONDS,...", help="Times of the launcher, such as join_timeout=60.")
+    ] = "",
+    local_addr: Annotated[Optional[str], typer.Option(help="Address of this machine for the others.")] = None,
+    out: Annotated[
+        Optional[Path], typer.Option(metavar="DIR", help="Where a run would be written; here, or as the recipe says.")
+    ] = None,
+) -> None:
+    """Say what is wrong with this machine: versions, GPUs, links, disks, clocks; each with the mend."""
+    from esmshard.cluster.doctor import Request, run
+    from esmshard.parallel import nodes as machines
+
+    if nnodes is None and (rdzv_endpoint or rdzv_id or rdzv_conf or local_addr):
+        raise UsageError("--rdzv-... and --local-addr are for several machines; give --nnodes N too")
+    together = None if nnodes is None else machines.parse(nnodes, rdzv_endpoint, rdzv_id, local_addr, rdzv_conf)
+    request = Request(recipe, tuple(overrides or ()), nproc, together, out)
+    code = run(request, as_json)
+    if code:
+        raise SystemExit(code)
 
 
 @recipes_app.command("ls")

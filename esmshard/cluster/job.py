@@ -18,6 +18,10 @@ class Job:
     "--resume", "auto"). For Kubernetes the recipe is its name, or the path at which the pods see it."""
     out: str
     """The run's directory, in which status.json tells how it ended; of `embed` the product."""
+    directory: str = "/"
+    """Working directory of the command, which paths in `arguments` are relative to. Kubernetes has its own."""
+    reads: tuple[str, ...] = ()
+    """Recipe, data and model: files or directories, for containers to see."""
     nodes: int = 1
     """Most nodes of a run."""
     min_nodes: int = 1

@@ -3,16 +3,73 @@
 A YAML file, named by $ESMSHARD_SITE, else `esmshard/site.yaml` in the user's configuration directory
 ($XDG_CONFIG_HOME, by default ~/.config). Without a file all keys have their defaults. Options of `esmshard launch` come
 before it. docs/cluster.md explains each key with an example.
+
+`~` and `${VAR}` expand where the profile is read, in python, scratch, container.image, container.mounts and exports.
+In scratch, `${SLURM_...}` is left for the job: `/scratch/${SLURM_JOB_ID}`.
 """
 
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from esmshard.data_settings import Clash
+from esmshard.errors import UsageError
 from esmshard.task_settings import Settings
+from esmshard.yaml_keys import Tree, read
 
 VARIABLE = "ESMSHARD_SITE"
 """Environment variable: path of the profile."""
+
+OF_THE_JOB = r"SLURM_\w+"
+"""Variables of `scratch` that have a value in the job only."""
+
+_WORD = re.compile(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", re.ASCII)
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}", re.ASCII)
+_OURS = (
+    *("job-name", "array", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "output", "error", "open-mode"),
+    *(
+        "signal",
+        "requeue",
+        "no-requeue",
+        "no-kill",
+        "time",
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "wrap",
+        "test-only",
+    ),
+)
+"""Options of sbatch that other keys or the launch say, or that would break what the script relies on."""
+
+
+def directive(value: str) -> str:
+    """A value that may stand in an #SBATCH line, which knows neither a reliable quoting nor a second line.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if not _WORD.fullmatch(value):
+        raise ValueError(
+            f"{value!r} cannot stand in an #SBATCH line; use no blanks, quotes, backslashes, backquotes, # or $"
+        )
+    return value
+
+
+def time_limit(value: str) -> str:
+    """A time that sbatch knows, as 24:00:00, 2-12:00:00 or 90 (minutes).
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not _TIME.fullmatch(value):
+        raise ValueError(f"must be a time such as 24:00:00, 2-12:00:00 or 90 (minutes), not {value!r}")
+    return value
 
 
 class ContainerSite(Settings):
@@ -26,6 +83,16 @@ class ContainerSite(Settings):
     mounts: tuple[str, ...] = Field((), strict=False)
     """Directories of the machine that the container sees, as /data or /data:/data:ro. The run's own directories are
     added by themselves."""
+
+    @field_validator("mounts")
+    @classmethod
+    def _places(cls, mounts: tuple[str, ...]) -> tuple[str, ...]:
+        for mount in mounts:
+            if not re.fullmatch(r"/[^:,\n]*(:/[^:,\n]*(:[a-z+]+)?)?", mount):
+                raise ValueError(
+                    f"{mount!r} must be a directory such as /data, /data:/data or /data:/data:ro, with an absolute path"
+                )
+        return mounts
 
 
 class SlurmSite(Settings):
@@ -49,6 +116,43 @@ class SlurmSite(Settings):
     port: int = Field(29400, ge=1024, le=65535)
     """Where the nodes meet; jobs that share a node take this plus a number drawn from their job id."""
 
+    @field_validator("partition", "account", "qos", "constraint")
+    @classmethod
+    def _words(cls, value: str | None) -> str | None:
+        return None if value is None else directive(value)
+
+    @field_validator("time")
+    @classmethod
+    def _limit(cls, value: str | None) -> str | None:
+        return None if value is None else time_limit(value)
+
+    @field_validator("memory")
+    @classmethod
+    def _size(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\d+[KMGT]?", value, re.ASCII):
+            raise ValueError(f"must be a size such as 480G, not {value!r}")
+        return value
+
+    @field_validator("modules")
+    @classmethod
+    def _modules(cls, modules: tuple[str, ...]) -> tuple[str, ...]:
+        for module in modules:
+            if not re.fullmatch(r"[A-Za-z0-9][\w./+:@-]*", module, re.ASCII):
+                raise ValueError(f"{module!r} is no name of a module, such as cuda/12.8")
+        return modules
+
+    @field_validator("options")
+    @classmethod
+    def _options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            name = re.match(r"--([a-z][a-z-]*)(=.|$)", option)
+            if name is None:
+                raise ValueError(f"{option!r} must be an option of sbatch in its long form, as --mail-type=END")
+            if name[1] in _OURS:
+                raise ValueError(f"--{name[1]} is said by another key of the profile, or by esmshard launch itself")
+            directive(option)
+        return options
+
 
 class KubernetesSite(Settings):
     """What the cluster is told."""
@@ -60,18 +164,21 @@ class KubernetesSite(Settings):
     """Where the pods see it; the working directory of the command."""
     gpu_resource: str = "nvidia.com/gpu"
     cpu: str | None = None
-    """CPU cores of a pod, as 16."""
+    """CPU cores of a pod that has all GPUs of a node, as 16. One with fewer gets its share."""
     memory: str | None = None
-    """Of a pod, as 128Gi."""
+    """Of such a pod, as 128Gi."""
     shm: str = "16Gi"
     """Size of /dev/shm, through which processes of one node exchange tensors; the runtime's own 64 MiB is too small."""
-    resources: dict[str, str] = {}
+    resources: dict[str, str] = Field(default_factory=dict)
     """Further resources of a pod, such as rdma/hca: "1"."""
-    node_selector: dict[str, str] = {}
+    node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: tuple[dict[str, str], ...] = Field((), strict=False)
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = Field(default_factory=dict)
     """Of job and pods, such as kueue.x-k8s.io/queue-name: team-a."""
     pull_secret: str | None = None
+    """Secret with which images are pulled."""
+    secret: str | None = None
+    """Secret whose keys become environment variables of the job, such as WANDB_API_KEY."""
     user: int = Field(1000, ge=1)
     """User id in the container; never 0."""
     port: int = Field(29400, ge=1024, le=65535)
@@ -84,10 +191,82 @@ class Site(Settings):
     """0 for machines without GPUs."""
     python: str | None = None
     """Interpreter of the environment in which esmshard is installed, on the nodes; by default the one that renders."""
-    exports: dict[str, str] = {}
+    exports: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the job, such as NCCL_SOCKET_IFNAME: ib0."""
     scratch: str | None = None
     """Fast directory of each node, for caches and temporary files."""
     container: ContainerSite = ContainerSite()  # type: ignore[call-arg]
     slurm: SlurmSite = SlurmSite()  # type: ignore[call-arg]
     kubernetes: KubernetesSite = KubernetesSite()  # type: ignore[call-arg]
+
+    @field_validator("exports")
+    @classmethod
+    def _names(cls, exports: dict[str, str]) -> dict[str, str]:
+        for name, value in exports.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise Clash(name, f"{name!r} is no name of an environment variable")
+            if name.startswith("SLURM_"):
+                raise Clash(name, "is Slurm's own; it would not be what the job runs with")
+            if "\0" in value:
+                raise Clash(name, "holds a NUL, which no environment variable can")
+        return exports
+
+    @field_validator("python", "scratch")
+    @classmethod
+    def _path(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("/", "${SLURM_")):
+            raise ValueError(f"must be an absolute path, not {value!r}")
+        if value is not None and ("\0" in value or "\n" in value):
+            raise ValueError("must be a path of one line")
+        return value
+
+
+def path() -> Path:
+    """Where the profile is looked for, whether there is one or not."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named).expanduser()
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "esmshard" / "site.yaml"
+
+
+def found() -> Path | None:
+    """The profile that `load` reads; None if there is none.
+
+    Raises:
+        UsageError: $ESMSHARD_SITE names a file that is not there.
+    """
+    place = path()
+    if place.is_file():
+        return place
+    if os.environ.get(VARIABLE):
+        raise UsageError(f"{place}: no such file; {VARIABLE} names it as the site profile")
+    return None
+
+
+def load() -> Site:
+    """The site profile; all defaults where there is none.
+
+    Raises:
+        UsageError: with one sentence for each problem, as `site.yaml:4:3: slurm.partitoin: unknown key; did you mean
+            'partition'?`.
+    """
+    place = found()
+    if place is None:
+        return Site()  # type: ignore[call-arg]
+    tree = read(place, "a site profile", Site, may_be_empty=True)
+    _expand(tree, ("python",))
+    _expand(tree, ("scratch",), keep=OF_THE_JOB)
+    _expand(tree, ("exports",), home=False)
+    for key in ("image", "mounts"):
+        _expand(tree, ("container", key))
+    return tree.checked(Site)
+
+
+def _expand(tree: Tree, keys: Sequence[str], *, home: bool = True, keep: str = "") -> None:
+    for node, last in tree.texts(*keys):
+        exact = (*keys, last) if isinstance(last, str) and last != keys[-1] else tuple(keys)
+        text = tree.variables(str(node[last]), exact, keep)
+        if text is None and isinstance(last, str):
+            del node[last]  # one problem of a key is enough
+        elif text is not None:
+            node[last] = str(Path(text).expanduser()) if home and text.startswith("~") else text

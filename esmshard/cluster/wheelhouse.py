@@ -1,0 +1,307 @@
+"""The wheels from which pip installs esmshard without network: which they are, and fetching them.
+
+pip decides and downloads, under the user's own configuration (indexes, mirrors, certificates, credentials). It judges
+environment markers such as `python_version >= "3.12"` by the interpreter it runs in, whatever --python-version says
+(pypa/pip#11664). So what the wheels ask for is followed here once more, as the target sees it: what is missing is asked
+for by name, and what the target does not need is left out.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+from esmshard.errors import InputError
+
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""The Python that runs this."""
+
+_MANYLINUX = re.compile(r"manylinux(?:_2_(\d+)|(2014|2010|1))_(\w+)")
+_LEGACY = {"2014": 17, "2010": 12, "1": 5}
+"""Older names of platforms: manylinux2014 is manylinux_2_17."""
+_ROUNDS = 8
+"""A requirement that only the target has brings others of its kind; three rounds are the most that was seen."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machines that will install the wheels."""
+
+    python: str = RUNNING
+    """Major and minor version, as 3.12."""
+    platform: str | None = None
+    """As manylinux_2_28_x86_64: the oldest glibc, and the processor. None is this machine."""
+
+    @property
+    def machine(self) -> str:
+        """Processor, as `uname -m` says."""
+        found = _MANYLINUX.fullmatch(self.platform or "")
+        return found[3] if found else platform.machine()
+
+    def words(self) -> str:
+        """For messages."""
+        return f"Python {self.python} on {self.platform or 'this platform'}"
+
+    def options(self) -> list[str]:
+        """Of pip. A platform stands for the older ones too, which pip does not know by itself."""
+        chosen = ["--only-binary", ":all:"]
+        if (self.python, self.platform) != (RUNNING, None):
+            chosen += ["--python-version", self.python, "--implementation", "cp"]
+        found = _MANYLINUX.fullmatch(self.platform or "")
+        if found:
+            newest = int(found[1]) if found[1] else _LEGACY[found[2]]
+            names = [f"manylinux_2_{minor}_{found[3]}" for minor in range(newest, 4, -1)]
+            names += [f"manylinux{name}_{found[3]}" for name, minor in _LEGACY.items() if minor <= newest]
+            chosen += [part for name in [*names, f"linux_{found[3]}"] for part in ("--platform", name)]
+        return chosen
+
+    def environment(self) -> dict[str, str]:
+        """Values of environment markers."""
+        if (self.python, self.platform) == (RUNNING, None):
+            return {}
+        values = {"python_version": self.python, "python_full_version": f"{self.python}.0", "os_name": "posix"}
+        values |= {"implementation_version": f"{self.python}.0", "implementation_name": "cpython"}
+        values |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": self.machine}
+        return values | {"platform_python_implementation": "CPython"}
+
+
+def is_platform(name: str) -> bool:
+    """Whether wheels can be asked for a platform of this name."""
+    return _MANYLINUX.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Package:
+    """One wheel."""
+
+    name: str
+    version: str
+    url: str
+    sha256: str
+    """Empty if the index announces none."""
+    requires: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        """Name of the wheel."""
+        return unquote(Path(urlparse(self.url).path).name)
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where pip looks besides the user's indexes, and which versions it must take."""
+
+    extra: str | None
+    """Address of one more package index, or directory."""
+    pinned: tuple[str, ...]
+    """Requirements besides esmshard's own, as torch==2.13.0+cu126."""
+
+
+def resolve(own: Path, extras: tuple[str, ...], target: Target, index: Index) -> list[Package]:
+    """The wheels that esmshard needs on the target, pip's own among them; esmshard's is not.
+
+    Raises:
+        InputError: pip is missing or finds no wheel; the sentence names the package.
+    """
+    chosen = f"[{','.join(extras)}]" if extras else ""
+    roots = [f"esmshard{chosen} @ {own.resolve().as_uri()}", "pip"]
+    # Not as constraints: of a constraint without a wheel pip says only that something does not go together.
+    asked = [*roots, *index.pinned]
+    for _ in range(_ROUNDS):
+        packages = _asked_of_pip(asked, target, index)
+        needed, missing = followed(packages, [Requirement(root) for root in roots], target.environment())
+        if not missing:
+            return sorted((packages[name] for name in needed if name != "esmshard"), key=lambda one: one.name.lower())
+        asked += missing
+    raise InputError(
+        f"{', '.join(missing)}: cannot be had for {target.words()} together with the rest; run the command in "
+        f"Python {target.python}"
+    )
+
+
+def followed(
+    packages: Mapping[str, Package], roots: list[Requirement], environment: dict[str, str]
+) -> tuple[set[str], list[str]]:
+    """What the roots need in an environment: names of packages, and requirements that none of them meets."""
+    todo = [(canonicalize_name(root.name), extra) for root in roots for extra in ("", *root.extras)]
+    seen: set[tuple[str, str]] = set()
+    missing: dict[str, None] = {}
+    while todo:
+        name, extra = todo.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        for text in packages[name].requires:
+            wanted = Requirement(text)
+            if wanted.marker and not wanted.marker.evaluate({**environment, "extra": extra}):
+                continue
+            other = canonicalize_name(wanted.name)
+            if other not in packages or not wanted.specifier.contains(packages[other].version, prereleases=True):
+                wanted.marker = None
+                missing[str(wanted)] = None
+                continue
+            todo += [(other, more) for more in ("", *wanted.extras)]
+    return {name for name, _ in seen}, list(missing)
+
+
+def _asked_of_pip(requirements: list[str], target: Target, index: Index) -> dict[str, Package]:
+    """What pip would install, by canonical name. Indexes that serve metadata are not asked for the wheels."""
+    with tempfile.TemporaryDirectory() as work:
+        report = Path(work, "report.json")
+        command = ["install", "--dry-run", "--ignore-installed", "--report", str(report)]
+        # pip wants a place to install to with --python-version; nothing comes there.
+        command += ["--target", str(Path(work, "nothing")), *target.options()]
+        command += ["--extra-index-url", index.extra] if index.extra else []
+        done = run_pip([*command, *requirements])
+        if done.returncode:
+            raise _refused(done, target)
+        found = json.loads(report.read_text(encoding="utf-8"))
+    packages: dict[str, Package] = {}
+    for entry in found["install"]:
+        meta, source = entry["metadata"], entry["download_info"]
+        digest = source.get("archive_info", {}).get("hashes", {}).get("sha256", "")
+        package = Package(meta["name"], meta["version"], source["url"], digest, tuple(meta.get("requires_dist", ())))
+        packages[canonicalize_name(package.name)] = package
+    return packages
+
+
+def fetch(package: Package, into: Path, target: Target, index: Index) -> Path:
+    """One wheel in a directory: copied if it is a file of this machine, else downloaded by pip; sha256 compared.
+
+    Raises:
+        InputError: it did not come, or is another one than was announced.
+    """
+    place = into / package.file
+    address = urlparse(package.url)
+    if address.scheme == "file":
+        try:
+            shutil.copyfile(unquote(address.path), place)
+        except OSError as error:  # its file name would be that of the source, whatever went wrong
+            place.unlink(missing_ok=True)
+            reason = str(error.strerror).lower()
+            raise InputError(
+                f"{package.url}: cannot be copied to {into} ({reason}); make that good and try again"
+            ) from None
+    else:
+        with tempfile.TemporaryDirectory() as work:
+            line = f"{package.name}=={package.version}"
+            line += f" --hash=sha256:{package.sha256}" if package.sha256 else ""
+            listed = Path(work, "requirements.txt")
+            listed.write_text(f"{line}\n", encoding="utf-8")
+            command = ["download", "--no-deps", "--quiet", "--dest", str(into), "--requirement", str(listed)]
+            command += ["--extra-index-url", index.extra] if index.extra else []
+            done = run_pip([*command, *target.options()])
+        if done.returncode or not place.is_file():
+            raise _refused(done, target, package.name)
+    if package.sha256 and sha256(place) != package.sha256:
+        place.unlink()
+        raise InputError(f"{package.url}: is not the file that its index announces, and was deleted; try again")
+    return place
+
+
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def run_pip(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Pip of this environment, without questions.
+
+    Raises:
+        InputError: it is not there.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise InputError(
+            f"{sys.executable}: has no pip, which collects the wheels; `{sys.executable} -m ensurepip`, or, in an "
+            "environment of uv, `uv pip install pip`"
+        )
+    # --user of a configuration clashes with --target; PYTHONPATH of a caller is not pip's business.
+    environment = {**os.environ, "PIP_USER": "0", "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    command = [sys.executable, "-m", "pip", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+
+
+def _refused(done: subprocess.CompletedProcess[str], target: Target, name: str | None = None) -> InputError:
+    """Why pip failed, in one sentence."""
+    said = done.stderr + done.stdout
+    if "No space left on device" in said:
+        return InputError("pip: no space left, here or in the directory for temporary files; set TMPDIR to another one")
+    if re.search(r"NewConnectionError|Failed to establish|Name or service not known|ConnectTimeout|timed out", said):
+        where = re.search(r"host='([^']+)'", said)
+        return InputError(
+            f"pip: {where[1] if where else 'the package index'} could not be reached; run the command where there is a "
+            "network, or give pip the site's mirror (PIP_INDEX_URL)"
+        )
+    if "DO NOT MATCH THE HASHES" in said:
+        wrong = re.search(r"^ {4}(\S+) .*:$", said, re.MULTILINE)
+        return InputError(
+            f"{name or (wrong[1] if wrong else 'pip')}: is not the file that its index announces (sha256); try again, "
+            "and if it stays so look for a proxy that alters files"
+        )
+    missing = re.search(r"No matching distribution found for ([^\s(;]+)", said)
+    if missing:
+        torch = ", --torch or --torch-version" if missing[1].startswith("torch=") else ""
+        return InputError(
+            f"{missing[1]}: no wheel for {target.words()} in the package indexes; choose another --python, --platform"
+            f"{torch or ' or index'}"
+        )
+    if "ResolutionImpossible" in said:
+        cause = re.search(r"The conflict is caused by:\s*\n(.*?)\n\s*\n", said, re.DOTALL)
+        told = "; ".join(line.strip() for line in cause[1].splitlines()) if cause else last_words(done)
+        return InputError(f"pip: the packages do not go together for {target.words()}: {told}")
+    return InputError(f"{name or 'pip'}: could not be had for {target.words()}: {last_words(done)}")
+
+
+def last_words(done: subprocess.CompletedProcess[str]) -> str:
+    """The last error that pip told, else its last line."""
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or [f"pip left with exit code {done.returncode}"])[-1]
+
+
+def least_glibc(wheels: list[str]) -> str | None:
+    """The oldest glibc that all wheels run on, as 2.28; None if none of them minds.
+
+    >>> least_glibc(["a-1-py3-none-any.whl", "b-1-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl"])
+    '2.27'
+    """
+    needs = []
+    for wheel in wheels:
+        platforms = [tag.platform for tag in parse_wheel_filename(wheel)[3]]
+        found = [match for match in map(_MANYLINUX.fullmatch, platforms) if match]
+        if found and "any" not in platforms:
+            needs.append(min(int(match[1]) if match[1] else _LEGACY[match[2]] for match in found))
+    return f"2.{max(needs)}" if needs else None
+
+
+def cuda_of(packages: list[Package]) -> str | None:
+    """The CUDA that torch brings, as 13.0; None for a CPU build."""
+    for package in packages:
+        if re.fullmatch(r"cuda-toolkit|nvidia-cuda-runtime(-cu\d+)?", canonicalize_name(package.name)):
+            return ".".join(package.version.split(".")[:2])
+    return None
+
+
+def as_json(packages: list[Package]) -> list[dict[str, Any]]:
+    """For a file."""
+    return [asdict(package) for package in packages]
+
+
+def from_json(entries: list[dict[str, Any]]) -> list[Package]:
+    """The inverse."""
+    return [Package(**{**entry, "requires": tuple(entry["requires"])}) for entry in entries]

@@ -1,0 +1,285 @@
+"""Stand-ins for sbatch, srun, scontrol, scancel and apptainer, that start real processes. `slurm_programs.py NAME ARGS`
+
+They do what Slurm 22.05 was seen to do: signals reach every process of a step, whatever its session; a job that is
+cancelled is COMPLETING, its shell, srun and tasks get SIGTERM, and `scontrol requeue` brings even that one to life.
+What they do not know they refuse, as the real ones do. $STAND_IN is the directory of their state; its `config.json` has
+`nodes`, and `namespaces` (of the network, one a node) or null.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any, NoReturn
+
+STATE = Path(os.environ.get("STAND_IN", "."))
+KILL_WAIT = 60.0
+
+DIRECTIVES = {
+    *("job-name", "array", "partition", "account", "qos", "constraint", "time", "nodes", "ntasks-per-node", "mem"),
+    *("gpus-per-node", "cpus-per-task", "output", "open-mode", "signal", "requeue", "no-kill", "mail-type"),
+}
+SRUN = {
+    *("input", "mpi", "cpu-bind", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "kill-on-bad-exit", "wait"),
+    *(
+        "no-kill",
+        "container-image",
+        "container-mounts",
+        "container-workdir",
+        "no-container-mount-home",
+        "container-env",
+    ),
+}
+
+
+def install(folder: Path, names: tuple[str, ...]) -> None:
+    """Put programs of these names into a directory."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n')
+        program.chmod(0o755)
+
+
+def refuse(message: str) -> NoReturn:
+    sys.exit(f"stand-in: {message}")
+
+
+def config() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((STATE / "config.json").read_text())
+    return found
+
+
+def note(kind: str, what: Any) -> None:
+    with open(STATE / f"{kind}.jsonl", "a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def noted(kind: str) -> list[Any]:
+    path = STATE / f"{kind}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Job:
+    """What is known of a job, in files: `state`, `shell` (a process id), `requeue` (if it is to be)."""
+
+    def __init__(self, number: str) -> None:
+        self.number, self.folder = number, STATE / "jobs" / number
+
+    def get(self, key: str) -> str:
+        try:
+            return (self.folder / key).read_text()
+        except FileNotFoundError:
+            return ""
+
+    def set(self, key: str, value: str) -> None:
+        work = self.folder / f".{key}-{uuid.uuid4().hex}"
+        work.write_text(value)
+        work.replace(self.folder / key)
+
+    def processes(self, marker: str) -> list[int]:
+        """Those whose environment has STAND_IN_MARKER of this job."""
+        wanted, found = f"STAND_IN_{marker}={self.number}".encode(), []
+        for path in Path("/proc").iterdir():
+            if path.name.isdigit() and int(path.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if wanted in (path / "environ").read_bytes().split(b"\0"):
+                        found.append(int(path.name))
+        return found
+
+    def signal(self, marker: str, number: int) -> None:
+        for pid in self.processes(marker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def sbatch(arguments: list[str]) -> None:
+    if len(arguments) != 1:
+        refuse("sbatch takes one file")
+    script = Path(arguments[0])
+    options: dict[str, str] = {}
+    for line in script.read_text().splitlines():
+        if line.startswith("#SBATCH "):
+            found = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line)
+            if found is None or found[1] not in DIRECTIVES:
+                refuse(f"sbatch: unrecognized line {line!r}")
+            options[found[1]] = found[2] or ""
+        elif line and not line.startswith("#"):
+            break  # Slurm reads no further
+    jobs = STATE / "jobs"
+    jobs.mkdir(exist_ok=True)
+    first = 4001 + len(list(jobs.iterdir()))
+    tasks = [None]
+    if "array" in options:
+        low, high = map(int, options["array"].split("-"))
+        tasks = list(range(low, high + 1))  # type: ignore[arg-type]
+    for n, task in enumerate(tasks):
+        job = Job(f"{first}_{task}" if task is not None else str(first))
+        job.folder.mkdir()
+        (job.folder / "script").write_bytes(script.read_bytes())
+        job.set("state", "PENDING")
+        if not os.fork():
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDWR)
+            for number in (0, 1, 2):
+                os.dup2(null, number)
+            _run_job(job, options, first, task, n)
+            os._exit(0)
+    print(f"Submitted batch job {first}")
+
+
+def _run_job(job: Job, options: dict[str, str], first: int, task: int | None, n: int) -> None:
+    most = int(options.get("nodes", "1").split("-")[-1])
+    nodes = config()["nodes"][:most]
+    output = options["output"].replace("%j", job.number).replace("%A", str(first)).replace("%a", str(task))
+    variables = {
+        "SLURM_JOB_ID": str(first + n),
+        "SLURM_JOB_NODELIST": ",".join(nodes),
+        "SLURM_JOB_NUM_NODES": str(len(nodes)),
+        "SLURM_CPUS_ON_NODE": "2",
+        "STAND_IN_JOB": job.number,
+    }
+    if "cpus-per-task" in options:
+        variables["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
+    if task is not None:
+        variables |= {"SLURM_ARRAY_JOB_ID": str(first), "SLURM_ARRAY_TASK_ID": str(task)}
+    for restart in range(20):
+        if restart:
+            variables["SLURM_RESTART_COUNT"] = str(restart)
+        with open(output, "ab") as file:
+            shell = subprocess.Popen(
+                ["/bin/bash", str(job.folder / "script")],
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+            job.set("shell", str(shell.pid))
+            job.set("state", "RUNNING")
+            code = shell.wait()
+        note("ended", [job.number, code])
+        if not job.get("requeue"):
+            break
+        (job.folder / "requeue").unlink()
+    job.set("code", str(code))
+    job.set("state", "CANCELLED" if job.get("state") == "COMPLETING" else "FAILED" if code else "COMPLETED")
+
+
+def srun(arguments: list[str]) -> None:
+    options, command = _options(arguments, SRUN, "srun")
+    number = os.environ["STAND_IN_JOB"]
+    job, nodes = Job(number), config()["nodes"][: int(options["nodes"])]
+    if options["ntasks"] != options["nodes"] or options["ntasks-per-node"] != "1":
+        refuse("srun: one task a node is expected")
+    if "container-image" in options:
+        places = [mount.split(":") for mount in options["container-mounts"].split(",")]
+        _check_places([place[0] for place in places], [place[1] for place in places], options["container-workdir"])
+    note("srun", {"options": options, "command": command, "job": number})
+    kill_others, patience = options.get("kill-on-bad-exit") == "1", float(options.get("wait", "0"))
+    tasks: list[subprocess.Popen[bytes]] = []
+    came: list[int] = []
+    for heard in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(heard, lambda number, frame: came.append(number))
+    spaces = config()["namespaces"]
+    for n, node in enumerate(nodes):
+        inside = ["ip", "netns", "exec", spaces[n]] if spaces else []
+        environment = {
+            **{key: value for key, value in os.environ.items() if key != "STAND_IN_JOB"},
+            "STAND_IN_STEP": number,
+            "SLURM_NODEID": str(n),
+            "SLURM_PROCID": str(n),
+            "SLURMD_NODENAME": node,
+        }
+        at = options.get("container-workdir")
+        tasks.append(subprocess.Popen([*inside, *command], env=environment, cwd=at, start_new_session=True))
+    kill_at = float("inf")
+    while any(task.poll() is None for task in tasks):
+        while came:
+            heard = came.pop(0)
+            if heard != signal.SIGUSR1:
+                print("srun: forcing job termination", file=sys.stderr, flush=True)
+                kill_at = min(kill_at, time.monotonic() + KILL_WAIT)
+            job.signal("STEP", heard)
+        codes = [task.poll() for task in tasks]
+        if patience and any(code is not None for code in codes):
+            kill_at = min(kill_at, time.monotonic() + patience)
+        if time.monotonic() > kill_at or (kill_others and any(codes)):
+            job.signal("STEP", signal.SIGKILL)
+        time.sleep(0.02)
+    ended = [code if code >= 0 else 128 - code for code in (task.wait() for task in tasks)]
+    for n, code in enumerate(ended):
+        if code:
+            print(f"srun: error: {nodes[n]}: task {n}: Exited with exit code {code}", file=sys.stderr)
+    sys.exit(max(ended))
+
+
+def scontrol(arguments: list[str]) -> None:
+    match arguments:
+        case ["show", "hostnames", nodes]:
+            print("\n".join(nodes.split(",")))
+        case ["show", "job", number]:
+            print(f"JobId={number} JobName=x\n   JobState={Job(number).get('state')} Reason=None Dependency=(null)")
+        case ["requeue", number]:
+            if (STATE / "no-requeue").exists():
+                sys.exit("Requeue of jobs is disabled")
+            Job(number).set("requeue", "yes")
+            note("requeues", number)
+        case _:
+            refuse(f"scontrol {arguments}")
+
+
+def scancel(arguments: list[str]) -> None:
+    match arguments:
+        case ["-s", name, number]:
+            Job(number).signal("STEP", signal.Signals[f"SIG{name}"])
+        case ["--batch", "-s", name, number]:
+            os.kill(int(Job(number).get("shell")), signal.Signals[f"SIG{name}"])
+        case [number]:
+            job = Job(number)
+            job.set("state", "COMPLETING")
+            job.signal("JOB", signal.SIGTERM)  # the shell, and srun
+            job.signal("STEP", signal.SIGTERM)
+        case _:
+            refuse(f"scancel {arguments}")
+
+
+def apptainer(arguments: list[str]) -> None:
+    if arguments[:1] != ["exec"]:
+        refuse(f"apptainer {arguments[:1]}")
+    options, (image, *command) = _options(arguments[1:], {"nv", "bind", "pwd"}, "apptainer")
+    places = [place.split(":") for place in options["bind"].split("\0")]
+    _check_places([place[0] for place in places], [place[1] for place in places], options["pwd"])
+    if not Path(image).is_file():
+        refuse(f"apptainer: no image {image}")
+    note("apptainer", {"options": options, "image": image, "command": command})
+    os.chdir(options["pwd"])
+    os.execvp(command[0], command)
+
+
+def _options(arguments: list[str], known: set[str], program: str) -> tuple[dict[str, str], list[str]]:
+    options: dict[str, str] = {}
+    while arguments and arguments[0].startswith("--"):
+        name, _, value = arguments.pop(0)[2:].partition("=")
+        if name not in known:
+            refuse(f"{program}: unrecognized option --{name}")
+        options[name] = f"{options[name]}\0{value}" if name in options else value
+    return options, arguments
+
+
+def _check_places(sources: list[str], targets: list[str], working: str) -> None:
+    for source in sources:
+        if not Path(source).is_dir():
+            refuse(f"cannot mount {source}: no such directory")
+    if not any(Path(working).is_relative_to(target) for target in targets):
+        refuse(f"no such directory in the container: {working}")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](sys.argv[2:])

@@ -1,0 +1,99 @@
+"""What several processes find out together: values in, findings out. The measuring itself runs in test_doctor.py."""
+
+from typing import Any
+
+import pytest
+
+from esmshard.cluster import collectives
+from esmshard.parallel.bandwidth import Place, bus_bandwidth, offset, scopes
+from esmshard.parallel.machines import GPUS
+
+
+def speed(bus: float, scope: str = "all", ranks: int = 8) -> dict[str, Any]:
+    return {"collective": "all_gather", "scope": scope, "ranks": ranks, "bytes": 256 << 20, "seconds": 0.1, "bus": bus}
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    """doc/PERFORMANCE.md of nccl-tests: busbw = S/t * (n-1)/n for all-gather and reduce-scatter."""
+    assert bus_bandwidth(1 << 30, 0.5, 8) == pytest.approx(1.879048192e9)
+    assert bus_bandwidth(100, 1.0, 2) == 50
+
+
+def test_bandwidth_beside_the_planners_assumption() -> None:
+    (found,) = collectives.bandwidth([speed(230e9)], GPUS["A100-80GB"], 1)
+    assert found.level == "ok"
+    assert "all-gather 230.00 GB/s" in found.found
+    assert "the planner assumes 300" in found.found
+    (found,) = collectives.bandwidth([speed(230e9), speed(20e9)], GPUS["A100-80GB"], 1)  # PCIe
+    assert found.level == "warning"
+    assert "under a third of the 300 GB/s" in found.found
+    (found,) = collectives.bandwidth([speed(0.5e9)], None, 1)  # CPUs: nothing is assumed
+    assert found.level == "ok"
+    assert found.values["assumed"] is None
+
+
+def test_bandwidth_between_machines() -> None:
+    """The planner takes 200 Gbit/s a GPU: 25 GB/s, a third of which is 8.33."""
+    speeds = [speed(9e9, ranks=16), speed(230e9, "machine"), speed(8.4e9, "between", 2)]
+    assert [one.level for one in collectives.bandwidth(speeds, GPUS["A100-80GB"], 2)] == ["ok", "ok", "ok"]
+    speeds[2] = speed(1.1e9, "between", 2)
+    found = {one.name: one for one in collectives.bandwidth(speeds, GPUS["A100-80GB"], 2)}
+    assert found["bandwidth between"].level == "warning"
+    assert "esmshard plan --network 9" in found["bandwidth between"].mend
+
+
+def test_groups_to_measure_over() -> None:
+    one = [Place("a", "0", rank) for rank in range(4)]
+    assert scopes(one) == {"all": [[0, 1, 2, 3]]}
+    singles = [Place("a", "0", 0), Place("b", "1", 0)]
+    assert scopes(singles) == {"all": [[0, 1]]}  # which is between the machines already
+    uneven = [Place("a", "0", 0), Place("a", "0", 1), Place("b", "1", 0)]
+    assert scopes(uneven) == {"all": [[0, 1, 2]]}
+
+
+def test_one_rank_a_machine_is_compared_with_the_network() -> None:
+    """2 GB/s would be far too little for NVLink, and 16 Gbit/s is for the network."""
+    (found,) = collectives.bandwidth([speed(2e9, ranks=2)], GPUS["H100-80GB"], 2)
+    assert found.level == "warning"
+    assert "25 GB/s" in found.found
+    (found,) = collectives.bandwidth([speed(20e9, ranks=2)], GPUS["H100-80GB"], 2)
+    assert found.level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "ahead", "uncertainty"),
+    [
+        ([(0.0, 100.1, 100.1, 0.2)], 100.0, 0.1),  # the way there and back take as long
+        ([(0.0, -7.0, -7.0, 0.0)], -7.0, 0.0),
+        ([(0.0, 5.9, 6.0, 1.1), (10.0, 15.01, 15.02, 10.03)], 5.0, 0.01),  # the quicker one counts
+        ([(0.0, 2.3, 2.4, 0.5)], 2.1, 0.2),  # 300 ms there, 100 back: within the uncertainty of 2.2 or 2.0
+    ],
+)
+def test_offset_of_a_clock(exchanges: list[tuple[float, ...]], ahead: float, uncertainty: float) -> None:
+    assert offset(exchanges) == pytest.approx((ahead, uncertainty))  # type: ignore[arg-type]
+
+
+def test_clocks() -> None:
+    hosts = ["node1", "node1", "node2"]
+    (found,) = collectives.clocks([{"rank": 2, "offset": -3.25, "uncertainty": 0.0001}], hosts)
+    assert found.level == "warning"
+    assert found.found == "the clock of node2 (rank 2) is 3250.0 ms behind (to 0.1 ms)"
+    assert "chrony" in found.mend
+    assert next(collectives.clocks([{"rank": 2, "offset": 0.9, "uncertainty": 0.0}], hosts)).level == "ok"
+    assert next(collectives.clocks([{"rank": 2, "offset": 1.5, "uncertainty": 0.7}], hosts)).level == "ok"
+
+
+def rank(host: str, **versions: str | None) -> dict[str, Any]:
+    same = {"esmshard": "0.1.0", "python": "3.11.7", "torch": "2.11.0", "nccl": "2.28.9", "driver": "580.65.06"}
+    return {"name": host, "versions": same | versions}
+
+
+def test_versions_of_all_ranks() -> None:
+    (found,) = collectives.versions([rank("node1"), rank("node2")])
+    assert (found.level, found.found) == ("ok", "2 processes on node1, node2 run the same versions")
+    found_all = list(collectives.versions([rank("node1"), rank("node2", torch="2.13.0", python="3.12.1")]))
+    assert {one.name: one.level for one in found_all} == {"versions torch": "error", "versions python": "warning"}
+    assert found_all[1].found == "torch differs: 2.11.0 on node1; 2.13.0 on node2"
+    (found,) = collectives.versions([rank("node1"), rank("node1"), rank("node2", driver="535.104.05")])
+    assert found.level == "error"
+    assert found.mend == "ask for nodes with one driver"

@@ -1,0 +1,234 @@
+"""What nvidia-smi prints, read; the texts are of its format, from several drivers and machines."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from esmshard.cluster import gpus
+from esmshard.cluster.findings import Answer, Unanswered, ask
+from esmshard.cluster.gpus import Card, judge, known, module_version, parse_cards, parse_processes, parse_topology
+
+A100 = (
+    "0, GPU-5f7c1b2e-0000-1111-2222-333344445555, NVIDIA A100-SXM4-80GB, 535.104.05, 8.0, 81920, 81038, Enabled, 0, "
+    "Disabled, Default, Enabled, 31, 0x0000000000000001\n"
+)
+TROUBLED = (
+    "1, GPU-aaaa, NVIDIA A100-SXM4-80GB, 535.104.05, 8.0, 81920, 20480, Enabled, 2, Enabled, Prohibited, Disabled, 88, "
+    "0x0000000000000060\n"
+)
+RTX = (
+    "0, GPU-bbbb, NVIDIA GeForce RTX 4090, 570.86.10, 8.9, 24564, 24111, [N/A], [N/A], [N/A], Default, Disabled, 40, "
+    "[N/A]\n"
+)
+
+TOPOLOGY = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV12\tNV12\tNV12\tPXB\tSYS\t0-31\t0\t\tN/A\n"
+    "GPU1\tNV12\t X \tNV12\tNV12\tPXB\tSYS\t0-31\t0\t\tN/A\n"
+    "GPU2\tNV12\tNV12\t X \tNV12\tSYS\tPXB\t32-63\t1\t\tN/A\n"
+    "GPU3\tNV12\tNV12\tNV12\t X \tSYS\tPXB\t32-63\t1\t\tN/A\n"
+    "NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t\n"
+    "NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X \t\t\t\t\n"
+    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
+    "\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
+)
+PCIE = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-15\t0\nGPU1\tSYS\t X \t16-31\t1\n"
+
+
+def levels(cards: list[Card], processes: dict[str, list[str]] | None = None) -> dict[str, str]:
+    return {found.name: found.level for found in judge(cards, processes or {})}
+
+
+def test_a_healthy_card() -> None:
+    (card,) = parse_cards(A100)
+    assert card.capability == (8, 0)
+    assert card.driver == "535.104.05"
+    assert card.memory_total == 81920 * 2**20
+    assert card.throttle == 1  # idle
+    assert levels([card]) == {"gpu 0": "ok"}
+
+
+def test_a_card_with_every_trouble() -> None:
+    cards = parse_cards(A100 + TROUBLED)
+    found = levels(cards, {"GPU-aaaa": ["python (pid 4711, 61000 MiB)"]})
+    assert found == {
+        "gpu 0": "ok",
+        "gpu 1": "ok",
+        "gpu 1 free": "warning",
+        "gpu 1 ecc": "error",
+        "gpu 1 mig": "warning",
+        "gpu 1 mode": "error",
+        "gpu 1 clocks": "warning",
+    }
+    said = {one.name: one.found for one in judge(cards, {"GPU-aaaa": ["python (pid 4711, 61000 MiB)"]})}
+    assert said["gpu 1 clocks"] == "GPU 1 is slowed down: heat (software), heat (hardware), at 88 C"
+    assert "python (pid 4711, 61000 MiB)" in said["gpu 1 free"]
+
+
+def test_fields_that_a_card_has_not() -> None:
+    (card,) = parse_cards(RTX)
+    assert (card.ecc_errors, card.mig, card.throttle) == (None, None, None)
+    assert levels([card]) == {"gpu 0": "ok", "persistence": "note"}
+
+
+def test_unequal_cards() -> None:
+    assert levels(parse_cards(A100 + RTX.replace("0,", "1,", 1)))["equal"] == "warning"
+
+
+def test_processes() -> None:
+    text = "GPU-aaaa, 4711, /usr/bin/python3, 61000\nGPU-aaaa, 4712, [Not Found], [N/A]\n"
+    assert parse_processes(text) == {"GPU-aaaa": ["python3 (pid 4711, 61000 MiB)", "[Not Found] (pid 4712, [N/A] MiB)"]}
+    assert parse_processes("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+            "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n",
+            "535.104.05",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)\n",
+            "580.65.06",
+        ),
+        ("", None),
+    ],
+)
+def test_version_of_the_kernel_module(text: str, version: str | None) -> None:
+    assert module_version(text) == version
+
+
+def test_topology_with_nvlink() -> None:
+    pairs = parse_topology(TOPOLOGY)
+    assert pairs[0, 3] == "NV12"
+    assert len(pairs) == 12
+    cards = [replace(parse_cards(A100)[0], index=index) for index in range(4)]
+    (found,) = gpus.joined(cards, pairs)
+    assert (found.level, found.found) == ("ok", "NVLink between all pairs (NV12)")
+    assert len(found.values["pairs"]) == 6
+    assert gpus.known("NVIDIA A100-SXM4-80GB", None) is not None
+    assert len(next(gpus.joined(cards[1:3], pairs)).values["pairs"]) == 1  # of those that are left
+
+
+def test_topology_without_nvlink_where_the_planner_expects_it() -> None:
+    pairs = parse_topology(PCIE)
+    assert pairs == {(0, 1): "SYS", (1, 0): "SYS"}
+    two = [replace(parse_cards(A100)[0], index=index) for index in range(2)]
+    (found,) = gpus.joined(two, pairs)
+    assert found.level == "warning"
+    assert "1 of 1 pairs have no NVLink (GPU 0 and 1: SYS)" in found.found
+    assert "300 GB/s" in found.found
+    (found,) = gpus.joined([replace(card, name="NVIDIA L4") for card in two], pairs)  # which never has it
+    assert found.level == "note"
+    assert not list(gpus.joined(two, {}))
+
+
+def test_a_gpu_that_fell_off_the_bus() -> None:
+    said = "Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error"
+    text = f"{A100}{said}\n"
+    assert len(parse_cards(text)) == 1
+    (found,) = gpus.lost(text)
+    assert (found.level, found.values["said"]) == ("error", [said])
+    assert not list(gpus.lost(A100))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "left"),
+    [
+        (None, [0, 1]),
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        ("", []),
+        ("-1", []),
+        ("0,7,1", [0]),
+        ("GPU-aaaa", [1]),
+        ("MIG-5c89", [0, 1]),
+    ],
+)
+def test_gpus_that_are_visible(chosen: str | None, left: list[int]) -> None:
+    assert [card.index for card in gpus.visible(parse_cards(A100 + TROUBLED), chosen)] == left
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40, "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", 80, "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", 80, "H100-80GB"),
+        ("NVIDIA H200", 141, "H200-141GB"),
+        ("NVIDIA B200", 180, "B200-180GB"),
+        ("Tesla T4", 15, "T4-16GB"),
+        ("NVIDIA L4", 23, "L4-24GB"),
+        ("NVIDIA L40S", 46, "L40S-48GB"),
+        ("NVIDIA RTX A6000", 48, "A6000-48GB"),
+        ("NVIDIA GeForce RTX 3090", 24, "RTX3090-24GB"),
+        ("NVIDIA GeForce RTX 3090 Ti", 24, "RTX3090-24GB"),
+        ("NVIDIA A10", 22, "A10-24GB"),
+        ("NVIDIA A30", 24, None),
+        ("NVIDIA L40", 48, None),
+        ("NVIDIA GeForce RTX 5090", 32, None),
+    ],
+)
+def test_names_of_the_driver_in_the_planners_table(name: str, gib: int, expected: str | None) -> None:
+    found = known(name, gib * 2**30)
+    assert (found and found.name) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "mend"),
+    [
+        (
+            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
+            "NVIDIA driver is installed and running.\n",
+            "modprobe nvidia",
+        ),
+        ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.183\n", "reboot"),
+        ("No devices were found\n", "given a GPU"),
+    ],
+)
+def test_nvidia_smi_that_fails(said: str, mend: str) -> None:
+    found = gpus.trouble(Answer(9, said, ""))
+    assert found is not None
+    assert found.level == "error"
+    assert mend in found.mend
+    assert gpus.trouble(Answer(0, A100, "")) is None
+
+
+def _fake(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_driver_that_does_not_know_a_field_is_asked_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = ", ".join(A100.strip().split(", ")[:-1])
+    _fake(
+        tmp_path,
+        f"""case "$1" in
+*clocks_throttle_reasons*) echo 'Field "clocks_throttle_reasons.active" is not a valid field to query.'; exit 2;;
+--query-gpu=*) echo '{short}';;
+esac""",
+        monkeypatch,
+    )
+    seen = gpus.look()
+    assert seen.driver == "535.104.05"
+    assert [card.throttle for card in seen.cards] == [None]
+
+
+def test_a_program_that_hangs_or_is_not_there() -> None:
+    with pytest.raises(Unanswered, match=r"sleep did not answer within 0\.2 s"):
+        ask(["sleep", "5"], timeout=0.2)
+    with pytest.raises(Unanswered, match="no-such-program is not installed"):
+        ask(["no-such-program"])
+
+
+def test_nvidia_smi_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake(tmp_path, "exec sleep 5", monkeypatch)
+    monkeypatch.setattr("esmshard.cluster.gpus.ask", lambda command: ask(command, 0.2))
+    (found,) = gpus.look().findings
+    assert found.level == "error"
+    assert "drain the node" in found.mend

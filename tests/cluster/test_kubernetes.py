@@ -1,0 +1,595 @@
+"""What is rendered for Kubernetes: against the schemas of its API, against what it says of its objects, and executed.
+
+The examples in deploy/kubernetes are what the commands in their site.yaml print; `python
+tests/cluster/test_kubernetes.py` runs these, and writes the examples anew.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml as pyyaml  # an independent parser; and of YAML 1.1, as is kubectl's
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from esmshard.cli import app
+from esmshard.cluster.job import Job
+from esmshard.cluster.kubernetes import GRACE, render
+from esmshard.cluster.site import Site
+from esmshard.errors import UsageError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import command
+
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+VERSIONS = ("1.31", "1.34", "1.37")
+FULL = {
+    "exports": {"NCCL_SOCKET_IFNAME": "ib0", "ESMSHARD_CACHE": "/work/cache"},
+    "container": {"image": "registry.example.org:5000/team/esmshard:1.2"},
+    "kubernetes": {
+        "namespace": "protein-models",
+        "claim": "team-data",
+        "mount": "/mnt/team",
+        "gpu_resource": "amd.com/gpu",
+        "cpu": "7500m",
+        "memory": "512Gi",
+        "shm": "32Gi",
+        "resources": {"rdma/hca": "1"},
+        "node_selector": {"zone": "on"},
+        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": "300"}],
+        "labels": {"kueue.x-k8s.io/queue-name": "team-a"},
+        "pull_secret": "registry",
+        "secret": "tracker-keys",
+        "user": 4321,
+        "port": 30001,
+    },
+}
+BARE = {"container": {"image": "esmshard"}, "kubernetes": {"claim": "data"}}
+OWN = "task: {name: mlm}\n\n# a comment\ndata: {train: 'a b.fasta'}  # $(HOME)\nout: runs/é\n"
+
+
+def _run(**changes: Any) -> Job:
+    values: dict[str, Any] = {
+        "name": "contact",
+        "kind": "finetune",
+        "arguments": ("finetune", "contact", "optim.lr=1e-4", "--resume", "auto"),
+        "out": "runs/contact",
+        "nodes": 2,
+        "min_nodes": 1,
+        "gpus_per_node": 8,
+        "nproc": 8,
+    }
+    return Job(**values | changes)
+
+
+EMBED = {
+    "name": "embed",
+    "kind": "embed",
+    "arguments": ("embed", "esm2_t33_650M_UR50D", "proteins.fasta.gz", "-o", "embeddings", "--resume"),
+    "out": "embeddings",
+    "nodes": 1,
+    "array": 4,
+    "gpus_per_node": 1,
+    "nproc": 1,
+}
+DOCTOR = {"name": "doctor", "kind": "doctor", "arguments": ("doctor",), "min_nodes": 2}
+ALONE = {"nodes": 1, "min_nodes": 1, "gpus_per_node": 1, "nproc": 1}
+VARIANTS = {
+    "two nodes": (_run(), BARE),
+    "two nodes, everything": (_run(), FULL),
+    "not elastic": (_run(nodes=16, min_nodes=16), BARE),
+    "one node": (_run(**ALONE), BARE),
+    "on CPUs": (_run(**ALONE | {"gpus_per_node": 0}), BARE),
+    "a recipe of one's own": (_run(arguments=("finetune", "/work/my own.yaml"), recipe_text=OWN), BARE),
+    "the same, everything": (_run(arguments=("finetune", "/mnt/team/my.yaml"), recipe_text=OWN), FULL),
+    "embed": (Job(**EMBED), BARE),
+    "embed, everything": (Job(**EMBED), FULL),
+    "embed, one worker": (Job(**EMBED | {"array": 1}), BARE),
+    "doctor": (_run(**DOCTOR), FULL),
+    "doctor, one node": (_run(**DOCTOR | ALONE), BARE),
+}
+
+
+def _examples() -> dict[str, str]:
+    """What the commands in the profile's comment print, by the name of the file that they are redirected to."""
+    lines = (EXAMPLES / "site.yaml").read_text(encoding="utf-8").splitlines()
+    commands = [line.removeprefix("#").split() for line in lines if line.startswith("#   esmshard launch")]
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ESMSHARD_SITE", str(EXAMPLES / "site.yaml"))
+        for _, *arguments, redirection, file in commands:
+            assert redirection == ">"
+            done = CliRunner().invoke(app, arguments)
+            assert done.exit_code == 0, done.output
+            found[file] = done.stdout
+    return found
+
+
+def _objects(job: Job, site: dict[str, Any]) -> dict[str, Any]:
+    """By kind, as kubectl reads them."""
+    documents = [document for document in pyyaml.safe_load_all(render(job, Site.model_validate(site))) if document]
+    kinds = [document["kind"] for document in documents]
+    assert len(set(kinds)) == len(kinds)
+    return dict(zip(kinds, documents, strict=True))
+
+
+def _expanded(text: str, variables: dict[str, str]) -> str:
+    """What the kubelet makes of an argument: $(NAME) by its value, if it has one; $$ by $."""
+    return re.sub(
+        r"\$(\$|\(([^)]*)\)|.)",
+        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]) if found[2] else found[0],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def _environment(pod: dict[str, Any], index: int) -> dict[str, str]:
+    """Variables of a pod's container, in which each may name those before it."""
+    fields = {
+        "metadata.labels['batch.kubernetes.io/controller-uid']": "0f5c-77",
+        "status.podIP": f"10.0.0.{index + 1}",
+    }
+    known: dict[str, str] = {}
+    for variable in pod["containers"][0]["env"]:
+        if "valueFrom" in variable:
+            known[variable["name"]] = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+        else:
+            known[variable["name"]] = _expanded(variable["value"], known)
+    return known
+
+
+def _command(job: dict[str, Any], index: int) -> list[str]:
+    pod = job["spec"]["template"]["spec"]
+    variables = _environment(pod, index)
+    return [_expanded(text, variables) for text in pod["containers"][0]["command"] + pod["containers"][0]["args"]]
+
+
+def _action(job: dict[str, Any], exit_code: int, disrupted: bool = False) -> str:
+    """What the Job controller does about a failed pod: the first rule that holds, or Count."""
+    for rule in job["spec"]["podFailurePolicy"]["rules"]:
+        codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions")
+        if codes is not None and codes["operator"] == "In" and exit_code in codes["values"]:
+            return str(rule["action"])
+        if conditions is not None and disrupted and conditions == [{"type": "DisruptionTarget", "status": "True"}]:
+            return str(rule["action"])
+    return "Count"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_objects_are_valid(variant: str, version: str) -> None:
+    for document in _objects(*VARIANTS[variant]).values():
+        assert kubernetes_validate.validate(document, version, strict=True) == version
+
+
+def test_the_validation_finds_mistakes() -> None:
+    job = _objects(*VARIANTS["two nodes"])["Job"]
+    job["spec"]["template"]["spec"]["containers"][0]["argz"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, VERSIONS[0], strict=True)
+    job["kind"] = "Jop"
+    with pytest.raises(kubernetes_validate.SchemaNotFoundError):
+        kubernetes_validate.validate(job, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "kinds"),
+    [
+        ("two nodes", ["Service", "NetworkPolicy", "Job"]),
+        ("a recipe of one's own", ["ConfigMap", "Service", "NetworkPolicy", "Job"]),
+        ("one node", ["Job"]),
+        ("embed", ["Job"]),
+        ("doctor", ["Service", "NetworkPolicy", "Job"]),
+        ("doctor, one node", ["Job"]),
+    ],
+)
+def test_only_what_is_needed_comes_before_the_job(variant: str, kinds: list[str]) -> None:
+    objects = _objects(*VARIANTS[variant])
+    assert list(objects) == kinds
+    assert {document["metadata"]["namespace"] for document in objects.values()} == {
+        "protein-models" if VARIANTS[variant][1] is FULL else "default"
+    }
+
+
+@pytest.mark.parametrize(
+    ("variant", "command"),
+    [
+        (
+            "two nodes",
+            "esmshard finetune contact optim.lr=1e-4 --resume auto --nproc 8 --nnodes 1:2 --rdzv-endpoint "
+            "contact-0.contact.default.svc:29400 --rdzv-id contact --local-addr 10.0.0.2 --max-restarts 3",
+        ),
+        ("one node", "esmshard finetune contact optim.lr=1e-4 --resume auto --nproc 1 --max-restarts 3"),
+        ("embed", "esmshard embed esm2_t33_650M_UR50D proteins.fasta.gz -o embeddings --resume --nproc 1"),
+        (
+            "doctor",
+            "esmshard doctor --nproc 8 --nnodes 2:2 --rdzv-endpoint doctor-0.doctor.protein-models.svc:30001 "
+            "--rdzv-id doctor",
+        ),
+        ("doctor, one node", "esmshard doctor --nproc 1"),
+    ],
+)
+def test_commands(variant: str, command: str) -> None:
+    assert _command(_objects(*VARIANTS[variant])["Job"], 1) == command.split()
+
+
+@pytest.mark.parametrize("variant", ["two nodes", "two nodes, everything", "not elastic", "doctor"])
+def test_names_of_pods_resolve(variant: str) -> None:
+    """A pod's record is HOSTNAME.SUBDOMAIN.NAMESPACE.svc, if SUBDOMAIN is a headless Service that selects the pod."""
+    objects = _objects(*VARIANTS[variant])
+    job, service = objects["Job"], objects["Service"]
+    pods, name = job["spec"]["completions"], job["metadata"]["name"]
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}  # a label that the controller sets
+    records = [
+        f"{name}-{index}.{service['metadata']['name']}.{service['metadata']['namespace']}.svc" for index in range(pods)
+    ]
+    for index in range(pods):
+        command = _command(job, index)
+        host, port = command[command.index("--rdzv-endpoint") + 1].split(":")
+        assert host == records[0]
+        assert [int(port)] == [entry["port"] for entry in service["spec"]["ports"]]
+
+
+@pytest.mark.parametrize(
+    ("variant", "policy"),
+    [
+        ("two nodes", {"rules": [{"succeededCount": 1}]}),  # the first that is done says that all are
+        ("one node", None),
+        ("embed", None),  # each has its own parts
+        ("doctor", None),  # each looks at its own machine
+    ],
+)
+def test_when_a_job_is_done(variant: str, policy: dict[str, Any] | None) -> None:
+    assert _objects(*VARIANTS[variant])["Job"]["spec"].get("successPolicy") == policy
+
+
+def test_only_pods_of_the_job_may_connect() -> None:
+    spec = _objects(*VARIANTS["two nodes"])["NetworkPolicy"]["spec"]
+    same = {"podSelector": {"matchLabels": {"batch.kubernetes.io/job-name": "contact"}}}
+    assert spec == {**same, "policyTypes": ["Ingress"], "ingress": [{"from": [same]}]}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_how_pods_are_replaced(variant: str) -> None:
+    job = _objects(*VARIANTS[variant])["Job"]
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # which podFailurePolicy demands
+    assert (spec["completionMode"], spec["podReplacementPolicy"]) == ("Indexed", "Failed")
+    assert spec["completions"] == spec["parallelism"]
+    assert "activeDeadlineSeconds" not in spec
+    assert [_action(job, code) for code in (75, 143, 2, 1, 137)] == ["Ignore", "Ignore", "FailJob", "Count", "Count"]
+    assert [_action(job, code, disrupted=True) for code in (75, 2, 1, 137)] == ["Ignore", "FailJob", "Ignore", "Ignore"]
+    assert spec["backoffLimit"] == (0 if job["metadata"]["name"] == "doctor" else 3 * spec["completions"])
+
+
+def test_pods_have_the_time_that_the_launcher_gives_its_processes() -> None:
+    from esmshard.parallel.agent import END_TIMEOUT
+    from esmshard.parallel.launch import STOP_TIMEOUT
+
+    pod = _objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == GRACE >= STOP_TIMEOUT + END_TIMEOUT
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pods_may_do_nothing_but_work(variant: str) -> None:
+    """The Pod Security Standard `restricted`, but for RDMA's capability; and files only on the volumes."""
+    user = 4321 if VARIANTS[variant][1] is FULL else 1000
+    pod = _objects(*VARIANTS[variant])["Job"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if user == 4321 else {}),
+    }
+    assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+    assert not any("hostPath" in volume for volume in pod["volumes"])
+    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {"/mnt/team" if user == 4321 else "/work", "/tmp", "/dev/shm"}
+    environment = _environment(pod, 0)
+    assert environment["HOME"] == "/tmp"
+    assert environment["ESMSHARD_CACHE"] == ("/work/cache" if user == 4321 else "/tmp/esmshard")
+
+
+def test_every_key_of_the_profile() -> None:
+    job = _objects(*VARIANTS["two nodes, everything"])["Job"]
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    labels = {"kueue.x-k8s.io/queue-name": "team-a"}
+    labels |= {"app.kubernetes.io/name": "esmshard", "app.kubernetes.io/component": "finetune"}
+    assert job["metadata"]["labels"] == job["spec"]["template"]["metadata"]["labels"] == labels
+    assert container["image"] == "registry.example.org:5000/team/esmshard:1.2"
+    assert container["workingDir"] == "/mnt/team"
+    assert container["envFrom"] == [{"secretRef": {"name": "tracker-keys"}}]
+    assert container["resources"] == {
+        "limits": {"cpu": "7500m", "memory": "512Gi", "rdma/hca": "1", "amd.com/gpu": "8"}
+    }
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["nodeSelector"] == {"zone": "on"}
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}]
+    assert {"name": "work", "persistentVolumeClaim": {"claimName": "team-data"}} in pod["volumes"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}} in pod["volumes"]
+    assert _environment(pod, 0)["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert len({variable["name"] for variable in container["env"]}) == len(container["env"])
+
+
+@pytest.mark.parametrize(
+    ("cpu", "nproc", "threads"), [("16", 4, "4"), ("7500m", 2, "3"), ("2.5", 4, "1"), (None, 1, None), ("2k", 1, None)]
+)
+def test_processes_share_the_cores_of_the_pod(cpu: str | None, nproc: int, threads: str | None) -> None:
+    site = BARE | {"kubernetes": {"claim": "data", "cpu": cpu}}
+    pod = _objects(_run(nproc=nproc), site)["Job"]["spec"]["template"]["spec"]
+    assert _environment(pod, 0).get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cpu", "memory", "threads"),
+    [
+        (8, "100", "1500Gi", "25"),
+        (2, "25", "375Gi", "6"),
+        (1, "12.5", "187.5Gi", "3"),
+        (3, "37.5", "562.5Gi", "9"),
+        (0, "100", "1500Gi", "25"),
+    ],
+)
+def test_pods_with_fewer_gpus_get_their_share(gpus: int, cpu: str, memory: str, threads: str) -> None:
+    site = BARE | {"gpus_per_node": 8, "kubernetes": {"claim": "data", "cpu": "100", "memory": "1500Gi"}}
+    pod = _objects(_run(gpus_per_node=gpus, nproc=4), site)["Job"]["spec"]["template"]["spec"]
+    limits = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    assert pod["containers"][0]["resources"] == {"limits": limits}
+    assert _environment(pod, 0)["OMP_NUM_THREADS"] == threads
+
+
+def test_shares_are_whole_bytes() -> None:
+    site = BARE | {"gpus_per_node": 6, "kubernetes": {"claim": "data", "cpu": "100", "memory": "100G"}}
+    pod = _objects(_run(gpus_per_node=1, nproc=1), site)["Job"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"cpu": "16.625", "memory": "16.625G", "nvidia.com/gpu": "1"}
+
+
+def test_without_limits_there_are_no_resources() -> None:
+    pod = _objects(*VARIANTS["on CPUs"])["Job"]["spec"]["template"]["spec"]
+    assert "resources" not in pod["containers"][0]
+
+
+def test_the_job_id_is_that_of_the_job_for_all_its_pods() -> None:
+    from esmshard.train.lease import job_id
+
+    pod = _objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
+    assert [job_id(_environment(pod, index)) for index in (0, 1)] == ["contact-0f5c-77"] * 2
+    exported = BARE | {"exports": {"ESMSHARD_JOB_ID": "mine"}}
+    pod = _objects(_run(), exported)["Job"]["spec"]["template"]["spec"]
+    assert job_id(_environment(pod, 0)) == "mine"
+    assert [variable["name"] for variable in pod["containers"][0]["env"]].count("ESMSHARD_JOB_ID") == 1
+
+
+def test_a_recipe_of_ones_own_lies_where_the_command_looks() -> None:
+    objects = _objects(*VARIANTS["a recipe of one's own"])
+    (container,) = objects["Job"]["spec"]["template"]["spec"]["containers"]
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "recipe"]
+    (volume,) = [v for v in objects["Job"]["spec"]["template"]["spec"]["volumes"] if v["name"] == "recipe"]
+    assert volume["configMap"] == {"name": objects["ConfigMap"]["metadata"]["name"]}
+    assert objects["ConfigMap"]["immutable"] is True
+    assert objects["ConfigMap"]["data"] == {mount["subPath"]: OWN}
+    assert mount["mountPath"] == container["args"][1] == "/work/my own.yaml"
+
+
+NASTY = [
+    "x; rm -rf /",
+    "$(touch /tmp/pwned)",
+    "$(HOME)",
+    "$$(HOME)",
+    "$HOME `id`",
+    "cost=5$",
+    "$$$",
+    "$é",
+    "$(open",
+    "two\nlines\n",
+    "\n",
+    "a: b # c\n---\nkind: Secret\n",
+    "- x\n  - y \n\ttab\r\n",
+    "yes",
+    "No",
+    "on",
+    "y",
+    "null",
+    "~",
+    "",
+    " ",
+    "1e3",
+    "0x1f",
+    "017",
+    "1_000",
+    "12:30:45",
+    "2001-01-01",
+    ".inf",
+    "=",
+    "<<",
+    "!!python/object:os.system",
+    "&a *a",
+    "{a: [1]}",
+    "'\"\\",
+    "蛋白质 🧬 é",
+    "\u2028\x85\ufeff\x07",
+    "%" + "long " * 400,
+    "trailing \nblanks \n",
+    "a form feed\x0c\n",
+]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_every_value_arrives_as_it_is(text: str) -> None:
+    job = _run(arguments=("finetune", "/work/my.yaml", f"out={text}", text), recipe_text=text)
+    site = Site.model_validate(BARE | {"exports": {"PLAIN": text}})
+    rendered = render(job, site)
+    for documents in (list(pyyaml.safe_load_all(rendered)), list(YAML(typ="safe", pure=True).load_all(rendered))):
+        config, _, _, rendered_job = [document for document in documents if document]
+        assert _command(rendered_job, 0)[1:5] == ["finetune", "/work/my.yaml", f"out={text}", text]
+        assert _environment(rendered_job["spec"]["template"]["spec"], 0)["PLAIN"] == text
+        assert config["data"]["recipe.yaml"] == text
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "name"),
+    [
+        ("contact", 2, "contact"),
+        ("Contact, LR=1e-4 (second try)", 2, "contact-lr-1e-4-second-try"),
+        ("650M", 2, "esmshard-650m"),
+        ("--a_b..c--", 2, "a-b-c"),
+        ("", 1, "esmshard-e3b0c442"),  # sha256, as `printf '' | sha256sum` says
+        ("$(id)", 1, "id"),
+        ("***", 1, "esmshard"),
+        ("蛋白质", 1, "esmshard-da08de83"),
+        ("a" * 61, 10, "a" * 61),
+        ("a" * 61, 11, "a" * 51 + "-35d5fc17"),
+    ],
+)
+def test_names(text: str, nodes: int, name: str) -> None:
+    job = _objects(_run(name=text, nodes=nodes), BARE)["Job"]
+    assert job["metadata"]["name"] == name
+    assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name)
+    assert len(f"{name}-{nodes - 1}") <= 63
+
+
+def test_long_names_stay_different() -> None:
+    names = {_objects(_run(name="a" * 80 + end), BARE)["Job"]["metadata"]["name"] for end in ("x", "y", "é", "蛋")}
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize(
+    ("site", "changes", "sentence"),
+    [
+        ({"kubernetes": {"claim": "data"}}, {}, "set container.image in the site profile"),
+        ({"container": {"image": "/images/esmshard.sqsh"}, "kubernetes": {"claim": "data"}}, {}, "name in a registry"),
+        ({"container": {"image": "esmshard"}}, {}, "set kubernetes.claim in the site profile"),
+        (BARE | {"kubernetes": {"claim": "data", "mount": "work"}}, {}, "kubernetes.mount is 'work'"),
+        (BARE | {"kubernetes": {"claim": "data", "mount": "/"}}, {}, "kubernetes.mount is '/'"),
+        (BARE | {"kubernetes": {"claim": "data", "mount": "/tmp"}}, {}, "kubernetes.mount is '/tmp'"),
+        (BARE | {"kubernetes": {"claim": "data", "mount": "/a:b"}}, {}, "kubernetes.mount is '/a:b'"),
+        (BARE | {"kubernetes": {"claim": "data", "namespace": "Team A"}}, {}, "kubernetes.namespace is 'Team A'"),
+        (BARE, {"arguments": ("finetune", "/home/me/my.yaml"), "recipe_text": OWN}, "only below /work"),
+        (BARE, {"arguments": ("finetune", "/work/a:b.yaml"), "recipe_text": OWN}, "its name may have no ':'"),
+        (BARE, {"arguments": ("finetune", "/work/a.yaml"), "recipe_text": "#" * (2**17 + 1)}, "more than 128 KiB"),
+        (BARE, {"arguments": ("finetune", "contact", "out=\udcff")}, r"'out=\udcff': only Unicode text"),
+    ],
+)
+def test_what_cannot_be_rendered_is_one_sentence(site: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as error:
+        render(_run(**changes), Site.model_validate(site))
+    (problem,) = error.value.problems
+    assert sentence in problem
+
+
+def test_examples_are_what_is_rendered() -> None:
+    examples = _examples()
+    assert {path.name for path in EXAMPLES.iterdir()} == {*examples, "site.yaml", "claim.yaml"}
+    for name, text in examples.items():
+        assert (EXAMPLES / name).read_text(encoding="utf-8") == text, f"run: python {Path(__file__).name}"
+    claim = YAML(typ="safe").load((EXAMPLES / "claim.yaml").read_text())
+    assert kubernetes_validate.validate(claim, VERSIONS[0], strict=True) == VERSIONS[0]
+    job = list(pyyaml.safe_load_all(examples["embed.yaml"]))[-1]
+    assert job["metadata"]["namespace"] == claim["metadata"]["namespace"]
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in job["spec"]["template"]["spec"]["volumes"][:1]]
+    assert claims == [claim["metadata"]["name"]]
+
+
+class Pod:
+    """What the kubelet starts for one index of a Job, but for the container: its volume is a directory of this machine.
+
+    Addresses of pods become those of the loopback interface.
+    """
+
+    def __init__(self, job: dict[str, Any], index: int, work: Path) -> None:
+        pod = job["spec"]["template"]["spec"]
+        self._files = [work / f"pod-{index}.{name}" for name in ("out", "err")]
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        words = [self._here(word, work) for word in _command(job, index)]
+        environment = {key: self._here(value, work) for key, value in _environment(pod, index).items()}
+        cwd = self._here(pod["containers"][0]["workingDir"], work)
+        self.process = command._forks.Process(
+            target=command._run, args=(words, cwd, {**os.environ, **environment}, *map(str, self._files))
+        )
+        self.process.start()
+
+    @staticmethod
+    def _here(text: str, work: Path) -> str:
+        text = text.replace("tiny-0.tiny.default.svc", "127.0.0.1").replace("10.0.0.", "127.0.0.")
+        return re.sub("^/(work|tmp)", str(work), text)
+
+    def end(self) -> int:
+        self.process.join(120)
+        code = self.process.exitcode
+        self.process.kill()
+        assert code is not None, self.output
+        return code
+
+    @property
+    def output(self) -> str:
+        return "".join(file.read_text() for file in self._files if file.exists())
+
+
+def test_two_pods_train_are_preempted_and_go_on(tiny_recipe: Path) -> None:
+    work = tiny_recipe.parent
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    job = _run(
+        name="tiny",
+        arguments=(
+            *("finetune", "/work/own.yaml", "train.steps=40", "train.eval_every=40", "checkpoint.every=40"),
+            *("--resume", "auto", "--no-report"),
+        ),
+        recipe_text=tiny_recipe.read_text().replace(str(work / "run"), "run"),
+        min_nodes=2,
+        gpus_per_node=0,
+        nproc=1,
+        out="run",
+    )
+    objects = _objects(job, BARE | {"kubernetes": {"claim": "data", "port": port}})
+    (work / "own.yaml").write_text(objects["ConfigMap"]["data"]["recipe.yaml"])
+    metrics, status = work / "run" / "metrics.jsonl", work / "run" / "status.json"
+
+    pods = [Pod(objects["Job"], index, work) for index in (0, 1)]
+    end = time.monotonic() + 120
+    while not metrics.exists() or '"loss"' not in metrics.read_text():
+        assert all(pod.process.is_alive() for pod in pods), [pod.output for pod in pods]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert pods[1].process.pid is not None
+    os.kill(pods[1].process.pid, signal.SIGTERM)
+    codes = [pod.end() for pod in pods]
+    assert codes == [75, 75], [pod.output for pod in pods]
+    assert [_action(objects["Job"], code) for code in codes] == ["Ignore", "Ignore"]
+    before = json.loads(status.read_text())
+    assert before["state"] == "preempted"
+    assert 0 < before["step"] < 40
+
+    pods = [Pod(objects["Job"], index, work) for index in (0, 1)]
+    assert [pod.end() for pod in pods] == [0, 0], [pod.output for pod in pods]
+    after = json.loads(status.read_text())
+    assert (after["state"], after["step"], after["attempt"]) == ("done", 40, 2)
+    assert after["job"] == before["job"] == "tiny-0f5c-77"
+    steps = [json.loads(line).get("step") for line in metrics.read_text().splitlines() if '"loss"' in line]
+    assert sorted(set(steps)) == list(range(1, 41))
+
+
+if __name__ == "__main__":
+    for file, rendered in _examples().items():
+        (EXAMPLES / file).write_text(rendered, encoding="utf-8")

@@ -1,0 +1,224 @@
+"""`esmshard launch`: what becomes a job, and what is said before anything is in a queue."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from command import esmshard
+from ruamel.yaml import YAML
+
+from esmshard import recipe as recipes
+from esmshard.cluster.job import Job
+from esmshard.cluster.launch import Options, doctor_job, finetune_job, merged
+from esmshard.cluster.site import KubernetesSite, Site
+from esmshard.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.delenv("ESMSHARD_SITE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return work
+
+
+def site(**keys: object) -> Site:
+    return Site.model_validate(keys)
+
+
+def slurm(**keys: object) -> Options:
+    return Options(target="slurm", **keys)  # type: ignore[arg-type]
+
+
+def test_a_recipe_becomes_a_run_that_goes_on(here: Path, tiny_recipe: Path) -> None:
+    job = finetune_job(str(tiny_recipe), ["optim.lr=1e-4", "out=runs/x"], slurm(nodes="1:2", gpus_per_node=4), site())
+    assert job == Job(
+        name="tiny",
+        kind="finetune",
+        arguments=("finetune", str(tiny_recipe), "optim.lr=1e-4", "out=runs/x", "--resume", "auto"),
+        out=str(here / "runs" / "x"),
+        directory=str(here),
+        reads=tuple(str(tiny_recipe.parent / name) for name in ("tiny.yaml", "train.fasta", "valid.fasta")),
+        nodes=2,
+        min_nodes=1,
+        gpus_per_node=4,
+        nproc=4,
+    )
+
+
+def test_a_shipped_recipe_goes_by_its_name() -> None:
+    job = finetune_job("contact", [], slurm(gpus_per_node=1), site())
+    assert (job.arguments, job.reads) == (("finetune", "contact", "--resume", "auto"), ())
+    assert "contact" in recipes.names()
+
+
+@pytest.mark.parametrize(
+    ("options", "profile", "gpus", "nproc"),
+    [
+        ({"gpus_per_node": 2}, {"gpus_per_node": 8}, 2, 2),
+        ({}, {"gpus_per_node": 8}, 8, 8),
+        ({"nproc": 3}, {"gpus_per_node": 8}, 8, 3),
+        ({"nproc": 3}, {}, 0, 3),
+        ({}, {"gpus_per_node": 0}, 0, 1),
+    ],
+)
+def test_options_come_before_the_profile(
+    options: dict[str, int], profile: dict[str, int], gpus: int, nproc: int
+) -> None:
+    job = finetune_job("contact", [], slurm(**options), site(**profile))
+    assert (job.gpus_per_node, job.nproc) == (gpus, nproc)
+
+
+def test_the_time_comes_before_that_of_the_profile() -> None:
+    profile = site(slurm={"time": "24:00:00", "partition": "gpu"})
+    assert merged(profile, slurm()).slurm.time == "24:00:00"
+    both = merged(profile, slurm(time="2-00:00:00")).slurm
+    assert (both.time, both.partition) == ("2-00:00:00", "gpu")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "options", "problem"),
+    [
+        ("contact", ["optim.lrr=1"], {"gpus_per_node": 1}, "optim.lrr=1: optim.lrr: unknown key; did you mean 'lr'?"),
+        ("kontact", [], {"gpus_per_node": 1}, "kontact: neither a file nor a shipped recipe"),
+        ("contact", [], {}, "how many GPUs has a node? pass --gpus-per-node N"),
+        ("contact", [], {"gpus_per_node": 1, "nodes": "2:1"}, "--nodes 2:1: a number of nodes is expected, as 2, or"),
+        ("contact", [], {"gpus_per_node": 1, "nodes": "x"}, "--nodes x: a number of nodes"),
+        ("contact", [], {"gpus_per_node": 1, "array": 3}, "--array is of `esmshard launch embed`"),
+        (
+            "contact",
+            ["adapt.method=probe", "task.head=attention"],
+            {"nproc": 2},
+            "adapt.method probe: is fitted in one",
+        ),
+        ("variants", [], {"nproc": 2, "nodes": "2"}, "--nodes: a table of variants is cross-validated on one node"),
+    ],
+)
+def test_what_cannot_run_is_refused(recipe: str, overrides: list[str], options: dict[str, int], problem: str) -> None:
+    with pytest.raises(UsageError) as error:
+        finetune_job(recipe, overrides, slurm(**options), site())
+    assert str(error.value).startswith(problem)
+
+
+def test_a_time_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^--time: must be a time such as 24:00:00.*not '1h; reboot'$"):
+        merged(site(), slurm(time="1h; reboot"))
+    with pytest.raises(UsageError, match="--time is of Slurm"):
+        merged(site(), Options(target="kubernetes", time="24:00:00"))
+
+
+def test_a_doctor_looks_at_all_nodes(here: Path) -> None:
+    job = doctor_job(["contact"], slurm(nodes="2", gpus_per_node=8), site())
+    assert (job.arguments, job.kind, job.nodes, job.min_nodes) == (("doctor", "contact"), "doctor", 2, 2)
+    with pytest.raises(UsageError, match="a doctor looks at all of them"):
+        doctor_job([], slurm(nodes="1:2", gpus_per_node=8), site())
+
+
+def test_for_kubernetes_the_recipe_travels_and_paths_are_those_of_the_pods(here: Path, tiny_recipe: Path) -> None:
+    profile = Site(kubernetes=KubernetesSite(mount="/vol"))  # type: ignore[call-arg]
+    options = Options(target="kubernetes", gpus_per_node=1)
+    job = finetune_job(str(tiny_recipe), ["out=runs/x"], options, profile)
+    assert job.arguments[:2] == ("finetune", "/vol/tiny.yaml")
+    assert (job.out, job.recipe_text) == ("/vol/runs/x", tiny_recipe.read_text())
+    shipped = finetune_job("contact", [], options, profile)
+    assert (shipped.arguments[1], shipped.recipe_text) == ("contact", None)
+
+
+def test_the_command_writes_the_file_and_says_how_to_submit_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(here))
+    command = ("launch", "contact", "--target", "slurm", "--gpus-per-node", "2", "--name", "my run")
+    printed = esmshard(*command, "--dry-run", cwd=here)
+    assert (printed.returncode, list(here.iterdir())) == (0, [])
+    done = esmshard(*command, cwd=here)
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        "my-run.sbatch",
+        "there is no sbatch here; where there is one: sbatch ./my-run.sbatch",
+    ]
+    assert (here / "my-run.sbatch").read_text() == printed.stdout
+    assert "#SBATCH --gpus-per-node=2" in printed.stdout.splitlines()
+    assert done.stderr == (
+        f"site profile: none at {os.environ['XDG_CONFIG_HOME']}/esmshard/site.yaml; all its keys have their defaults\n"
+    )
+    assert esmshard(*command, cwd=here).returncode == 0, "the same again"
+    refused = esmshard(*command, "--time", "1:00", cwd=here)
+    assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
+        2,
+        "error: my-run.sbatch: exists already; choose another one with -o, or pass --overwrite",
+    )
+    assert esmshard(*command, "--time", "1:00", "--overwrite", cwd=here).returncode == 0
+    assert "#SBATCH --time=1:00" in (here / "my-run.sbatch").read_text()
+
+
+def test_what_sbatch_says_against_it_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = here / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text('#!/bin/sh\necho "sbatch: error: invalid partition specified: $1" >&2\nexit 1\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    done = esmshard("launch", "contact", "--target", "slurm", "--nproc", "1", "-o", "-x.sbatch", cwd=here)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "error: -x.sbatch: sbatch refuses it: sbatch: error: invalid partition specified: ./-x.sbatch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("starter", "a.fasta", "-o", "x.h5", "--pol", "mean"), "No such option: --pol"),
+        (("starter", "a.fasta", "--nproc", "none", "-o", "x.h5"), "Invalid value for '--nproc'"),
+        (("starter",), "Missing argument 'fasta'"),
+        (("starter", "a.fasta"), "error: -o: name the file to write, or the directory, after the --"),
+        (("starter", "-", "-o", "x.h5"), "error: -: a job has no standard input"),
+        (("starter", "a.fasta", "-o", "x.h5", "--overwrite"), "error: --overwrite: has each worker remove what the"),
+        (("starter", "a.fasta", "-o", "x.h5", "--dry-run"), "error: --dry-run: is for a single command; leave it out"),
+    ],
+)
+def test_mistakes_in_embeds_own_arguments_show_at_once(arguments: tuple[str, ...], problem: str, here: Path) -> None:
+    done = esmshard("launch", "embed", "--target", "slurm", "--array", "4", "--", *arguments, cwd=here)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert list(here.iterdir()) == []
+
+
+def test_workers_of_embed_share_the_output(here: Path) -> None:
+    (here / "a.fasta").touch()
+    given = ("--", "esm2_t6_8M_UR50D", "a.fasta", "-o", "emb", "--pool", "mean")
+    done = esmshard("launch", "embed", "--target", "slurm", "--array", "4", "--dry-run", *given, cwd=here)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "#SBATCH --array=0-3" in lines
+    assert "#SBATCH --gpus-per-node=1" in lines
+    assert f"out={here}/emb" in lines
+    joined = " ".join(done.stdout.split())
+    assert "embed esm2_t6_8M_UR50D a.fasta -o emb --pool mean --resume --nproc 1 )" in joined
+    assert "is not here" not in done.stderr
+    (here / "a.fasta").unlink()
+    done = esmshard("launch", "embed", "--target", "slurm", "--dry-run", *given, cwd=here)
+    assert (done.returncode, f"{here}/a.fasta: is not here; see to it that the nodes have it\n" in done.stderr) == (
+        0,
+        True,
+    )
+
+
+def test_the_kubernetes_file_is_rendered(here: Path) -> None:
+    profile = {"gpus_per_node": 1, "container": {"image": "esmshard:1"}, "kubernetes": {"claim": "shared"}}
+    (here / "config").mkdir()
+    folder = Path(os.environ["XDG_CONFIG_HOME"]) / "esmshard"
+    folder.mkdir(parents=True)
+    (folder / "site.yaml").write_text(json.dumps(profile))
+    done = esmshard("launch", "contact", "--target", "kubernetes", "--dry-run", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"site profile: {folder / 'site.yaml'}\n"
+    job = list(YAML(typ="safe").load_all(done.stdout))[-1]
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert (job["kind"], container["image"], container["args"][:2]) == ("Job", "esmshard:1", ["finetune", "contact"])
+
+
+def test_a_target_has_to_be_named(here: Path) -> None:
+    done = esmshard("launch", "contact", cwd=here)
+    assert (done.returncode, done.stderr) == (2, "error: --target: slurm or kubernetes is expected\n")

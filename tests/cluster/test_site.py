@@ -1,0 +1,134 @@
+"""The site profile: where it is found, what expands, and what is refused with its place."""
+
+from pathlib import Path
+
+import pytest
+
+from esmshard.cluster import site
+from esmshard.errors import UsageError
+
+TEXT = """\
+# the machines in the cellar
+gpus_per_node: 4
+python: ${SHARED}/venv/bin/python
+scratch: /local/${SLURM_JOB_ID}/x
+exports: {NCCL_SOCKET_IFNAME: ib0, HF_HOME: "${SHARED}/hf"}
+container:
+  runtime: pyxis
+  image: ~/esmshard.sqsh
+  mounts: [/data, "${SHARED}:/shared:ro"]
+slurm:
+  partition: gpu
+  time: 24:00:00
+  modules: [cuda/12.8]
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "site.yaml"
+    file.write_text(TEXT)
+    monkeypatch.setenv("ESMSHARD_SITE", str(file))
+    monkeypatch.setenv("SHARED", "/shared")
+    monkeypatch.setenv("HOME", "/home/someone")
+    return file
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def problems(path: Path) -> list[str]:
+    with pytest.raises(UsageError) as error:
+        site.load()
+    return [problem.removeprefix(f"{path}:") for problem in error.value.problems]
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    found = site.load()
+    assert (found.gpus_per_node, found.python) == (4, "/shared/venv/bin/python")
+    assert found.exports == {"NCCL_SOCKET_IFNAME": "ib0", "HF_HOME": "/shared/hf"}
+    assert found.container.image == "/home/someone/esmshard.sqsh"
+    assert found.container.mounts == ("/data", "/shared:/shared:ro")
+    assert (found.slurm.partition, found.slurm.time, found.slurm.modules) == ("gpu", "24:00:00", ("cuda/12.8",))
+    assert (found.slurm.grace, found.slurm.port, found.kubernetes.namespace) == (180, 29400, "default")
+
+
+def test_variables_of_slurm_are_left_for_the_job(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")  # launched from within another job
+    assert site.load().scratch == "/local/${SLURM_JOB_ID}/x"
+
+
+def test_the_configuration_directory_comes_after_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ESMSHARD_SITE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert site.found() is None
+    assert site.load() == site.Site.model_validate({})
+    (tmp_path / "config" / "esmshard").mkdir(parents=True)
+    (tmp_path / "config" / "esmshard" / "site.yaml").write_text("gpus_per_node: 8\n")
+    assert site.load().gpus_per_node == 8
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert site.path() == tmp_path / ".config" / "esmshard" / "site.yaml"
+    monkeypatch.setenv("ESMSHARD_SITE", str(tmp_path / "other.yaml"))
+    with pytest.raises(UsageError, match=r"other\.yaml: no such file; ESMSHARD_SITE names it"):
+        site.load()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n"])
+def test_a_profile_may_be_empty(path: Path, text: str) -> None:
+    path.write_text(text)
+    assert site.load() == site.Site.model_validate({})
+
+
+def test_all_problems_are_told_at_once_with_their_places(path: Path) -> None:
+    path.write_text("""\
+gpus_per_nod: 4
+python: ${NOWHERE}/python
+exports: {NCCL_DEBUG: 1, "a b": x}
+container: {runtime: pixis, mounts: [data]}
+slurm:
+  partitoin: gpu
+  grace: soon
+kubernetes: {labels: [a]}
+""")
+    assert problems(path) == [
+        "2:9: python: the environment variable NOWHERE is not set",
+        "3:23: exports.NCCL_DEBUG: must be a valid string, not 1",
+        "4:22: container.runtime: must be 'none', 'pyxis' or 'apptainer', not 'pixis'",
+        "4:37: container.mounts: 'data' must be a directory such as /data, /data:/data or /data:/data:ro, with an "
+        "absolute path",
+        "7:10: slurm.grace: must be a valid integer, not 'soon'",
+        "6:3: slurm.partitoin: unknown key; did you mean 'partition'?",
+        "8:22: kubernetes.labels: must be a mapping of keys to values, not ['a']",
+        "1:1: gpus_per_nod: unknown key; did you mean 'gpus_per_node'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("NCCL_SOCKET_IFNAME", "'A; reboot'", "exports.A; reboot: 'A; reboot' is no name of an environment variable"),
+        ("NCCL_SOCKET_IFNAME", "SLURM_X", "exports.SLURM_X: is Slurm's own; it would not be what the job runs with"),
+        ("partition: gpu", 'partition: "a\\n#SBATCH --wrap=x"', "slurm.partition: 'a\\n#SBATCH --wrap=x' cannot stand"),
+        ("partition: gpu", "account: a b", "slurm.account: 'a b' cannot stand in an #SBATCH line"),
+        ("partition: gpu", "qos: $(reboot)", "slurm.qos: '$(reboot)' cannot stand"),
+        ("partition: gpu", "memory: lots", "slurm.memory: must be a size such as 480G, not 'lots'"),
+        ("24:00:00", "tomorrow", "slurm.time: must be a time such as 24:00:00, 2-12:00:00 or 90 (minutes), not 'tom"),
+        ("cuda/12.8", "a;b", "slurm.modules: 'a;b' is no name of a module"),
+        ("partition: gpu", "options: [-N3]", "slurm.options: '-N3' must be an option of sbatch in its long form"),
+        ("partition: gpu", "options: [--nodes=3]", "slurm.options: --nodes is said by another key of the profile"),
+        ("partition: gpu", "options: ['--comment=a b']", "slurm.options: '--comment=a b' cannot stand in an #SBATCH"),
+        ("${SHARED}/venv", "venv", "python: must be an absolute path, not 'venv/bin/python'"),
+        ("[/data,", "[/a:b,", "container.mounts: '/a:b' must be a directory"),
+    ],
+)
+def test_what_could_break_out_is_refused(path: Path, old: str, new: str, problem: str) -> None:
+    edit(path, old, new)
+    (found,) = problems(path)
+    assert found.partition(": ")[2].startswith(problem)
+    line, column = map(int, found.split(": ")[0].split(":"))
+    assert 1 <= line <= len(TEXT.splitlines())
+    assert column > 1 or old == "NCCL_SOCKET_IFNAME" or "python" in problem

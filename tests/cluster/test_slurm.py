@@ -1,0 +1,166 @@
+"""Scripts for Slurm: what they say to sbatch and srun, that bash and shellcheck are content, and the examples."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esmshard.cluster.job import Job
+from esmshard.cluster.site import Site
+from esmshard.cluster.slurm import file_name, quote, render
+from esmshard.errors import UsageError
+
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "slurm"
+WEIRD = "a'b\"c\\d`e$f!g#h*i\nj k"
+
+JOB = Job(
+    name="contact",
+    kind="finetune",
+    arguments=("finetune", "contact", "--resume", "auto"),
+    out="/shared/runs/contact",
+    directory="/shared/work",
+    reads=("/shared/data/train.fasta", "/models/mine"),
+    gpus_per_node=4,
+    nproc=4,
+)
+EMBED = dataclasses.replace(JOB, kind="embed", arguments=("embed", "m", "f", "-o", "e", "--resume"), array=3)
+DOCTOR = dataclasses.replace(JOB, kind="doctor", arguments=("doctor",), nodes=2, min_nodes=2)
+JOBS = {
+    "one": JOB,
+    "two": dataclasses.replace(JOB, nodes=2, min_nodes=2),
+    "elastic": dataclasses.replace(JOB, nodes=4, min_nodes=2),
+    "cpu": dataclasses.replace(JOB, gpus_per_node=0, nproc=2),
+    "weird": dataclasses.replace(JOB, name=WEIRD, arguments=("finetune", WEIRD), out=f"/shared/{WEIRD}"),
+    "embed": EMBED,
+    "doctor": DOCTOR,
+}
+SITES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {
+        "scratch": "/local/${SLURM_JOB_ID}/it's",
+        "exports": {"A": WEIRD, "B": "1"},
+        "slurm": {"partition": "gpu", "cpus_per_gpu": 8, "memory": "480G", "modules": ["cuda/12.8", "gcc"]},
+    },
+    "pyxis": {"container": {"runtime": "pyxis", "image": "nvcr.io#x/esmshard:1", "mounts": ["/shared"]}},
+    "apptainer": {"container": {"runtime": "apptainer", "image": "/i/e.sif"}, "scratch": "/local"},
+}
+
+
+def site(**keys: Any) -> Site:
+    return Site.model_validate({"python": "/venv/bin/python", **keys})
+
+
+def directives(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+@pytest.mark.parametrize("profile", SITES)
+@pytest.mark.parametrize("job", JOBS)
+def test_bash_and_shellcheck_are_content(job: str, profile: str, tmp_path: Path) -> None:
+    if job == "weird" and profile in ("pyxis", "apptainer"):
+        pytest.skip("cannot be mounted, and is refused")
+    script = tmp_path / "x.sbatch"
+    script.write_text(render(JOBS[job], site(**SITES[profile])))
+    assert subprocess.run(["bash", "-n", script], check=False, capture_output=True).stderr == b""
+    shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
+    checked = subprocess.run([shellcheck, "--severity=style", script], check=False, capture_output=True, text=True)
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_sbatch_is_told_what_the_job_and_the_profile_say() -> None:
+    keys = {"partition": "gpu", "account": "a", "qos": "q", "constraint": "a100|h100", "time": "1:00:00"}
+    keys |= {"memory": "480G", "cpus_per_gpu": 8, "options": ["--mail-type=END"], "grace": 99}
+    assert directives(render(JOBS["elastic"], site(gpus_per_node=4, slurm=keys))) == [
+        *("job-name=contact", "partition=gpu", "account=a", "qos=q", "constraint=a100|h100", "time=1:00:00"),
+        *("nodes=2-4", "ntasks-per-node=1", "gpus-per-node=4", "cpus-per-task=32", "mem=480G"),
+        *("output=contact-%j.out", "open-mode=append", "signal=USR1@99", "requeue", "no-kill", "mail-type=END"),
+    ]
+    assert directives(render(dataclasses.replace(EMBED, gpus_per_node=1, nproc=1), site(gpus_per_node=4, slurm=keys)))[
+        7:
+    ] == [
+        *("nodes=1", "ntasks-per-node=1", "gpus-per-node=1", "cpus-per-task=8", "mem=122880M"),
+        *("output=contact-%A_%a.out", "open-mode=append", "signal=USR1@99", "requeue", "mail-type=END"),
+    ]
+    assert directives(render(JOBS["cpu"], site())) == [
+        *("job-name=contact", "nodes=1", "ntasks-per-node=1", "cpus-per-task=2", "output=contact-%j.out"),
+        *("open-mode=append", "signal=USR1@180", "requeue"),
+    ]
+    assert not {"requeue", "signal=USR1@180"} & set(directives(render(DOCTOR, site())))
+
+
+@pytest.mark.parametrize(("name", "no_kill"), [("one", False), ("two", False), ("elastic", True)])
+def test_a_node_that_ends_does_not_end_the_others(name: str, no_kill: bool) -> None:
+    script = render(JOBS[name], site())
+    words = re.search(r"^step=\(\n(.*?)^\)", script, re.M | re.S)[1].split()  # type: ignore[index]
+    assert {"--wait=0", "--kill-on-bad-exit=0"} <= set(words), "whatever the site's WaitTime and KillOnBadExit are"
+    assert ("--no-kill" in words, "no-kill" in directives(script)) == (no_kill, no_kill)
+
+
+def test_one_node_needs_no_meeting() -> None:
+    assert "--rdzv-endpoint" not in render(JOB, site())
+    assert '--nnodes "2:$nodes"' in render(JOBS["elastic"], site())
+    assert '--nnodes "$nodes"' in render(JOBS["two"], site())
+
+
+def test_ports_stay_ports() -> None:
+    assert "$((65000 + SLURM_JOB_ID % 536))" in render(JOBS["two"], site(slurm={"port": 65000}))
+
+
+@pytest.mark.parametrize("text", [WEIRD, "", "-x", "a b", "$(x)", "~", "a,b", "é", "\udce9"])
+def test_a_quoted_word_is_the_word(text: str) -> None:
+    script = f"printf %s {quote(text)}".encode("utf-8", "surrogateescape")
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
+    assert done.stdout == text.encode("utf-8", "surrogateescape")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [(WEIRD, "a-b-c-d-e-f-g-h-i-j-k"), ("-rf", "rf"), ("", "esmshard"), ("..", "esmshard"), ("x" * 90, "x" * 64)],
+)
+def test_a_name_is_one_for_files_and_slurm(name: str, expected: str) -> None:
+    assert file_name(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "profile", "problem"),
+    [
+        (JOB, {"container": {"runtime": "pyxis"}}, "container.runtime is pyxis; set container.image"),
+        (
+            dataclasses.replace(JOB, out="/a b/run"),
+            {"container": {"runtime": "pyxis", "image": "x"}},
+            "/a b: a container cannot mount a path with",
+        ),
+        (
+            dataclasses.replace(JOB, reads=("/a:b/x",)),
+            {"container": {"runtime": "apptainer", "image": "x"}},
+            "/a:b: a container cannot mount a path with",
+        ),
+        (dataclasses.replace(JOB, arguments=("a\0b",)), {}, "a NUL character cannot be given to a command"),
+    ],
+)
+def test_what_cannot_be_said_is_refused(job: Job, profile: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(problem)}"):
+        render(job, site(**profile))
+
+
+def test_a_container_sees_what_the_run_reads_and_writes() -> None:
+    profile = {"runtime": "pyxis", "image": "x", "mounts": ["/data:/data:ro", "/shared/work"]}
+    script = render(JOB, site(container=profile))
+    mounts = re.search(r"--container-mounts='?([^' ]*)", script)[1]  # type: ignore[index]
+    assert mounts.split(",") == [
+        *("/data:/data:ro", "/shared/work:/shared/work", "/models:/models"),
+        *("/shared/data:/shared/data", "/shared/runs:/shared/runs"),
+    ]
+    assert "mkdir -p -- /shared/runs\n" in script
+
+
+def test_the_examples_are_what_the_command_writes(tmp_path: Path) -> None:
+    subprocess.run(["bash", EXAMPLES / "render.sh", tmp_path], check=True, capture_output=True)
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert len(written) == 7
+    assert written == {path.name: path.read_text() for path in EXAMPLES.glob("*.sbatch")}, "bash deploy/slurm/render.sh"

@@ -1,0 +1,345 @@
+"""The script for Slurm is executed: real shells, signals, launchers and runs, under programs that stand in for Slurm's.
+
+Where a run only has to end in a certain way, a program plays it; what it plays is in `play.json`, one entry a start.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import slurm_programs
+from command import esmshard
+from slurm_programs import Job, install, noted
+
+PLAYER = '''\
+#!{python}
+"""Writes what its start is to leave, waits for a signal if it is to, and ends."""
+import json, os, signal, sys, time
+from pathlib import Path
+state = Path(os.environ["STAND_IN"])
+n = len((state / "played").read_text()) if (state / "played").exists() else 0
+if os.environ["SLURM_NODEID"] == "0":
+    (state / "played").write_text("x" * (n + 1))
+    (state / f"argv-{{n}}.json").write_text(json.dumps(sys.argv[1:]))
+    (state / f"environ-{{n}}.json").write_text(json.dumps(dict(os.environ)))
+act = json.loads((state / "play.json").read_text())[n]
+came = []
+if act.get("until_signal"):
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: came.append(number))
+    (state / "listening").touch()
+    while not came:
+        time.sleep(0.01)
+    (state / "heard").write_text(signal.Signals(came[0]).name)
+    time.sleep(0.5)  # it saves
+if "state" in act:
+    status = {{"state": act["state"], "step": act["step"], "steps": 100, "attempt": act["attempt"], "exit_code": None,
+              "message": 'it said \\n "state": "done", and more', "started": 1763812345.5 + act["attempt"]}}
+    Path(act["out"]).mkdir(parents=True, exist_ok=True)
+    (Path(act["out"]) / "status.json").write_text(json.dumps(status, indent=1) + "\\n")
+sys.exit(act["code"])
+'''
+
+
+class Cluster:
+    """Where jobs run, and what became of them."""
+
+    def __init__(self, folder: Path, work: Path) -> None:
+        self.folder, self.work = folder, work
+        self.site: dict[str, Any] = {"gpus_per_node": 0}
+
+    def launch(self, *arguments: str | Path) -> str:
+        """`esmshard launch ARGUMENTS --target slurm`; the number of the job."""
+        (self.work / "site.yaml").write_text(json.dumps(self.site))
+        split = arguments.index("--") if "--" in arguments else len(arguments)
+        done = esmshard("launch", *arguments[:split], "--target", "slurm", *arguments[split:], cwd=self.work)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == f"site profile: {self.work / 'site.yaml'}\n"
+        return done.stdout.split("Submitted batch job ")[1].strip()
+
+    def play(self, *acts: dict[str, Any]) -> str:
+        """A run that is played, once for each act; the number of the job."""
+        player = self.folder / "python"
+        player.write_text(PLAYER.format(python=sys.executable))
+        player.chmod(0o755)
+        (self.folder / "play.json").write_text(json.dumps([{"out": str(self.work / "run"), **act} for act in acts]))
+        self.site["python"] = str(player)
+        return self.launch("contact", f"out={self.work / 'run'}", "--name", "played")
+
+    def wait(self, number: str, timeout: float = 120) -> tuple[int, str]:
+        """Exit code, and how Slurm calls the end."""
+        job, end = Job(number), time.monotonic() + timeout
+        while job.get("state") not in ("CANCELLED", "FAILED", "COMPLETED"):
+            assert time.monotonic() < end, self.log(number)
+            time.sleep(0.02)
+        return int(job.get("code")), job.get("state")
+
+    def log(self, number: str, name: str = "played") -> str:
+        return (self.work / f"{name}-{number}.out").read_text()
+
+    def until(self, reached: Callable[[], bool], timeout: float = 60) -> None:
+        end = time.monotonic() + timeout
+        while not reached():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def starts(self) -> int:
+        return len(noted("ended"))
+
+    def signal(self, *arguments: str) -> None:
+        subprocess.run([self.folder / "bin" / "scancel", *arguments], check=True)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    folder = tmp_path / "stand-in"
+    folder.mkdir()
+    install(folder / "bin", ("sbatch", "srun", "scontrol", "scancel", "apptainer"))
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("STAND_IN", str(folder))
+    monkeypatch.setattr(slurm_programs, "STATE", folder)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.setenv("ESMSHARD_SITE", str(work / "site.yaml"))
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    (folder / "config.json").write_text(json.dumps({"nodes": ["127.0.0.1", "127.0.0.2"], "namespaces": None}))
+    yield Cluster(folder, work)
+    for path in (folder / "jobs").glob("*"):  # of a test that failed
+        for marker in ("JOB", "STEP"):
+            Job(path.name).signal(marker, signal.SIGKILL)
+
+
+@pytest.fixture
+def network(cluster: Cluster) -> Iterator[None]:
+    """Each node has a network of its own, where that is allowed; else they are two addresses of this machine."""
+    names = [f"esmshard-{os.getpid()}-{n}" for n in (1, 2)]
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}"]
+    for n, name in enumerate(names, 1):
+        commands += [f"ip -n {name} addr add 10.213.0.{n}/24 dev eth0"]
+        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "eth0")]
+    allowed = bool(shutil.which("ip")) and os.geteuid() == 0
+    allowed = allowed and all(not subprocess.call(line.split(), stderr=subprocess.DEVNULL) for line in commands)
+    if allowed:
+        found = {"nodes": ["10.213.0.1", "10.213.0.2"], "namespaces": names}
+        (cluster.folder / "config.json").write_text(json.dumps(found))
+        cluster.site["exports"] = {"GLOO_SOCKET_IFNAME": "eth0"}
+    yield
+    if shutil.which("ip"):
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if "loss" in line and "split" not in line]
+
+
+LONGER = ("train.steps=30", "train.eval_every=30", "checkpoint.every=1000")
+
+
+@pytest.mark.parametrize("nodes", [*(pytest.param(nodes, marks=pytest.mark.slow) for nodes in ("1", "1:2")), "2"])
+def test_a_preempted_run_is_started_again_and_ends_like_an_unbroken_one(
+    nodes: str, cluster: Cluster, network: None, tiny_recipe: Path, tmp_path: Path
+) -> None:
+    run, name = tmp_path / "run; $(touch pwned) 'q'", "a; touch pwned"
+    launched = ("--nodes", nodes, "--nproc", "2" if nodes == "1" else "1", "--name", name)
+    job = cluster.launch(tiny_recipe, *LONGER, f"out={run}", *launched)
+    cluster.until(lambda: len(steps(run)) > 4)
+    cluster.signal("-s", "USR1", job)  # as --signal=USR1@180 does: to all processes of the step
+    assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job, "a-touch-pwned")
+    log = cluster.log(job, "a-touch-pwned")
+    assert noted("requeues") == [job]
+    assert f"esmshard: saved, and back in the queue as job {job}" in log
+    assert [code for _, code in noted("ended")] == [75, 0]
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"], status["attempt"], status["job"]) == ("done", 30, 2, job)
+    assert [step["step"] for step in steps(run)] == list(range(1, 31)), "none was taken twice"
+
+    whole = tmp_path / "whole"
+    done = esmshard("finetune", tiny_recipe, *LONGER, f"out={whole}", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert [step["loss"] for step in steps(run)] == [step["loss"] for step in steps(whole)]
+    assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+    assert not list(tmp_path.rglob("pwned"))
+    assert not list(tmp_path.glob(".esmshard-idle-*"))
+
+
+def test_a_users_mistake_is_not_started_again(cluster: Cluster, tiny_recipe: Path) -> None:
+    job = cluster.launch(tiny_recipe, "batch.tokens_per_rank=20", "--nproc", "1", "--name", "played")
+    assert cluster.wait(job) == (1, "FAILED")
+    log = cluster.log(job)
+    assert "but batch.tokens_per_rank is 20; raise it" in log
+    assert "esmshard: the run ended with exit code 1 (failed) and is not started again" in log
+    assert noted("requeues") == []
+
+
+def test_an_old_status_is_not_taken_for_this_starts(cluster: Cluster) -> None:
+    old = {"state": "preempted", "step": 50, "attempt": 3, "started": 1.5}
+    (cluster.work / "run").mkdir()
+    (cluster.work / "run" / "status.json").write_text(json.dumps(old, indent=1))
+    job = cluster.play({"code": 7})
+    assert cluster.wait(job) == (7, "FAILED")
+    assert noted("requeues") == []
+    assert "exit code 7 (failed)" in cluster.log(job)
+
+
+def test_starts_that_do_no_step_come_to_an_end(cluster: Cluster) -> None:
+    acts = [{"code": 75, "state": "preempted", "step": step} for step in (5, 5, 9, 9, 9, 9, 9)]
+    job = cluster.play(*({**act, "attempt": n} for n, act in enumerate(acts, 1)))
+    assert cluster.wait(job) == (75, "FAILED")
+    assert noted("requeues") == [job] * 5, "the second start did none, the third did, and then three did none"
+    assert cluster.log(job).splitlines()[-1] == (
+        "esmshard: 3 starts in a row were preempted before they had done a step; raise the time limit, and sbatch again"
+    )
+    assert not list(cluster.work.glob(".esmshard-idle-*"))
+
+
+@pytest.mark.parametrize(
+    ("act", "requeued", "code"),
+    [
+        ({"code": 1, "state": "preempted", "step": 3, "attempt": 1}, True, 0),  # as under torchrun, or of another node
+        ({"code": 138}, True, 0),  # a signal before the run could take one
+        ({"code": 137, "state": "done", "step": 9, "attempt": 1}, False, 0),  # of a node that was lost
+        ({"code": 137, "state": "running", "step": 9, "attempt": 1}, False, 137),  # killed
+        ({"code": 0, "state": "failed", "step": 9, "attempt": 1}, False, 1),
+        ({"code": 2}, False, 2),
+    ],
+)
+def test_the_status_decides_and_not_the_exit_code(
+    act: dict[str, Any], requeued: bool, code: int, cluster: Cluster
+) -> None:
+    job = cluster.play(act, {"code": 0, "state": "done", "step": 10, "attempt": 2})
+    assert cluster.wait(job)[0] == code, cluster.log(job)
+    assert noted("requeues") == ([job] if requeued else [])
+    assert cluster.starts() == 1 + requeued
+
+
+def test_a_job_that_is_cancelled_saves_and_stays_cancelled(cluster: Cluster) -> None:
+    job = cluster.play({"code": 75, "state": "preempted", "step": 3, "attempt": 1, "until_signal": True})
+    cluster.until((cluster.folder / "listening").exists)
+    cluster.signal(job)
+    assert cluster.wait(job) == (75, "CANCELLED")
+    assert noted("requeues") == []
+    assert "saved; Slurm itself is ending this job (COMPLETING)" in cluster.log(job)
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_signal_to_the_shell_alone_goes_on_to_the_run(name: str, cluster: Cluster) -> None:
+    preempted = {"code": 75, "state": "preempted", "step": 3, "attempt": 1, "until_signal": True}
+    job = cluster.play(preempted, {"code": 0, "state": "done", "step": 9, "attempt": 2})
+    cluster.until((cluster.folder / "listening").exists)
+    cluster.signal("--batch", "-s", name, job)
+    assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job)
+    assert (cluster.folder / "heard").read_text() == "SIGUSR1"
+    log = cluster.log(job)
+    assert log.index("Exited with exit code 75") < log.index("esmshard: saved"), "it was waited for"
+    assert noted("requeues") == [job]
+
+
+def test_where_jobs_are_not_requeued_it_says_so(cluster: Cluster) -> None:
+    (cluster.folder / "no-requeue").touch()
+    job = cluster.play({"code": 75, "state": "preempted", "step": 3, "attempt": 1})
+    assert cluster.wait(job) == (75, "FAILED")
+    assert "sbatch this file again, it goes on" in cluster.log(job)
+
+
+EVIL = "x; rm -rf {folder}; $(touch {folder}/pwned) `touch {folder}/pwned` 'q' \"d\" \\ # $HOME !! %s\nz *"
+
+
+@pytest.mark.parametrize("runtime", ["none", "pyxis", "apptainer"])
+def test_whatever_a_value_holds_it_arrives_as_it_is(runtime: str, cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "victim"
+    folder.mkdir()
+    evil = EVIL.format(folder=folder)
+    image = tmp_path / ("esm shard's.sqsh" if runtime != "none" else "none")
+    image.touch()
+    cluster.site |= {
+        "container": {"runtime": runtime, "image": str(image), "mounts": [str(folder)]},
+        "exports": {"WEIRD": evil},
+        "scratch": str(tmp_path / "scratch") + "/${SLURM_JOB_ID}",
+        "slurm": {"grace": 60, "options": ["--mail-type=END"]},
+    }
+    (tmp_path / "scratch" / "4001").mkdir(parents=True)
+    # Neither runtime can mount any path, so there the run has a plain one.
+    out = cluster.work / (
+        "x; $(touch pwned) `touch pwned` 'q' \"d\" \\ # $HOME !! %s *" if runtime == "none" else "run"
+    )
+    act = {"code": 0, "state": "done", "step": 1, "attempt": 1, "out": str(out)}
+    (cluster.folder / "play.json").write_text(json.dumps([act] * 2))
+    player = cluster.folder / "bin" / "esmshard"  # what the image has; beside it, the interpreter
+    player.write_text(PLAYER.format(python=sys.executable))
+    player.chmod(0o755)
+    cluster.site["python"] = str(player)
+    overrides = (f"out={json.dumps(str(out))}", f"data.target=[{json.dumps(evil)}]")
+    job = cluster.launch("sequence", *overrides, "--name", f"a{evil}", "--nodes", "2", "--nproc", "3")
+    name = next(cluster.work.glob("a*.sbatch")).stem
+    assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+    assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job, name)
+    argv = json.loads((cluster.folder / "argv-0.json").read_text())
+    together = ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29401", "--rdzv-id", f"{job}.0"]
+    expected = [
+        "finetune",
+        "sequence",
+        *overrides,
+        "--resume",
+        "auto",
+        "--nproc",
+        "3",
+        *together,
+        "--max-restarts",
+        "3",
+    ]
+    assert argv == (["-m", "esmshard"] if runtime == "none" else []) + expected
+    environment = json.loads((cluster.folder / "environ-0.json").read_text())
+    assert environment["WEIRD"] == evil
+    assert environment["ESMSHARD_JOB_ID"] == job == "4001"
+    own = tmp_path / "scratch" / "4001" / f"esmshard-{os.getuid()}"
+    assert (environment["TMPDIR"], environment["ESMSHARD_CACHE"]) == (str(own / "tmp"), str(own / "cache"))
+    assert own.stat().st_mode & 0o77 == 0
+    assert (environment["OMP_NUM_THREADS"], (own / "cache").is_dir()) == ("1", True)
+    assert folder.is_dir()
+    assert not list(tmp_path.rglob("pwned"))
+    (step,) = noted("srun")
+    if runtime == "pyxis":
+        assert step["options"]["container-image"] == str(image)
+        assert step["options"]["container-env"] == "WEIRD,ESMSHARD_JOB_ID,OMP_NUM_THREADS"
+        places = step["options"]["container-mounts"].split(",")
+    elif runtime == "apptainer":
+        assert len(noted("apptainer")) == 2
+        assert noted("apptainer")[0]["image"] == str(image)
+        assert "nv" not in noted("apptainer")[0]["options"]
+        places = noted("apptainer")[0]["options"]["bind"].split("\0")
+    if runtime != "none":
+        here, scratch = str(cluster.work), str(tmp_path / "scratch" / "4001")
+        assert places == [f"{folder}:{folder}", f"{here}:{here}", f"{scratch}:{scratch}"]
+
+
+def test_workers_of_an_array_make_one_file_and_one_that_is_preempted_comes_back(
+    cluster: Cluster, tiny_recipe: Path, tmp_path: Path
+) -> None:
+    fasta, out = tmp_path / "train.fasta", tmp_path / "emb.npy"
+    cluster.site["python"] = sys.executable
+    given = ("starter", fasta, "-o", out, "--tokens", "64")
+    job = cluster.launch("embed", "--array", "2", "--", *given)
+    first = f"{job}_0"
+    cluster.until(lambda: any((tmp_path / "emb.npy.partial" / "work").glob("*")) or out.exists())
+    cluster.signal("-s", "USR1", first)
+    assert cluster.wait(f"{job}_1") == (0, "COMPLETED"), cluster.log(f"{job}_1", "embed-emb")
+    assert cluster.wait(first) == (0, "COMPLETED"), cluster.log(first, "embed-emb")
+    assert noted("requeues") == [first]
+    assert esmshard("embed", "starter", fasta, "-o", tmp_path / "alone.npy").returncode == 0
+    np.testing.assert_allclose(np.load(out), np.load(tmp_path / "alone.npy"), atol=1e-5)
+    assert out.with_suffix(".ids.txt").read_bytes() == (tmp_path / "alone.ids.txt").read_bytes()
+    assert not (tmp_path / "emb.npy.partial").exists()
