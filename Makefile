@@ -5,7 +5,7 @@ NPROC ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: finetune test suite lint format clean
+.PHONY: finetune test suite lint docs format clean lock sbom audit image-steps
 
 finetune: $(READY)
 	$(BIN)/esmshard finetune recipes/contact.yaml --nproc $(NPROC) --resume auto
@@ -23,10 +23,31 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/hadolint Dockerfile
+	$(MAKE) docs
+
+docs: $(READY)
+	$(BIN)/sphinx-build -W --keep-going -n -q docs build/docs
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The image's packages, with their versions; after every change of a dependency.
+lock:
+	$(PYTHON) deploy/image/lock.py
+
+# What an installation consists of, into dist/.
+sbom: $(READY)
+	$(BIN)/python deploy/image/sbom.py
+
+# Known vulnerabilities of the image's packages. 3 where packages could not be looked up.
+audit: $(READY)
+	$(BIN)/python deploy/image/audit.py
+
+# The Dockerfile's steps without Docker, as root; ARGUMENTS=--required: being unable to is a failure.
+image-steps: $(READY)
+	$(BIN)/python deploy/image/run_steps.py $(ARGUMENTS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
