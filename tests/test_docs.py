@@ -1,0 +1,247 @@
+"""What the documentation says of commands, recipe keys, files and errors is there."""
+
+import ast
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import typer
+from pydantic import BaseModel, TypeAdapter
+from ruamel.yaml import YAML
+
+from esmshard import cli, recipe
+from esmshard.cluster.site import Site
+from esmshard.settings import Recipe
+
+ROOT = Path(__file__).parents[1]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*GUIDES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "data/README", "benchmarks/README"))]
+if not all(page.is_file() for page in PAGES):
+    pytest.skip("needs the whole repository, whose pages these tests read", allow_module_level=True)
+ENDINGS = {"conf", "csv", "fasta", "npz", "safetensors", "tsv"}
+"""What makes `train.csv` a file and no key of a recipe."""
+OF_A_MODEL = {"contacts", "config", "device", "embed", "esm", "names", "predict", "score", "task"}
+"""Attributes of a model in Python, as `model.config`."""
+OF_OTHERS = {"docs/performance.md", "docs/data_standardization.md"}
+"""Pages of torchtitan and biotrainer."""
+
+
+def _named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+FENCE = r"^( *)```"
+"""How a fenced block begins; in a list it is indented."""
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and content of fenced blocks."""
+    for found in re.finditer(rf"{FENCE}(\S*)[^\n]*\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
+        yield found[2], dedent(found[3])
+
+
+def _inline(text: str) -> list[str]:
+    """Inline code, of which a line may end within."""
+    text = re.sub(rf"{FENCE}.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [re.sub(r"\s+", " ", found) for found in re.findall(r"`([^`]+)`", text)]
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Words behind `esmshard` of each command, without comments."""
+    lines = _inline(text)
+    for language, block in _blocks(text):
+        if language in ("", "sh", "bash", "text", "console"):
+            lines += block.replace("\\\n", " ").splitlines()
+    for line in lines:  # `-n esmshard` is an environment of conda, and `test` a command of the image
+        if re.search(r"docker run .* esmshard test\b", line):
+            continue
+        for found in re.finditer(r"(?<![\w./-])(?<!-n )esmshard (?=[a-z-])([^#|;&>`]*)", line):
+            try:
+                yield shlex.split(found[1])
+            except ValueError:
+                yield found[1].split()
+
+
+@cache
+def _tree() -> Any:
+    return typer.main.get_command(cli.app)
+
+
+def _wrong_with(words: list[str]) -> str | None:
+    """Why a command line cannot be typed, or None. What stands behind `--` is of the command that `launch` is given."""
+    command, words = _tree(), list(words)
+    if words[:1] == ["launch"] and "--" in words:
+        end = words.index("--")
+        inner = next((word for word in words[1:end] if word in command.commands), None)
+        if inner is None:
+            return "has -- without a command before it"
+        return _wrong_with(words[:end]) or _wrong_with([inner, *words[end + 1 :]])
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        word = words.pop(0)
+        if word not in command.commands:
+            return f"there is no command {word}"
+        command = command.commands[word]
+    known = {"-h", "--help", *(name for p in command.params for name in (*p.opts, *p.secondary_opts))}
+    for word in words:
+        option = re.match(r"\[?(--?[a-z][a-z0-9-]*)", word)
+        if option and option[1] not in known:
+            return f"has no option {option[1]}"
+        key = re.match(r"([a-z_]+(?:\.[a-z_]+)*)=", word)
+        if key and key[1] not in _keys():
+            return f"there is no key {key[1]}"
+    return None
+
+
+def _below(model: type[BaseModel], prefix: str) -> frozenset[str]:
+    """Dotted keys of settings and of their sections."""
+    found = {prefix + name for name in model.model_fields}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= _below(field.annotation, f"{prefix}{name}.")
+    return frozenset(found)
+
+
+@cache
+def _keys() -> frozenset[str]:
+    """Dotted keys of recipes of all tasks."""
+    return _below(Recipe, "").union(*(_below(section, "task.") for section in recipe.TASK_SECTIONS.values()))
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_named)
+def test_commands_can_be_typed(page: Path):
+    wrong = [(" ".join(words), why) for words in _commands(page.read_text()) if (why := _wrong_with(words))]
+    assert wrong == []
+
+
+def test_a_command_that_is_not_there_is_found():
+    text = "Use `esmshard fintune x`.\n```\nesmshard embed m x.fasta -o y --pol mean   # a comment --no\n```\n"
+    text += "```\nesmshard finetune contact \\\n  optim.lrr=1 | tee --append log\n```\n"
+    text += "`esmshard launch embed --target slurm -- m x.fasta --dtype fp16 --target y`"
+    assert [_wrong_with(words) for words in _commands(text)] == [
+        "there is no command fintune",
+        "has no option --target",
+        "has no option --pol",
+        "there is no key optim.lrr",
+    ]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_named)
+def test_keys_of_recipes_and_profiles_exist(page: Path):
+    known = _keys() | _below(Site, "")
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    said = {
+        found[0]
+        for code in _inline(page.read_text())
+        if (found := re.match(r"([a-z]+)\.([a-z_]+)(?=$|[=:, ])", code))
+        and found[1] in sections
+        and found[2] not in ENDINGS
+        and not (found[1] == "model" and found[2] in OF_A_MODEL)
+    }
+    assert said - known == set()
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_named)
+def test_recipes_and_profiles_in_yaml_are_valid(page: Path):
+    for language, block in _blocks(page.read_text()):
+        if language != "yaml" or "apiVersion:" in block:
+            continue
+        for part in re.split(r"^(?=\w)", block, flags=re.MULTILINE):  # one key may come again, as another example
+            for key, value in (YAML(typ="safe").load(part) or {}).items():
+                model = Recipe if key in Recipe.model_fields else Site
+                assert key in model.model_fields, f"{key} is no section of a recipe or site profile"
+                field = model.model_fields[key]
+                TypeAdapter(field.rebuild_annotation()).validate_python(value)
+
+
+def _slugs(page: Path) -> set[str]:
+    """Anchors of the headings, as code hosts make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_named)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page if not path else page.parent / path
+        assert there.is_file(), f"{target}: a page or file is expected, which the HTML build can link too"
+        assert not anchor or there.suffix != ".md" or anchor in _slugs(there), target
+
+
+def test_pages_named_in_the_source_exist():
+    wrong = []
+    for file in [*GUIDES, *(ROOT / "esmshard").rglob("*.py"), *(ROOT / "recipes").glob("*.yaml")]:
+        named = re.findall(r"(?<![\w/])docs/\w+\.md", file.read_text())
+        wrong += [(_named(file), name) for name in named if name not in OF_OTHERS and not (ROOT / name).is_file()]
+    assert wrong == []
+
+
+def test_the_index_has_every_page():
+    index = (ROOT / "docs" / "index.md").read_text().partition("## All pages")[2]
+    listed = re.findall(r"^- \[[^]]+\]\((\w+\.md)\)", index, re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in GUIDES[1:] if page.name != "index.md")
+
+
+def _templates() -> list[str]:
+    """Texts in the package, a NUL where a value is put in. Texts that stand side by side are one for Python too."""
+    found = []
+    for file in (ROOT / "esmshard").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def _quoted(text: str) -> list[str]:
+    """Sentences of the tables of errors: inline code in the first cell of a line."""
+    section = text.partition("## What each error means")[2]
+    section = re.split(r"^## ", section, flags=re.MULTILINE)[0]
+    return re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+
+
+def _is_said(sentence: str, templates: list[str]) -> bool:
+    """Whether the parts of a sentence around `...` come in one text of the package, in this order."""
+    parts = [re.escape(part.strip()) for part in sentence.split("...") if part.strip()]
+    pattern = re.compile(r"[\s\S]*".join(parts))
+    return any(pattern.search(template) for template in templates)
+
+
+def test_errors_are_quoted_as_they_are_said():
+    templates = _templates()
+    quoted = _quoted((ROOT / "docs" / "cluster.md").read_text())
+    assert len(quoted) >= 20
+    assert [sentence for sentence in quoted if not _is_said(sentence, templates)] == []
+    assert not _is_said("the ranks ... have quarrelled", templates)
+
+
+def test_generated_pages_follow_the_source():
+    spec = importlib.util.spec_from_file_location("from_source", ROOT / "docs" / "_ext" / "from_source.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    keys, commands = made.recipe_keys(), made.commands()
+    titles = re.findall(r"^#+ (\S+)$", keys, re.MULTILINE)
+    assert set(titles) == {key for key in _keys() if key != "task.name"}
+    assert "### optim.clip\n\na number, above 0; default `1.0`\n\nLongest allowed gradient" in keys
+    assert "### checkpoint.async_save\n\n`auto` or `true` or `false`; default `auto`" in keys
+    assert "### model.name\n\ntext; required" in keys
+    assert "### slurm.grace\n\nan integer, at least 10 and at most 65535; default `180`" in made.site_keys()
+    for name in ("finetune", "embed", "recipes cp"):
+        assert f"## esmshard {name}\n" in commands
+    assert "| `--folds K` | Cross-validate: K runs" in commands
+    rows = [line for line in commands.splitlines() if line.startswith("|")]
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {4}  # two cells, and what is outside
+    assert "```text\nesmshard split [OPTIONS] DATA\n```" in commands
