@@ -16,7 +16,7 @@ test: $(READY)
 	$(MAKE) --jobs 2 lint suite
 
 suite: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -127,4 +127,5 @@ class _Rank:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if self.poll() is None:  # its number may be another's by now
+            os.kill(self.pid, number)

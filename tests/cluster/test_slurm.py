@@ -1,6 +1,7 @@
 """Scripts for Slurm: what they say to sbatch and srun, that bash and shellcheck are content, and the examples."""
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
@@ -160,7 +161,8 @@ def test_a_container_sees_what_the_run_reads_and_writes() -> None:
 
 
 def test_the_examples_are_what_the_command_writes(tmp_path: Path) -> None:
-    subprocess.run(["bash", EXAMPLES / "render.sh", tmp_path], check=True, capture_output=True)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", EXAMPLES / "render.sh", tmp_path], check=True, env={**os.environ, "PATH": path})
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(written) == 7
     assert written == {path.name: path.read_text() for path in EXAMPLES.glob("*.sbatch")}, "bash deploy/slurm/render.sh"
