@@ -21,7 +21,7 @@ version = release = esmshard.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_source"]
 root_doc = "docs/index"
-_PAGES = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "data", "benchmarks"}
+_PAGES = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "data", "benchmarks", "deploy"}
 exclude_patterns = sorted(path.name for path in ROOT.iterdir() if path.name not in _PAGES)
 exclude_patterns += ["docs/_ext", "docs/_static"]
 
