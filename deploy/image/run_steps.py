@@ -112,6 +112,7 @@ def main(arguments: list[str]) -> int:
     options.add_argument("--suite", action="store_true", help="run all tests in the container, not a few")
     options.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
     chosen = options.parse_args(arguments)
+    os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where chroot lies, and not every shell looks
     try:
         if os.geteuid() != 0:
             raise Unable("this needs root")
