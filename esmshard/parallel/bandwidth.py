@@ -19,6 +19,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+# FSDP's own, for torch renames the collectives below them.
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
 from esmshard.parallel.mesh import World
 
 Scope = Literal["all", "machine", "between"]
@@ -124,9 +127,9 @@ def _time(collective: str, ranks: World, group: Any, size: int) -> tuple[int, in
     whole = torch.ones(share * size, dtype=dtype, device=ranks.device)
     call: Callable[[], Any]
     if collective == "all_gather":
-        call = partial(dist.all_gather_into_tensor, whole, part, group=group)
+        call = partial(DefaultAllGather(), whole, part, group, async_op=False)
     else:
-        call = partial(dist.reduce_scatter_tensor, part, whole, group=group)
+        call = partial(DefaultReduceScatter(), part, whole, group, dist.ReduceOp.SUM, async_op=False)
 
     times: list[float] = []
     spent, n = 0.0, 0

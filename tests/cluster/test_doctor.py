@@ -43,6 +43,7 @@ def test_report_for_programs(place: Path) -> None:
     done = esmshard("doctor", "--json", cwd=place)
     report = json.loads(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
     assert report.keys() == KEYS
     assert report["schema"] == 1
     assert report["processes"] == 2
