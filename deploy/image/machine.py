@@ -126,18 +126,22 @@ class Machine:
         (tree / READY).write_text(what + "\n")
         return what
 
-    def mount_points(self) -> Path:
-        """A layer with the places where this machine's index and name service are mounted during a RUN."""
+    def mount_points(self, tree: Path) -> Path:
+        """A layer with the places, as far as `tree` has none, where this machine's index and name service are mounted
+        during a RUN.
+        """
         layer = self.directory()
         for path in [*self.pip_paths, *self.network]:
             place = layer / path.relative_to("/")
+            if (tree / path.relative_to("/")).exists():  # such as the authorities that pip is to trust
+                continue
             if path.is_dir():
                 place.mkdir(parents=True, exist_ok=True)
             else:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.touch()
         hosts = layer / "etc" / "hosts"  # as Docker writes it for a container without network
-        hosts.parent.mkdir(exist_ok=True)
+        hosts.parent.mkdir(parents=True, exist_ok=True)
         hosts.write_text("127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n")
         return layer
 

@@ -149,7 +149,7 @@ def steps(tree: Path | None, given: dict[str, str], suite: bool) -> int:
                 raise Unable(f"{tree} is neither empty nor a finished stand-in: remove it, or name another")
             print(f"the stand-in for the base image: {machine.base(tree)}")
         print(f"{time.monotonic() - began:6.1f} s the stand-in is ready", flush=True)
-        base = Image((tree, machine.mount_points()))
+        base = Image((tree, machine.mount_points(tree)))
         image = Build(machine, base, given).run()
         added = image.layers[len(base.layers) :]
         wrong = faults(added)
