@@ -2,6 +2,8 @@
 
 The store of the endpoint holds both, and is the one through which the processes meet, too. torchrun holds another one
 for that on the first machine, and goes by its address for good: that machine may be the one that is lost.
+
+A little longer than other files: the store and the board cannot be understood without each other.
 """
 
 import json
