@@ -148,7 +148,9 @@ class Watch:
         ranks = [Numbers(*row) for row in rows]
         self._control.end_step(max(rank.gradients_s for rank in ranks))
         self._recent.append(ranks)
-        seconds = time.perf_counter() - self._began
+        # A rank that began late has a shorter step than those which waited for it in a collective. The longest counts,
+        # so that no part of a step is more than the whole.
+        seconds = max(time.perf_counter() - self._began, *(rank.gradients_s for rank in ranks))
         line = {
             "step_s": _number(seconds),
             "residues_per_s": _number(sum(rank.residues for rank in ranks) / seconds),

@@ -154,6 +154,20 @@ def test_what_is_written_of_all_ranks(clock: list[float]) -> None:
     assert heard.told == [1, 3.0], "the control needs the same number on all ranks"
 
 
+def test_a_step_lasts_as_long_as_on_the_rank_that_began_first(clock: list[float]) -> None:
+    """This rank was held up before its clock started; the other waited for it in a collective and counts that."""
+    watch = watch_of(2)
+    watch.begin_step(1, 0, 0)
+    clock[0] += 1.0
+    line = watch.report(
+        [rank(gradients_s=0.75, communication_s=0.25), rank(gradients_s=2.0, communication_s=1.75)]
+    ).line
+    assert line["step_s"] == 2.0
+    assert line["residues_per_s"] == 1000.0
+    assert line["communication_share"] == 0.5
+    assert line["ranks"]["communication_share"] == [0.125, 0.875]
+
+
 def test_what_a_cpu_does_not_tell_is_null(clock: list[float]) -> None:
     watch = watch_of(peak=None)
     watch.begin_step(1, 10, 5.0)
