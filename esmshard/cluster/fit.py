@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from esmshard import recipe as recipes
 from esmshard.cluster import gpus
@@ -13,6 +13,9 @@ from esmshard.cluster.findings import Finding, gib, guarded
 from esmshard.errors import InputError, UsageError
 from esmshard.parallel.machines import CUDA_CONTEXT, GPU, GPUS, Machines
 from esmshard.settings import Recipe
+
+if TYPE_CHECKING:
+    from esmshard.model.config import EsmConfig
 
 CHECK = "recipe"
 
@@ -181,8 +184,6 @@ def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
     """As `finetune` chooses batch.tokens_per_rank, from the memory that is free now."""
     import torch
 
-    from esmshard.model import weights
-    from esmshard.model.config import SIZES
     from esmshard.parallel import plan
     from esmshard.parallel.layout import layout
     from esmshard.parallel.mesh import precision_on
@@ -195,8 +196,7 @@ def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
     device = torch.device("cpu")
     train = open_split(recipe, "train", None)
     recipe, lengths = in_tokens(recipe, train), train.tokens
-    name, head = recipe.model.name, HEADS[recipe.task.name](recipe.task)
-    config = SIZES[name] if name in SIZES and not Path(name).exists() else weights.read(name).config
+    config, head = _config(recipe.model.name), HEADS[recipe.task.name](recipe.task)
     world = processes * nodes
     laid_out = layout(recipe.parallel, world, processes, precision_on(device, recipe.parallel.precision))
     numbers = numbers_of(config, head.parameters(config), recipe.adapt, logits=recipe.task.name == "mlm")
@@ -251,17 +251,25 @@ def _needed(recipe: Recipe) -> int:
 
     One more checkpoint than are kept is there while it is written.
     """
-    from esmshard.model.config import SIZES
     from esmshard.tasks.numbers import HEADS
     from esmshard.train.trained import numbers_of
 
-    config = SIZES.get(recipe.model.name)
-    if config is None:
+    try:
+        config = _config(recipe.model.name)
+    except (InputError, OSError):  # said with the weights
         return 0
     head = HEADS[recipe.task.name](recipe.task)
     numbers = numbers_of(config, head.parameters(config), recipe.adapt, logits=recipe.task.name == "mlm")
     each = 4 * numbers.parameters + 8 * numbers.trained
     return each * (recipe.checkpoint.keep + 1 + recipe.checkpoint.keep_best) + 4 * numbers.parameters
+
+
+def _config(model: str) -> "EsmConfig":
+    """Of a model by its name alone, or as its file says."""
+    from esmshard.model import weights
+    from esmshard.model.config import SIZES
+
+    return SIZES[model] if model in SIZES and not Path(model).exists() else weights.read(model).config
 
 
 def arithmetic(facts: Mapping[str, Any]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from esmshard.cluster.findings import Finding, gib
 from esmshard.cluster.links import interface_trouble
-from esmshard.parallel import allowed
+from esmshard.parallel import address, allowed
 
 CHECK = "machine"
 SHM = Path("/dev/shm")  # noqa: S108
@@ -101,23 +101,6 @@ def limits(files: int, most_files: int, memlock: int, needs_lock: bool) -> Itera
         yield Finding(CHECK, "limits", "ok", told, values=values)
 
 
-def addresses() -> dict[str, str]:
-    """IPv4 address of each network interface that has one. Linux."""
-    import fcntl
-    import struct
-
-    ask_address = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking.fileno(), ask_address, struct.pack("256s", name[:15].encode()))
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
 def resolved(name: str, timeout: float = RESOLVE) -> list[str] | None:
     """Addresses of a host; none if nobody knows it, None if the resolver takes too long, which it may for minutes."""
     found: list[str] = []
@@ -149,7 +132,7 @@ def network(
     Args:
         name: of the host.
         found: `resolved`.
-        interfaces: `addresses`.
+        interfaces: `address.interfaces`.
         environment: with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
         nodes: that the run is meant for.
     """
@@ -208,4 +191,4 @@ def look(processes: int, nodes: int, needs_lock: bool) -> Iterator[Finding]:
     yield from limits(soft, hard, lock, needs_lock)
     if hasattr(socket, "if_nameindex") and Path("/proc/net").exists():
         name = socket.gethostname()
-        yield from network(name, resolved(name), addresses(), os.environ, nodes)
+        yield from network(name, resolved(name), address.interfaces(), os.environ, nodes)

@@ -48,27 +48,32 @@ def own(host: str, port: int) -> str | None:
     return found
 
 
-def interface(address: str) -> str | None:
-    """Name of the network interface that has an address, as `eth0`; None where the system does not tell."""
-    if is_loopback(address):
-        return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+def interfaces() -> dict[str, str]:
+    """IPv4 address of each network interface that has one; empty where the system does not tell."""
     if sys.platform != "linux":
-        return None
+        return {}
     import fcntl  # Windows has none
 
-    if ":" in address:
-        wanted = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
-        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
-        return next((line.split()[5] for line in lines if line.startswith(wanted)), None)
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
             except OSError:  # it has no address
                 continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface(address: str) -> str | None:
+    """Name of the network interface that has an address, as `eth0`; None where the system does not tell."""
+    if is_loopback(address):
+        return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if ":" in address and sys.platform == "linux":
+        wanted = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        return next((line.split()[5] for line in lines if line.startswith(wanted)), None)
+    return next((name for name, own in interfaces().items() if own == address), None)
 
 
 def _is_address(text: str) -> bool:

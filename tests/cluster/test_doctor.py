@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from command import esmshard
+from model_files import TINY, fair_esm, write_fair_esm
 
 KEYS = {"schema", "esmshard", "host", "hosts", "processes", "summary", "exit_code", "findings"}
 OF_A_FINDING = {"check", "name", "level", "found", "mend", "values", "node"}
@@ -100,6 +101,19 @@ def test_recipe_that_cannot_run_here(place: Path, tiny_recipe: Path) -> None:
     assert "does not fit into 1 process of this CPU: 200,000 tokens" in found["recipe/memory"]["found"]
     # 650M in fp32: 2.6 GB of weights and 5.2 of moments, in 2 + 1 checkpoints, and the model.
     assert 25e9 < found["storage/out space"]["values"]["needed"] < 27e9
+
+
+def test_what_a_run_writes_is_known_of_a_model_in_a_file(place: Path, tiny_recipe: Path) -> None:
+    model = write_fair_esm(place / "esm2_tiny.pt", fair_esm(TINY))
+    done = esmshard(
+        "doctor", tiny_recipe, f"model.name={model}", "init=pretrained", "--nproc", "1", "--json", cwd=place
+    )
+    found = by_name(json.loads(done.stdout))
+    assert done.returncode == 0, done.stdout
+    assert found["recipe/weights"]["found"] == f"{model} is here"
+    weights = 4 * TINY.n_parameters
+    # In 2 + 1 checkpoints with two moments each, and the model; the head is small.
+    assert 1 <= found["storage/out space"]["values"]["needed"] / (10 * weights) < 1.1
 
 
 def test_recipe_whose_data_are_not_there(place: Path, tiny_recipe: Path) -> None:

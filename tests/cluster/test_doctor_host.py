@@ -7,6 +7,7 @@ import pytest
 
 from esmshard.cluster import host
 from esmshard.cluster.findings import Finding
+from esmshard.parallel import address
 
 MEMINFO = "MemTotal:       65805228 kB\nMemFree:         1000000 kB\nMemAvailable:   50000000 kB\n"
 GIB = 2**30
@@ -105,7 +106,7 @@ def test_a_resolver_that_is_slow_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_this_machine() -> None:
     assert host.resolved("localhost") in (["127.0.0.1"], ["::1", "127.0.0.1"], ["127.0.0.1", "::1"], ["::1"])
-    assert host.addresses()["lo"] == "127.0.0.1"
+    assert address.interfaces()["lo"] == "127.0.0.1"
     found = {one.name: one for one in host.look(1, 1, False)}
     assert {"cores", "memory", "shm", "limits", "network"} <= found.keys()
     assert 0 < found["memory"].values["available"] <= found["memory"].values["total"]
