@@ -264,7 +264,9 @@ def test_training_starts_from_the_weights_that_the_recipe_names(tiny_recipe: Pat
 
 
 def test_processes_of_a_launcher_are_joined(tiny_recipe: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "esmshard"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # By itself torchrun goes by this machine's name, which without network nobody may know.
+    command += ["--local-addr", "127.0.0.1", "-m", "esmshard"]
     done = subprocess.run(
         [*command, "finetune", tiny_recipe, "train.steps=2", "--no-report"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

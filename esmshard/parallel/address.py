@@ -23,6 +23,20 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def loopback() -> str:
+    """The machine's own address for itself: IPv6 where there is one.
+
+    torch asks for the name of each address it connects to, and writes 127.0.0.1 as ::ffff:127.0.0.1, which only a name
+    server may know. A machine that reaches none would wait for it, and warn in each process.
+    """
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return "127.0.0.1"
+    return "::1"
+
+
 def towards(host: str, port: int) -> str | None:
     """This machine's own address on the way to a host; None if there is no way. Nothing is sent."""
     for family, address in resolve(host, port):

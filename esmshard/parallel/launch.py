@@ -71,7 +71,7 @@ def run_local(
     ):
         several = nodes is not None and nodes.most > 1
         if nodes is None or not several:
-            nodes = Nodes(1, 1, "127.0.0.1:0", uuid.uuid4().hex, "127.0.0.1")
+            nodes = Nodes(1, 1, "", uuid.uuid4().hex, address.loopback())
         try:
             place, handler, board, nodes = _join(nodes, several, max_restarts, lambda: bool(signals))
         except InterruptedError:
@@ -125,7 +125,7 @@ def _join(
         InputError: if nobody holds it within the time to join.
         InterruptedError: if `stopped` says so in the meantime.
     """
-    host, port = nodes.meeting_place if several else ("127.0.0.1", 0)
+    host, port = nodes.meeting_place if several else (nodes.local_addr or address.loopback(), 0)
     end = time.monotonic() + nodes.join_timeout
     while True:
         left = max(1.0, end - time.monotonic())

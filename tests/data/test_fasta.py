@@ -9,7 +9,7 @@ from pathlib import Path
 
 import esm
 import pytest
-from xopen import xopen
+from packed import zstd
 
 from esmshard.data.fasta import Record, read_fasta
 from esmshard.data.symbols import Edits
@@ -19,13 +19,6 @@ LOWER = "lower-case letters were read as upper case in 1 record (a)"
 GAPS = "gaps were removed in 1 record (a)"
 STAR = "a '*' at the end was removed in 1 record (a)"
 LEUCINE = "J (Leu or Ile) was read as X in 1 record (a)"
-
-
-def zstd(data: bytes) -> bytes:
-    path = Path("packed.zst")  # a relative path: every test runs in its own directory
-    with xopen(path, "wb", threads=0) as file:
-        file.write(data)
-    return path.read_bytes()
 
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}

@@ -5,12 +5,12 @@ import gzip
 import importlib.util
 import lzma
 import random
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from packed import zstd
 from structure_texts import OTHER, SEQ, chain, cif, nucleic, pdb, three, water, write
 
 from esmshard.data import structure_files
@@ -62,10 +62,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "d.pdb").mkdir()
     with pytest.raises(InputError, match=r"d\.pdb: is a directory"):
         read_chains(tmp_path / "d.pdb")
-
-
-def zstd(data: bytes) -> bytes:
-    return subprocess.run(["zstd", "-c"], input=data, capture_output=True, check=True).stdout
 
 
 PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}

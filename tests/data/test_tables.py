@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from xopen import xopen
+from packed import zstd
 
 from esmshard.data.tables import Table, read_table
 from esmshard.errors import InputError
@@ -34,12 +34,6 @@ def refused(data: str | bytes, name: str = "t.csv") -> str:
     message = str(error.value)
     assert len(message.splitlines()) == 1
     return message
-
-
-def zstd(data: bytes) -> bytes:
-    with xopen("packed.zst", "wb", threads=0) as file:
-        file.write(data)
-    return Path("packed.zst").read_bytes()
 
 
 @pytest.mark.parametrize(

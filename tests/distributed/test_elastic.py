@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from machines import Machine, Pair, descendants, two_machines, wait_until
 
 STEPS = 16

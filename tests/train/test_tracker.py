@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from command import esmshard
 from conftest import RECIPE, write_subset
+from machines import descendants
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import offline
 
@@ -175,16 +176,6 @@ def test_what_is_done_again_is_shown_once(tracked: Path) -> None:
     assert [(step, value) for step, value in scalars(out)["run/attempt"]] == [(0, 1.0), (4, 2.0)]
 
 
-def children(process: int) -> list[int]:
-    """All processes below one."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
-    found = [process]
-    for parent in found:
-        found += [pid for pid, of in pairs if of == parent]
-    return found[1:]
-
-
 def at_step(patch: pytest.MonkeyPatch, number: int, act: Any) -> None:
     """Before a step, while the run goes on as it is."""
     real, calls = finetune.train_step, []
@@ -226,7 +217,7 @@ def test_a_scheduler_that_signals_all_processes(
     def preempt() -> None:
         until((out / "tracking.json").exists)
         until(lambda: [page["logged"].get("step") for page in books(out).values()] == [2, 2])
-        for process in [processes[0], *children(processes[0])]:
+        for process in [processes[0], *descendants(processes[0])]:
             os.kill(process, signal.SIGUSR1)
             os.kill(process, signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
