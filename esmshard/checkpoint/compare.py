@@ -52,7 +52,7 @@ def compare(config: EsmConfig, given: Model, written: Source, where: str, dtype:
         square of its difference over that of the output. Zero for fp32.
 
     Raises:
-        InputError: if a tensor differs by a bit, or an output by more than `TOLERANCE`.
+        InputError: if a tensor differs by a bit, or an output by more than `TOLERANCE` or is not finite.
     """
     expected: dict[str, str] = {}
 
@@ -68,6 +68,11 @@ def compare(config: EsmConfig, given: Model, written: Source, where: str, dtype:
     found = _outputs(config, given._replace(source=written), check)
     differences: dict[str, float] = {}
     for name, output in outputs.items():
+        if not output.isfinite().all():
+            raise InputError(
+                f"{where}: its {name} are no finite numbers: the model diverged when it was trained; take an earlier "
+                "checkpoint, or train it again with a lower optim.lr"
+            )
         spread = float(output.square().mean().sqrt())
         off = float((found[name] - output).square().mean().sqrt())
         differences[name] = off / spread if off else 0.0

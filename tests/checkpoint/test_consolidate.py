@@ -402,6 +402,15 @@ def test_a_call_that_is_killed_leaves_the_old_model_or_the_new_one(run: Path, tm
     assert len(found) >= 8
 
 
+def test_a_model_that_diverged(tmp_path: Path) -> None:
+    """Its weights are finite yet, and what it computes is not."""
+    scale = "model.trunk.emb_layer_norm_after.weight"
+    run = write_run(tmp_path / "run", lambda tensors: tensors[scale].fill_(3e38))
+    said = refused(lambda: consolidate(run, tmp_path / "model"))
+    assert said.startswith(f"{tmp_path / 'model'}: its representations are no finite numbers: the model diverged")
+    assert not (tmp_path / "model").exists()
+
+
 def test_memory_is_a_few_tensors_and_not_a_file(run: Path, tmp_path: Path) -> None:
     """Resident memory at its peak, mapped files included, against 1.2 times the one file of 156 MB."""
     config = EsmConfig(n_layers=8, dim=640, n_heads=20)
