@@ -73,7 +73,9 @@ def prove(machine: Machine, image: Image, suite: bool) -> int:
         wrong += not good
         print(f"{time.monotonic() - began:6.1f} s  {'ok   ' if good else 'WRONG'}  {what}", flush=True)
         if not good:
-            print(f"exit code {done.returncode}, {expected!r} expected in:\n{tail(done.stdout)}")
+            failures = done.stdout.partition("= FAILURES =")[2].partition("= warnings summary =")[0]  # pytest's
+            said = f"{tail(failures, 300)}\n{tail(done.stdout)}" if failures else tail(done.stdout)
+            print(f"exit code {done.returncode}, {expected!r} expected in:\n{said}")
 
     print("\nContainers: no network, no new privileges, root read-only besides /tmp and /work")
     anyone = "12345:0"
