@@ -374,8 +374,7 @@ def _tokens_per_rank(job: Job, model: FineTuner, saved: Mapping[str, Any] | None
     if saved is not None:  # other micro-batches would add up gradients in another order
         return int(saved["recipe"]["batch"]["tokens_per_rank"])
     config, lengths = job.weights.config, job.train.tokens
-    longest = int(lengths.max())
-    beside = job.train.beside
+    longest, beside = int(lengths.max()), job.train.beside
     room = RESERVED * memory.free_bytes(ranks.device, processes_per_machine(ranks.size))
     fitting = memory.largest_micro_batch(
         memory.of_model(model, config.dim, config.n_heads),
