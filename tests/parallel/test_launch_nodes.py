@@ -63,11 +63,6 @@ class Machine(Launched):
         self.shared = parent / "shared"
         super().__init__(parent / str(number), *actions, nproc=nproc, where=self.shared, **options)
 
-    def end(self) -> tuple[int, str]:
-        """Without what torch says of 127.0.0.1 where no name server answers."""
-        code, output = super().end()
-        return code, re.sub(r"^\[W.* The hostname of the client socket cannot be retrieved.*\n", "", output, flags=re.M)
-
     def pids(self) -> set[int]:
         return {int(path.read_text()) for path in self.shared.glob("begun-*")}
 
