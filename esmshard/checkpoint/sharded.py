@@ -111,11 +111,14 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False, r
         reader: of this path, for whoever loads a few tensors at a time: it reads the index once.
     """
     alone = alone or not dist.is_initialized()
+    reader = reader or Reader(path)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` asks for
-            state_dict_loader.load(tensors, storage_reader=reader or Reader(path), no_dist=alone)
+            state_dict_loader.load(tensors, storage_reader=reader, no_dist=alone)
     except CheckpointException as error:
+        if reader.failure is not None:  # DCP says of it that there is no index, and torch 2.11 no more than that
+            raise reader.failure from None
         rank, cause = _cause(error)
         raise InputError(f"{path}: does not fit this model or is damaged (rank {rank}: {_phrase(cause)})") from None
 
@@ -228,6 +231,8 @@ class Reader(FileSystemReader):
     """
 
     _read: Metadata | None = None
+    failure: InputError | None = None
+    """Why the index could not be read."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, read at the first call."""
@@ -243,11 +248,12 @@ class Reader(FileSystemReader):
             for info in metadata.storage_data.values():
                 if info.relative_path != PurePath(info.relative_path).name:
                     raise pickle.UnpicklingError(f"its index names a file outside it ({info.relative_path!r})")
+            return metadata
         except OSError as error:
-            raise InputError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from None
+            self.failure = InputError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})")
         except Exception as error:  # whatever a damaged pickle leads to
-            raise InputError(f"{path}: not the index of a checkpoint ({_phrase(error)})") from None
-        return metadata
+            self.failure = InputError(f"{path}: not the index of a checkpoint ({_phrase(error)})")
+        raise self.failure
 
 
 def _gather(value: Any, group: Any) -> list[Any]:
