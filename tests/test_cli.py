@@ -3,9 +3,9 @@
 import csv
 import json
 import os
-import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -430,11 +430,13 @@ def test_help_needs_neither_torch_nor_half_a_second() -> None:
     imported = [line.split("|")[-1].strip() for line in done.stderr.splitlines()]
     assert "typer" in imported
     assert not {"torch", "numpy", "pydantic", "Bio"} & set(imported)
-    # Seconds of a core: what the command needs, not what else the machine was doing.
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "esmshard", "--help"], capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    # The best of three: what the command needs, not what else the machine was doing.
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "esmshard", "--help"], capture_output=True, check=True)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.5
 
 
 @pytest.mark.parametrize(

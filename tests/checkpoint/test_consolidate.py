@@ -434,7 +434,7 @@ def test_memory_is_a_few_tensors_and_not_a_file(run: Path, tmp_path: Path) -> No
     assert fork(work) == 0
     file = (tmp_path / "model" / "model.safetensors").stat().st_size
     assert file > 155e6
-    assert int((tmp_path / "peak").read_text()) < 0.6 * file, "half of what is allowed"
+    assert int((tmp_path / "peak").read_text()) < 0.5 * file, "less than half of what is allowed"
 
 
 # The command
