@@ -29,7 +29,7 @@ out: {out}
 LONG = {"equality", "cli", "adapted_runs", "saver", "plan", "sharded_runs", "stuck", "attempts", "launch", "restarts"}
 LONG |= {"variants_command", "landscape", "shipped_recipes"}
 LONG |= {"embed_drills", "embed_faults", "embed_verify"}
-LONG |= {"elastic", "launch_nodes", "slurm_run", "kubernetes", "doctor", "tracker", "bundle"}
+LONG |= {"gpu_runner", "elastic", "launch_nodes", "slurm_run", "kubernetes", "doctor", "tracker", "bundle"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

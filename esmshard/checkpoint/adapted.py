@@ -58,11 +58,11 @@ def on_base(
 
 def write_adapter(
     directory: Path, checkpoint: Path, state: Mapping[str, Any], sizes: Sizes, read: Source, base: str | None = None
-) -> str:
+) -> dict[str, str]:
     """Write what was trained as a PEFT adapter and a head; see `esmshard.model.adapter`. The base is not read.
 
-    Arguments and errors as of `on_base`; `UsageError` for a checkpoint without a LoRA. Returns the sha256 of the
-    adapter's weights.
+    Arguments and errors as of `on_base`; `UsageError` for a checkpoint without a LoRA. Returns the sha256 of
+    each file of weights, by name.
     """
     config, settings = EsmConfig(**state["config"]), AdaptSettings.model_validate(state["recipe"].get("adapt", {}))
     if settings.method != "lora":

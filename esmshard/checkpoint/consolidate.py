@@ -21,7 +21,7 @@ from esmshard.checkpoint import adapted, card, manifest, sharded
 from esmshard.checkpoint.compare import Model, compare
 from esmshard.checkpoint.whole import settle, whole_directory
 from esmshard.errors import InputError, UsageError
-from esmshard.model import adapted_weights, export, weights
+from esmshard.model import adapted_weights, export, recorded, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source, Target
 from esmshard.model.files import read_json
@@ -106,12 +106,12 @@ def consolidate(
     with whole_directory(out) as work:
         try:
             if to == "hf":
-                digest = export.write_transformers(
+                digests = export.write_transformers(
                     work, opened.config, sizes, opened.read, DTYPES[dtype], max_file_bytes
                 )
                 written = weights.read(str(work))
             else:
-                digest = export.write_fair_esm(work, out.name, opened.config, sizes, opened.read, DTYPES[dtype])
+                digests = export.write_fair_esm(work, out.name, opened.config, sizes, opened.read, DTYPES[dtype])
                 written = weights.read(str(export.fair_esm_file(work, out.name, opened.config)))
         except FloatingPointError as error:
             raise InputError(f"{source}: {error}") from None
@@ -121,7 +121,7 @@ def consolidate(
             what = ", ".join(f"{name} by {100 * share:.2g}%" for name, share in differences.items())
             warn(f"{out}: {dtype} moves {what} of their size")
         if opened.about:
-            about = opened.about | {"dtype": dtype, "weights_sha256": digest}
+            about = opened.about | {"dtype": dtype} | recorded.entries(digests)
             (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             if "recipe" in about:
                 card.write(work, about, opened.evaluation)
@@ -161,8 +161,8 @@ def consolidate_adapter(
         raise UsageError(f"{source}: is no run; --adapter is for a run with adapt.method lora")
     found = _open_checkpoint(source, warn, best, trust)
     with whole_directory(out) as work:
-        digest = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base)
-        about = _about(found.state) | {"format": ADAPTER_FORMAT, "weights_sha256": digest}
+        digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base)
+        about = _about(found.state) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
         (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         baselines = found.path.parent.parent / BASELINES
         if baselines.is_file():

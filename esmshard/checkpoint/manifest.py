@@ -10,7 +10,6 @@ A checkpoint gets its name when every byte of it is on disk, so a run that dies 
 be mistaken for one.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from esmshard.errors import InputError, UsageError
+from esmshard.files import sha256
 
 MANIFEST, VERSION = "MANIFEST.json", 1
 _NAME = re.compile(r"step_(\d{6,})$")
@@ -145,7 +145,7 @@ def damage(path: Path) -> list[str]:
         found = file.stat().st_size
         if found != size:
             return f"{file}: truncated or altered ({found} bytes instead of {size})"
-        if sha256_of(file) != digest:
+        if sha256(file) != digest:
             return f"{file}: damaged (its sha256 is not the one in {MANIFEST})"
         return ""
 
@@ -222,12 +222,6 @@ def locate(
     if found is None:
         raise InputError(f"{directory}: no complete checkpoint yet; let the run reach one, or lower checkpoint.every")
     return found
-
-
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> Any:

@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.manifest import Entry, read_json
@@ -112,13 +114,16 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False, r
     """
     alone = alone or not dist.is_initialized()
     reader = reader or Reader(path)
+    # Before torch asks for it: where several ranks load, torch would log its own traceback of what is wrong.
+    for failure in [reader.unreadable()] if alone else _gather(reader.unreadable(), None):
+        if failure is not None:
+            failure.shared = not alone  # each rank has it, and the first one says it
+            raise failure
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` asks for
-            state_dict_loader.load(tensors, storage_reader=reader, no_dist=alone)
+            state_dict_loader.load(tensors, storage_reader=reader, planner=_TensorsOnly(), no_dist=alone)
     except CheckpointException as error:
-        if reader.failure is not None:  # DCP says of it that there is no index, and torch 2.11 no more than that
-            raise reader.failure from None
         rank, cause = _cause(error)
         raise InputError(f"{path}: does not fit this model or is damaged (rank {rank}: {_phrase(cause)})") from None
 
@@ -126,7 +131,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False, r
 def index(path: Path, reader: "Reader | None" = None) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of every tensor of a verified checkpoint, by name."""
     entries = (reader or Reader(path)).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return cast(dict[str, TensorStorageMetadata], entries)  # `_read_index` refuses any other kind
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -200,7 +205,7 @@ class _Index(pickle.Unpickler):
 
     _classes = {  # noqa: RUF012
         *(("torch.distributed.checkpoint.metadata", name) for name in (
-            "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+            "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata",
             "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
         )),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -224,6 +229,16 @@ class _Index(pickle.Unpickler):
         raise pickle.UnpicklingError(f"its index asks for {kind}.{name}, which no checkpoint of ours holds")
 
 
+class _TensorsOnly(DefaultLoadPlanner):
+    """DCP's planner, which unpickles whatever the index calls bytes, without that way in."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuse: checkpoints of ours hold tensors, and torch would run what a pickle asks for."""
+        raise pickle.UnpicklingError(
+            f"{read_item.dest_index.fqn} is stored as a pickle, which no checkpoint of ours holds"
+        )
+
+
 class Reader(FileSystemReader):
     """DCP's reader, which never leaves the checkpoint's directory nor runs what a pickle asks for.
 
@@ -231,29 +246,39 @@ class Reader(FileSystemReader):
     """
 
     _read: Metadata | None = None
-    failure: InputError | None = None
-    """Why the index could not be read."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, read at the first call."""
         if self._read is None:
-            self._read = self._read_index(Path(self.path) / ".metadata")
+            self._read = _read_index(Path(self.path) / ".metadata")
         self._read.storage_meta = StorageMeta(load_id=self.load_id)
         return self._read
 
-    def _read_index(self, path: Path) -> Metadata:
+    def unreadable(self) -> InputError | None:
+        """Why the index cannot be read; None if it can."""
         try:
-            with open(path, "rb") as file:
-                metadata: Metadata = _Index(file).load()
-            for info in metadata.storage_data.values():
-                if info.relative_path != PurePath(info.relative_path).name:
-                    raise pickle.UnpicklingError(f"its index names a file outside it ({info.relative_path!r})")
-            return metadata
-        except OSError as error:
-            self.failure = InputError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})")
-        except Exception as error:  # whatever a damaged pickle leads to
-            self.failure = InputError(f"{path}: not the index of a checkpoint ({_phrase(error)})")
-        raise self.failure
+            self.read_metadata()
+        except InputError as error:
+            return error
+        return None
+
+
+def _read_index(path: Path) -> Metadata:
+    """The index of a checkpoint: tensors, all of them in files of its own directory."""
+    try:
+        with open(path, "rb") as file:
+            metadata: Metadata = _Index(file).load()
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise pickle.UnpicklingError(f"its index says that {name} is no tensor")
+        for info in metadata.storage_data.values():
+            if info.relative_path != PurePath(info.relative_path).name:
+                raise pickle.UnpicklingError(f"its index names a file outside it ({info.relative_path!r})")
+        return metadata
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from None
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise InputError(f"{path}: not the index of a checkpoint ({_phrase(error)})") from None
 
 
 def _gather(value: Any, group: Any) -> list[Any]:

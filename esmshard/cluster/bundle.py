@@ -32,8 +32,9 @@ from esmshard import __version__
 from esmshard.cluster import wheelhouse
 from esmshard.cluster.drivers import WHEELS, version_of
 from esmshard.cluster.own_wheel import own_wheel
-from esmshard.cluster.wheelhouse import Index, Package, Target, sha256
+from esmshard.cluster.wheelhouse import Index, Package, Target
 from esmshard.errors import InputError, UsageError
+from esmshard.files import sha256
 from esmshard.model import hub
 from esmshard.progress import Progress, say
 

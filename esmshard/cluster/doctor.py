@@ -31,8 +31,8 @@ from esmshard import __version__
 from esmshard import recipe as recipes
 from esmshard.cluster import fit, gpus, host, links, ranks, storage, versions
 from esmshard.cluster.findings import LEVELS, Finding, guarded
-from esmshard.data.store import cache_directory
 from esmshard.errors import InputError, UsageError
+from esmshard.files import cache_directory
 from esmshard.parallel import allowed
 from esmshard.parallel.worker import environment
 from esmshard.progress import say

@@ -6,7 +6,6 @@ environment markers such as `python_version >= "3.12"` by the interpreter it run
 for by name, and what the target does not need is left out.
 """
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -26,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from esmshard.errors import InputError
+from esmshard.files import sha256
 
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 """The Python that runs this."""
@@ -211,12 +211,6 @@ def fetch(package: Package, into: Path, target: Target, index: Index) -> Path:
         place.unlink()
         raise InputError(f"{package.url}: is not the file that its index announces, and was deleted; try again")
     return place
-
-
-def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def run_pip(arguments: list[str]) -> subprocess.CompletedProcess[str]:

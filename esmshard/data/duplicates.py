@@ -9,9 +9,10 @@ import numpy as np
 
 from esmshard.data.fasta import READ_ONCE, repeated
 from esmshard.data.index import Shard, write_index
-from esmshard.data.store import TokenStore, header_shard, keys, sha256, token_shard
+from esmshard.data.store import TokenStore, header_shard, keys, token_shard
 from esmshard.data.symbols import Edits, Rules
 from esmshard.errors import InputError
+from esmshard.files import sha256
 from esmshard.vocab import EOS
 
 OnDuplicate = Literal["error", "first", "suffix"]

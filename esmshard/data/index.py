@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.store import ARRAYS, FORMAT, VERSION, header_shard, sha256, token_shard
+from esmshard.data.store import ARRAYS, FORMAT, VERSION, header_shard, token_shard
 from esmshard.data.symbols import Edits
+from esmshard.files import sha256
 from esmshard.vocab import ALPHABET_HASH
 
 _EDGES = np.array([0, 32, 64, 128, 192, 256, 384, 512, 768, 1023, 2048, 4096, 8192, 1 << 31])

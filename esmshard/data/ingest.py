@@ -33,13 +33,13 @@ from esmshard.data.store import (
     FORMAT,
     VERSION,
     TokenStore,
-    cache_directory,
     header_shard,
     is_store,
     token_shard,
 )
 from esmshard.data.symbols import Edits, Rules
 from esmshard.errors import InputError, UsageError
+from esmshard.files import cache_directory
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
 

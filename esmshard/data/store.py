@@ -18,7 +18,6 @@ import bisect
 import functools
 import hashlib
 import json
-import os
 import tokenize
 import zlib
 from collections import OrderedDict
@@ -29,8 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta import BLOCK
 from esmshard.errors import InputError
+from esmshard.files import sha256
 from esmshard.vocab import ALPHABET_HASH
 
 FORMAT, VERSION = "esmshard-tokens", 2
@@ -192,22 +191,6 @@ def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
     """
     high = np.fromiter(map(zlib.crc32, names), np.uint64, len(names))
     return high << np.uint64(32) | np.fromiter(map(zlib.adler32, names), np.uint64, len(names))
-
-
-def sha256(path: Path) -> str:
-    """Hash of a file, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(BLOCK):
-            digest.update(data)
-    return digest.hexdigest()
-
-
-def cache_directory() -> Path:
-    """Where stores are kept between runs."""
-    if "ESMSHARD_CACHE" in os.environ:
-        return Path(os.environ["ESMSHARD_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "esmshard"
 
 
 def is_store(path: Path) -> bool:

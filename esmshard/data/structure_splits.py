@@ -16,9 +16,10 @@ from filelock import FileLock
 
 from esmshard.data.chains import FEWEST, Cb, Chain, Findings, read_chains
 from esmshard.data.labels import UNRESOLVED
-from esmshard.data.store import cache_directory, is_store
+from esmshard.data.store import is_store
 from esmshard.data.structure_files import ENDINGS, Reader, default_reader, is_structure_name
 from esmshard.errors import InputError, UsageError
+from esmshard.files import cache_directory
 from esmshard.progress import Progress
 
 VERSION = 1

@@ -25,9 +25,10 @@ from esmshard.batch import pack
 from esmshard.checkpoint.compare import UBIQUITIN
 from esmshard.data.fasta import Record, read_fasta
 from esmshard.errors import InputError
+from esmshard.files import sha256
 from esmshard.infer.peers import PEERS, AbsentError, MakePeer, Outputs, version
 from esmshard.infer.writers import check
-from esmshard.model import weights
+from esmshard.model import recorded, weights
 from esmshard.model.attention import kernel_name
 from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import ContactAccumulators
@@ -179,11 +180,14 @@ def certify(
         peers: what makes the other libraries' models.
 
     Raises:
-        InputError: for a model or FASTA file that cannot be used. A difference is no error: see `Certificate.verdict`.
+        InputError: for a model or FASTA file that cannot be used, and for weights that are not those that were
+            recorded. A difference is no error: see `Certificate.verdict`.
     """
     if out is not None:
         check(out, overwrite=overwrite)
     found = weights.read(model)
+    if changed := recorded.altered(found.files, sha256):
+        raise InputError(changed)
     device = weights.default_device()
     known = identity(found, model)
     skipped: list[str] = []

@@ -17,6 +17,7 @@ from esmshard.infer.outputs import Dtype, Long, Output
 from esmshard.model.contacts import ContactAccumulators
 from esmshard.model.esm2 import ESM2
 from esmshard.model.threads import packs_at_once
+from esmshard.parallel.out_of_memory import is_out_of_memory
 
 Tokens = npt.NDArray[np.uint8]
 TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,15 +44,6 @@ class Failed:
 
     reason: str
     """A clause for people."""
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory, of the device or the machine, did not suffice."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    said = str(error)
-    signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(sign in said for sign in signs)
 
 
 class Embedder:
@@ -136,7 +128,7 @@ class Embedder:
         try:
             return self._finish(self._values(sequences, self.long))
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         # Outside the handler, whose traceback keeps the tensors alive.
         if self.device.type == "cuda":
@@ -157,7 +149,7 @@ class Embedder:
                 (found,) = self._finish([self._blend(_piece(tokens, 0, length), long, at_once=1)])
                 return replace(found, windowed=window) if isinstance(found, Computed) else found
             except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

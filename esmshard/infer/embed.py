@@ -27,6 +27,7 @@ from esmshard.infer.product_index import Index
 from esmshard.infer.product_plan import partial
 from esmshard.infer.reuse import Reuse
 from esmshard.infer.worker import make_embedder, work
+from esmshard.model import recorded
 from esmshard.parallel.mesh import is_launched
 from esmshard.progress import Progress, rate, say
 
@@ -131,6 +132,8 @@ def _prepare(
         Reuse(reuse, asked.spec)
     for notice in asked.found.notices:
         say(notice)
+    if changed := recorded.altered(asked.found.files):
+        say(changed)
     if resume and going_on and not directory.exists() and asked.out.exists():  # another worker has finished
         return finished(asked, fasta)
     plan = _begin(directory, asked, fasta, reuse, processes, shard, part_tokens)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from esmshard.data.store import sha256
 from esmshard.errors import InputError, UsageError
+from esmshard.files import sha256
 from esmshard.infer.claims import Worker, workers
 from esmshard.infer.embed_output import merge as write_file
 from esmshard.infer.formats import FORMATS, check_place

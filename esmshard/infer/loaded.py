@@ -18,10 +18,11 @@ from esmshard.infer.given import Given, Sequences
 from esmshard.infer.outputs import Dtype, Long, Output, choose
 from esmshard.infer.rank import predictions
 from esmshard.infer.score import Method, score
-from esmshard.model import weights
+from esmshard.model import recorded, weights
 from esmshard.model.config import EsmConfig
 from esmshard.model.esm2 import ESM2
 from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.progress import say
 from esmshard.tasks.finetuner import FineTuned, load_finetuned
 from esmshard.tasks.marginals import WINDOW
 from esmshard.tasks.variant import VariantTask
@@ -250,7 +251,8 @@ def load(
         tuned.model.trunk.to(precision)
         return Model(name, tuned.model.trunk, weights.read(name).unlearned, tuned)
     found = weights.read(name)
-    return Model(name, weights.build(found, where, precision).eval(), found.unlearned)
+    with recorded.compared(found.files, say):
+        return Model(name, weights.build(found, where, precision).eval(), found.unlearned)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -19,10 +19,10 @@ from esmshard.data.packing import by_length
 from esmshard.data.store import TokenStore, is_store
 from esmshard.errors import InputError, UsageError
 from esmshard.infer import failures, map_png
-from esmshard.infer.compute import out_of_memory
 from esmshard.infer.failures import Failure, failures_file
 from esmshard.infer.writers import CsvWriter, NpzWriter, ParquetWriter, TableWriter, check, pyarrow
 from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.parallel.out_of_memory import is_out_of_memory
 from esmshard.progress import Progress, rate, say
 from esmshard.tasks.finetuner import FineTuned, load_finetuned
 from esmshard.tasks.protocol import Inputs
@@ -159,7 +159,7 @@ def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> It
         try:
             return [task.predict(output) for output in found.model.outputs(asked)]
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             return f"memory does not suffice: {error}"[:300]
 

@@ -31,8 +31,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.store import sha256
 from esmshard.errors import InputError, UsageError
+from esmshard.files import sha256
 from esmshard.infer.outputs import About, Row, as_float
 from esmshard.infer.parts import DamagedError, Layout, PartReader
 from esmshard.infer.product_index import Index

@@ -18,7 +18,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.infer import variant_tables
 from esmshard.infer.variant_tables import text
 from esmshard.infer.writers import check
-from esmshard.model import weights
+from esmshard.model import recorded, weights
 from esmshard.model.esm2 import ESM2
 from esmshard.progress import say
 from esmshard.tasks.marginals import WINDOW, log_probabilities
@@ -85,7 +85,8 @@ def score_table(
     read = weights.read(model)
     if "lm_head" in read.unlearned:
         raise InputError(f"{model}: has no trained LM head, which scores are read from; take another model")
-    esm = weights.build(read, weights.default_device()).eval()
+    with recorded.compared(read.files, say):
+        esm = weights.build(read, weights.default_device()).eval()
     score_N = score(esm, protein, mutations, method, window)
     rows = len(next(iter(columns.values())))
     cells = [""] * rows

@@ -23,7 +23,7 @@ import torch
 
 from esmshard.errors import InputError, UsageError
 from esmshard.infer.claims import Worker
-from esmshard.infer.compute import TORCH, Embedder, Tokens, out_of_memory
+from esmshard.infer.compute import TORCH, Embedder, Tokens
 from esmshard.infer.product import note_file, read_note
 from esmshard.infer.product_plan import Spec, read_plan
 from esmshard.infer.worker import checked_model, work
@@ -33,6 +33,7 @@ from esmshard.model.weights import Weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.mesh import World, own_device, world
+from esmshard.parallel.out_of_memory import is_out_of_memory
 from esmshard.parallel.preemption import Preempted
 from esmshard.parallel.shard import shard
 from esmshard.parallel.stuck import is_lost
@@ -121,7 +122,7 @@ class Lockstep(Embedder):
         try:
             return super()._forward(sequences)
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         # The other ranks are in the middle of this pass, so that it cannot be tried again with less.
         longest = max(len(tokens) - 2 for tokens in sequences)

@@ -5,7 +5,6 @@
 trained, PEFT keeps them in the same file; that of an adapted layer lies in the layer which PEFT wrapped, `base_layer`.
 """
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from esmshard.errors import InputError
+from esmshard.files import sha256
 from esmshard.model.config import LINEAR
 from esmshard.model.layouts import to_transformers
 
@@ -78,7 +78,7 @@ def adapter_config(
 
 def write_adapter(
     directory: Path, config: Mapping[str, Any], targets: Collection[str], tensors: Mapping[str, torch.Tensor]
-) -> str:
+) -> dict[str, str]:
     """Write an adapter, and the task head beside it as `head.safetensors`, which PEFT does not look at.
 
     Args:
@@ -88,7 +88,7 @@ def write_adapter(
         tensors: all that was trained, by our names: LoRA matrices, biases, `head.*`.
 
     Returns:
-        sha256 of `adapter_model.safetensors`.
+        sha256 of each file of weights, by name.
 
     Raises:
         InputError: if what was written does not read back equal.
@@ -102,5 +102,4 @@ def write_adapter(
         for name, tensor in mine.items():
             if not torch.equal(written[name], tensor):
                 raise InputError(f"{directory / file}: {name} was not written as it was read; check the disk")
-    with open(directory / "adapter_model.safetensors", "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return {file: sha256(directory / file) for file in ("adapter_model.safetensors", "head.safetensors")}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
+from esmshard.files import sha256
 from esmshard.model.config import EsmConfig
 from esmshard.model.layouts import TIED, fair_esm_settings, to_transformers, transformers_config
 from esmshard.vocab import CLS, EOS, MASK, PAD, TOKENS, UNK
@@ -36,7 +37,7 @@ def write_transformers(
     source: Source,
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> str:
+) -> dict[str, str]:
     """Write `model.safetensors`, `config.json` and tokenizer files for `transformers.EsmForMaskedLM`.
 
     Args:
@@ -48,7 +49,7 @@ def write_transformers(
         max_file_bytes: above this the weights are split over several files with an index.
 
     Returns:
-        sha256 of the weight files, one after the other.
+        sha256 of each weight file, by name.
 
     Raises:
         FloatingPointError: if a weight is not finite, or too large for `dtype`.
@@ -68,7 +69,7 @@ def write_transformers(
         directory / "config.json", transformers_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     )
     _write_tokenizer(directory)
-    return _files_digest(directory, files)
+    return {file: sha256(directory / file) for file in files}
 
 
 def write_fair_esm(
@@ -78,7 +79,7 @@ def write_fair_esm(
     sizes: Mapping[str, torch.Size],
     source: Source,
     dtype: torch.dtype = torch.float32,
-) -> str:
+) -> dict[str, str]:
     """Write `NAME.pt` and `NAME-contact-regression.pt` for `esm.pretrained.load_model_and_alphabet_local`.
 
     NAME is `stem`, with the family before it where it does not begin with one: fair-esm takes the architecture from
@@ -98,7 +99,7 @@ def write_fair_esm(
     torch.save(fair_esm_settings(config) | {"model": tensors}, file)
     beside = file.with_name(f"{file.stem}-contact-regression.pt")
     torch.save({"model": regression}, beside)
-    return _files_digest(directory, [file.name, beside.name])
+    return {path.name: sha256(path) for path in (file, beside)}
 
 
 def fair_esm_file(directory: Path, stem: str, config: EsmConfig) -> Path:
@@ -183,14 +184,6 @@ def _cut(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         group.append(name)
         total += size
     yield group
-
-
-def _files_digest(work: Path, files: list[str]) -> str:
-    total = hashlib.sha256()
-    for name in files:
-        with open(work / name, "rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -3,14 +3,12 @@
 A checkpoint of `adapt.method` lora or head holds nothing of the frozen base, and a LoRA on another base is noise.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from esmshard.errors import InputError
+from esmshard.files import remembered_sha256
 from esmshard.model import weights
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
@@ -37,18 +35,10 @@ def identity(found: Weights, name: str) -> dict[str, Any]:
     if total > LARGE:
         say(f"{found.source}: taking the sha256 of {total / 1e9:.0f} GB, so that the checkpoints know their base model")
     for file in found.files:
-        status = file.stat()
         # An adapter on top of an adapter has two files of one name.
         key = file.name if file.name not in known["files"] else f"{len(known['files'])}/{file.name}"
-        known["files"][key] = {"bytes": status.st_size, "sha256": _sha256(file, status.st_size, status.st_mtime_ns)}
+        known["files"][key] = {"bytes": file.stat().st_size, "sha256": remembered_sha256(file)}
     return known
-
-
-@lru_cache(maxsize=64)
-def _sha256(file: Path, size: int, changed: int) -> str:
-    """Of a file of this size that was last changed then; a command that opens a model twice reads it once."""
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def check(

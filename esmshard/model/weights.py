@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from esmshard.errors import InputError
-from esmshard.model import files, hub, layouts
+from esmshard.model import files, hub, layouts, recorded
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import SIZES, STARTER, EsmConfig
 from esmshard.model.esm2 import ESM2
@@ -180,12 +180,18 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
         device: the first GPU, else the CPU, by default.
         dtype: of weights and arithmetic. Rotary angles and contact maps are fp32 whatever it is.
 
-    Warns if the file has no LM head or no contact regression: logits or contacts are then random.
+    Warns if the file has no LM head or no contact regression, which makes logits or contacts random, and if it is not
+    the one that `esmshard.json` beside it records.
     """
     found = read(model)
     for notice in found.notices:
         warnings.warn(notice, stacklevel=2)
-    return build(found, device or default_device(), dtype).eval()
+    told: list[str] = []
+    with recorded.compared(found.files, told.append):
+        esm = build(found, device or default_device(), dtype).eval()
+    for notice in told:
+        warnings.warn(notice, stacklevel=2)
+    return esm
 
 
 def build(found: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> ESM2:

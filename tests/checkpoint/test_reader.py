@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from planted import Touch, plant
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+)
 
 from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError, UsageError
@@ -20,16 +26,6 @@ from esmshard.errors import InputError, UsageError
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return sharded.write(tmp_path / "checkpoints", 1, {"w": torch.arange(6.0).view(2, 3)}, {}, keep=1)
-
-
-class Touch:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mkdir, (self.path,)
 
 
 @pytest.mark.parametrize("where", ["alone", "inside"])
@@ -44,6 +40,28 @@ def test_what_a_pickle_would_call_is_not_called(checkpoint: Path, tmp_path: Path
     assert not (tmp_path / "called").exists()
     pickle.loads((checkpoint / ".metadata").read_bytes())
     assert (tmp_path / "called").exists(), "the trap works"
+
+
+def test_a_tensor_that_is_a_pickle_is_not_unpickled(checkpoint: Path, tmp_path: Path) -> None:
+    """torch's planner reads such an entry by `torch.load(weights_only=False)`."""
+    plant(checkpoint, "w", Touch(str(tmp_path / "called")))
+    manifest.verify(checkpoint)
+    for read in (lambda: sharded.index(checkpoint), lambda: sharded.load(checkpoint, {"w": torch.zeros(2, 3)})):
+        with pytest.raises(InputError, match=r"not the index of a checkpoint \(.*BytesStorageMetadata"):
+            read()
+    assert not (tmp_path / "called").exists()
+    state_dict_loader.load({"w": torch.zeros(2, 3)}, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+    assert (tmp_path / "called").exists(), "the trap works"
+
+
+def test_torch_never_unpickles_even_if_the_index_lets_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(checkpoint, "w", Touch(str(tmp_path / "called")))
+    monkeypatch.setattr(sharded.Reader, "read_metadata", lambda self: FileSystemReader(checkpoint).read_metadata())
+    with pytest.raises(InputError, match="w is stored as a pickle"):
+        sharded.load(checkpoint, {"w": torch.zeros(2, 3)})
+    assert not (tmp_path / "called").exists()
 
 
 class Attribute:

@@ -30,8 +30,9 @@ from esmshard.cluster import wheelhouse
 from esmshard.cluster.bundle import Request, bundle
 from esmshard.cluster.drivers import WHEELS
 from esmshard.cluster.own_wheel import own_wheel
-from esmshard.cluster.wheelhouse import Target, sha256
+from esmshard.cluster.wheelhouse import Target
 from esmshard.errors import InputError, UsageError
+from esmshard.files import sha256
 from esmshard.model import hub
 
 ROOT = Path(__file__).parent.parent.parent

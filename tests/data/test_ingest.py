@@ -19,9 +19,10 @@ import pytest
 from esmshard.data import ingest as ingestion
 from esmshard.data.fasta import STDIN
 from esmshard.data.ingest import cached, ingest, ingest_part, merge
-from esmshard.data.store import TokenStore, cache_directory
+from esmshard.data.store import TokenStore
 from esmshard.data.symbols import Rules
 from esmshard.errors import InputError, UsageError
+from esmshard.files import cache_directory
 from esmshard.vocab import decode
 
 FASTA = ">b first\nMKT\n>a\nagv*\n>7abc/A\nW\n"

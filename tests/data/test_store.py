@@ -15,9 +15,10 @@ from esmshard.data import duplicates, pieces
 from esmshard.data import ingest as ingestion
 from esmshard.data import store as storage
 from esmshard.data.ingest import ingest
-from esmshard.data.store import TokenStore, cache_directory, is_store, sha256
+from esmshard.data.store import TokenStore, is_store
 from esmshard.data.symbols import Rules
 from esmshard.errors import InputError
+from esmshard.files import cache_directory, sha256
 from esmshard.shipped import shipped
 from esmshard.vocab import ALPHABET_HASH, decode
 

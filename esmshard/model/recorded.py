@@ -1,0 +1,80 @@
+"""The sha256 of weight files as `esmshard.json` beside them records it, and whether the files still have it."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from esmshard.files import remembered_sha256
+
+ABOUT = "esmshard.json"
+
+
+def entries(digests: Mapping[str, str]) -> dict[str, Any]:
+    """What `esmshard.json` says of the weight files.
+
+    Args:
+        digests: sha256 of each file, by name, in the order in which they were written.
+    """
+    return {"weights_sha256": _all_of(list(digests.values())), "files": dict(digests)}
+
+
+def altered(files: Sequence[Path], digest: Callable[[Path], str] = remembered_sha256) -> str | None:
+    """What is wrong with weight files that are not those that were recorded, in one sentence; None if nothing is.
+
+    Files without a record beside them, such as released ones, are passed over.
+
+    Args:
+        files: of one model; those of an adapter and of its base lie in two directories.
+        digest: sha256 of a file. The default reads a file once and remembers it until the file changes.
+    """
+    for folder in dict.fromkeys(file.parent for file in files):
+        here = [file for file in files if file.parent == folder]
+        known = _recorded(folder)
+        if not known:
+            continue
+        found = [digest(file) for file in here]
+        if "files" in known:
+            wrong = [file for file, own in zip(here, found, strict=True) if known["files"].get(file.name) != own]
+        else:  # before each file was recorded: one number for all, or that of the first
+            wrong = here[:1] if known["weights_sha256"] not in (_all_of(found), found[0]) else []
+        if wrong:
+            return (
+                f"{wrong[0]}: is not the file that {folder / ABOUT} records (its sha256 is another), so that the model "
+                "may say something else than it did; copy it again, or consolidate the run again"
+            )
+    return None
+
+
+@contextmanager
+def compared(files: Sequence[Path], tell: Callable[[str], object]) -> Iterator[None]:
+    """Compare files while a `with` block reads them, and tell at its end what is wrong. It takes no time of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(altered, files)
+        yield
+        if sentence := found.result():
+            tell(sentence)
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """What is recorded in a directory; empty where nothing is. A damaged file is for those to say who need it."""
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(about, dict):
+        return {}
+    if isinstance(about.get("files"), dict):
+        return {"files": about["files"]}
+    return {"weights_sha256": about["weights_sha256"]} if isinstance(about.get("weights_sha256"), str) else {}
+
+
+def _all_of(digests: Sequence[str]) -> str:
+    """One sha256 for several files."""
+    try:
+        return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
+    except ValueError:
+        return ""
