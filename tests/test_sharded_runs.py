@@ -137,29 +137,3 @@ def test_more_profiled_steps_than_there_are_is_one_sentence(tiny_recipe: Path) -
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1
     assert "error: --profile 5 needs 7 steps, the first 2 to warm up, and 6 are left" in done.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        (["parallel.activation_checkpointing=full"], 1e-4),
-        (["parallel.activation_checkpointing=selective"], 1e-4),
-        (["parallel.cpu_offload=true"], 1e-4),
-        (["parallel.compile=true"], 1e-3),
-        (["parallel.precision=bf16"], 3e-2),
-        (["parallel.precision=bf16", "parallel.cpu_offload=true", "parallel.activation_checkpointing=selective"], 3e-2),
-        (["parallel.precision=fp16"], 3e-2),
-    ],
-)
-def test_options_on_one_gpu(tiny_recipe: Path, options: list[str], tolerance: float) -> None:
-    """Losses of six steps beside those in fp32 without any option."""
-    plain, run = tiny_recipe.parent / "plain", tiny_recipe.parent / "run"
-    assert esmshard("finetune", tiny_recipe, f"out={plain}", "--nproc", "1").returncode == 0
-    done = esmshard("finetune", tiny_recipe, *options, "--nproc", "1")
-    assert done.returncode == 0, done.stderr
-    losses = [[line["loss"] for line in lines(d) if not line["skipped"]] for d in (run, plain)]
-    assert len(losses[0]) >= 4
-    if "parallel.precision=fp16" not in options:  # it skips some steps until it has found its scale
-        assert losses[0] == pytest.approx(losses[1], abs=tolerance)
-    assert all(line["mfu"] is None or 0 < float(str(line["mfu"])) < 1 for line in lines(run))

@@ -63,7 +63,8 @@ class Saver:
             self._write(step, tensors, state, best)
             return
         self._stage(tensors)
-        self._thread = threading.Thread(target=self._run, args=(step, state, best), name="checkpoint", daemon=True)
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = threading.Thread(target=self._run, args=(step, state, best, gpu), name="checkpoint", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -78,8 +79,12 @@ class Saver:
     def _write(self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool) -> None:
         sharded.write(self._directory, step, tensors, state, keep=self._keep, best=best, group=self._group)
 
-    def _run(self, step: int, state: Mapping[str, Any], best: bool) -> None:
+    def _run(self, step: int, state: Mapping[str, Any], best: bool, gpu: int | None) -> None:
         try:
+            if gpu is not None:
+                # DCP waits for the current GPU. That of a new thread is the machine's first one, on which each rank
+                # would then take half a gigabyte.
+                torch.cuda.set_device(gpu)
             self._write(step, self._staged, state, best)
         except BaseException as error:  # raised where the run can hear it
             self._error = error

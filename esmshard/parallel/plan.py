@@ -411,6 +411,7 @@ def free_bytes(device: "torch.device", local_processes: int) -> int:
     import torch
 
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the allocator of this process holds and does not use is free, too
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":  # a part of the machine's memory; Metal says how much it is meant to take
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()

@@ -8,6 +8,7 @@ The whole order, of which `shard` is the middle:
 that is not a block is one more, the root: embedding and LM head share a tensor, and a tensor has one group.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,7 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
         if layout.activation_checkpointing == "selective":
             context["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
         for layer in layers:  # `forward` and not a wrapping module: names stay, and FSDP's hooks stay outside
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **context)
+            layer.forward = _checkpointed(layer.forward, context)
     if layout.compile:
         for layer in layers:  # in place: a module around it would change the names in checkpoints
             layer.compile(dynamic=True)
@@ -53,6 +54,25 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     elif layout.precision != "fp32":
         model.forward = torch.autocast(world.device.type, DTYPES[layout.precision])(model.forward)
     check_ties(model, shared)
+
+
+def _checkpointed(forward: Callable[..., torch.Tensor], context: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    """The same `forward(x_TD, ...)`, computed again in the backward pass.
+
+    It is written for the compiler too. That begins with the first frame of Python which is not torch's own: of a
+    `partial` it would be one within the checkpoint, which the compiler is kept out of, so that nothing would be
+    compiled, without a word. And what is passed through the checkpoint has to be the same each time, with torch 2.11
+    down to the ids in a batch, or it is compiled anew; what `again` only looks at does not.
+    """
+
+    def run(x_TD: torch.Tensor, *others: Any) -> torch.Tensor:
+        def again(x_TD: torch.Tensor) -> torch.Tensor:
+            return forward(x_TD, *others)
+
+        found: torch.Tensor = checkpoint(again, x_TD, use_reentrant=False, **context)
+        return found
+
+    return run
 
 
 def _mesh(ranks: DeviceMesh, layout: Layout) -> DeviceMesh:

@@ -24,7 +24,7 @@ from esmshard.tasks import contact_heads, unsupervised
 from esmshard.tasks.contact_heads import AttentionHead
 from esmshard.tasks.metrics import means
 from esmshard.tasks.precision import base_rate, calibration, calibration_error, contact_precision, valid_pairs
-from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row
+from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
@@ -83,7 +83,7 @@ class ContactTask:
         total = torch.stack([o.sum() for o in outputs]).sum() * 0.0  # keeps the graph when no pair is valid
         count = torch.zeros((), device=total.device)
         for logits_LL, target_LL in zip(outputs, targets, strict=True):
-            labels_LL = target_LL.to(logits_LL.device)
+            labels_LL = on_device_of(target_LL, logits_LL)
             valid_LL = (labels_LL >= 0).triu(MIN_SEPARATION)
             n_valid = valid_LL.sum()
             losses_LL = F.binary_cross_entropy_with_logits(logits_LL, labels_LL.clamp(min=0).float(), reduction="none")

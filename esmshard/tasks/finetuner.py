@@ -14,12 +14,14 @@ from torch import nn
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.errors import InputError, UsageError
-from esmshard.model import weights
+from esmshard.model import recorded, weights
 from esmshard.model.config import SIZES
+from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.esm2 import ESM2
 from esmshard.model.files import Reader
 from esmshard.model.lora import add_lora
 from esmshard.model.weights import Weights
+from esmshard.progress import say
 from esmshard.settings import AdaptSettings, Recipe
 from esmshard.task_settings import TaskSettings
 from esmshard.tasks import TASKS
@@ -66,7 +68,8 @@ class FineTuner(nn.Module):
         """What the head says of some examples, on the device of the weights."""
         dtype = self.trunk.embed_tokens.weight.dtype
         # A head keeps fp32 weights; where those of the trunk are shorter, autocast brings the two together.
-        with nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype):
+        mixed = nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
+        with mixed, exact_convolutions(self.device):
             return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
 
     @torch.no_grad()
@@ -178,7 +181,8 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in head.state_dict().items()}:
         raise InputError(f"{model}: its head does not fit the task in esmshard.json; consolidate the run again")
     head.load_state_dict(tensors)
-    return FineTuned(_assemble(found, head, device or weights.default_device()), task, about)
+    with recorded.compared(found.files, say):
+        return FineTuned(_assemble(found, head, device or weights.default_device()), task, about)
 
 
 def load_untrained(recipe: Recipe, task: Task, device: torch.device | None = None) -> FineTuner:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from esmshard.batch import pack, pack_variants
-from esmshard.data.store import cache_directory
+from esmshard.files import cache_directory
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.progress import Progress
 from esmshard.tasks.protocol import Inputs, batch_of

@@ -21,7 +21,7 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
 from esmshard.task_settings import MlmSettings
 from esmshard.tasks.finetuner import LanguageModelHead
-from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row
+from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
 from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class MlmTask:
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         """Cross-entropy over the 33 tokens, summed over the residues chosen, and their number."""
         logits_PV = torch.cat(list(outputs))
-        target_P = torch.cat(list(targets)).to(logits_PV.device, non_blocking=True)
+        target_P = on_device_of(torch.cat(list(targets)), logits_PV)
         # Of no residue the sum is 0 and still has its graph.
         return LossSum(
             F.cross_entropy(logits_PV, target_P, reduction="sum"),

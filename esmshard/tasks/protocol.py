@@ -191,3 +191,12 @@ def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[t
     """Pack examples, and make their targets."""
     inputs = [task.inputs(example) for example in examples]
     return batch_of(inputs, [e.id for e in examples]), [torch.from_numpy(i.target) for i in inputs]
+
+
+def on_device_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Targets or weights of the host, on the device of a head's output.
+
+    The host does not wait for a GPU that is still busy with the forward pass: CUDA has taken the numbers out of
+    ordinary memory when the call returns. Other devices do not promise that, so that there it waits.
+    """
+    return tensor.to(output.device, non_blocking=output.device.type == "cuda")

@@ -27,7 +27,7 @@ from esmshard.tasks import metrics
 from esmshard.tasks.classes import check_counts, class_weights, logits_of_shares, softmax
 from esmshard.tasks.linear import Linear, fit_classes, fit_numbers, kept
 from esmshard.tasks.numbers import KERNEL
-from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row
+from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
 from esmshard.vocab import STANDARD, encode_residues
 
 if TYPE_CHECKING:
@@ -186,13 +186,13 @@ class ResidueTask:
         residue of a long protein says as much as one of a short one. The count is the sum of the weights.
         """
         output_ML = torch.cat(list(outputs))
-        target_M = torch.cat(list(targets)).to(output_ML.device)
+        target_M = on_device_of(torch.cat(list(targets)), output_ML)
         if self._settings.kind == "number":
             known_M = ~target_M.isnan()
             # An error of 0 where there is no label, whose gradient is 0 and not NaN.
             target_M = torch.where(known_M, target_M, output_ML[:, 0].detach())
             return LossSum(F.mse_loss(output_ML[:, 0], target_M, reduction="sum"), known_M.sum())
-        weight_C = torch.tensor(self._weights(), dtype=torch.float32, device=output_ML.device)
+        weight_C = on_device_of(torch.from_numpy(self._weights()).float(), output_ML)
         total = F.cross_entropy(output_ML, target_M, weight_C, ignore_index=-1, reduction="sum")
         return LossSum(total, (weight_C[target_M.clamp(min=0)] * (target_M >= 0)).sum())
 

@@ -24,7 +24,7 @@ from esmshard.task_settings import SequenceSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.classes import check_counts, class_weights, known_classes, logits_of_shares, softmax
 from esmshard.tasks.linear import Linear, fit_classes, fit_labels, fit_numbers, kept
-from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row
+from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
 from esmshard.vocab import STANDARD, encode_residues
 
 if TYPE_CHECKING:
@@ -189,18 +189,17 @@ class SequenceTask:
         the weights of the records; or binary cross-entropy over all labels.
         """
         output, settings = torch.stack(list(outputs)), self._settings
-        target = torch.stack(list(targets)).to(output.device)
+        target = on_device_of(torch.stack(list(targets)), output)
         if settings.kind == "number":
             known = ~target.isnan()
             target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
             of = F.mse_loss if settings.loss == "mse" else F.huber_loss
             return LossSum(of(output, target, reduction="sum"), known.sum())
+        weight_C = on_device_of(torch.from_numpy(self._weights()).float(), output)
         if settings.kind == "class":
-            weight_C = torch.tensor(self._weights(), dtype=torch.float32, device=output.device)
             return LossSum(F.cross_entropy(output, target, weight_C, reduction="sum"), weight_C[target].sum())
-        weight_C = torch.tensor(self._weights(), dtype=torch.float32, device=output.device)
         total = F.binary_cross_entropy_with_logits(output, target, pos_weight=weight_C, reduction="sum")
-        return LossSum(total, torch.tensor(float(target.numel()), device=output.device))
+        return LossSum(total, torch.full((), float(target.numel()), device=output.device))
 
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
         """Predicted and true values, or what the metrics of classes need of a record."""

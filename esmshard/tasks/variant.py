@@ -23,7 +23,7 @@ from esmshard.tasks import metrics
 from esmshard.tasks.frozen_variants import PACKED, frozen, seen_by
 from esmshard.tasks.linear import fit_numbers, kept
 from esmshard.tasks.marginals import log_probabilities
-from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row
+from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
 from esmshard.tasks.scales import Scale, fit_scale
 from esmshard.tasks.variant_head import Pool, VariantHead
 from esmshard.vocab import RESIDUES, decode, encode
@@ -152,7 +152,7 @@ class VariantTask:
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         """Over the targets that are known."""
         output = torch.stack(list(outputs))
-        target = torch.stack([one[0] for one in targets]).to(output.device)
+        target = on_device_of(torch.stack([one[0] for one in targets]), output)
         known = ~target.isnan()
         target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
         if self._settings.loss == "ranking":

@@ -3,9 +3,10 @@
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from esmshard.data.packing import MicroBatch, Plan, deal
 from esmshard.errors import InputError
 from esmshard.model import origin
 from esmshard.model.attention import kernel_name
+from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.esm2 import ESM2
 from esmshard.model.files import read_json
 from esmshard.parallel import allowed, health, worker
@@ -30,8 +32,10 @@ from esmshard.parallel.cost import training_flops
 from esmshard.parallel.guards import check_optimizer
 from esmshard.parallel.load import materialise
 from esmshard.parallel.mesh import Precision, World, processes_per_machine, world
+from esmshard.parallel.out_of_memory import is_out_of_memory
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.profile import Profile
+from esmshard.parallel.segments import expandable_segments
 from esmshard.parallel.shard import DTYPES, shard
 from esmshard.parallel.stuck import Control, recorder_settings
 from esmshard.parallel.watch import Watch, peak_flops
@@ -96,6 +100,9 @@ def run(
                 Control(
                     ranks, start_timeout=wait.start_timeout, step_timeout=wait.step_timeout, dumps=dumps
                 ) as control,
+                exact_convolutions(ranks.device),
+                expandable_segments(ranks.device),
+                _model_out_of_memory(ranks.device),
             ):
                 job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
                 ranks.from_first(lambda: check_out(out, resume, overwrite))
@@ -144,7 +151,12 @@ def _train(
     shard(model, job.layout, ranks)
     saved = sharded.read_state(start) if start is not None else None
     adapted = recipe.adapt.method != "full"  # then a checkpoint holds what learns, and names the base that does not
-    tokens_per_rank = _tokens_per_rank(job, model, saved, ranks)
+    # Before the model has memory of its own, for the planner counts that too.
+    numbers = memory.of_model(model, weights.config.dim, weights.config.n_heads)
+    free = memory.free_bytes(ranks.device, processes_per_machine(ranks.size))
+    fitting = partial(_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)
+    tokens_per_rank, longest = _tokens_per_rank(job, saved, fitting, ranks), int(job.train.tokens.max())
+    at_once = max(longest, min(tokens_per_rank, -(-recipe.batch.global_tokens // ranks.size)))
     control.note("reading weights")
     head, told = new_head(recipe, task, weights)
     if told and start is None and ranks.is_first:
@@ -199,7 +211,6 @@ def _train(
     if ranks.is_first and (alone := health.started_apart(ranks, os.environ)):
         say(alone)
     validation = ""
-    numbers = memory.of_model(model, weights.config.dim, weights.config.n_heads)
     watch = Watch(model, ranks, control, peak_flops(ranks.device, job.layout.precision))
     saver = Saver(out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device))
 
@@ -241,7 +252,7 @@ def _train(
 
     with (
         preemption.noted(),
-        _out_of_memory(tokens_per_rank, int(job.train.tokens.max())),
+        _out_of_memory(at_once, longest, job.layout.activation_checkpointing, fitting),
         saver,
         Progress("step", job.steps, done=done, show=ranks.is_first) as progress,
         Profile(ranks, profile, job.steps - done, out / "profile") as recording,
@@ -332,16 +343,43 @@ def _in_background(recipe: Recipe, device: torch.device) -> bool:
 
 
 @contextmanager
-def _out_of_memory(tokens_per_rank: int, longest: int) -> Iterator[None]:
-    """A GPU's out-of-memory error as one sentence, with a number that is likely to fit."""
+def _out_of_memory(tokens: int, longest: int, checkpointing: str, fitting: Callable[[], int]) -> Iterator[None]:
+    """Turn an out-of-memory error of a step into one sentence, with a number that then fits.
+
+    Args:
+        tokens: of the largest micro-batches of the run, a rank's share of a step at most.
+        longest: tokens of the longest training record. A micro-batch cannot be smaller.
+        checkpointing: as the recipe has it.
+        fitting: asks the planner, see `_fitting`. The memory that was free at the start of the run counts, for now the
+            run itself has taken it.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
-        less = max(longest, 3 * tokens_per_rank // 4)
-        mend = f"set batch.tokens_per_rank={less}, or " if less < tokens_per_rank else "lower data.max_length, or set "
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = fitting()
+        less = max(longest, min(3 * tokens // 4, fits))
+        has_number = fits > 0 and less < tokens
+        mend = f"set batch.tokens_per_rank={less}" if has_number else "lower data.max_length"
+        if checkpointing != "full":
+            mend += f", or {'' if has_number else 'set '}parallel.activation_checkpointing=full"
         raise InputError(
-            f"out of memory: micro-batches of {tokens_per_rank} tokens do not fit; {mend}"
-            "parallel.activation_checkpointing=full, and go on with --resume auto"
+            f"out of memory: micro-batches of {tokens} tokens do not fit; {mend}, and go on with --resume auto"
+        ) from None
+
+
+@contextmanager
+def _model_out_of_memory(device: torch.device) -> Iterator[None]:
+    """Turn an out-of-memory error that comes before the first step into one sentence."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"out of memory: weights and optimizer state of the model do not fit on {device}; set adapt.method=lora or "
+            "parallel.cpu_offload=true, or share the model among more GPUs (--nproc)"
         ) from None
 
 
@@ -363,35 +401,44 @@ def _batches(
         yield batch, targets, micro.ghost
 
 
-def _tokens_per_rank(job: Job, model: FineTuner, saved: Mapping[str, Any] | None, ranks: World) -> int:
-    """As the recipe says; for `auto` what the run began with, else what fits on the rank with the least memory.
-
-    Called before the model has memory of its own, for the planner counts that too.
-    """
+def _tokens_per_rank(job: Job, saved: Mapping[str, Any] | None, fitting: Callable[[], int], ranks: World) -> int:
+    """The number of the recipe; for `auto` that with which the run began, else what fits (see `_fitting`)."""
     asked = job.recipe.batch.tokens_per_rank
     if isinstance(asked, int):
         return asked
     if saved is not None:  # other micro-batches would add up gradients in another order
         return int(saved["recipe"]["batch"]["tokens_per_rank"])
-    config, lengths = job.weights.config, job.train.tokens
-    longest, beside = int(lengths.max()), job.train.beside
-    room = RESERVED * memory.free_bytes(ranks.device, processes_per_machine(ranks.size))
-    fitting = memory.largest_micro_batch(
-        memory.of_model(model, config.dim, config.n_heads),
+    longest, fits = int(job.train.tokens.max()), fitting()
+    if not fits and ranks.is_first:
+        say(
+            f"the longest training record, {longest} tokens, may not fit into memory; lower data.max_length, set "
+            "parallel.activation_checkpointing=full, or see `esmshard plan`"
+        )
+    return max(fits, longest)
+
+
+def _fitting(job: Job, numbers: memory.ModelNumbers, room: int, ranks: World) -> int:
+    """Ask the planner for the tokens of the largest micro-batch that fits; 0 if not even the longest record does.
+
+    Args:
+        job: whose training records and layout they are.
+        numbers: of the model with its head.
+        room: bytes that may be planned with, weights included, on the rank with the least.
+        ranks: over which a step is divided.
+    """
+    lengths, beside = job.train.tokens, job.train.beside
+    longest = int(lengths.max())
+    most = memory.largest_micro_batch(
+        numbers,
         job.layout,
-        int(ranks.min(room)),
+        room,
         head_bytes(HEADS[job.recipe.task.name](job.recipe.task), lengths, job.layout),
         _kernels(ranks.device, job.layout.precision),
         longest=longest + beside,
         share=-(-job.recipe.batch.global_tokens // ranks.size) + beside,
         padding=longest / float(lengths.mean()),
     )
-    if not fitting and ranks.is_first:
-        say(
-            f"the longest training record, {longest} tokens, may not fit into memory; lower data.max_length, set "
-            "parallel.activation_checkpointing=full, or see `esmshard plan`"
-        )
-    return max(fitting - beside, longest)
+    return max(0, most - beside)
 
 
 def _kernels(device: torch.device, precision: Precision) -> memory.Device:

@@ -144,13 +144,43 @@ def test_the_peak_of_a_device_is_that_of_its_data_sheet(monkeypatch: pytest.Monk
     assert peak_flops(torch.device("cpu"), "fp32") is None
 
 
+LESS = "out of memory: micro-batches of 4096 tokens do not fit; "
+ON = ", and go on with --resume auto$"
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to ...")
+FULL = "parallel.activation_checkpointing=full"
+
+
 @pytest.mark.parametrize(
-    ("longest", "says"),
+    ("error", "longest", "fitting", "checkpointing", "says"),
     [
-        (100, "out of memory: micro-batches of 4096 tokens do not fit; set batch.tokens_per_rank=3072, or parallel."),
-        (4096, "out of memory: micro-batches of 4096 tokens do not fit; lower data.max_length, or set parallel."),
+        (CUDA, 100, 8000, "none", f"set batch.tokens_per_rank=3072, or {FULL}"),
+        (CUDA, 100, 1500, "none", f"set batch.tokens_per_rank=1500, or {FULL}"),
+        (CPU, 100, 1500, "selective", f"set batch.tokens_per_rank=1500, or {FULL}"),
+        (MemoryError(), 100, 1500, "full", "set batch.tokens_per_rank=1500"),
+        (CUDA, 3500, 4000, "none", f"set batch.tokens_per_rank=3500, or {FULL}"),
+        (CUDA, 4096, 4096, "none", f"lower data.max_length, or set {FULL}"),
+        (CUDA, 3500, 0, "none", f"lower data.max_length, or set {FULL}"),
+        (CUDA, 3500, 0, "full", "lower data.max_length"),
     ],
 )
-def test_out_of_memory_is_one_sentence(longest: int, says: str) -> None:
-    with pytest.raises(InputError, match=f"^{says}"), finetune._out_of_memory(4096, longest):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+def test_out_of_memory_is_one_sentence_with_a_number_that_fits(
+    error: Exception, longest: int, fitting: int, checkpointing: str, says: str
+) -> None:
+    guarded = finetune._out_of_memory(4096, longest, checkpointing, lambda: fitting)
+    with pytest.raises(InputError, match=f"^{LESS}{says}{ON}"), guarded:
+        raise error
+
+
+def test_before_the_first_step_it_is_the_model_that_does_not_fit() -> None:
+    says = "^out of memory: weights and optimizer state of the model do not fit on cuda:1; set adapt.method=lora or"
+    with pytest.raises(InputError, match=says), finetune._model_out_of_memory(torch.device("cuda", 1)):
+        raise CUDA
+
+
+@pytest.mark.parametrize("guard", ["step", "model"])
+def test_another_error_is_not_taken_for_a_lack_of_memory(guard: str) -> None:
+    device = torch.device("cpu")
+    step = finetune._out_of_memory(4096, 100, "none", lambda: 1500)
+    with pytest.raises(RuntimeError, match="a bug"), step if guard == "step" else finetune._model_out_of_memory(device):
+        raise RuntimeError("a bug")

@@ -1,0 +1,107 @@
+"""`batch.tokens_per_rank: auto`: a run fills the memory of the GPU, and not more."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from shared import alone, size, steps, texts
+
+import esmshard
+from esmshard import recipe as recipes
+from esmshard.checkpoint.saver import Saver
+from esmshard.model.esm2 import ESM2
+from esmshard.parallel import plan
+from esmshard.settings import Recipe
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.train import evaluate, finetune
+from esmshard.train.job import prepare
+
+pytestmark = pytest.mark.gpu
+
+LEAST, MOST = 0.80, 0.95
+"""Share of the card that has to be in use at the peak, reserved by torch."""
+
+
+class TrainedError(Exception):
+    """Ends a run after its last step: what comes then is looked at elsewhere, and takes long for a large model."""
+
+
+@pytest.fixture
+def only_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint, which of 650M is 8 GB, and nothing after the last step."""
+
+    def trained(*rest: Any) -> None:
+        raise TrainedError
+
+    monkeypatch.setattr(Saver, "save", lambda *rest, **options: None)
+    monkeypatch.setattr(evaluate, "fit_baselines", trained)
+
+
+@pytest.fixture(scope="module")
+def proteins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough for a step in which each of two micro-batches fills the card under full checkpointing."""
+    directory = tmp_path_factory.mktemp("proteins")
+    rng = np.random.default_rng(0)
+    for name, number in (("train", size(4500, 40)), ("valid", 4)):
+        found = texts(rng.integers(*size((100, 500), (10, 30)), number).tolist(), number)
+        (directory / f"{name}.fasta").write_text("".join(f">{name}{n}\n{text}\n" for n, text in enumerate(found)))
+    return directory
+
+
+def recipe_of(proteins: Path, checkpointing: str, global_tokens: int, number: int) -> tuple[Path, Recipe]:
+    content = {
+        "task": {"name": "mlm"},
+        "model": {"name": size("esm2_t33_650M_UR50D", "nano")},
+        "init": "random",
+        "data": {"train": "train.fasta", "valid": "valid.fasta", "test": "valid.fasta", "long": "crop"},
+        "batch": {"global_tokens": global_tokens, "tokens_per_rank": "auto"},
+        "train": {"steps": number, "seed": 0, "eval_every": 1000},
+        "parallel": {"activation_checkpointing": checkpointing},
+        "out": "nowhere",
+    }
+    path = proteins / f"{checkpointing}.yaml"
+    path.write_text(json.dumps(content))
+    return path, recipes.load(path)
+
+
+def fitting(recipe: Recipe, device: torch.device) -> int:
+    """Tokens that the planner would let a rank take at once."""
+    job = prepare(recipe, 1, 1, device)
+    with torch.device("meta"):
+        model = FineTuner(ESM2(job.weights.config), job.task.head(job.weights.config))
+    model.adapt(recipe.adapt, 0)
+    numbers = plan.of_model(model, job.weights.config.dim, job.weights.config.n_heads)
+    room = int(finetune.RESERVED * plan.free_bytes(device, 1))
+    return finetune._fitting(job, numbers, room, alone(device))
+
+
+@pytest.mark.parametrize(("checkpointing", "number"), [("none", 4), ("full", 2)])
+def test_a_run_fills_the_card_without_running_out_of_memory(
+    device: torch.device, only_training: None, proteins: Path, tmp_path: Path, checkpointing: str, number: int
+) -> None:
+    """Steps of two micro-batches, each a little smaller than what fits: what is left over is left free by design."""
+    _, large = recipe_of(proteins, checkpointing, 1 << 24, 1)
+    fits = fitting(large, device)
+    assert fits > 0
+    path, _ = recipe_of(proteins, checkpointing, size(int(1.98 * fits), 300), number)
+    with pytest.raises(TrainedError):
+        esmshard.finetune(path, nproc=1, report=False, out=str(tmp_path / "run"))
+    lines = steps(tmp_path / "run")
+    resolved = recipes.load(tmp_path / "run" / "recipe.yaml")
+    taken = resolved.batch.tokens_per_rank
+    assert isinstance(taken, int)
+    assert [line["step"] for line in lines] == list(range(1, number + 1))
+    for line in lines:
+        assert not line["skipped"]
+        assert line["allocation_retries"] == 0, line
+        assert line["residues_per_s"] > 0
+        assert line["peak_memory_bytes"] > 0
+    if device.type == "cuda":  # of a CPU's memory nobody says how much is reserved, and it is not to be filled
+        assert taken == pytest.approx(fits, rel=0.02)
+        assert resolved.batch.global_tokens > 1.9 * taken
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = lines[-1]["reserved_memory_bytes"] / total
+        assert LEAST <= share <= MOST, f"{share:.1%} reserved, {lines[-1]['peak_memory_bytes'] / total:.1%} allocated"

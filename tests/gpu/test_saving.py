@@ -1,0 +1,150 @@
+"""Checkpoints of what lies on the GPU: written at once and in the background, and random states."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import loaded
+from shared import alone
+from torch.distributed.tensor import DTensor
+from training import Training, set_up
+
+from esmshard.checkpoint import sharded
+from esmshard.checkpoint.saver import Saver
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.mesh import World, world
+from esmshard.parallel.shard import local
+from esmshard.train import rng
+from esmshard.train.optim import state_tensors
+
+pytestmark = pytest.mark.gpu
+
+KINDS: dict[str, Layout | None] = {
+    "plain": None,
+    "sharded": Layout(),
+    "offload": Layout(cpu_offload=True),
+}
+
+
+@pytest.fixture(params=KINDS)
+def training(device: torch.device, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Training]:
+    """A run that has taken two steps, with dropout."""
+    recipe, laid = loaded(tmp_path, "sequence-number", task={"dropout": 0.2}), KINDS[request.param]
+    if laid is None:
+        yield begun(recipe, device, alone(device), None)
+        return
+    with world(alone_too=True) as ranks:
+        yield begun(recipe, device, ranks, laid)
+
+
+def begun(recipe: Any, device: torch.device, ranks: World, laid: Layout | None) -> Training:
+    training = set_up(recipe, device, ranks, laid)
+    rng.begin(3, 0, 0)
+    for step in range(2):
+        training.step(step)
+    return training
+
+
+def tensors_of(training: Training) -> dict[str, torch.Tensor]:
+    """As the main job saves them."""
+    tensors = state_tensors(training.model, training.optimizer)
+    return tensors | rng.tensors(training.ranks.rank, training.ranks.device)
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """sha256 of all files with tensors. The index beside them has a random id, the manifest their digests."""
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.glob("*.distcp")}
+    assert found
+    return found
+
+
+def test_a_save_in_the_background_has_the_bytes_of_one_at_once(
+    device: torch.device, training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written only when training has gone on for two steps, from a copy on the host that these do not touch."""
+    tensors = tensors_of(training)
+    with Saver(tmp_path / "at once", 3, background=False) as saver:
+        saver.save(2, tensors, {"x": 1})
+    may_write, seen = threading.Event(), []
+    write = sharded.write
+
+    def later(*args: Any, **options: Any) -> Path:
+        assert may_write.wait(60)
+        seen.append(threading.current_thread().name)
+        return write(*args, **options)
+
+    monkeypatch.setattr(sharded, "write", later)
+    with Saver(tmp_path / "later", 3, background=True) as saver:
+        for number in range(2):  # the second one takes the buffers of the first
+            now = tensors_of(training)
+            before = {name: local(tensor).detach().cpu().clone() for name, tensor in now.items()}
+            saver.save(2 + number, now, {"x": 1})
+            staged = {name: local(tensor) for name, tensor in saver._staged.items()}
+            if device.type == "cuda":
+                on_gpu = [name for name, tensor in now.items() if local(tensor).is_cuda]
+                assert all(staged[name].is_pinned() for name in on_gpu)
+            training.step(2 + number)
+            training.step(2 + number)
+            assert all(torch.equal(staged[name].cpu(), tensor) for name, tensor in before.items())
+            assert not all(torch.equal(local(tensor).detach().cpu(), before[name]) for name, tensor in now.items())
+            may_write.set()
+            saver.finish()
+            may_write.clear()
+    assert seen == ["checkpoint", "checkpoint"]
+    assert digests(tmp_path / "later" / "step_000002") == digests(tmp_path / "at once" / "step_000002")
+    assert digests(tmp_path / "later" / "step_000003") != digests(tmp_path / "later" / "step_000002")
+
+
+def test_what_is_loaded_goes_on_as_what_was_saved(device: torch.device, training: Training, tmp_path: Path) -> None:
+    """Weights, moments and random states: the next step, dropout and all, is the same one."""
+    with Saver(tmp_path / "saved", 1, background=True) as saver:
+        saver.save(2, tensors_of(training), {})
+    checkpoint = tmp_path / "saved" / "step_000002"
+    known = sharded.index(checkpoint)
+    assert ("rng.0.cuda" in known) is (device.type == "cuda")
+
+    def next_losses(load: bool, restore: bool) -> list[float]:
+        """Of two steps: the second shows what the optimizer's moments were."""
+        if load:
+            tensors = state_tensors(training.model, training.optimizer) | rng.wanted(0, training.ranks.device, known)
+            sharded.load(checkpoint, tensors)
+            if restore:
+                rng.restore(tensors, training.ranks.device)
+        return [training.step(2).loss, training.step(3).loss]
+
+    expected = next_losses(load=False, restore=False)
+    again = next_losses(load=True, restore=True)
+    assert again == pytest.approx(expected, rel=1e-5)
+    assert device.type == "cuda" or again == expected, "to the bit"
+    assert next_losses(load=True, restore=False)[0] != pytest.approx(expected[0], rel=1e-4), "other draws show"
+
+
+def test_random_states_of_the_device_are_kept(device: torch.device) -> None:
+    """Dropout draws on the device, other things on the host: both go on where they were."""
+    where = device if device.type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    rng.begin(0, 0, 7)
+    torch.rand(5, device=device)
+    kept = {name: tensor.clone() for name, tensor in rng.tensors(0, where).items()}
+    assert all(tensor.device.type == "cpu" for tensor in kept.values())
+    first = [torch.rand(4, device=device), torch.rand(4)]
+    rng.restore(kept, where)
+    again = [torch.rand(4, device=device), torch.rand(4)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    rng.begin(0, 0, 7)
+    other = torch.rand(5, device=device)
+    assert not torch.equal(other[:4], first[0])
+
+
+def test_a_checkpoint_of_the_device_is_read_on_the_host(training: Training, tmp_path: Path) -> None:
+    """And back: nothing in the file says where its tensors lay."""
+    tensors = tensors_of(training)
+    sharded.write(tmp_path / "saved", 2, tensors, {}, keep=1)
+    host = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    sharded.load(tmp_path / "saved" / "step_000002", host, alone=True)
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(host[name], whole.detach().cpu()), name

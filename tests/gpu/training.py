@@ -1,0 +1,85 @@
+"""The main job up to its steps, piece by piece, so that a test can look between them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shared import alone
+
+from esmshard.batch import TokenBatch
+from esmshard.data.packing import Plan, deal
+from esmshard.model.esm2 import ESM2
+from esmshard.parallel.load import materialise
+from esmshard.parallel.mesh import World
+from esmshard.parallel.shard import local, shard, trainable
+from esmshard.settings import Recipe
+from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.protocol import collate
+from esmshard.train.job import Job, prepare
+from esmshard.train.optim import adamw, schedule, set_learning_rate
+from esmshard.train.step import LossScale, StepResult, train_step
+
+
+@dataclass
+class Training:
+    """A run that has been set up on a device."""
+
+    job: Job
+    model: FineTuner
+    optimizer: torch.optim.Optimizer
+    ranks: World
+    scale: LossScale | None
+
+    def batches(self, step: int) -> Iterator[tuple[TokenBatch, list[torch.Tensor], bool]]:
+        """The micro-batches of a step."""
+        job = self.job
+        plan = Plan(job.train.tokens, job.recipe.batch.global_tokens, job.recipe.train.seed)
+        epoch, records = plan.step(step)
+        most = job.recipe.batch.tokens_per_rank
+        assert isinstance(most, int)
+        for micro in deal(records, job.train.tokens, most, 0, 1):
+            yield (*collate(job.task, [job.train.get(n, epoch) for n in micro.records]), micro.ghost)
+
+    def step(self, number: int) -> StepResult:
+        """Take a step, counted from 0."""
+        optim = self.job.recipe.optim
+        set_learning_rate(self.optimizer, schedule(number, self.job.steps, optim.warmup, optim.schedule))
+        return train_step(
+            self.model, self.job.task, self.optimizer, self.batches(number), optim.clip, self.ranks, self.job.layout,
+            scale=self.scale,
+        )  # fmt: skip
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Those of the last step, clipped."""
+        found = {name: p.grad for name, p in trainable(self.model).items()}
+        return {name: local(grad).detach().cpu().clone() for name, grad in found.items() if grad is not None}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What learns, as it is now."""
+        return {name: local(p).detach().cpu().clone() for name, p in trainable(self.model).items()}
+
+
+def set_up(recipe: Recipe, device: torch.device, ranks: World | None = None, layout: Any = None) -> Training:
+    """As the main job does.
+
+    Args:
+        recipe: whose `tokens_per_rank` is a number.
+        device: to train on.
+        ranks: with a process group, FSDP lays the model out over it.
+        layout: in place of that which the recipe asks for.
+    """
+    ranks = ranks or alone(device)
+    job = prepare(recipe, 1, 1, device)
+    if layout is not None:
+        job = Job(**{**vars(job), "layout": layout})
+    with torch.device("meta"):
+        model = FineTuner(ESM2(job.weights.config), job.task.head(job.weights.config))
+    model.adapt(recipe.adapt, recipe.train.seed)
+    shard(model, job.layout, ranks)
+    head, _ = new_head(recipe, job.task, job.weights)
+    materialise(model, model.rows_of(job.weights, head), job.layout, ranks)
+    model.train()
+    # Losses are sums over the residues of a micro-batch: a larger scale would overflow in its first steps.
+    scale = LossScale(16.0) if job.layout.precision == "fp16" else None
+    return Training(job, model, adamw(model, recipe.optim), ranks, scale)
