@@ -1,16 +1,18 @@
 # Everything on a fresh machine: `make finetune` runs the main job, `make test` the whole CPU suite.
 PYTHON ?= python3
 VENV ?= .venv
-NPROC ?= 2
+RUN ?= runs/contact
+# Processes: one for each GPU, or two on the CPU.
+NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ' | sed 's/^0$$/2/')
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: finetune test suite lint docs format clean lock sbom audit image-steps
+.PHONY: finetune gpu test suite lint docs format clean lock sbom audit image-steps gpu-kit
 
 finetune: $(READY)
-	$(BIN)/esmshard finetune recipes/contact.yaml --nproc $(NPROC) --resume auto
-	$(BIN)/esmshard embed runs/contact/model data/contact/test.fasta -o runs/contact/test.h5 --overwrite
-	$(BIN)/esmshard embed runs/contact/model data/contact/test.fasta -o runs/contact/test.npy --overwrite
+	$(BIN)/esmshard finetune recipes/contact.yaml out=$(RUN) --nproc $(NPROC) --resume auto $(ARGUMENTS)
+	$(BIN)/esmshard embed $(RUN)/model data/contact/test.fasta -o $(RUN)/test.h5 --overwrite
+	$(BIN)/esmshard embed $(RUN)/model data/contact/test.fasta -o $(RUN)/test.npy --overwrite
 
 test: $(READY)
 	$(MAKE) --jobs 2 lint suite
@@ -33,6 +35,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Everything that needs a GPU, most valuable first; goes on with what an earlier call has left in build/gpu.
+gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py --out build/gpu $(ARGUMENTS)
+
 # The image's packages, with their versions; after every change of a dependency.
 lock:
 	$(PYTHON) deploy/image/lock.py
@@ -48,6 +54,10 @@ audit: $(READY)
 # The Dockerfile's steps without Docker, as root; ARGUMENTS=--required: being unable to is a failure.
 image-steps: $(READY)
 	$(BIN)/python deploy/image/run_steps.py $(ARGUMENTS)
+
+# What the proof on a GPU needs on a machine without network, in one archive; ARGUMENTS=--has FILE: it has these packages.
+gpu-kit: $(READY)
+	$(BIN)/python benchmarks/gpu_kit.py build/gpu-kit.tar.xz $(ARGUMENTS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.saver import Saver
+from esmshard.files import sha256
 from esmshard.model import weights
 from esmshard.model.config import SIZES
 from esmshard.parallel.mesh import World, world
@@ -94,7 +95,7 @@ def rank(name: str, folder: str, rounds: int) -> dict[str, list[float]]:
             if ranks.is_first:
                 files = [path for path in newest.iterdir() if path.name != manifest.MANIFEST]
                 for what, work in (
-                    ("sha256", lambda files=files: [manifest.sha256_of(path) for path in files]),
+                    ("sha256", lambda files=files: [sha256(path) for path in files]),
                     ("verify", lambda newest=newest: manifest.verify(newest)),
                 ):
                     began = time.perf_counter()

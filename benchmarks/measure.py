@@ -19,6 +19,9 @@ import torch
 CEILING_SECONDS = 1.0
 """Of matrix products before each run: long enough that a processor's short-lived top speed is over."""
 
+GO_ON = False
+"""Whether a variant that fails, perhaps for want of memory, becomes a note under the table of the others."""
+
 RESULTS = Path(__file__).parent / "results"
 
 # Dense bf16 tensor-core FLOP/s of data sheets, by a part of the device's name.
@@ -34,6 +37,7 @@ class Row:
     ceiling: list[float] = field(default_factory=list)
     """FLOP/s of a large matrix product, measured right before each run."""
     memory_bytes: int | None = None
+    """Peak above what was held before the run."""
 
 
 @dataclass
@@ -97,16 +101,31 @@ def take_turns(
     """
     outputs: list[Any] = []
     made: list[tuple[Row, Callable[[], Any]]] = []
-    table.rows = [Row(name) for name in variants]
-    for row, make in zip(table.rows, variants.values(), strict=True):
-        made.append((row, make()))
-        outputs.append(made[-1][1]())
-        print(f"  {table.title}: {row.name} is warm", file=sys.stderr, flush=True)
-        if not together:
-            _turns(table, made, rounds, device, dtype)
-            made.clear()
+    table.rows = []
+    for name, make in variants.items():
+        row, function, reason = Row(name), None, ""
+        try:
+            function = make()
+            output = function()
+            print(f"  {table.title}: {name} is warm", file=sys.stderr, flush=True)
+            if not together:
+                _turns(table, [(row, function)], rounds, device, dtype)
+        except Exception as error:
+            if not GO_ON or not table.rows:  # without the first, which is ours, there is nothing to compare with
+                raise
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        if reason:
+            table.notes.append(f"{name} could not be measured ({reason}).")
+        else:
+            outputs.append(output)
+            table.rows.append(row)
+        if together and not reason:
+            made.append((row, function))
+        function = None
+        if not together or reason:
             gc.collect()
-            torch.cuda.empty_cache()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     _turns(table, made, rounds if together else 0, device, dtype)
     return outputs
 
@@ -122,7 +141,14 @@ def _turns(
         for row, function in made:
             gc.collect()
             row.ceiling.append(ceiling(device, dtype))
+            if device.type != "cuda":
+                row.seconds.append(clock(function, device))
+                continue
+            # A GPU's allocator forgets its peak at once, so no process of its own is needed.
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             row.seconds.append(clock(function, device))
+            row.memory_bytes = max(row.memory_bytes or 0, torch.cuda.max_memory_allocated() - before)
         print(f"  {table.title}: turn {turn + 1} of {rounds}", file=sys.stderr, flush=True)
 
 
@@ -133,15 +159,12 @@ def memory_in_own_process(arguments: list[str]) -> int:
     return int(done.stdout.split()[-1])
 
 
-def peak_above(prepare: Callable[[], Callable[[], object]], device: torch.device) -> int:
-    """Peak bytes of a call above what was held before it; `prepare` loads the model and makes a small first call."""
+def peak_above(prepare: Callable[[], Callable[[], object]]) -> int:
+    """Peak bytes of a call above what was held before it, on the CPU; `prepare` loads the model and makes a small first
+    call.
+    """
     function = prepare()
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        clock(function, device)
-        return torch.cuda.max_memory_allocated() - before
     # Linux lets a process forget its peak, so that loading a model does not hide what the call needs.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status("VmRSS")

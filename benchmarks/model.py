@@ -11,6 +11,7 @@ import peers
 import torch
 from measure import Table
 from peers import Variant, flops, in_file_order, protein_lengths, sequences
+from random_models import SHORT
 
 from esmshard.model.config import SIZES
 from esmshard.parallel.layout import Layout
@@ -18,20 +19,24 @@ from esmshard.tasks.variant_head import Pool
 from esmshard.vocab import encode
 
 WORK = ("embed", "mlm", "contacts", "fixed", "variants")
-FIXED_LENGTH, FIXED_TURN = 286, 56
+FIXED_LENGTH = 286
 VARIANTS_EACH = 14
 """Variants of a step: 4,032 tokens."""
 CONTACT_LENGTHS = (256, 512, 1000)
-SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
-SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D"}
 
 
 class Bench:
     """The variants of every workload on one device, each made when it is asked for."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
-        self.device, self.count = device, count
+    def __init__(
+        self, device: torch.device, count: int, fixed: int = 0, contact_lengths: tuple[int, ...] = CONTACT_LENGTHS
+    ) -> None:
+        self.device, self.count, self.contact_lengths = device, count, contact_lengths
         self.cuda = device.type == "cuda"
+        self.compiled = self.cuda
+        """Whether to measure the compiled model, too. On the CPU it does not pay."""
+        self.fixed_turn = fixed or (2000 if self.cuda else 56)
+        """Proteins of one length in a turn."""
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.budget = 16384 if self.cuda else 4096
         """Tokens of a batch; 4,096 is fair-esm's default."""
@@ -47,7 +52,7 @@ class Bench:
             return peers.embed_ours(model, tokens, self.budget, device)
 
         def fair_esm() -> Variant:
-            model = peers.fair_esm(name).to(device)
+            model = peers.fair_esm(name, device)
             groups = peers.by_length_padded(tokens, self.budget)
             return peers.embed_padded(lambda block: peers.forward_fair_esm(model, block), tokens, groups, device)
 
@@ -61,8 +66,9 @@ class Bench:
             return peers.embed_padded(lambda block: peers.forward_faesm(model, block), tokens, groups, device)
 
         found: dict[str, Callable[[], Variant]] = {"esmshard": esmshard}
-        if self.cuda:
+        if self.compiled:
             found["esmshard, compiled"] = lambda: esmshard(compiled=True)
+        if self.cuda:
             if find_spec("faesm"):
                 found["FAESM, sorted"] = faesm
         else:  # its rotary embedding does not work in bf16
@@ -89,7 +95,7 @@ class Bench:
 
         found: dict[str, Callable[[], Variant]] = {"esmshard": esmshard}
         found["esmshard, checkpointing"] = lambda: esmshard(checkpointing=True)
-        if self.cuda:
+        if self.compiled:
             found["esmshard, compiled"] = lambda: esmshard(compiled=True)
         found["transformers SDPA, sorted"] = lambda: transformers(peers.by_length_padded(tokens, self.budget))
         found["transformers SDPA, shuffled"] = lambda: transformers(in_file_order(tokens))
@@ -100,12 +106,12 @@ class Bench:
         tokens = sequences([length])[0]
         return {
             "esmshard": lambda: peers.contacts_ours(peers.ours(name, self.device, self.dtype), tokens, self.device),
-            "fair-esm": lambda: peers.contacts_fair_esm(peers.fair_esm(name).to(self.device), tokens, self.device),
+            "fair-esm": lambda: peers.contacts_fair_esm(peers.fair_esm(name, self.device), tokens, self.device),
         }
 
     def fixed(self, name: str) -> dict[str, Callable[[], Variant]]:
         """Mean embeddings of proteins of one length: nobody pads."""
-        tokens, device, dtype = sequences([FIXED_LENGTH] * FIXED_TURN), self.device, self.dtype
+        tokens, device, dtype = sequences([FIXED_LENGTH] * self.fixed_turn), self.device, self.dtype
 
         def transformers() -> Variant:
             model, groups = peers.transformers(name, device, dtype), peers.by_length_padded(tokens, self.budget)
@@ -141,22 +147,23 @@ class Bench:
         }
 
 
-def tables_of(bench: Bench, work: str, model: str, rounds: int) -> list[Table]:
-    """Measure one workload of one model."""
-    name, config = SHORT[model], SIZES[SHORT[model]]
+def tables_of(bench: Bench, work: str, name: str, model: str, rounds: int) -> list[Table]:
+    """Measure one workload of one model: a key of SIZES, and what to call it."""
+    config = SIZES[name]
     if work == "contacts":
         tables = []
-        for length in CONTACT_LENGTHS:
+        for length in bench.contact_lengths:
             table = Table(f"contact map, {model}, L = {length}", length, *flops(config, [length]), rows=[])
             outputs = measure.take_turns(table, bench.contacts(name, length), rounds, bench.device, bench.dtype)
             table.notes.append(f"Largest difference from ours: {_worst(outputs):.0e}.")
             tables.append(table)
         return tables
     if work == "fixed":
-        turns, lengths = -(-2000 // FIXED_TURN), [FIXED_LENGTH] * FIXED_TURN
-        table = Table(f"embed, {model}, 2,000 x {FIXED_LENGTH}", sum(lengths), *flops(config, lengths), rows=[])
+        turns = rounds if bench.cuda else -(-2000 // bench.fixed_turn) if bench.fixed_turn == 56 else 1
+        lengths = [FIXED_LENGTH] * bench.fixed_turn
+        table = Table(f"embed, {model}, proteins of {FIXED_LENGTH}", sum(lengths), *flops(config, lengths), rows=[])
         outputs = measure.take_turns(table, bench.fixed(name), turns, bench.device, bench.dtype)
-        table.notes.append(f"{FIXED_TURN} proteins a turn, {turns} turns.")
+        table.notes.append(f"{bench.fixed_turn:,} proteins a turn, {turns} turns.")
     elif work == "variants":
         lengths = [FIXED_LENGTH] * (2 * VARIANTS_EACH)
         gemm, attention = flops(config, lengths)
@@ -201,7 +208,7 @@ def peak(bench: Bench, work: str, model: str, variant: str, length: int) -> int:
             return bench.contacts(name, length)[variant]()
         return getattr(bench, work)(name)[variant]()
 
-    return measure.peak_above(prepare, bench.device)
+    return measure.peak_above(prepare)
 
 
 def main() -> None:
@@ -227,9 +234,9 @@ def main() -> None:
         for work in args.work:
             if work == "mlm" and device.type == "cpu" and model != "8M":
                 continue
-            for k, table in enumerate(tables_of(bench, work, model, args.rounds)):
+            for k, table in enumerate(tables_of(bench, work, SHORT[model], model, args.rounds)):
                 for row in table.rows:
-                    if args.no_memory or work in ("fixed", "variants"):
+                    if args.no_memory or bench.cuda or work in ("fixed", "variants"):
                         break
                     own = ["--work", work, "--models", model, "--device", args.device, "--count", str(bench.count)]
                     row.memory_bytes = measure.memory_in_own_process(

@@ -1,10 +1,11 @@
 """The same work by esmshard and by the others: each variant is a function that does it all once.
 
-Sequences are token arrays made beforehand; tokenizing is not part of what is timed. All have the same weights, written
-from ours in the layout of each peer.
+Sequences are token arrays made beforehand; tokenizing is not part of what is timed. All have the same weights, copied
+from ours.
 """
 
 import argparse
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import random_models
 import torch
 import torch.nn.functional as F
 
@@ -25,6 +27,7 @@ from esmshard.model import export, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.esm2 import ESM2
+from esmshard.model.layouts import to_transformers, transformers_config
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.mesh import World
@@ -37,6 +40,7 @@ from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 Tokens = npt.NDArray[np.uint8]
 Variant = Callable[[], Any]
 FILE_ORDER_BATCH = 8
+CPU = torch.device("cpu")
 
 
 def sequences(lengths: Sequence[int], seed: int = 0) -> list[Tokens]:
@@ -62,45 +66,49 @@ def flops(config: EsmConfig, lengths: Sequence[int]) -> tuple[float, float]:
 
 def ours(name: str, device: torch.device, dtype: torch.dtype) -> ESM2:
     """Random weights of a published shape, in evaluation mode."""
-    return weights.build(weights.fresh(SIZES[name], 0), device, dtype).eval()
+    return random_models.trunk(name, device, dtype)
 
 
-def fair_esm(name: str) -> Any:
-    """fair-esm's model with the same weights."""
+def fair_esm(name: str, device: torch.device = CPU) -> Any:
+    """fair-esm's model with the same weights, fp32."""
     from esm.pretrained import load_model_and_alphabet_local
 
-    found = weights.fresh(SIZES[name], 0)
     with tempfile.TemporaryDirectory() as scratch, torch.serialization.safe_globals([argparse.Namespace]):
-        export.write_fair_esm(Path(scratch), "esm2_bench", found.config, *_all_of(found))
+        export.write_fair_esm(Path(scratch), "esm2_bench", SIZES[name], *_as_source(ours(name, device, torch.float32)))
         model, _ = load_model_and_alphabet_local(f"{scratch}/esm2_bench.pt")
-    return model.eval()
+    return model.to(device).eval()
 
 
 def transformers(name: str, device: torch.device, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """`EsmForMaskedLM` with the same weights."""
-    from transformers import EsmForMaskedLM
+    """`EsmForMaskedLM` with the same weights, in evaluation mode."""
+    from transformers import EsmConfig, EsmForMaskedLM
 
-    found = weights.fresh(SIZES[name], 0)
-    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+    settings = {key: value for key, value in transformers_config(SIZES[name]).items() if key != "model_type"}
+    with warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore")
-        export.write_transformers(Path(scratch), found.config, *_all_of(found))
-        model = EsmForMaskedLM.from_pretrained(scratch, attn_implementation=attention, dtype=dtype)
-    return model.to(device).eval()
+        model = EsmForMaskedLM._from_config(EsmConfig(**settings), attn_implementation=attention, dtype=dtype)
+    given = {to_transformers(key): value for key, value in ours(name, device, dtype).state_dict().items()}
+    missing, unexpected = model.load_state_dict(given, strict=False)
+    # Rotary tables are computed, positions are rotary, and the pooler is not used.
+    left = [key for key in [*missing, *unexpected] if not re.search(r"inv_freq|position_|pooler", key)]
+    if left:
+        raise RuntimeError(f"transformers names these weights in another way: {', '.join(left[:5])}")
+    return model.eval()
 
 
 def faesm(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     """FAESM with the same weights; needs `pip install faesm` and a transformers below 5."""
     from faesm.esm import FAEsmForMaskedLM
 
-    found = weights.fresh(SIZES[name], 0)
     with tempfile.TemporaryDirectory() as scratch:
-        export.write_transformers(Path(scratch), found.config, *_all_of(found))
+        export.write_transformers(Path(scratch), SIZES[name], *_as_source(ours(name, device, torch.float32)))
         model = FAEsmForMaskedLM.from_pretrained(scratch, use_fa=find_spec("flash_attn") is not None)
     return model.to(device, dtype).eval()
 
 
-def _all_of(found: weights.Weights) -> tuple[dict[str, torch.Size], export.Source]:
-    return weights.shapes(found.config), lambda names: {name: found[name] for name in names}
+def _as_source(model: ESM2) -> tuple[dict[str, torch.Size], export.Source]:
+    state = {key: value.cpu() for key, value in model.state_dict().items()}
+    return weights.shapes(model.config), lambda names: {key: state[key] for key in names}
 
 
 # Batches

@@ -1,7 +1,8 @@
 """Memory per rank and step time of every way to shard, loading, and what the planner makes of it.
 
-On CPU ranks everything is measured on this machine; with `--device cuda` every option on one GPU. The projection to
-clusters that nobody here has comes from `esmshard.parallel.cost`, after it has been held against published runs.
+Everything is measured on CPU ranks of this machine; `gpu.py`, stage `large`, measures every option on one GPU. The
+projection to clusters that nobody here has comes from `esmshard.parallel.cost`, after it has been held against
+published runs.
 """
 
 import argparse
@@ -15,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import measure
 import peaks
 import torch
+from random_models import SHORT
 
 from esmshard.model import weights
 from esmshard.model.config import SIZES, EsmConfig
@@ -41,8 +43,6 @@ from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 MIB = 2**20
-SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
-SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D", "15B": "esm2_t48_15B_UR50D"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "checkpointing selective": {"activation_checkpointing": "selective"},
@@ -157,31 +157,6 @@ def fake(model: str, sizes: Iterable[tuple[int, dict[str, Any]]]) -> Table:
     return table
 
 
-def on_gpu(model: str, tokens: int) -> Table:
-    """Every option on one GPU: measured peak and step time, beside the planner's peak."""
-    table = [["options", "measured, MiB", "planned, MiB", "planned / measured", "s a step, median"]]
-    numbers = peaks.numbers(SHORT[model])
-    plain = Layout(precision="bf16")
-    variants = {
-        "none": plain,
-        "checkpointing selective": replace(plain, activation_checkpointing="selective"),
-        "checkpointing full": replace(plain, activation_checkpointing="full"),
-        "cpu_offload": replace(plain, cpu_offload=True),
-        "cpu_offload, checkpointing full": replace(plain, cpu_offload=True, activation_checkpointing="full"),
-        "fp16": replace(plain, precision="fp16"),
-        "compile": replace(plain, compile=True),
-        "compile, checkpointing selective": replace(plain, compile=True, activation_checkpointing="selective"),
-    }
-    for name, how in variants.items():
-        (row,) = ranks_of("step", [SHORT[model], asdict(how), tokens], 1, os.cpu_count() or 1, whole=True)
-        seconds, peak = row
-        planned = plan.memory(numbers, how, tokens, peaks.head_bytes(tokens), "cuda").total
-        cells = [name, f"{peak / MIB:,.0f}", f"{planned / MIB:,.0f}", f"{planned / peak:.2f}", f"{seconds:.3f}"]
-        table.append(cells)
-        print("  " + " | ".join(cells), file=sys.stderr, flush=True)
-    return table
-
-
 def published() -> Table:
     """The cost model beside runs that others have published."""
     table = [["run", "published", "reckoned", "off by"]]
@@ -224,7 +199,7 @@ def ranks_of(what: str, work: list[Any], size: int, threads: int, *, whole: bool
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     common = {**os.environ, "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)} | (
+    common |= {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)} | (
         peaks.ALLOCATOR if what in ("load", "forward") else {}
     )
     command = [sys.executable, __file__, "--rank", json.dumps([what, *work])]
@@ -242,10 +217,10 @@ def ranks_of(what: str, work: list[Any], size: int, threads: int, *, whole: bool
 
 
 def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
-    """Median seconds of a real step, and the peak of a GPU. The contact task's small head is on top."""
+    """Median seconds of a real step. The contact task's small head is on top."""
     config, settings = SIZES[name], Layout(**how)
     with world(alone_too=settings.cpu_offload) as ranks:
-        model = peaks._meta(config)
+        model = peaks._meta(config, peaks.FULL)
         shard(model, settings, ranks)
         base = weights.fresh(config, 0)
         task = TASKS[peaks.TASK.name](peaks.TASK, {})
@@ -255,18 +230,12 @@ def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
         share = tokens // ranks.size
         batch = peaks._batch(share, 256)
         targets = [torch.zeros(254, 254, dtype=torch.int8) for _ in range(len(batch))]
-        times = []
-        for n in range(7):
-            times.append(
-                measure.clock(
-                    lambda: train_step(model, task, optimizer, [(batch, targets, False)], 1.0, ranks, settings),
-                    ranks.device,
-                )
-            )
-            if n == 0 and ranks.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-        peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else 0
-        return [statistics.median(times[2:]), peak]
+
+        def step() -> None:
+            train_step(model, task, optimizer, [(batch, targets, False)], 1.0, ranks, settings)
+
+        times = [measure.clock(step, ranks.device) for _ in range(7)]
+        return [statistics.median(times[2:])]
 
 
 def seeded(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
@@ -340,8 +309,6 @@ FAKE = [
 def run(args: argparse.Namespace) -> list[tuple[str, Table]]:
     """The tables of the works that were asked for."""
     found: list[tuple[str, Table]] = []
-    if args.device == "cuda":
-        return [(f"{m} on one GPU, {args.tokens:,} tokens, bf16", on_gpu(m, args.tokens)) for m in args.models]
     for model in args.models:
         if "memory" in args.work:
             title = f"Peak memory a rank, {model}, {args.tokens:,} tokens a rank, fp32"
@@ -368,7 +335,6 @@ WORK = ("memory", "steps", "checkpointing", "load", "fake", "projection")
 def main() -> None:
     """Measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
     parser.add_argument("--models", nargs="+", choices=SHORT, default=None)
     parser.add_argument("--tokens", type=int, default=None, help="a multiple of 1,024")
@@ -382,10 +348,9 @@ def main() -> None:
             json.dumps({"step": step_rank, "load": load_rank, "fake": fake_rank, "forward": forward_rank}[what](*work))
         )
         return
-    args.models = args.models or (["650M"] if args.device == "cuda" else ["35M"])
-    args.tokens = args.tokens or (16384 if args.device == "cuda" else 2048)
+    args.models, args.tokens = args.models or ["35M"], args.tokens or 2048
     tables = run(args)
-    about = measure.facts(torch.device(args.device))
+    about = measure.facts(torch.device("cpu"))
     command = " ".join(["python benchmarks/sharding.py", *sys.argv[1:]])
     text = "\n".join([f"`{command}`", "", ", ".join(f"{k} {v}" for k, v in about.items()), ""])
     text += "\n" + "\n".join(markdown(title, table) for title, table in tables)

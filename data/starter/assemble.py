@@ -8,7 +8,6 @@ everything else frozen, and the regression over attention maps is what `probe` f
 fp16, for half the size. The card is written by hand.
 """
 
-import hashlib
 import json
 import shutil
 import sys
@@ -16,6 +15,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from esmshard.files import sha256
+from esmshard.model import recorded
 
 FROM = {
     "lm_head": ("lm_head.", "lm_head."),
@@ -47,7 +49,7 @@ def main(work: Path, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
     about = json.loads((stage["contact"] / "esmshard.json").read_text())
     about["dtype"] = "fp16"
-    about["weights_sha256"] = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    about |= recorded.entries({"model.safetensors": sha256(out / "model.safetensors")})
     for split in about["data"].values():
         split["path"] = Path(split["path"]).name
     config = (out / "config.json").read_text()

@@ -1,0 +1,282 @@
+"""Proves and measures esmshard on one NVIDIA GPU, in stages that can be interrupted and gone on with.
+
+    python benchmarks/gpu.py --list                            # the stages, and how long each takes
+    python benchmarks/gpu.py --out build/gpu                   # all of them, most valuable first
+    python benchmarks/gpu.py --out build/gpu --seconds 540     # what fits into nine minutes; again to go on
+    python benchmarks/gpu.py --out build/gpu --stage speed     # one stage; --again measures it anew
+    python benchmarks/gpu.py --rehearse --out build/rehearsal  # the same code on the CPU, with tiny models
+    python benchmarks/gpu.py --collect build/gpu               # results into benchmarks/results and README.md
+
+Each stage runs in a process of its own, which writes a dated JSON and Markdown file after each of its parts. A part
+that fails is written down with its reason, and the next one runs; a process that crashes or hangs is ended, and the
+stage goes on in a new one. The machine needs no network; `make gpu-kit` makes an archive with the packages that it
+lacks.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- gpu.py --collect writes from here -->", "<!-- to here -->"
+NOTHING = "Nothing has been measured on a GPU yet.\n"
+
+STAGE_SECONDS = 540
+"""A stage is ended after so long: on machines that are lent for ten minutes a command must come back in time."""
+PATIENCE = (120.0, 3.0)
+"""A part may take so many seconds, or so many times what is expected, whichever is more."""
+REHEARSAL_SECONDS = 1200.0
+"""The same for each part of a rehearsal: a machine that has other work besides may take long."""
+ENDED = ("done", "failed")
+"""Parts in these states are not begun again by the same command."""
+
+
+def main() -> int:
+    """Parse, then list, collect, or run. The exit code: 0 if every part that was to run is done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name the stages and their parts")
+    parser.add_argument("--stage", action="append", metavar="NAME", help="only this stage; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where results lie, and earlier ones are gone on with")
+    parser.add_argument("--seconds", type=float, metavar="N", help="stop in time: nothing is begun that takes longer")
+    parser.add_argument("--again", action="store_true", help="measure anew what has a result, or has failed")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny models")
+    parser.add_argument("--starter-data", type=Path, metavar="DIR", help="what data/starter/build.py has written")
+    parser.add_argument("--collect", type=Path, metavar="DIR", help="directory of results, or a .tar.gz of one")
+    parser.add_argument("--inside", type=float, metavar="DEADLINE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.collect:
+        return collect(args.collect)
+    if args.rehearse:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a GPU that is there is not touched
+
+    from gpu_stages import STAGES
+
+    names = [stage.name for stage in STAGES]
+    for name in args.stage or ():
+        if name not in names:
+            parser.error(f"--stage {name}: no such stage; there are {', '.join(names)}")
+    if args.list:
+        for stage in STAGES:
+            print(f"{stage.name:<9} {stage.seconds:>4.0f} s  {stage.about}")
+            for part in stage.chosen(rehearsal=args.rehearse):
+                print(f"          {part.seconds:>4.0f} s    {part.name}")
+        return 0
+    if args.out is None:
+        parser.error("--out DIR is needed, for the results")
+    if args.starter_data and not (args.starter_data / "chains.npz").is_file():
+        parser.error(f"--starter-data {args.starter_data}: has no chains.npz; make it with data/starter/build.py")
+    chosen = [stage for stage in STAGES if stage.name in (args.stage or names)]
+    if args.inside is not None:
+        return _inside(chosen[0], args)
+    return _run(chosen, args)
+
+
+def _run(chosen: list[Any], args: argparse.Namespace) -> int:
+    """Run stages one after the other, each in processes of its own, until all are done or time is up."""
+    import gpu_device
+    from gpu_stages.stage import Record
+
+    until = time.time() + (args.seconds or float("inf"))
+    rows: list[tuple[Any, Any, str | None]] = []
+    for stage in chosen:
+        if args.again:
+            _forget(args.out, stage.name, rehearsal=args.rehearse)
+        record = Record(args.out, stage.name, rehearsal=args.rehearse)
+        left = [part for part in stage.chosen(rehearsal=args.rehearse) if record.state(part.name) not in ENDED]
+        reason = None
+        if left and not args.rehearse:
+            reason = gpu_device.obstacle()
+            if reason is None and time.time() + min(part.seconds for part in left) > until:
+                reason = f"{max(0.0, until - time.time()):.0f} s are left; run the same command again"
+        if left and reason is None:
+            _stage(stage, record, args, until)
+        rows.append((stage, record, reason))
+    return _summary(rows, rehearsal=args.rehearse)
+
+
+def _stage(stage: Any, record: Any, args: argparse.Namespace, until: float) -> None:
+    """One stage, in as many processes as it takes: one that dies is followed by another for the parts that are left."""
+    deadline = float("inf") if args.rehearse else min(until, time.time() + STAGE_SECONDS)
+    for _ in stage.chosen(rehearsal=args.rehearse):
+        code = _watched(stage, args, deadline)
+        record.content = type(record)(args.out, stage.name, rehearsal=args.rehearse).content
+        part = record.running()
+        if part is None and code == 0:
+            return
+        if part is not None:
+            began = record.parts[part]["since"]
+            why = f"signal {-code}" if code < 0 else f"exit code {code}"
+            record.note(part, "failed", reason=f"its process ended by {why} after {time.time() - began:.0f} s")
+            _say(f"{stage.name}: {part}: its process ended by {why}")
+        elif code not in (0, 3):
+            _say(f"{stage.name}: its process ended with exit code {code} before its first part; see above")
+            for one in stage.chosen(rehearsal=args.rehearse):
+                if record.state(one.name) is None:
+                    record.note(one.name, "failed", reason=f"its process ended with exit code {code}")
+            return
+        if time.time() > deadline:
+            return
+
+
+def _watched(stage: Any, args: argparse.Namespace, deadline: float) -> int:
+    """Run a stage's process, and end it when a part takes far too long; its exit code."""
+    from gpu_stages.stage import Record
+
+    command = [sys.executable, sys.argv[0], "--stage", stage.name, "--out", str(args.out), "--inside", str(deadline)]
+    command += ["--rehearse"] if args.rehearse else []
+    command += ["--starter-data", str(args.starter_data)] if args.starter_data else []
+    expected = {part.name: part.seconds for part in stage.parts}
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        while True:
+            try:
+                return process.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                pass
+            record = Record(args.out, stage.name, rehearsal=args.rehearse)
+            part = record.running()
+            if part is None:
+                continue
+            least, times = PATIENCE
+            limit = REHEARSAL_SECONDS if args.rehearse else max(least, times * expected[part])
+            if time.time() > record.parts[part]["since"] + limit:
+                _say(f"{stage.name}: {part}: ended after {limit:.0f} s")
+                _end(process)
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a stage with all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _inside(stage: Any, args: argparse.Namespace) -> int:
+    """The process of a stage."""
+    import torch
+    from gpu_stages.stage import Record, context_of, run_stage
+
+    device = torch.device("cpu" if args.rehearse else "cuda")
+    data = args.starter_data.resolve() if args.starter_data else None
+    context = context_of(device, args.out.resolve(), args.inside, rehearsal=args.rehearse, starter_data=data)
+    command = ["python", "benchmarks/gpu.py", "--stage", stage.name, *(["--rehearse"] if args.rehearse else [])]
+    try:
+        return run_stage(stage, context, Record(args.out, stage.name, rehearsal=args.rehearse), shlex.join(command))
+    finally:
+        shutil.rmtree(context.scratch, ignore_errors=True)
+
+
+def _forget(out: Path, stage: str, *, rehearsal: bool) -> None:
+    """Remove an earlier result, so that the stage is measured anew."""
+    from gpu_stages.stage import Record
+
+    path = Record(out, stage, rehearsal=rehearsal).path
+    for one in (path, path.with_suffix(".md")):
+        one.unlink(missing_ok=True)
+
+
+def _summary(rows: list[tuple[Any, Any, str | None]], *, rehearsal: bool) -> int:
+    """Print how each part stands; 1 if one of them failed or was not run."""
+    counts: dict[str, int] = {}
+    for stage, record, obstacle in rows:
+        parts = stage.chosen(rehearsal=rehearsal)
+        for part in parts:
+            entry = record.parts.get(part.name, {"state": "not run", "reason": obstacle})
+            counts[entry["state"]] = counts.get(entry["state"], 0) + 1
+            if part.name not in record.parts:
+                continue
+            took = f"{entry['seconds']:.0f} s" if "seconds" in entry else ""
+            print(f"{stage.name:<9} {entry['state']:<8} {took:>6}  {part.name}")
+            if entry.get("reason"):
+                print(f"{'':<27}{entry['reason']}")
+        if obstacle is not None:
+            print(f"{stage.name:<9} {'not run':<8}         {obstacle}")
+    print(", ".join(f"{count} {state}" for state, count in counts.items()))
+    return 0 if set(counts) <= {"done"} else 1
+
+
+def collect(source: Path) -> int:
+    """Copy the results of GPU runs, and rewrite the table in README.md from all that lie in `results/`."""
+    if not source.exists():
+        _say(f"--collect {source}: no such file or directory; give the --out of a run")
+        return 2
+    with tempfile.TemporaryDirectory() as scratch:
+        if source.is_file():
+            try:
+                with tarfile.open(source) as archive:
+                    archive.extractall(scratch, filter="data")
+            except (tarfile.TarError, OSError) as error:
+                _say(f"--collect {source}: not an archive that can be read ({error}); give a directory or a .tar.gz")
+                return 2
+            source = Path(scratch)
+        found = [path for path in sorted(source.rglob("*-gpu-*.json")) if _measured(path)]
+        if not found:
+            _say(f"--collect {source}: holds no results of a GPU run (rehearsals do not count)")
+            return 1
+        RESULTS.mkdir(exist_ok=True)
+        for path in found:
+            for one in (path, path.with_suffix(".md")):
+                shutil.copyfile(one, RESULTS / one.name)
+                print(RESULTS / one.name)
+    text = README.read_text(encoding="utf-8")
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    README.write_text(f"{head}{BEGIN}\n{summary(RESULTS)}{END}{tail}", encoding="utf-8")
+    print(README)
+    return 0
+
+
+def _measured(path: Path) -> bool:
+    """Whether a file is the record of a stage that ran on a GPU."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return not content["rehearsal"] and any(entry["state"] in ("done", "failed") for entry in content["parts"].values())
+
+
+def summary(results: Path) -> str:
+    """The table in README.md: each figure of the newest record of each stage, and what failed or was not run."""
+    from gpu_stages import STAGES
+    from gpu_stages.stage import Figure, table
+
+    rows: list[list[str]] = []
+    amiss: list[str] = []
+    machines: dict[str, None] = {}
+    for stage in STAGES:
+        records = [path for path in sorted(results.glob(f"????-??-??-gpu-{stage.name}.json")) if _measured(path)]
+        if not records:
+            amiss.append(f"- {stage.name}: not run")
+            continue
+        content = json.loads(records[-1].read_text(encoding="utf-8"))
+        about = content["about"]
+        machines[f"{about.get('device')}, driver {about.get('driver')}, torch {about.get('torch')}"] = None
+        link = f"[{records[-1].name[:10]}](results/{records[-1].with_suffix('.md').name})"
+        for name, entry in content["parts"].items():
+            if entry["state"] != "done":
+                amiss.append(f"- {stage.name}, {name}: {entry['state']} ({entry.get('reason', 'no reason given')})")
+            for what, known in entry.get("figures", {}).items():
+                figure = Figure(**known)
+                rows.append([stage.name, name, what, str(figure), figure.target(), link])
+    if not rows:
+        return NOTHING
+    lines = [f"On {'; '.join(machines)}:", "", *table(["stage", "part", "figure", "value", "target", "record"], rows)]
+    return "\n".join([*lines, *(["Failed or not run:", "", *amiss, ""] if amiss else [])])
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

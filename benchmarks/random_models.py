@@ -1,0 +1,50 @@
+"""Models of the published shapes with random weights, made where they are used: speed does not depend on the values.
+
+Drawing 15 billion numbers on one CPU core and copying them takes minutes; a GPU draws them in seconds.
+"""
+
+import torch
+from torch import nn
+
+from esmshard.model.attention import inverse_frequencies
+from esmshard.model.config import SIZES
+from esmshard.model.esm2 import ESM2
+from esmshard.tasks.finetuner import FineTuner
+
+SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
+SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D", "15B": "esm2_t48_15B_UR50D"}
+"""Names of the published sizes, as people say them, and as SIZES has them."""
+DEVIATION = 0.02
+
+
+def trunk(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> ESM2:
+    """A random ESM-2 in evaluation mode. In another precision it has the same numbers, rounded."""
+    with torch.device("meta"):
+        model = ESM2(SIZES[name])
+    fill(model, device, dtype)
+    return model.eval()
+
+
+@torch.no_grad()
+def fill(model: ESM2 | FineTuner, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    """Give a model on the meta device random weights; the same ones each time on the same kind of device.
+
+    Args:
+        model: laid out on one device.
+        device: of the weights.
+        dtype: of the weights. Each is drawn in fp32, one tensor at a time.
+    """
+    esm = model.trunk if isinstance(model, FineTuner) else model
+    model.to(dtype).to_empty(device=device)
+    esm.tie_weights()
+    generator = torch.Generator(device).manual_seed(0)
+    norms = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm | nn.InstanceNorm2d | nn.GroupNorm) and module.weight is not None
+    }
+    for parameter in model.parameters():
+        drawn = torch.empty(parameter.shape, device=device).normal_(0, DEVIATION, generator=generator)
+        parameter.copy_(drawn + 1 if id(parameter) in norms else drawn)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(inverse_frequencies(esm.config.head_dim) if name.endswith("inv_freq") else torch.zeros(()))
