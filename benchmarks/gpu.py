@@ -14,7 +14,9 @@ lacks.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -38,6 +40,8 @@ PATIENCE = (120.0, 3.0)
 """A part may take so many seconds, or so many times what is expected, whichever is more."""
 REHEARSAL_SECONDS = 1200.0
 """The same for each part of a rehearsal: a machine that has other work besides may take long."""
+START_SECONDS = 30.0
+"""So long after its end a stage's process may still look at what it will not begin."""
 ENDED = ("done", "failed")
 """Parts in these states are not begun again by the same command."""
 
@@ -48,12 +52,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the stages and their parts")
     parser.add_argument("--stage", action="append", metavar="NAME", help="only this stage; may be repeated")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results lie, and earlier ones are gone on with")
-    parser.add_argument("--seconds", type=float, metavar="N", help="stop in time: nothing is begun that takes longer")
+    parser.add_argument(
+        "--seconds", type=_seconds, metavar="N", help="stop in time: nothing is begun that takes longer"
+    )
     parser.add_argument("--again", action="store_true", help="measure anew what has a result, or has failed")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny models")
     parser.add_argument("--starter-data", type=Path, metavar="DIR", help="what data/starter/build.py has written")
     parser.add_argument("--collect", type=Path, metavar="DIR", help="directory of results, or a .tar.gz of one")
-    parser.add_argument("--inside", type=float, metavar="DEADLINE", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", nargs=2, metavar=("DEADLINE", "SCRATCH"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.collect:
         return collect(args.collect)
@@ -74,12 +80,28 @@ def main() -> int:
         return 0
     if args.out is None:
         parser.error("--out DIR is needed, for the results")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out}: is a file; name a directory")
     if args.starter_data and not (args.starter_data / "chains.npz").is_file():
         parser.error(f"--starter-data {args.starter_data}: has no chains.npz; make it with data/starter/build.py")
     chosen = [stage for stage in STAGES if stage.name in (args.stage or names)]
     if args.inside is not None:
         return _inside(chosen[0], args)
-    return _run(chosen, args)
+    try:
+        return _run(chosen, args)
+    except KeyboardInterrupt:
+        _say("interrupted; the same command goes on with what is left")
+        return 130
+    except OSError as error:
+        _say(f"{error.filename or args.out}: {(error.strerror or str(error)).lower()}; name another --out")
+        return 2
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(text)  # argparse says which option it was
+    return seconds
 
 
 def _run(chosen: list[Any], args: argparse.Namespace) -> int:
@@ -87,19 +109,22 @@ def _run(chosen: list[Any], args: argparse.Namespace) -> int:
     import gpu_device
     from gpu_stages.stage import Record
 
-    until = time.time() + (args.seconds or float("inf"))
+    until = time.time() + (args.seconds or math.inf)
     rows: list[tuple[Any, Any, str | None]] = []
     for stage in chosen:
-        if args.again:
-            _forget(args.out, stage.name, rehearsal=args.rehearse)
         record = Record(args.out, stage.name, rehearsal=args.rehearse)
-        left = [part for part in stage.chosen(rehearsal=args.rehearse) if record.state(part.name) not in ENDED]
+        parts = stage.chosen(rehearsal=args.rehearse)
+        left = [part for part in parts if args.again or record.state(part.name) not in ENDED]
         reason = None
         if left and not args.rehearse:
             reason = gpu_device.obstacle()
             if reason is None and time.time() + min(part.seconds for part in left) > until:
                 reason = f"{max(0.0, until - time.time()):.0f} s are left; run the same command again"
         if left and reason is None:
+            if args.again:
+                record = _anew(record, stage.name, args)
+            args.out.mkdir(parents=True, exist_ok=True)
+            record.forget_running()
             _stage(stage, record, args, until)
         rows.append((stage, record, reason))
     return _summary(rows, rehearsal=args.rehearse)
@@ -107,18 +132,20 @@ def _run(chosen: list[Any], args: argparse.Namespace) -> int:
 
 def _stage(stage: Any, record: Any, args: argparse.Namespace, until: float) -> None:
     """One stage, in as many processes as it takes: one that dies is followed by another for the parts that are left."""
-    deadline = float("inf") if args.rehearse else min(until, time.time() + STAGE_SECONDS)
+    deadline = min(until, math.inf if args.rehearse else time.time() + STAGE_SECONDS)
     for _ in stage.chosen(rehearsal=args.rehearse):
-        code = _watched(stage, args, deadline)
-        record.content = type(record)(args.out, stage.name, rehearsal=args.rehearse).content
+        code, ended = _watched(stage, record, args, deadline)
         part = record.running()
-        if part is None and code == 0:
+        if part is None and (code == 0 or ended):
             return
         if part is not None:
-            began = record.parts[part]["since"]
-            why = f"signal {-code}" if code < 0 else f"exit code {code}"
-            record.note(part, "failed", reason=f"its process ended by {why} after {time.time() - began:.0f} s")
-            _say(f"{stage.name}: {part}: its process ended by {why}")
+            why = ended or f"its process ended by {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+            why += f" after {time.time() - record.parts[part]['since']:.0f} s"
+            if time.time() > deadline:
+                record.note(part, "not run", reason=f"{why}; run the same command again")
+            else:
+                record.note(part, "failed", reason=why)
+            _say(f"{stage.name}: {part}: {why}")
         elif code not in (0, 3):
             _say(f"{stage.name}: its process ended with exit code {code} before its first part; see above")
             for one in stage.chosen(rehearsal=args.rehearse):
@@ -129,39 +156,50 @@ def _stage(stage: Any, record: Any, args: argparse.Namespace, until: float) -> N
             return
 
 
-def _watched(stage: Any, args: argparse.Namespace, deadline: float) -> int:
-    """Run a stage's process, and end it when a part takes far too long; its exit code."""
-    from gpu_stages.stage import Record
+def _anew(record: Any, stage: str, args: argparse.Namespace) -> Any:
+    """The record of a stage without what an earlier run has left, and with today's date."""
+    for path in (record.path, record.path.with_suffix(".md")):
+        path.unlink(missing_ok=True)
+    return type(record)(args.out, stage, rehearsal=args.rehearse)
 
-    command = [sys.executable, sys.argv[0], "--stage", stage.name, "--out", str(args.out), "--inside", str(deadline)]
+
+def _watched(stage: Any, record: Any, args: argparse.Namespace, deadline: float) -> tuple[int, str]:
+    """Run a stage's process, and end it when a part takes far too long or time is up.
+
+    Returns:
+        Its exit code, and why it was ended; empty if it ended by itself. `record` is what it has left.
+    """
+    command = [sys.executable, sys.argv[0], "--stage", stage.name, "--out", str(args.out)]
     command += ["--rehearse"] if args.rehearse else []
     command += ["--starter-data", str(args.starter_data)] if args.starter_data else []
     expected = {part.name: part.seconds for part in stage.parts}
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        while True:
-            try:
-                return process.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                pass
-            record = Record(args.out, stage.name, rehearsal=args.rehearse)
-            part = record.running()
-            if part is None:
-                continue
-            least, times = PATIENCE
-            limit = REHEARSAL_SECONDS if args.rehearse else max(least, times * expected[part])
-            if time.time() > record.parts[part]["since"] + limit:
-                _say(f"{stage.name}: {part}: ended after {limit:.0f} s")
-                _end(process)
-    finally:
-        _end(process)
+    # Made here, for a process that is killed cannot remove a model of 30 GB that it has written.
+    with tempfile.TemporaryDirectory(prefix="esmshard-gpu-", ignore_cleanup_errors=True) as scratch:
+        process = subprocess.Popen([*command, "--inside", str(deadline), scratch], start_new_session=True)
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(timeout=1), ""
+                record.reload()
+                part = record.running()
+                if time.time() > deadline + (0 if part else START_SECONDS):
+                    return _end(process), "it was ended, for time was up,"
+                if part is None:
+                    continue
+                least, times = PATIENCE
+                limit = REHEARSAL_SECONDS if args.rehearse else max(least, times * expected[part])
+                if time.time() > record.parts[part]["since"] + limit:
+                    return _end(process), "it was ended, for it took far too long,"
+        finally:
+            _end(process)
+            record.reload()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a stage with all that it has started."""
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Kill a stage with all that it has started; its exit code."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return process.wait()
 
 
 def _inside(stage: Any, args: argparse.Namespace) -> int:
@@ -171,21 +209,10 @@ def _inside(stage: Any, args: argparse.Namespace) -> int:
 
     device = torch.device("cpu" if args.rehearse else "cuda")
     data = args.starter_data.resolve() if args.starter_data else None
-    context = context_of(device, args.out.resolve(), args.inside, rehearsal=args.rehearse, starter_data=data)
+    deadline, scratch = float(args.inside[0]), Path(args.inside[1])
+    context = context_of(device, args.out.resolve(), scratch, deadline, rehearsal=args.rehearse, starter_data=data)
     command = ["python", "benchmarks/gpu.py", "--stage", stage.name, *(["--rehearse"] if args.rehearse else [])]
-    try:
-        return run_stage(stage, context, Record(args.out, stage.name, rehearsal=args.rehearse), shlex.join(command))
-    finally:
-        shutil.rmtree(context.scratch, ignore_errors=True)
-
-
-def _forget(out: Path, stage: str, *, rehearsal: bool) -> None:
-    """Remove an earlier result, so that the stage is measured anew."""
-    from gpu_stages.stage import Record
-
-    path = Record(out, stage, rehearsal=rehearsal).path
-    for one in (path, path.with_suffix(".md")):
-        one.unlink(missing_ok=True)
+    return run_stage(stage, context, Record(args.out, stage.name, rehearsal=args.rehearse), shlex.join(command))
 
 
 def _summary(rows: list[tuple[Any, Any, str | None]], *, rehearsal: bool) -> int:
@@ -240,9 +267,13 @@ def collect(source: Path) -> int:
 
 
 def _measured(path: Path) -> bool:
-    """Whether a file is the record of a stage that ran on a GPU."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return not content["rehearsal"] and any(entry["state"] in ("done", "failed") for entry in content["parts"].values())
+    """Whether a file is the record of a stage that ran on a GPU; one that is no record at all is told of."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return not content["rehearsal"] and any(entry["state"] in ENDED for entry in content["parts"].values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        _say(f"{path}: is not the record of a stage, and is left out")
+        return False
 
 
 def summary(results: Path) -> str:

@@ -9,7 +9,6 @@ import gc
 import json
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -171,8 +170,19 @@ class Record:
         kind = "gpu-rehearsal" if rehearsal else "gpu"
         earlier = sorted(out.glob(f"????-??-??-{kind}-{stage}.json"))
         self.path = earlier[-1] if earlier else out / f"{time.strftime('%Y-%m-%d')}-{kind}-{stage}.json"
-        empty: dict[str, Any] = {"stage": stage, "rehearsal": rehearsal, "about": {}, "command": "", "parts": {}}
-        self.content: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8")) if earlier else empty
+        self.content: dict[str, Any] = {"stage": stage, "rehearsal": rehearsal, "about": {}, "command": "", "parts": {}}
+        self.reload()
+
+    def reload(self) -> None:
+        """Read what the process of the stage has written; without a file, nothing changes."""
+        if self.path.is_file():
+            self.content = json.loads(self.path.read_text(encoding="utf-8"))
+
+    def forget_running(self) -> None:
+        """Forget the part that was running when an earlier command was killed."""
+        if (part := self.running()) is not None:
+            del self.parts[part]
+            self.write()
 
     @property
     def parts(self) -> dict[str, dict[str, Any]]:
@@ -324,9 +334,9 @@ def _free(device: torch.device) -> None:
 
 
 def context_of(
-    device: torch.device, out: Path, deadline: float, *, rehearsal: bool, starter_data: Path | None
+    device: torch.device, out: Path, scratch: Path, deadline: float, *, rehearsal: bool, starter_data: Path | None
 ) -> Context:
-    """A context with a scratch directory of its own, which the caller removes."""
+    """The context of a stage's process, and what a benchmark has to know of it."""
     if rehearsal:
         measure.CEILING_SECONDS = 0.02
         compile_layer = TransformerLayer.compile
@@ -339,5 +349,4 @@ def context_of(
     else:
         measure.GO_ON = True
         measure.CEILING_SECONDS = 0.4  # a GPU's matrix product takes 1.4 ms, and the time is paid for
-    scratch = Path(tempfile.mkdtemp(prefix="esmshard-gpu-"))
     return Context(device, rehearsal, out, scratch, deadline, starter_data)
