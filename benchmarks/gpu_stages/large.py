@@ -31,19 +31,19 @@ OFF = 0.10
 """Share by which the planned memory may miss the measured one."""
 
 
+def _steps(context: Context, short: str, layout: Layout, tokens: int, steps: int, **more: Any) -> training.Trained:
+    """Train a model of a size for some steps, on proteins up to the longest that ESM-2 has seen."""
+    tokens, longest = context.amount(tokens, 256), context.amount(1022, 60)
+    return training.train(
+        context.model(short), context.device, layout, tokens=tokens, steps=steps, longest=longest, **more
+    )
+
+
 def _trained(
     context: Context, short: str, adapt: AdaptSettings, layout: Layout, tokens: int, least: float | None
 ) -> Found:
     """Train a few steps; speed, utilisation, and memory beside the planner's."""
-    found = training.train(
-        context.model(short),
-        context.device,
-        layout,
-        tokens=context.amount(tokens, 256),
-        steps=context.amount(5, 2),
-        adapt=adapt,
-        longest=context.amount(1022, 60),
-    )
+    found = _steps(context, short, layout, tokens, context.amount(5, 2), adapt=adapt)
     figures = {
         "training": Figure(found.tokens / found.second, "tokens/s"),
         "MFU of the measured matrix product": Figure(found.mfu, "%", least=least),
@@ -93,15 +93,7 @@ def _options(context: Context, short: str, tokens: int) -> Found:
     rows: list[list[str]] = []
     off: dict[str, float] = {}
     for name, (layout, more) in variants.items():
-        found = training.train(
-            context.model(short),
-            context.device,
-            layout,
-            tokens=context.amount(tokens, 256),
-            steps=context.amount(3, 1),
-            longest=context.amount(1022, 60),
-            **more,
-        )
+        found = _steps(context, short, layout, tokens, context.amount(3, 1), **more)
         torch._dynamo.reset()
         if context.device.type == "cuda":
             torch.cuda.empty_cache()

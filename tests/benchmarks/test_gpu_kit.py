@@ -24,6 +24,7 @@ from venv import EnvBuilder
 
 import numpy as np
 import pytest
+import wheels
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -55,19 +56,8 @@ def write_wheel(
 ) -> Path:
     """A wheel with one module, and more files in a directory of its name."""
     module = name.replace("-", "_").replace(".", "_")
-    info = f"{module}-{version}.dist-info"
-    content = {f"{module}.py": text, **{f"{module}/{path}": line for path, line in more.items()}}
-    content[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    content[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    record = ""
-    for path, line in content.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(line.encode()).digest()).rstrip(b"=").decode()
-        record += f"{path},sha256={digest},{len(line.encode())}\n"
-    wheel = directory / f"{module}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, line in {**content, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
-            archive.writestr(path, line)
-    return wheel
+    files = {f"{module}.py": text, **{f"{module}/{path}": line for path, line in more.items()}}
+    return wheels.write_wheel(directory, name, version, files)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Bundles for sites without internet: real pip against tiny wheels that are made here, and the real thing once."""
 
-import base64
 import ensurepip
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -20,6 +18,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import wheels
 from hub_server import COMMIT, NAME, Hub, own_caches, snapshot
 from hub_server import sha256 as hub_sha256
 from huggingface_hub import snapshot_download
@@ -58,25 +57,14 @@ def find(name):
 
 
 def write_wheel(
-    directory: Path, name: str, version: str, requires: tuple[str, ...] = (), tag: str = "py3-none-any", **files: str
+    directory: Path, name: str, version: str, requires: tuple[str, ...] = (), tag: str = "py3-none-any", **modules: str
 ) -> Path:
-    """A wheel that pip installs. `files` are modules, `__` in their names being a slash."""
-    info = f"{name}-{version}.dist-info"
-    content = {f"{key.replace('__', '/')}.py": text for key, text in files.items()} or {f"{name}.py": ""}
-    meta = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {one}" for one in requires)]
-    content[f"{info}/METADATA"] = "\n".join([*meta, "Provides-Extra: h5", ""])
-    content[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: {tag}\n"
+    """A wheel that pip installs. `__` in the names of modules is a slash."""
+    files = {f"{key.replace('__', '/')}.py": text for key, text in modules.items()} or {f"{name}.py": ""}
     if name == "esmshard":
-        content[f"{info}/entry_points.txt"] = "[console_scripts]\nesmshard = esmshard.cli:main\n"
-    record = ""
-    for path, text in content.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        record += f"{path},sha256={digest},{len(text.encode())}\n"
-    wheel = directory / f"{name}-{version}-{tag}.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for path, text in {**content, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
-            archive.writestr(zipfile.ZipInfo(path), text)
-    return wheel
+        files["*.dist-info/entry_points.txt"] = "[console_scripts]\nesmshard = esmshard.cli:main\n"
+    metadata = "".join(f"Requires-Dist: {one}\n" for one in requires) + "Provides-Extra: h5\n"
+    return wheels.write_wheel(directory, name, version, files, metadata=metadata, tag=tag)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from cases import CASES, loaded
 from shared import apart, masked_pack, size
 from small_model import FULL, built
-from training import Training, set_up
+from training import set_up
 
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.parallel.layout import Layout
@@ -18,7 +18,6 @@ from esmshard.settings import AdaptSettings, Recipe
 from esmshard.task_settings import MlmSettings
 from esmshard.tasks import TASKS
 from esmshard.tasks.mlm import MlmTask
-from esmshard.train.evaluate import validate
 
 pytestmark = pytest.mark.gpu
 
@@ -33,24 +32,10 @@ def _exact(device: torch.device) -> Iterator[None]:
         yield
 
 
-def trained(training: Training) -> tuple[dict[str, torch.Tensor], list[float], float]:
-    """Gradients of the first step, losses of all, and the loss on the validation split after them."""
-    losses, gradients = [], {}
-    for step in range(STEPS):
-        result = training.step(step)
-        assert not result.skipped
-        losses.append(result.loss)
-        gradients = gradients or training.gradients()
-    found = validate(training.model, training.job.task, training.job.valid, 10_000, training.ranks)
-    assert found is not None
-    assert len(found[1]) == len(training.job.valid)
-    return gradients, losses, found[0]
-
-
 def on_cpu(recipe: Recipe, case: str, kind: str = "") -> tuple[dict[str, torch.Tensor], list[float], float]:
     """The same in fp32 on the CPU; computed once for each case."""
     if (case, kind) not in _CPU:
-        _CPU[case, kind] = trained(set_up(recipe, torch.device("cpu")))
+        _CPU[case, kind] = set_up(recipe, torch.device("cpu")).run(STEPS)
     return _CPU[case, kind]
 
 
@@ -61,7 +46,7 @@ def test_every_task_has_a_case() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_training_in_fp32_is_that_of_the_cpu(device: torch.device, tmp_path: Path, case: str) -> None:
     recipe = loaded(tmp_path, case)
-    gradients, losses, validation = trained(set_up(recipe, device))
+    gradients, losses, validation = set_up(recipe, device).run(STEPS)
     expected, theirs, loss = on_cpu(recipe, case)
     assert apart(gradients, expected) <= 1e-4
     assert losses == pytest.approx(theirs, rel=1e-4, abs=1e-5)
@@ -80,7 +65,7 @@ def test_losses_in_half_precision_are_near_those_in_fp32(
     if device.type == "cuda" or precision == "bf16":  # `prepare` refuses fp16 on a CPU
         checkpointing = "full" if precision == "fp16" else "none"
         changed = {"precision": precision, "activation_checkpointing": checkpointing}
-        _, losses, validation = trained(set_up(loaded(tmp_path, case, parallel=changed), device))
+        _, losses, validation = set_up(loaded(tmp_path, case, parallel=changed), device).run(STEPS)
         # A tolerance of 0.03 for a loss of one nat or standard deviation; a larger one has as many digits.
         for mine, other in zip([*losses, validation], [*theirs, loss], strict=True):
             assert abs(mine - other) <= 3e-2 * max(1.0, abs(other))
@@ -91,7 +76,7 @@ def test_losses_in_half_precision_are_near_those_in_fp32(
 def test_checkpointing_changes_no_gradient(device: torch.device, tmp_path: Path, case: str, checkpointing: Any) -> None:
     recipe = loaded(tmp_path, case)
     changed = loaded(tmp_path, case, parallel={"activation_checkpointing": checkpointing})
-    gradients, losses, _ = trained(set_up(changed, device))
+    gradients, losses, _ = set_up(changed, device).run(STEPS)
     expected, theirs, _ = on_cpu(recipe, case)
     assert apart(gradients, expected) <= 1e-4
     assert losses == pytest.approx(theirs, rel=1e-4, abs=1e-5)
@@ -101,7 +86,7 @@ def test_checkpointing_changes_no_gradient(device: torch.device, tmp_path: Path,
 def test_a_lora_learns_as_on_the_cpu(device: torch.device, tmp_path: Path, case: str) -> None:
     adapt = AdaptSettings(method="lora", rank=4, alpha=8.0)  # type: ignore[call-arg]
     recipe = loaded(tmp_path, case).model_copy(update={"adapt": adapt})
-    gradients, losses, validation = trained(set_up(recipe, device))
+    gradients, losses, validation = set_up(recipe, device).run(STEPS)
     expected, theirs, loss = on_cpu(recipe, case, "lora")
     assert any("lora_B" in name for name in expected)
     assert apart(gradients, expected) <= 1e-4

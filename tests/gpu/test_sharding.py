@@ -19,7 +19,6 @@ from esmshard.parallel.mesh import World, world
 from esmshard.parallel.shard import groups, local, trainable
 from esmshard.parallel.watch import Watch
 from esmshard.settings import ParallelSettings, Recipe
-from esmshard.train.evaluate import validate
 from esmshard.train.optim import state_tensors
 
 pytestmark = pytest.mark.gpu
@@ -59,16 +58,9 @@ class Found:
 
 def trained(training: Training) -> Found:
     """Gradients of the first step, losses of all, weights and validation after them."""
-    losses, gradients = [], {}
-    for step in range(STEPS):
-        result = training.step(step)
-        assert not result.skipped
-        losses.append(result.loss)
-        gradients = gradients or training.gradients()
-    found = validate(training.model, training.job.task, training.job.valid, 10_000, training.ranks)
-    assert found is not None
+    gradients, losses, validation = training.run(STEPS)
     state_tensors(training.model, training.optimizer)  # puts the parameters back into shards
-    return Found(gradients, losses, training.weights(), found[0])
+    return Found(gradients, losses, training.weights(), validation)
 
 
 _plain: dict[str, Found] = {}

@@ -16,6 +16,7 @@ from esmshard.parallel.shard import local, shard, trainable
 from esmshard.settings import Recipe
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.tasks.protocol import collate
+from esmshard.train.evaluate import validate
 from esmshard.train.job import Job, prepare
 from esmshard.train.optim import adamw, schedule, set_learning_rate
 from esmshard.train.step import LossScale, StepResult, train_step
@@ -58,6 +59,19 @@ class Training:
     def weights(self) -> dict[str, torch.Tensor]:
         """What learns, as it is now."""
         return {name: local(p).detach().cpu().clone() for name, p in trainable(self.model).items()}
+
+    def run(self, steps: int) -> tuple[dict[str, torch.Tensor], list[float], float]:
+        """Gradients of the first step, losses of all, and the loss on the validation split after them."""
+        losses, gradients = [], {}
+        for step in range(steps):
+            result = self.step(step)
+            assert not result.skipped
+            losses.append(result.loss)
+            gradients = gradients or self.gradients()
+        found = validate(self.model, self.job.task, self.job.valid, 10_000, self.ranks)
+        assert found is not None
+        assert len(found[1]) == len(self.job.valid)
+        return gradients, losses, found[0]
 
 
 def set_up(recipe: Recipe, device: torch.device, ranks: World | None = None, layout: Any = None) -> Training:
