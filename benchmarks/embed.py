@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import measure
 import model
@@ -23,13 +25,15 @@ from peers import flops, protein_lengths
 from process_tree import Watched, watch
 from sharding import markdown
 
+from esmshard.infer.embed_plan import forecast
+from esmshard.infer.embed_request import request
 from esmshard.infer.formats import FORMATS
 from esmshard.infer.product import Product
 from esmshard.model import export, weights
 from esmshard.model.config import SIZES
 from esmshard.vocab import STANDARD
 
-PARTS = ("peers", "fixed", "scaling", "formats", "memory", "reuse")
+PARTS = ("peers", "fixed", "scaling", "formats", "memory", "reuse", "forecast")
 NAMES = {**model.SHORT, **{name: name for name in SIZES if not name.startswith("esm")}}
 FIXED_LENGTH = 286
 SHORT_LENGTHS = (20, 40)
@@ -361,6 +365,27 @@ def reuse(bench: Bench, name: str, records: int) -> Found:
     return [markdown(title, table)], raw
 
 
+def forecasts(bench: Bench, name: str, records: int) -> Found:
+    """What `--dry-run` says that a run takes, beside what it takes."""
+    directory, _ = bench.model(name)
+    fasta = bench.fasta(protein_lengths(records))
+    raw: dict[str, list[float]] = {}
+    table = [["", "said, s", "taken, s", "said / taken"]]
+    for processes in (1, 2):
+        each = f"{processes} process{'es' * (processes > 1)} of 1 thread"
+        said, taken = raw[f"{each}, said"], raw[f"{each}, taken"] = [], []
+        for turn in range(bench.rounds):
+            asked = request(str(directory), bench.folder / "forecast.npy")
+            torch.set_num_threads(1)
+            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+                said.append(forecast(asked, fasta, nproc=processes).time.total)
+            torch.set_num_threads(bench.threads)
+            taken.append(embed_once(bench, directory, fasta, "--nproc", processes, threads=1).seconds)
+            say(f"forecast: {each}, turn {turn + 1} of {bench.rounds}: {said[-1]:.0f} s said, {taken[-1]:.0f} s taken")
+        table.append([each, *(f"{statistics.median(one):.1f}" for one in (said, taken)), spread(over(said, taken))])
+    return [markdown(f"Forecast, {name}, {records:,} sequences", table)], raw
+
+
 # Figures
 
 
@@ -415,6 +440,8 @@ def sections(bench: Bench, args: argparse.Namespace) -> Iterator[tuple[str, Foun
         yield "memory", memory(bench, sorted(args.records_memory))
     if "reuse" in args.parts:
         yield "reuse", reuse(bench, models[0], args.records)
+    if "forecast" in args.parts:
+        yield "forecast", forecasts(bench, models[0], args.records)
 
 
 def main() -> None:
@@ -424,7 +451,9 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", choices=NAMES, default=["8M", "35M"], help="beside the peers; the first one elsewhere"
     )
-    parser.add_argument("--records", type=int, default=2000, help="sequences beside the peers, of scaling and reuse")
+    parser.add_argument(
+        "--records", type=int, default=2000, help="sequences beside the peers, of scaling, reuse and forecast"
+    )
     parser.add_argument("--records-formats", type=int, default=500)
     parser.add_argument("--records-memory", nargs=2, type=int, default=[10_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=3, help="turns; memory is measured once")

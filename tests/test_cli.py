@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -422,21 +421,16 @@ def test_results_are_never_replaced_unasked(
     assert (tmp_path / "x.npy").read_text() == "mine"
 
 
-def test_help_needs_neither_torch_nor_half_a_second() -> None:
+def test_help_imports_nothing_that_is_slow_to_import() -> None:
+    """`benchmarks/startup.py` measures how long it takes."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "esmshard", "--help"], capture_output=True, text=True, check=True
     )
     assert "finetune" in done.stdout
     imported = [line.split("|")[-1].strip() for line in done.stderr.splitlines()]
     assert "typer" in imported
-    assert not {"torch", "numpy", "pydantic", "Bio"} & set(imported)
-    # The best of three: what the command needs, not what else the machine was doing.
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "esmshard", "--help"], capture_output=True, check=True)
-        times.append(time.perf_counter() - began)
-    assert min(times) < 0.5
+    slow = {"torch", "numpy", "scipy", "sklearn", "pydantic", "Bio", "safetensors", "transformers", "huggingface_hub"}
+    assert not slow & {name.partition(".")[0] for name in imported}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """One process plays all ranks: steps lose nothing and are nearly equal, and every record of a step is dealt once."""
 
 import heapq
-import time
 
 import numpy as np
 import pytest
@@ -208,9 +207,7 @@ def test_a_plan_goes_backwards_over_windows_and_epochs() -> None:
 
 def test_a_step_far_away_costs_no_walk() -> None:
     plan = Plan(lengths(2000), 900, 4)
-    began = time.monotonic()
-    epoch, records = step_of(plan, 10**15)
-    assert time.monotonic() - began < 1
+    epoch, records = step_of(plan, 10**15)  # a walk would never end
     assert epoch == 10**15 // plan.steps_per_epoch
     assert records == epoch_of(plan, epoch)[10**15 % plan.steps_per_epoch]
 
@@ -357,11 +354,9 @@ def test_no_more_rounds_than_the_budget_asks_for(world_size: int, rounds: int) -
     assert [len(rank) for rank in ranks] == [rounds] * world_size
 
 
-def test_a_split_of_thousands_of_micro_batches_is_dealt_quickly() -> None:
+def test_a_split_of_thousands_of_micro_batches_is_dealt() -> None:
     tokens = np.repeat([45, 30], [1500, 2250])  # two of 45 or three of 30 at once, or one and one: 1,500
-    began = time.monotonic()
     batches = deal(range(3750), tokens, 100, 0, 1)
-    assert time.monotonic() - began < 10
     assert sorted(r for batch in batches for r in batch.records) == list(range(3750))
     assert max(weight(batch, tokens) for batch in batches) <= 100
     assert 1500 <= len(batches) <= 2000

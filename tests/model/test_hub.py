@@ -246,12 +246,10 @@ def test_offline_mode_asks_nobody_and_says_where_to_put_the_file(server: Hub, tm
     assert server.asked == []
 
 
-def test_a_hub_that_cannot_be_reached_is_one_sentence_within_seconds(tmp_path: Path) -> None:
+def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path: Path) -> None:
     with Hub({}) as closed:
         port = closed.server_port
-    started = time.monotonic()
     done = download(tmp_path, f"http://127.0.0.1:{port}", NAME)
-    assert time.monotonic() - started < 20
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {NAME}: neither {tmp_path / 'torch'}")

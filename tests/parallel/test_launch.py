@@ -195,7 +195,7 @@ def test_a_process_that_does_not_leave_is_killed(run: Callable[..., Launched]) -
         1,
         "stopped by SIGTERM\nerror: 1 process did not leave within 0.7 s of SIGTERM, and had to be killed\n",
     )
-    assert 0.6 < time.monotonic() - begin < 5
+    assert time.monotonic() - begin > 0.6
     assert (job.directory / "saved-0-0").is_file()
 
 
@@ -243,7 +243,7 @@ def test_the_launcher_is_killed(run: Callable[..., Launched]) -> None:
     pids = job.ready(0, 1)
     job.send(signal.SIGKILL)
     job.end()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.01)
     assert all((job.directory / f"saved-0-{rank}").read_text() == "SIGTERM" for rank in (0, 1))

@@ -27,7 +27,7 @@ def send(number: int) -> None:
     time.sleep(0.001)  # the handler runs before the next instruction
 
 
-def wait_for(path: Path, seconds: float = 20) -> str:
+def wait_for(path: Path, seconds: float = 120) -> str:
     end = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < end, f"no {path.name}"
@@ -162,7 +162,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(a == b for a, b in zip(inside, before, strict=True))
     assert 490 < signal.getitimer(signal.ITIMER_REAL)[0] < 499.95
     signal.setitimer(signal.ITIMER_REAL, *timer)  # of pytest, for this test
-    end = time.monotonic() + 5
+    end = time.monotonic() + 120
     while found() != before and time.monotonic() < end:
         time.sleep(0.01)  # the thread notices that its pipe was closed
     assert found() == before
@@ -178,29 +178,30 @@ def test_without_a_time_limit_the_timer_is_left_alone() -> None:
 
 def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 0.2))
-    begin = time.monotonic()
     with pytest.raises(Preempted, match=r"^stopped by the time limit of --stop-after$"), Preemption():
-        time.sleep(10)
-    assert 0.1 < time.monotonic() - begin < 5
+        time.sleep(60)
+        pytest.fail("went on")
     # Workers that are started again find it already passed.
     with pytest.raises(Preempted, match="the time limit"), Preemption():
-        time.sleep(10)
+        time.sleep(60)
+        pytest.fail("went on")
 
 
 def test_one_inside_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 0.3))
+    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 3))
     with pytest.raises(Preempted, match="the time limit"), Preemption():
         with Preemption() as inner, inner.noted():
             time.sleep(0.1)
-        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 0.25
-        time.sleep(10)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 2.95, "the outer one's limit counts on"
+        time.sleep(60)
+        pytest.fail("went on")
 
 
 def test_the_time_limit_is_noted_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 0.1))
+    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 2))
     with pytest.raises(Preempted, match="the time limit"), Preemption() as asking, asking.noted():
         assert asking.asked == 0
-        time.sleep(0.2)
+        time.sleep(2.2)
         assert asking.asked == signal.SIGALRM
 
 
@@ -211,14 +212,14 @@ def test_a_time_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_thread_knows_the_time_limit_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 0.1))
+    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 2))
     handler, seen = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
         with Preemption() as asking:
             seen.append(signal.getsignal(signal.SIGTERM))
             seen.append(asking.asked)
-            time.sleep(0.15)
+            time.sleep(2.2)
             seen.append(asking.asked)
 
     thread = threading.Thread(target=work)
@@ -249,8 +250,8 @@ def test_a_process_that_is_blocked_in_c_leaves_in_time(acting: Any) -> None:
     begin = time.monotonic()
     done.terminate()
     done.terminate()
-    assert done.wait(10) == 75
-    assert 0.25 < time.monotonic() - begin < 5
+    assert done.wait(120) == 75, "it blocks for ever"
+    assert time.monotonic() - begin > 0.25
     assert done.stderr.read() == "stopped by SIGTERM\n"
 
 
@@ -302,7 +303,7 @@ def test_a_process_does_not_outlive_its_launcher(tmp_path: Path, action: str) ->
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
         pid = int(wait_for(tmp_path / "ready-0-0"))
         launcher.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.01)
     if alive(pid):
