@@ -44,12 +44,15 @@ def flip_signs(file: Path, count: int = 2000) -> None:
         (("predict", "model", "some.fasta", "-o", "x.npz"), 0),
         (("score", "model", "some.fasta", "mutants.csv", "-o", "x.csv"), 0),
         (("evaluate", "model", "sample:contact/valid", "-o", "scores"), 0),
+        (("finetune", "mlm", "model.name=model", "train.steps=1", "--no-report", "out=run"), 0),
         (("verify", "model"), 1),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_altered_weights_are_told_of(model: Path, command: tuple[str, ...], code: int) -> None:
-    before = esmshard(*command[:-1], f"a-{command[-1]}", cwd=model.parent) if code == 0 else None
+    *others, out = command
+    elsewhere = out.replace("out=", "out=a-") if "=" in out else f"a-{out}"
+    before = esmshard(*others, elsewhere, cwd=model.parent) if code == 0 else None
     assert before is None or (before.returncode == 0 and SAYS not in before.stderr), "unaltered ones are not"
     flip_signs(model / "model.safetensors")
     done = esmshard(*command, cwd=model.parent)

@@ -21,7 +21,7 @@ from esmshard.checkpoint.saver import Saver
 from esmshard.data.loader import Examples, digests
 from esmshard.data.packing import MicroBatch, Plan, deal
 from esmshard.errors import InputError
-from esmshard.model import origin
+from esmshard.model import origin, recorded
 from esmshard.model.attention import kernel_name
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.esm2 import ESM2
@@ -161,7 +161,8 @@ def _train(
     head, told = new_head(recipe, task, weights)
     if told and start is None and ranks.is_first:
         say(told)
-    materialise(model, model.rows_of(weights, head), job.layout, ranks)
+    with recorded.compared(weights.files if ranks.is_first else [], say):
+        materialise(model, model.rows_of(weights, head), job.layout, ranks)
     if recipe.adapt.method == "probe" and start is None:
         say(f"fitting the head on {len(job.train)} training records")
         every = range(len(job.train))
