@@ -45,7 +45,7 @@ from esmshard.tasks import head_of
 from esmshard.tasks.finetuner import FineTuner, load_untrained, new_head
 from esmshard.tasks.numbers import HEADS
 from esmshard.tasks.protocol import Task, collate
-from esmshard.train import evaluate, rng
+from esmshard.train import evaluate
 from esmshard.train.attempt import Attempt
 from esmshard.train.job import Job, check_out, leakage_notices, prepare, provenance, versions
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
@@ -174,12 +174,8 @@ def _train(
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     ranks.from_first(lambda: check_room(out / "checkpoints", needed, recipe.checkpoint.keep))
     done, skipped_in_a_row, best, stale = 0, 0, None, 0
-    rng.begin(recipe.train.seed, ranks.rank, int(saved["step"]) if saved else 0)
     if start is not None and saved is not None:
-        known = sharded.index(start) if saved["world_size"] == ranks.size else {}
-        tensors |= rng.wanted(ranks.rank, ranks.device, known)
         sharded.load(start, tensors)
-        rng.restore(tensors, ranks.device)
         done, skipped_in_a_row = int(saved["step"]), saved["skipped_in_a_row"]
         best, stale = saved["best"], saved["stale"]
         scale = LossScale(**saved["loss_scale"]) if scale else None
@@ -220,7 +216,7 @@ def _train(
         began = time.perf_counter()
         now = {"loss_scale": asdict(scale) if scale else None, "skipped_in_a_row": skipped_in_a_row}
         now |= {"best": best, "stale": stale}
-        tensors = state_tensors(model, optimizer, trained_only=adapted) | rng.tensors(ranks.rank, ranks.device)
+        tensors = state_tensors(model, optimizer, trained_only=adapted)
         saver.save(step, tensors, state | now | {"validated": validated}, is_best)
         attempt.write(event="checkpoint", step=step, stall_s=round(time.perf_counter() - began, 4))
         attempt.tell("running", "training")
