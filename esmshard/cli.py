@@ -110,7 +110,10 @@ def finetune(
     """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
     from esmshard.command import RunFailed
     from esmshard.command import finetune as run
+    from esmshard.parallel import srun
 
+    if nnodes is None:  # else srun has started the launcher of each machine
+        srun.join()
     try:
         run(
             recipe,
@@ -514,6 +517,10 @@ def embed(
 
         print(look(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
         return
+    if shard and nproc is None:
+        from esmshard.parallel import srun
+
+        srun.join()
     report = run(
         asked,
         fasta,
@@ -791,10 +798,13 @@ def doctor(
     """Say what is wrong with this machine: versions, GPUs, links, disks, clocks; each with the mend."""
     from esmshard.cluster.doctor import Request, run
     from esmshard.parallel import nodes as machines
+    from esmshard.parallel import srun
 
     if nnodes is None and (rdzv_endpoint or rdzv_id or rdzv_conf or local_addr):
         raise UsageError("--rdzv-... and --local-addr are for several machines; give --nnodes N too")
     together = None if nnodes is None else machines.parse(nnodes, rdzv_endpoint, rdzv_id, local_addr, rdzv_conf)
+    if nnodes is None and nproc is None:
+        srun.join()
     request = Request(recipe, tuple(overrides or ()), nproc, together, out)
     code = run(request, as_json)
     if code:
