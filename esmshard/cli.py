@@ -676,6 +676,22 @@ def evaluate(
 
 
 @app.command()
+def status(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of a run, or of several: folds, seeds, a table's runs.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything for programs.")] = False,
+) -> None:
+    """Say how a run stands, and whether it lives. Exit code 0 done, 3 running, 75 preempted, 1 failed, 2 no run."""
+    from esmshard.train import standing
+
+    found = standing.standings(run)
+    print(standing.as_json(found) if as_json else standing.as_text(found))
+    if code := standing.exit_code(found):
+        raise SystemExit(code)
+
+
+@app.command()
 def report(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Directory of a run, done or not, or of a table's cross-validation.")
