@@ -188,7 +188,7 @@ def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
     from esmshard.parallel.layout import layout
     from esmshard.parallel.mesh import precision_on
     from esmshard.tasks.numbers import HEADS
-    from esmshard.train.finetune import RESERVED
+    from esmshard.train.fitting import RESERVED
     from esmshard.train.planning import head_bytes
     from esmshard.train.splits import in_tokens, open_split
     from esmshard.train.trained import numbers_of
