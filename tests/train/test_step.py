@@ -125,8 +125,9 @@ def test_only_the_last_micro_batch_is_told_to_be_last(tiny_recipe: Path, monkeyp
 
 def test_a_run_whose_steps_keep_failing_ends() -> None:
     steps.too_many_skipped(9, 20)
-    with pytest.raises(InputError, match="step 20: loss or gradient was not finite 10 times in a row"):
+    with pytest.raises(InputError, match="step 20: loss or gradient was not finite 10 times in a row") as caught:
         steps.too_many_skipped(10, 20)
+    assert caught.value.shared, "one rank says it for all"
 
 
 def test_the_peak_of_a_device_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
