@@ -734,7 +734,10 @@ def launch(
         Optional[str], typer.Option("--time", metavar="TIME", help="Of Slurm, as 24:00:00; by default the profile's.")
     ] = None,
     array: Annotated[
-        Optional[int], typer.Option(min=1, metavar="N", help="Of embed: workers, each with a GPU.")
+        Optional[int],
+        typer.Option(
+            min=1, metavar="N", help="Of embed: workers, each with a GPU. Of a recipe: runs, from as many seeds."
+        ),
     ] = None,
     name: Annotated[Optional[str], typer.Option(help="Of the job; the recipe's by default.")] = None,
     out: Annotated[
