@@ -260,7 +260,7 @@ def watched(out: Path) -> Sign | None:
 
     Clocks are not compared here either. Writes nothing.
     """
-    first = now = sign(out)
+    first = sign(out)
     if first is None or first.lives is not None:
         return first
     patience = PATIENCE * (first.holder.beat_s if first.holder is not None else BEAT)
@@ -272,7 +272,7 @@ def watched(out: Path) -> Sign | None:
             return now
         if now.holder is not None and now.holder != first.holder:
             return replace(now, lives=True)
-    return replace(now, lives=False)
+    return replace(first, lives=False)
 
 
 def abandoned(out: Path) -> bool:
