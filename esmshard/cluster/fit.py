@@ -73,13 +73,13 @@ def _one(name: str, overrides: Sequence[str]) -> Recipe:
 def _weights(recipe: Recipe) -> Iterator[Finding]:
     """Whether they are here. Nothing is downloaded."""
     from esmshard.model import hub, weights
-    from esmshard.model.config import SIZES
+    from esmshard.model.config import SIZES, STARTER
 
     name, mend = recipe.model.name, "correct model.name: a path, a released model (docs/method.md), or starter"
     place = weights.place(name)
     if name not in SIZES and not place.exists():
         told = f"{name}: no such file or directory, and no model of that name"
-        close = difflib.get_close_matches(name, [*SIZES, weights.STARTER], 1)
+        close = difflib.get_close_matches(name, [*SIZES, STARTER], 1)
         mend = f"pass model.name={close[0]}" if close else mend
         yield Finding(CHECK, "weights", "error", told, mend, {"model": name})
         return
