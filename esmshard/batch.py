@@ -59,6 +59,9 @@ class TokenBatch:
     One forward pass of the wild type serves all variants of a batch."""
     n_variants: int | None = None
     """How many they are. Where the wild type alone is looked at, none of them is in the pack."""
+    draw_N: torch.Tensor | None = None
+    """int32 [N], of each record (of variants, of each of them): what random choices in the model follow from, such as
+    dropout (`esmshard.model.dropout`). None outside training."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -101,6 +104,7 @@ class TokenBatch:
             self.logit_counts,
             None if self.changes_4M is None else self.changes_4M.to(device, non_blocking=True),
             self.n_variants,
+            None if self.draw_N is None else self.draw_N.to(device, non_blocking=True),
         )
 
 

@@ -110,7 +110,10 @@ def finetune(
     """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
     from esmshard.command import RunFailed
     from esmshard.command import finetune as run
+    from esmshard.parallel import srun
 
+    if nnodes is None:  # else srun has started the launcher of each machine
+        srun.join()
     try:
         run(
             recipe,
@@ -514,6 +517,10 @@ def embed(
 
         print(look(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
         return
+    if shard and nproc is None:
+        from esmshard.parallel import srun
+
+        srun.join()
     report = run(
         asked,
         fasta,
@@ -669,6 +676,22 @@ def evaluate(
 
 
 @app.command()
+def status(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of a run, or of several: folds, seeds, a table's runs.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything for programs.")] = False,
+) -> None:
+    """Say how a run stands, and whether it lives. Exit code 0 done, 3 running, 75 preempted, 1 failed, 2 no run."""
+    from esmshard.train import standing
+
+    found = standing.standings(run)
+    print(standing.as_json(found) if as_json else standing.as_text(found))
+    if code := standing.exit_code(found):
+        raise SystemExit(code)
+
+
+@app.command()
 def report(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Directory of a run, done or not, or of a table's cross-validation.")
@@ -711,7 +734,10 @@ def launch(
         Optional[str], typer.Option("--time", metavar="TIME", help="Of Slurm, as 24:00:00; by default the profile's.")
     ] = None,
     array: Annotated[
-        Optional[int], typer.Option(min=1, metavar="N", help="Of embed: workers, each with a GPU.")
+        Optional[int],
+        typer.Option(
+            min=1, metavar="N", help="Of embed: workers, each with a GPU. Of a recipe: runs, from as many seeds."
+        ),
     ] = None,
     name: Annotated[Optional[str], typer.Option(help="Of the job; the recipe's by default.")] = None,
     out: Annotated[
@@ -791,10 +817,13 @@ def doctor(
     """Say what is wrong with this machine: versions, GPUs, links, disks, clocks; each with the mend."""
     from esmshard.cluster.doctor import Request, run
     from esmshard.parallel import nodes as machines
+    from esmshard.parallel import srun
 
     if nnodes is None and (rdzv_endpoint or rdzv_id or rdzv_conf or local_addr):
         raise UsageError("--rdzv-... and --local-addr are for several machines; give --nnodes N too")
     together = None if nnodes is None else machines.parse(nnodes, rdzv_endpoint, rdzv_id, local_addr, rdzv_conf)
+    if nnodes is None and nproc is None:
+        srun.join()
     request = Request(recipe, tuple(overrides or ()), nproc, together, out)
     code = run(request, as_json)
     if code:

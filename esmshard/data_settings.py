@@ -99,7 +99,7 @@ class DataSettings(Settings):
     """FASTA file of 0 and 1: residues under a 0 have no label. For task `residue`."""
     folds: int | None = Field(None, ge=3)
     """Cross-validation: `train`, or `table`, is divided into so many parts, one of which is the test set; of a table,
-    another one is the validation set. `--folds` sets it."""
+    another one is the validation set. `--folds` sets it and `fold`, run by run; without that `fold` is wanted too."""
     fold: int = Field(0, ge=0)
     """Which part that is, from 0."""
     clusters: str | None = None
@@ -138,10 +138,20 @@ def suiting(data: DataSettings, task: TaskSettings) -> DataSettings:
             raise Clash("long", f"crop may cut away what the label of a protein comes from; choose {others}")
         data = data.model_copy(update={"long": "full"})
     if not isinstance(task, VariantSettings):
-        return _of_records(data)
+        return _of_one_fold(_of_records(data))
     if task.loss == "ranking" and data.transform == "log":
         raise Clash("transform", "log means nothing to task.loss ranking, which sees ranks; remove it")
-    return _of_variants(data)
+    return _of_one_fold(_of_variants(data))
+
+
+def _of_one_fold(data: DataSettings) -> DataSettings:
+    if data.folds is not None and "fold" not in data.model_fields_set:
+        raise Clash(
+            "folds",
+            f"makes {data.folds} parts, on one of which a run is tested; to train all {data.folds} runs remove it and "
+            f"pass --folds {data.folds}, to train one add data.fold, from 0 to {data.folds - 1}",
+        )
+    return data
 
 
 def _of_records(data: DataSettings) -> DataSettings:

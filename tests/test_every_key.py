@@ -17,6 +17,7 @@ from torch import nn
 from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.config import SIZES
+from esmshard.model.dropout import RecordDropout
 from esmshard.model.esm2 import ESM2
 from esmshard.model.lora import LoraLinear
 from esmshard.parallel.layout import Layout
@@ -121,7 +122,7 @@ def shapes(recipe: Recipe) -> dict[str, torch.Size]:
 
 def dropouts(recipe: Recipe) -> list[float]:
     """Probabilities of dropout."""
-    return [m.p for m in task_of(recipe).head(SIZES["nano"]).modules() if isinstance(m, nn.Dropout)]
+    return [m.share for m in task_of(recipe).head(SIZES["nano"]).modules() if isinstance(m, RecordDropout)]
 
 
 def hidden_residues(recipe: Recipe) -> int:
@@ -369,9 +370,9 @@ KEYS = {
     "data.target": Key(labels, "[z]", SEQUENCE),
     "data.id_column": Key(labels, "other_id", SEQUENCE),
     "data.mask": Key(targets, "mask.fasta", RESIDUE),
-    "data.folds": Key(records("test"), "3"),
-    "data.fold": Key(records("test"), "1", ("data.folds=3",)),
-    "data.clusters": Key(records("test"), "clusters.tsv", ("data.folds=3",)),
+    "data.folds": Key(records("test"), "3", ("data.fold=0",)),
+    "data.fold": Key(records("test"), "1", ("data.folds=3", "data.fold=0")),
+    "data.clusters": Key(records("test"), "clusters.tsv", ("data.folds=3", "data.fold=0")),
     "data.long": Key(records("train"), "window"),
     "data.max_length": Key(records("train"), "50"),
     "batch.global_tokens": Key(run, "150"),

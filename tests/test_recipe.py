@@ -629,6 +629,12 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
         ),
         ([*VARIANT, "adapt.method=probe"], "adapt.method: probe fits a linear head; set task.hidden: 0"),
         (["data.table=v.csv"], "data.table: is for task variant, and the recipe has contact; remove it"),
+        (
+            ["data.folds=3"],
+            "data.folds: makes 3 parts, on one of which a run is tested; to train all 3 runs remove it and pass "
+            "--folds 3, to train one add data.fold, from 0 to 2",
+        ),
+        ([*VARIANT, "data.folds=4"], "data.folds: makes 4 parts, on one of which a run is tested; to train all 4 runs"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(path: Path, overrides: list[str], expected: str) -> None:

@@ -99,7 +99,12 @@ def test_a_recipe_of_variants_runs(name: str, data: Path, tmp_path: Path, monkey
     (tmp_path / "v.csv").write_text("\n".join([head, *(r for r, at in changed.items() if max(at) <= 40)]) + "\n")
     singles = 19 * 40
     small = [option for option in SMALL if not option.startswith("batch.global_tokens")]
-    fold = (f"data.table={tmp_path / 'v.csv'}", f"data.wild_type={tmp_path / 'wt.fasta'}", "data.folds=5")
+    fold = (
+        f"data.table={tmp_path / 'v.csv'}",
+        f"data.wild_type={tmp_path / 'wt.fasta'}",
+        "data.folds=5",
+        "data.fold=0",
+    )
     out = finetune.run(recipes.load(copy, [*small, *fold, "task.zero_shot=false", f"out={tmp_path / 'run'}"]))
     assert out is not None
     evaluation = json.loads((out / "evaluation.json").read_text())

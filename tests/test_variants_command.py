@@ -189,7 +189,14 @@ def test_two_processes_learn_the_same(made: tuple[Path, str, str, list[str]], po
     losses = []
     for processes in (1, 2):
         out = f"{pool}-{processes}"
-        given = ("data.table=messy.csv", "data.wild_type=wt.fasta", f"out={out}", "data.folds=3", f"task.pool={pool}")
+        given = (
+            "data.table=messy.csv",
+            "data.wild_type=wt.fasta",
+            f"out={out}",
+            "data.folds=3",
+            "data.fold=0",
+            f"task.pool={pool}",
+        )
         given += (
             *SMALL[:-2],
             "train.epochs=null",

@@ -1,5 +1,6 @@
 """A recipe on this machine: are its data and weights here, does it fit into memory, and how will it compute?"""
 
+import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,18 +72,26 @@ def _one(name: str, overrides: Sequence[str]) -> Recipe:
 
 def _weights(recipe: Recipe) -> Iterator[Finding]:
     """Whether they are here. Nothing is downloaded."""
-    from esmshard.model import hub
+    from esmshard.model import hub, weights
+    from esmshard.model.config import SIZES, STARTER
 
-    name = recipe.model.name
-    if recipe.init == "random":
-        yield Finding(
-            CHECK, "weights", "ok", f"{name} starts from noise: no weights are needed", values={"model": name}
-        )
+    name, mend = recipe.model.name, "correct model.name: a path, a released model (docs/method.md), or starter"
+    place = weights.place(name)
+    if name not in SIZES and not place.exists():
+        told = f"{name}: no such file or directory, and no model of that name"
+        close = difflib.get_close_matches(name, [*SIZES, STARTER], 1)
+        mend = f"pass model.name={close[0]}" if close else mend
+        yield Finding(CHECK, "weights", "error", told, mend, {"model": name})
         return
-    if name not in hub.RELEASED or Path(name).exists():
-        if "/" in name and not Path(name).exists():
-            told = f"{name}: no such file or directory"
-            yield Finding(CHECK, "weights", "error", told, "correct model.name", {"model": name})
+    if recipe.init == "random" and name in SIZES:
+        told = f"{name} starts from noise: no weights are needed"
+        yield Finding(CHECK, "weights", "ok", told, values={"model": name})
+        return
+    if name not in hub.RELEASED or place.exists():
+        try:
+            weights.read(name)
+        except InputError as error:
+            yield Finding(CHECK, "weights", "error", str(error), mend, {"model": name})
         else:
             yield Finding(CHECK, "weights", "ok", f"{name} is here", values={"model": name})
         return
@@ -188,7 +197,7 @@ def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
     from esmshard.parallel.layout import layout
     from esmshard.parallel.mesh import precision_on
     from esmshard.tasks.numbers import HEADS
-    from esmshard.train.finetune import RESERVED
+    from esmshard.train.fitting import RESERVED
     from esmshard.train.planning import head_bytes
     from esmshard.train.splits import in_tokens, open_split
     from esmshard.train.trained import numbers_of

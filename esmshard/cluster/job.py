@@ -11,8 +11,8 @@ class Job:
     name: str
     """As the scheduler shows it; any text."""
     kind: Literal["finetune", "embed", "doctor"]
-    """`finetune` and `doctor` run on all nodes together; `embed` is `array` workers of one node each that share an
-    output directory."""
+    """`finetune` and `doctor` run on all nodes together (of an array of runs each on its own); `embed` is `array`
+    workers of one node each that share an output directory."""
     arguments: tuple[str, ...]
     """Of `esmshard`, without what the scheduler knows (nodes, rendezvous): ("finetune", "/data/my.yaml", "optim.lr=1",
     "--resume", "auto"). For Kubernetes the recipe is its name, or the path at which the pods see it."""
@@ -30,7 +30,10 @@ class Job:
     nproc: int = 1
     """Processes of a node: one a GPU, or as many as are asked for on CPUs."""
     array: int = 1
-    """Workers of `embed`."""
+    """Workers of `embed`; runs of `finetune`."""
+    first_seed: int | None = None
+    """Of an array of runs, which differ in their seeds: that of the first one. Each has a directory `seed-N` of its own
+    in `out`. None for a single run."""
     max_restarts: int = 3
     """How often the processes are started again when one, or a node, was lost."""
     recipe_text: str | None = None

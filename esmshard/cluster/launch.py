@@ -64,10 +64,14 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     Raises:
         UsageError: recipe or options are wrong.
     """
-    if options.array is not None:
-        raise UsageError("--array is of `esmshard launch embed`, whose workers need not know each other")
     path = recipes.resolve(recipe)
     resolved = recipes.load(path, overrides)
+    if options.array is not None and options.target != "slurm":
+        raise UsageError("--array of runs is of Slurm; launch each with train.seed=N and out=DIR")
+    if options.array is not None and resolved.task.name == "variant" and resolved.data.folds is None:
+        raise UsageError(
+            "--array: a table of variants is cross-validated by one job; leave it out, or set data.folds and data.fold"
+        )
     least, most = _nodes(options.nodes)
     gpus = _gpus(options, site)
     nproc = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, gpus))
@@ -93,6 +97,8 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         min_nodes=least,
         gpus_per_node=gpus,
         nproc=nproc,
+        array=options.array or 1,
+        first_seed=None if options.array is None else resolved.train.seed,
         recipe_text=text,
     )
 
@@ -150,7 +156,7 @@ def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Job:
         UsageError: the options are wrong.
     """
     if options.array is not None:
-        raise UsageError("--array is of `esmshard launch embed`; say on how many nodes with --nodes")
+        raise UsageError("--array is of a recipe and of embed; say on how many nodes with --nodes")
     least, most = _nodes(options.nodes)
     if least != most:
         raise UsageError(f"--nodes {options.nodes}: a doctor looks at all of them; say how many, as --nodes {most}")

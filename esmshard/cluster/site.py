@@ -30,7 +30,8 @@ OF_THE_JOB = r"SLURM_\w+"
 _WORD = re.compile(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", re.ASCII)
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}", re.ASCII)
 _OURS = (
-    *("job-name", "array", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "output", "error", "open-mode"),
+    *("job-name", "array", "nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode"),
+    *("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"),
     *(
         "signal",
         "requeue",
@@ -107,14 +108,37 @@ class SlurmSite(Settings):
     cpus_per_gpu: int | None = Field(None, ge=1)
     memory: str | None = None
     """Of a node, as 480G."""
+    gpu_type: str | None = None
+    """Type of the GPUs, where the site has several: a100 asks for a100:4 in place of 4."""
+    gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    """How GPUs are asked for: `gpus-per-node` is --gpus-per-node=a100:4, `gres` is --gres=gpu:a100:4."""
+    setup: tuple[str, ...] = Field((), strict=False)
+    """Lines of bash that the job runs first, before `modules` and as they stand, such as `module use /apps/modules`,
+    `source /opt/conda/etc/profile.d/conda.sh`, `conda activate esm` and `ulimit -l unlimited`. One that fails ends the
+    job."""
     modules: tuple[str, ...] = Field((), strict=False)
-    """Loaded by `module load` before anything else."""
+    """Loaded by `module load`, after `setup`."""
     options: tuple[str, ...] = Field((), strict=False)
     """Further options of sbatch, each as --mail-type=END."""
     grace: int = Field(180, ge=10, le=65535)
     """Seconds before the time limit at which the run is asked to save (--signal=USR1@N)."""
     port: int = Field(29400, ge=1024, le=65535)
     """Where the nodes meet; jobs that share a node take this plus a number drawn from their job id."""
+
+    @field_validator("gpu_type")
+    @classmethod
+    def _type(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value, re.ASCII):
+            raise ValueError(f"must be the name of a type of GPU, such as a100, not {value!r}")
+        return value
+
+    @field_validator("setup")
+    @classmethod
+    def _lines(cls, setup: tuple[str, ...]) -> tuple[str, ...]:
+        for line in setup:
+            if re.search(r"[\n\r\0]", line) or not line.strip():
+                raise ValueError(f"{line!r} must be one line of bash; write an entry for each line")
+        return setup
 
     @field_validator("partition", "account", "qos", "constraint")
     @classmethod
@@ -148,7 +172,7 @@ class SlurmSite(Settings):
             name = re.match(r"--([a-z][a-z-]*)(=.|$)", option)
             if name is None:
                 raise ValueError(f"{option!r} must be an option of sbatch in its long form, as --mail-type=END")
-            if name[1] in _OURS:
+            if name[1] in _OURS or option.startswith("--gres=gpu"):
                 raise ValueError(f"--{name[1]} is said by another key of the profile, or by esmshard launch itself")
             directive(option)
         return options

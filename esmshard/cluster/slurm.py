@@ -71,7 +71,7 @@ def quote(text: str) -> str:
 
 
 def _directives(job: Job, site: Site, name: str) -> list[str]:
-    slurm, array = site.slurm, job.kind == "embed"
+    slurm, array = site.slurm, _is_array(job)
     elastic = job.min_nodes < job.nodes
     cores = slurm.cpus_per_gpu and slurm.cpus_per_gpu * job.gpus_per_node
     if not job.gpus_per_node:
@@ -86,7 +86,7 @@ def _directives(job: Job, site: Site, name: str) -> list[str]:
         ("time", slurm.time),
         ("nodes", f"{job.min_nodes}-{job.nodes}" if elastic else job.nodes),
         ("ntasks-per-node", 1),
-        ("gpus-per-node", job.gpus_per_node or None),
+        _gpus(job.gpus_per_node, site),
         ("cpus-per-task", cores or None),
         ("mem", _share(slurm.memory, job, site)),
         ("output", f"{name}-{'%A_%a' if array else '%j'}.out"),
@@ -99,6 +99,18 @@ def _directives(job: Job, site: Site, name: str) -> list[str]:
     if elastic:
         lines.append("--no-kill")  # else the loss of a node ends the job
     return [*lines, *slurm.options]
+
+
+def _is_array(job: Job) -> bool:
+    return job.kind == "embed" or job.first_seed is not None
+
+
+def _gpus(count: int, site: Site) -> tuple[str, str | None]:
+    """The option by which the site wants GPUs to be asked for, and its value."""
+    slurm = site.slurm
+    kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+    gpu = "gpu:" if slurm.gpu_option == "gres" else ""
+    return slurm.gpu_option, f"{gpu}{kind}{count}" if count else None
 
 
 def _share(memory: str | None, job: Job, site: Site) -> str | None:
@@ -122,16 +134,22 @@ say() { printf 'esmshard: %s\\n' "$*" >&2; }
 
 
 def _settings(job: Job, site: Site) -> str:
-    """Working directory, modules, variables."""
+    """Working directory, what the site sets up, variables."""
     lines = [f"cd -- {quote(job.directory)}"]
-    if job.kind != "doctor":
+    if job.first_seed is not None:
+        lines += [
+            f"seed=$(({job.first_seed} + SLURM_ARRAY_TASK_ID))  # each task of the array is a run of its own",
+            f"out={quote(job.out)}/seed-$seed",
+        ]
+    elif job.kind != "doctor":
         lines += [f"out={quote(job.out)}"]
-        if site.container.runtime != "none":  # what is not there cannot be mounted
-            lines += [f"mkdir -p -- {quote(_parent(job.out))}"]
-    if site.slurm.modules:
-        lines += [_MODULES, *(f"module load {quote(module)}" for module in site.slurm.modules), "set -u"]
+    if job.kind != "doctor" and site.container.runtime != "none":  # what is not there cannot be mounted
+        lines += [f"mkdir -p -- {quote(_parent(job.out))}"]
+    if site.slurm.modules or site.slurm.setup:
+        loads = [f"module load {quote(module)}" for module in site.slurm.modules]
+        lines += [_MODULES, *site.slurm.setup, *loads, "set -u"]
     lines += [f"export {name}={quote(value)}" for name, value in site.exports.items()]
-    if job.kind == "embed":
+    if _is_array(job):
         # The number alone may mean the whole array: that of one of its tasks is the array's own.
         lines += ["job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"]
     else:
@@ -200,6 +218,8 @@ def _command(job: Job, site: Site) -> str:
         launcher += ["sh", "-c", '"$on_node"', "sh", "/tmp"]  # noqa: S108  the user's part is made in it
     launcher += ["esmshard"] if site.container.runtime != "none" else [quote(_python(site)), "-m", "esmshard"]
     launcher += [quote(argument) for argument in job.arguments]
+    if job.first_seed is not None:
+        launcher += ['"train.seed=$seed"', '"out=$out"']
     launcher += ["--nproc", str(job.nproc)]
     if several:
         launcher += ['${together[@]+"${together[@]}"}']  # bash before 4.4 takes an empty one for unset

@@ -4,17 +4,19 @@ import os
 import platform
 import re
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+import esmshard
 from esmshard.cluster.drivers import TORCH_FLOOR, WHEELS, Wheel, runs_on, version_of, wheel_for
 from esmshard.cluster.findings import Finding
 
 CHECK = "versions"
 
-_REQUIREMENT = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?\s*([^;]*)(?:;\s*(.*))?")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9][\w.-]*)(\[[^\]]*\])?\s*([^;]*)(?:;\s*(.*))?")
 _EXTRA = re.compile(r"extra == ['\"]([\w-]+)['\"]")
 _LEFT_OUT = ("all", "test", "dev")  # made of the others, and tools of developers
 
@@ -38,7 +40,7 @@ def packages(requirements: Sequence[str], installed: Mapping[str, str]) -> Itera
     extras: dict[str, list[tuple[str, str]]] = {}
     fitting = {}
     for text in requirements:
-        name, wanted, marker = _REQUIREMENT.match(text.strip()).groups()  # type: ignore[union-attr]
+        name, of_it, wanted, marker = _REQUIREMENT.match(text.strip()).groups()  # type: ignore[union-attr]
         of = _EXTRA.search(marker or "")
         key, floor = normal(name), wanted.strip()
         here = installed.get(key)
@@ -51,7 +53,8 @@ def packages(requirements: Sequence[str], installed: Mapping[str, str]) -> Itera
                 key,
                 "error",
                 f"{name} {here} is older than the least version, {least[1]}" if low and least else f"{name} is missing",
-                f"pip install --upgrade '{name}{floor}'" + (" from the index of its wheel" if is_torch else ""),
+                f"pip install --upgrade '{name}{of_it or ''}{floor}'"
+                + (" from the index of its wheel" if is_torch else ""),
                 {"installed": here, "wanted": floor},
             )
         elif of is None:
@@ -329,11 +332,15 @@ def look(driver: str | None, gpus: Sequence[tuple[str, tuple[int, int] | None]],
 
     installed = {normal(d.name): d.version for d in metadata.distributions() if d.name}
     version = torch.__version__
+    clone = clone_of(Path(esmshard.__file__))
+    told = installed.get("esmshard") or f"{esmshard.__version__} (not installed, {clone or 'no clone either'})"
+    mend = "" if "esmshard" in installed else f"the command and what it needs: pip install -e {clone or '.'}"
     yield Finding(
         CHECK,
         "esmshard",
-        "ok",
-        f"esmshard {installed.get('esmshard', 'not installed')}, Python {platform.python_version()}, torch {version}",
+        "ok" if "esmshard" in installed else "note",
+        f"esmshard {told}, Python {platform.python_version()}, torch {version}",
+        mend,
         values={
             "esmshard": installed.get("esmshard"),
             "python": platform.python_version(),
@@ -351,8 +358,7 @@ def look(driver: str | None, gpus: Sequence[tuple[str, tuple[int, int] | None]],
             f"pip install --upgrade 'torch>={TORCH_FLOOR}'",
             {"installed": version},
         )
-    required = [one for one in metadata.requires("esmshard") or () if not one.startswith("torch>")]
-    yield from packages(required, installed)
+    yield from packages([one for one in _required(clone) if not one.startswith("torch>")], installed)
     yield from driver_fits(version, torch.version.cuda, driver, gpus, torch.cuda.get_arch_list(), *_cuda(gpus))
     has_nccl = torch.version.cuda is not None and torch.cuda.is_available()
     loaded = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None  # type: ignore[no-untyped-call]
@@ -361,6 +367,25 @@ def look(driver: str | None, gpus: Sequence[tuple[str, tuple[int, int] | None]],
     owners: dict[str, str] = {name: installed[name] for name in ("fair-esm", "esm") if name in installed}
     yield from esm_package(owners, _folder_of("esm"))
     yield from threads(os.environ, cores)
+
+
+def clone_of(package: Path) -> Path | None:
+    """The clone whose package this file is of; None for an installed one."""
+    top = package.resolve().parent.parent
+    return top if (top / "pyproject.toml").is_file() else None
+
+
+def _required(clone: Path | None) -> list[str]:
+    """Requirements as `importlib.metadata.requires` gives them; where nothing is installed, those of the clone."""
+    try:
+        return metadata.requires("esmshard") or []
+    except metadata.PackageNotFoundError:
+        pass
+    if clone is None:
+        return []
+    project = tomllib.loads((clone / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].items()
+    return [*project["dependencies"], *(f"{one}; extra == '{extra}'" for extra, of in extras for one in of)]
 
 
 def _cuda(gpus: Sequence[object]) -> tuple[bool, str]:

@@ -16,6 +16,9 @@ from esmshard.vocab import CLS, EOS
 
 Long = Literal["crop", "window", "full", "skip", "error"]
 
+FIXED = "fixed"
+"""The draw of examples outside training."""
+
 
 class Labels(Protocol):
     """Arrays of record n by name."""
@@ -66,8 +69,8 @@ class Example:
     """`<cls> ... <eos>`, uint8 [L + 2]."""
     labels: Mapping[str, npt.NDArray[Any]]
     """Arrays of first dimension L, cropped with the tokens, or values of the whole protein."""
-    draw: str = "fixed"
-    """What random choices are drawn from, the id besides: seed and epoch; `fixed` outside training."""
+    draw: str = FIXED
+    """What random choices are drawn from, the id besides: seed and epoch; FIXED outside training."""
 
 
 class Examples:
@@ -149,7 +152,7 @@ class Examples:
             if self.labels is not None and self.labels.per_residue:
                 labels = {name: values[window] for name, values in labels.items()}
         tokens = np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")
-        return Example(record_id, tokens, labels, "fixed" if epoch is None else f"{self._seed}:{epoch}")
+        return Example(record_id, tokens, labels, FIXED if epoch is None else f"{self._seed}:{epoch}")
 
     def id(self, n: int) -> str:
         """The id of example n, without its tokens."""

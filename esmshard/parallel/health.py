@@ -49,6 +49,8 @@ def started_apart(world: World, environment: Mapping[str, str]) -> str | None:
 
 SLOW = 1.2
 """How many times the work of the others makes a rank slow."""
+LEAST = 0.03
+"""Seconds of a step below which no rank is called slow: of small models the noise of a machine is as much."""
 
 
 def slow_ranks(busy: Sequence[float], seconds: Sequence[float]) -> list[int]:
@@ -58,8 +60,8 @@ def slow_ranks(busy: Sequence[float], seconds: Sequence[float]) -> list[int]:
         busy: of each rank, the seconds of a step in which it was not in a collective: its own work.
         seconds: of each rank, the whole step.
 
-    A rank is slow if it is busy for more than 1.2 times the median of the others, and if that costs a tenth of a step:
-    where communication takes most of the time, a ratio of what is left says little.
+    A rank is slow if it is busy for more than 1.2 times the median of the others, and if that costs a tenth of a step
+    and 0.03 s: where communication takes most of the time, a ratio of what is left says little.
 
     >>> slow_ranks([1.0, 1.5, 1.1], [1.6, 1.6, 1.6])
     [1]
@@ -67,7 +69,7 @@ def slow_ranks(busy: Sequence[float], seconds: Sequence[float]) -> list[int]:
     if len(busy) < 2:
         return []
     others = [median([*busy[:rank], *busy[rank + 1 :]]) for rank in range(len(busy))]
-    least = 0.1 * median(seconds)
+    least = max(LEAST, 0.1 * median(seconds))
     return [
         rank
         for rank, (own, other) in enumerate(zip(busy, others, strict=True))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from esmshard.errors import InputError, UsageError
-from esmshard.parallel import worker
+from esmshard.parallel import srun, worker
 from esmshard.progress import say
 
 if TYPE_CHECKING:  # torch may be built without any of this, and one process does without it
@@ -95,7 +95,11 @@ def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False) -> Ite
     Args:
         start_timeout: seconds that a collective waits for a rank.
         alone_too: make a process group for a single process too; FSDP needs one to keep weights outside the GPU.
+
+    Raises:
+        UsageError: the variables of a launcher are there in part.
     """
+    srun.check()
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _DEFAULTS.items()) if is_launched() else (0, 1, 0)
     device = own_device(local_rank, size)
     if device.type == "cuda":
@@ -168,7 +172,8 @@ def own_device(local_rank: int, size: int) -> torch.device:
         if local_rank >= torch.cuda.device_count():
             raise InputError(
                 f"process {local_rank} of this machine finds no GPU: there are {torch.cuda.device_count()}; "
-                "start fewer processes (--nproc)"
+                "start fewer processes (--nproc); under srun, let each task see all GPUs of its machine "
+                "(--gpus-per-node, not --gpus-per-task)"
             )
         return torch.device("cuda", local_rank)
     return torch.device("mps" if size == 1 and torch.backends.mps.is_available() else "cpu")

@@ -90,12 +90,29 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
     for layer in layers[:-1]:
         group(layer, reshard_after_forward=layout.free_layers)
     group(layers[-1], reshard_after_forward=layout.free_last)
+    model.forward = _without_views(model.forward)
     group(model, reshard_after_forward=layout.free_root)
     _prefetch(model, layers, layout)
     for module in groups(model):
         # Gradients are summed over ranks, not averaged: the loss is divided once, by its global count.
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         module.set_gradient_divide_factor(1.0)
+
+
+def _without_views(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same `forward`, whose list of outputs has tensors of their own in place of parts of one tensor.
+
+    FSDP hangs the gathering of weights for the backward pass on the outputs. On a view an operation in place would
+    drop it, so that torch 2.13 warns of each of them. Outputs are small: to copy them is little beside a layer.
+    """
+
+    def run(*args: Any, **options: Any) -> Any:
+        found = forward(*args, **options)
+        if not isinstance(found, list):
+            return found
+        return [one.clone() if one.requires_grad and one._is_view() else one for one in found]
+
+    return run
 
 
 def _prefetch(model: nn.Module, layers: nn.ModuleList, layout: Layout) -> None:

@@ -1,7 +1,8 @@
 """The protocol that every task fulfils."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack, pack_variants
-from esmshard.data.loader import Example, Examples, Labels
+from esmshard.data.loader import FIXED, Example, Examples, Labels
 from esmshard.data.store import TokenStore
 from esmshard.data_settings import DataSettings
 from esmshard.model.config import EsmConfig
@@ -188,9 +189,18 @@ def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) 
 
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
-    """Pack examples, and make their targets."""
+    """Pack examples, and make their targets. Examples of an epoch have draws for dropout (`TokenBatch.draw_N`)."""
     inputs = [task.inputs(example) for example in examples]
-    return batch_of(inputs, [e.id for e in examples]), [torch.from_numpy(i.target) for i in inputs]
+    batch = batch_of(inputs, [e.id for e in examples])
+    if all(example.draw != FIXED for example in examples):
+        batch = replace(batch, draw_N=torch.from_numpy(np.array([_draw(e) for e in examples], dtype=np.int32)))
+    return batch, [torch.from_numpy(i.target) for i in inputs]
+
+
+def _draw(example: Example) -> int:
+    """A number that follows from seed, epoch and id, and is another one than that of crops and hidden residues."""
+    digest = hashlib.sha256(f"dropout:{example.draw}:{example.id}".encode()).digest()
+    return int.from_bytes(digest[:4], "little", signed=True)
 
 
 def on_device_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from esmshard.data.tables import Table
 from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import EsmConfig
+from esmshard.model.dropout import RecordDropout, of_tokens
 from esmshard.model.weights import Weights
 from esmshard.task_settings import ResidueSettings
 from esmshard.tasks import metrics
@@ -54,7 +55,8 @@ class ResidueHead(nn.Module):
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = RecordDropout(dropout)
+        self.hidden_dropout = RecordDropout(dropout, layer=1)
         self.conv = nn.Conv1d(dim, hidden, KERNEL, padding=KERNEL // 2) if hidden else None
         self.out = nn.Linear(hidden or dim, outputs)
         nn.init.normal_(self.out.weight, std=0.02)  # nearly zero: a new head says what the bias says, whatever it sees
@@ -62,11 +64,13 @@ class ResidueHead(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
         """[L, O] of each record."""
-        x_TD = self.dropout(self.norm(x_TD))
+        draw_T = of_tokens(batch)
+        x_TD = self.dropout(self.norm(x_TD), draw_T)
         if self.conv is None:
             return batch.residues(self.out(x_TD))
         hidden = [F.gelu(self.conv(x_LD.T[None])[0].T) for x_LD in batch.residues(x_TD)]
-        return list(self.out(self.dropout(torch.cat(hidden))).split(batch.lengths))
+        draw_L = None if draw_T is None else torch.cat(batch.residues(draw_T))
+        return list(self.out(self.hidden_dropout(torch.cat(hidden), draw_L)).split(batch.lengths))
 
 
 class ResidueTask:

@@ -19,6 +19,7 @@ from esmshard.data.tables import shown
 from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import EsmConfig
+from esmshard.model.dropout import RecordDropout
 from esmshard.model.weights import Weights
 from esmshard.task_settings import SequenceSettings
 from esmshard.tasks import metrics
@@ -44,7 +45,8 @@ class SequenceHead(nn.Module):
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = RecordDropout(dropout)
+        self.hidden_dropout = RecordDropout(dropout, layer=1)
         self.hidden = nn.Linear(dim, hidden) if hidden else None
         self.out = nn.Linear(hidden or dim, outputs)
         nn.init.normal_(self.out.weight, std=0.02)  # nearly zero: a new head says what the bias says, whatever it sees
@@ -53,9 +55,9 @@ class SequenceHead(nn.Module):
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
         """[T] or [C] of each record."""
         mean_ND = torch.stack([x_LD.mean(0) for x_LD in batch.residues(x_TD)])
-        h_ND = self.dropout(self.norm(mean_ND))
+        h_ND = self.dropout(self.norm(mean_ND), batch.draw_N)
         if self.hidden is not None:
-            h_ND = self.dropout(F.gelu(self.hidden(h_ND)))
+            h_ND = self.hidden_dropout(F.gelu(self.hidden(h_ND)), batch.draw_N)
         return list(self.out(h_ND))
 
 

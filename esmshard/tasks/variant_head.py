@@ -1,6 +1,7 @@
 """The head for point mutations: what the model says at the changed residues, beside what it says of the wild type."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch
+from esmshard.model.dropout import RecordDropout, of_changes
 from esmshard.vocab import STANDARD, VOCAB_SIZE, encode
 
 Pool = Literal["wild_type", "sites", "difference", "mean"]
@@ -49,7 +51,8 @@ class VariantHead(nn.Module):
         super().__init__()
         self.pool, self.reads_logits = pool, zero_shot
         self.norm = nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = RecordDropout(dropout)
+        self.hidden_dropout = RecordDropout(dropout, layer=1)
         seen = width(dim, pool, zero_shot=zero_shot)
         self.hidden = nn.Linear(seen, hidden) if hidden else None
         self.out = nn.Linear(hidden or seen, len(sign_T))
@@ -61,15 +64,16 @@ class VariantHead(nn.Module):
         self, x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """[T] of each variant."""
-        h_NF = self.features(self.norm(x_TD), batch, logits_MV, self._hidden)
-        out_NT = self.out(self.dropout(h_NF))
+        draw_M = batch.draw_N if self.pool == "mean" else of_changes(batch)
+        h_NF = self.features(self.norm(x_TD), batch, logits_MV, partial(self._hidden, draw_M=draw_M))
+        out_NT = self.out(self.hidden_dropout(h_NF, batch.draw_N))
         if self.zero_shot is not None:
             assert logits_MV is not None
             out_NT = out_NT.float() + log_odds(logits_MV, batch)[:, None] * self.zero_shot
         return list(out_NT)
 
-    def _hidden(self, x_MF: torch.Tensor) -> torch.Tensor:
-        return x_MF if self.hidden is None else F.gelu(self.hidden(self.dropout(x_MF)))
+    def _hidden(self, x_MF: torch.Tensor, draw_M: torch.Tensor | None) -> torch.Tensor:
+        return x_MF if self.hidden is None else F.gelu(self.hidden(self.dropout(x_MF, draw_M)))
 
     def features(
         self,

@@ -3,8 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,40 +21,42 @@ from esmshard.data.loader import Examples, digests
 from esmshard.data.packing import MicroBatch, Plan, deal
 from esmshard.errors import InputError
 from esmshard.model import origin, recorded
-from esmshard.model.attention import kernel_name
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.esm2 import ESM2
 from esmshard.model.files import read_json
+from esmshard.model.weights import default_device
 from esmshard.parallel import allowed, health, worker
 from esmshard.parallel import plan as memory
 from esmshard.parallel.cost import training_flops
 from esmshard.parallel.guards import check_optimizer
 from esmshard.parallel.load import materialise
-from esmshard.parallel.mesh import Precision, World, processes_per_machine, world
-from esmshard.parallel.out_of_memory import is_out_of_memory
+from esmshard.parallel.mesh import World, processes_per_machine, world
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.profile import Profile
 from esmshard.parallel.segments import expandable_segments
-from esmshard.parallel.shard import DTYPES, shard
+from esmshard.parallel.shard import shard
 from esmshard.parallel.stuck import Control, recorder_settings
 from esmshard.parallel.watch import Watch, peak_flops
 from esmshard.progress import Progress, rate, say
 from esmshard.settings import Recipe
 from esmshard.tasks import head_of
 from esmshard.tasks.finetuner import FineTuner, load_untrained, new_head
-from esmshard.tasks.numbers import HEADS
 from esmshard.tasks.protocol import Task, collate
-from esmshard.train import evaluate, rng
+from esmshard.train import evaluate
 from esmshard.train.attempt import Attempt
+from esmshard.train.fitting import (
+    RESERVED,
+    choose_tokens_per_rank,
+    largest_fitting,
+    out_of_memory_in_evaluation,
+    out_of_memory_in_steps,
+    out_of_memory_of_model,
+)
 from esmshard.train.job import Job, check_out, leakage_notices, prepare, provenance, versions
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
-from esmshard.train.planning import head_bytes
 from esmshard.train.start import check_room, describe_run, resolved, starting_point
 from esmshard.train.step import LossScale, too_many_skipped, train_step
 from esmshard.train.tracking import Tracking
-
-RESERVED = 0.9
-"""Of the free memory, what a run plans to use. The rest is for the gaps of allocators, and other programs."""
 
 
 def run(
@@ -102,7 +103,7 @@ def run(
                 ) as control,
                 exact_convolutions(ranks.device),
                 expandable_segments(ranks.device),
-                _model_out_of_memory(ranks.device),
+                out_of_memory_of_model(ranks.device),
             ):
                 job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
                 ranks.from_first(lambda: check_out(out, resume, overwrite))
@@ -118,17 +119,23 @@ def run(
         if worker.SHARED_CORES in os.environ:  # the other ranks are leaving
             torch.set_num_threads(allowed.cores())
         attempt.tell("running", "consolidating and evaluating")
-        say(f"fitting the baselines, then scoring {len(job.test)} test records")
-        evaluate.fit_baselines(job.task, job.train, load_untrained(job.recipe, job.task), out / evaluate.BASELINES)
-        best = keeps_best(recipe) and (out / "checkpoints" / "BEST").exists()
-        how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
-        model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
-        say(f"model in {model}")
-        shared = leakage_notices(job)
-        print(evaluate.report(str(model), job.test, out, warn=say, leakage=shared), flush=True)
-        card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))
+        with out_of_memory_in_evaluation(recipe, default_device()):
+            _evaluate(job, trust)
         say(attempt.summary())
     return out
+
+
+def _evaluate(job: Job, trust: bool) -> None:
+    """Baselines, the model as one directory, its scores on the test split, and its card. In the first process."""
+    recipe, out = job.recipe, job.out
+    say(f"fitting the baselines, then scoring {len(job.test)} test records")
+    evaluate.fit_baselines(job.task, job.train, load_untrained(recipe, job.task), out / evaluate.BASELINES)
+    best = keeps_best(recipe) and (out / "checkpoints" / "BEST").exists()
+    how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
+    model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
+    say(f"model in {model}")
+    print(evaluate.report(str(model), job.test, out, warn=say, leakage=leakage_notices(job)), flush=True)
+    card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))
 
 
 def _train(
@@ -154,8 +161,8 @@ def _train(
     # Before the model has memory of its own, for the planner counts that too.
     numbers = memory.of_model(model, weights.config.dim, weights.config.n_heads)
     free = memory.free_bytes(ranks.device, processes_per_machine(ranks.size))
-    fitting = partial(_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)
-    tokens_per_rank, longest = _tokens_per_rank(job, saved, fitting, ranks), int(job.train.tokens.max())
+    fitting = partial(largest_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)
+    tokens_per_rank, longest = choose_tokens_per_rank(job, saved, fitting, ranks), int(job.train.tokens.max())
     at_once = max(longest, min(tokens_per_rank, -(-recipe.batch.global_tokens // ranks.size)))
     control.note("reading weights")
     head, told = new_head(recipe, task, weights)
@@ -175,12 +182,8 @@ def _train(
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     ranks.from_first(lambda: check_room(out / "checkpoints", needed, recipe.checkpoint.keep))
     done, skipped_in_a_row, best, stale = 0, 0, None, 0
-    rng.begin(recipe.train.seed, ranks.rank, int(saved["step"]) if saved else 0)
     if start is not None and saved is not None:
-        known = sharded.index(start) if saved["world_size"] == ranks.size else {}
-        tensors |= rng.wanted(ranks.rank, ranks.device, known)
         sharded.load(start, tensors)
-        rng.restore(tensors, ranks.device)
         done, skipped_in_a_row = int(saved["step"]), saved["skipped_in_a_row"]
         best, stale = saved["best"], saved["stale"]
         scale = LossScale(**saved["loss_scale"]) if scale else None
@@ -221,7 +224,7 @@ def _train(
         began = time.perf_counter()
         now = {"loss_scale": asdict(scale) if scale else None, "skipped_in_a_row": skipped_in_a_row}
         now |= {"best": best, "stale": stale}
-        tensors = state_tensors(model, optimizer, trained_only=adapted) | rng.tensors(ranks.rank, ranks.device)
+        tensors = state_tensors(model, optimizer, trained_only=adapted)
         saver.save(step, tensors, state | now | {"validated": validated}, is_best)
         attempt.write(event="checkpoint", step=step, stall_s=round(time.perf_counter() - began, 4))
         attempt.tell("running", "training")
@@ -253,7 +256,13 @@ def _train(
 
     with (
         preemption.noted(),
-        _out_of_memory(at_once, longest, job.layout.activation_checkpointing, fitting),
+        out_of_memory_in_steps(
+            at_once,
+            longest,
+            job.layout.activation_checkpointing,
+            fitting,
+            saved=lambda: manifest.pointed(out / "checkpoints", "LATEST") is not None,
+        ),
         saver,
         Progress("step", job.steps, done=done, show=ranks.is_first) as progress,
         Profile(ranks, profile, job.steps - done, out / "profile") as recording,
@@ -343,47 +352,6 @@ def _in_background(recipe: Recipe, device: torch.device) -> bool:
     return device.type == "cuda" if wanted == "auto" else wanted
 
 
-@contextmanager
-def _out_of_memory(tokens: int, longest: int, checkpointing: str, fitting: Callable[[], int]) -> Iterator[None]:
-    """Turn an out-of-memory error of a step into one sentence, with a number that then fits.
-
-    Args:
-        tokens: of the largest micro-batches of the run, a rank's share of a step at most.
-        longest: tokens of the longest training record. A micro-batch cannot be smaller.
-        checkpointing: as the recipe has it.
-        fitting: asks the planner, see `_fitting`. The memory that was free at the start of the run counts, for now the
-            run itself has taken it.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        fits = fitting()
-        less = max(longest, min(3 * tokens // 4, fits))
-        has_number = fits > 0 and less < tokens
-        mend = f"set batch.tokens_per_rank={less}" if has_number else "lower data.max_length"
-        if checkpointing != "full":
-            mend += f", or {'' if has_number else 'set '}parallel.activation_checkpointing=full"
-        raise InputError(
-            f"out of memory: micro-batches of {tokens} tokens do not fit; {mend}, and go on with --resume auto"
-        ) from None
-
-
-@contextmanager
-def _model_out_of_memory(device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error that comes before the first step into one sentence."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise InputError(
-            f"out of memory: weights and optimizer state of the model do not fit on {device}; set adapt.method=lora or "
-            "parallel.cpu_offload=true, or share the model among more GPUs (--nproc)"
-        ) from None
-
-
 def _work(
     mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: memory.ModelNumbers
 ) -> tuple[int, float]:
@@ -400,49 +368,3 @@ def _batches(
     for micro in mine:
         batch, targets = collate(task, [data.get(n, epoch) for n in micro.records])
         yield batch, targets, micro.ghost
-
-
-def _tokens_per_rank(job: Job, saved: Mapping[str, Any] | None, fitting: Callable[[], int], ranks: World) -> int:
-    """The number of the recipe; for `auto` that with which the run began, else what fits (see `_fitting`)."""
-    asked = job.recipe.batch.tokens_per_rank
-    if isinstance(asked, int):
-        return asked
-    if saved is not None:  # other micro-batches would add up gradients in another order
-        return int(saved["recipe"]["batch"]["tokens_per_rank"])
-    longest, fits = int(job.train.tokens.max()), fitting()
-    if not fits and ranks.is_first:
-        say(
-            f"the longest training record, {longest} tokens, may not fit into memory; lower data.max_length, set "
-            "parallel.activation_checkpointing=full, or see `esmshard plan`"
-        )
-    return max(fits, longest)
-
-
-def _fitting(job: Job, numbers: memory.ModelNumbers, room: int, ranks: World) -> int:
-    """Ask the planner for the tokens of the largest micro-batch that fits; 0 if not even the longest record does.
-
-    Args:
-        job: whose training records and layout they are.
-        numbers: of the model with its head.
-        room: bytes that may be planned with, weights included, on the rank with the least.
-        ranks: over which a step is divided.
-    """
-    lengths, beside = job.train.tokens, job.train.beside
-    longest = int(lengths.max())
-    most = memory.largest_micro_batch(
-        numbers,
-        job.layout,
-        room,
-        head_bytes(HEADS[job.recipe.task.name](job.recipe.task), lengths, job.layout),
-        _kernels(ranks.device, job.layout.precision),
-        longest=longest + beside,
-        share=-(-job.recipe.batch.global_tokens // ranks.size) + beside,
-        padding=longest / float(lengths.mean()),
-    )
-    return max(0, most - beside)
-
-
-def _kernels(device: torch.device, precision: Precision) -> memory.Device:
-    """Which attention runs, in the planner's words."""
-    kernels: dict[str, memory.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
-    return kernels[kernel_name(device, DTYPES[precision])]

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -224,19 +225,63 @@ class Lease:
         self._looked = time.time()
 
 
+@dataclass(frozen=True)
+class Sign:
+    """What the lease of a run directory shows to whoever only looks."""
+
+    holder: Holder | None
+    """None where the file is damaged."""
+    beaten: float
+    """When the holder gave its last sign of life: seconds since 1970, by the clock of the file system."""
+    lives: bool | None
+    """None where nobody can tell at a glance, as of a holder on another machine."""
+
+
+def sign(out: Path) -> Sign | None:
+    """Who holds a run directory, at a glance; None if nobody does."""
+    numbers = _numbers(out) if out.is_dir() else []
+    path = out / f"lease-{max(numbers, default=0)}.json"
+    raw = _read(path) if numbers else None
+    if raw is None:
+        return None
+    try:
+        beaten = path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    holder = _parse(raw)
+    here = holder is not None and holder.machine == _machine()
+    return Sign(
+        holder, beaten, process_lives(holder.pid, holder.process_start) if holder is not None and here else None
+    )
+
+
+def watched(out: Path) -> Sign | None:
+    """The same, for certain: a holder on another machine is watched until its next beat, two beats and a half at most.
+
+    Clocks are not compared here either. Writes nothing.
+    """
+    first = sign(out)
+    if first is None or first.lives is not None:
+        return first
+    patience = PATIENCE * (first.holder.beat_s if first.holder is not None else BEAT)
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        time.sleep(patience / 100)
+        now = sign(out)
+        if now is None or now.lives is not None:
+            return now
+        if now.holder is not None and now.holder != first.holder:
+            return replace(now, lives=True)
+    return replace(first, lives=False)
+
+
 def abandoned(out: Path) -> bool:
     """Whether it is certain that no run holds a directory: there is no lease, or its process on this machine is gone.
 
     False also where nobody can tell at a glance, as of a holder on another machine.
     """
-    numbers = _numbers(out) if out.is_dir() else []
-    if not numbers:
-        return True
-    raw = _read(out / f"lease-{max(numbers)}.json")
-    holder = _parse(raw) if raw is not None else None
-    if holder is None or holder.machine != _machine():
-        return False
-    return process_lives(holder.pid, holder.process_start) is False
+    found = sign(out)
+    return found is None or found.lives is False
 
 
 def is_lease(path: Path) -> bool:

@@ -294,6 +294,43 @@ def keys(found: Plan) -> list[str]:
     return [*lines, "parallel.cpu_offload=true"] if best.cpu_offload else lines
 
 
+_HEAD = (
+    *("strategy", "checkpointing", "weights", "grads", "optim", "gather", "activ", "head", "other", "total", "fits"),
+    *("most", "tokens", "ms/step", "exposed", "GiB"),
+)
+
+
+def _table(found: Plan) -> Iterator[str]:
+    """A line for each option, every column as wide as its widest cell; words to the left, numbers to the right."""
+    rows: list[tuple[str, ...]] = [_HEAD]
+    impossible: dict[str, str] = {}
+    for option in found.options:
+        name = option.strategy
+        if option.cpu_offload and not found.recipe.parallel.cpu_offload:
+            name += " + cpu_offload"
+        if option.memory is None or option.cost is None:
+            impossible[name] = option.impossible  # for every mode alike
+            rows += [(name,)] if (name,) not in rows else []
+            continue
+        rows.append(
+            (
+                *(name, option.checkpointing),
+                *(f"{getattr(option.memory, kind) / GIB:.2f}" for kind in KINDS),
+                *(f"{option.memory.total / GIB:.2f}", "yes" if option.fits else "no", f"{option.largest or '-'}"),
+                f"{option.micro_batches} x {option.tokens:,}",
+                *(f"{1e3 * seconds:.1f}" for seconds in (option.cost.seconds, option.cost.exposed)),
+                f"{option.cost.traffic.total / GIB:.2f}",
+            )
+        )
+    widths = [max(len(row[k]) for row in rows if k < len(row)) for k in range(len(_HEAD))]
+    for row in rows:
+        if len(row) == 1:
+            yield f"{row[0]:<{widths[0]}}  not possible: {impossible[row[0]]}"
+            continue
+        cells = [cell.ljust(widths[k]) if k in (0, 1, 10) else cell.rjust(widths[k]) for k, cell in enumerate(row)]
+        yield "  ".join(cells)
+
+
 def as_text(found: Plan) -> str:
     """The table, the recommendation and its reasons."""
     numbers, lengths, machines = found.numbers, found.lengths, found.machines
@@ -308,28 +345,8 @@ def as_text(found: Plan) -> str:
         + (f"; {lengths.beside:,} of the wild type with every micro-batch" if lengths.beside else ""),
         "",
         "GiB a rank at the peak of a step",
-        f"{'strategy':<22}{'checkpointing':<14}{'weights':>8}{'grads':>7}{'optim':>7}{'gather':>7}{'activ':>7}"
-        f"{'head':>7}{'other':>7}{'total':>8}  {'fits':<5}{'most':>8}{'tokens':>11}{'ms/step':>9}{'exposed':>9}"
-        f"{'GiB':>7}",
+        *_table(found),
     ]
-    said = ""
-    for option in found.options:
-        name = option.strategy + (
-            " + cpu_offload" if option.cpu_offload and not found.recipe.parallel.cpu_offload else ""
-        )
-        if option.memory is None or option.cost is None:
-            if name != said:  # for every mode alike
-                lines.append(f"{name:<22}not possible: {option.impossible}")
-            said = name
-            continue
-        amounts = "".join(f"{getattr(option.memory, kind) / GIB:>7.2f}" for kind in KINDS)
-        batch = f"{option.micro_batches} x {option.tokens:,}"
-        lines.append(
-            f"{name:<22}{option.checkpointing:<15}{amounts}{option.memory.total / GIB:>8.2f}  "
-            f"{'yes' if option.fits else 'no':<5}{option.largest or '-':>8}{batch:>11}"
-            f"{1e3 * option.cost.seconds:>9.1f}{1e3 * option.cost.exposed:>9.1f}"
-            f"{option.cost.traffic.total / GIB:>7.2f}"
-        )
     lines += [
         "",
         "most: largest batch.tokens_per_rank that fits; tokens: micro-batches of a step; GiB: received a step",

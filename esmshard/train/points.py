@@ -55,7 +55,7 @@ class Reader:
         return Point("run", self._events, self.step, values, when)
 
 
-_OF_EVENTS = ("attempt", "steps_lost", "seconds", "stall_s")
+_OF_EVENTS = ("attempt", "steps_lost", "seconds_lost", "seconds", "stall_s")
 
 
 def numbers(line: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -80,16 +80,21 @@ def read(out: Path) -> Status | None:
     Raises:
         InputError: if the file is damaged.
     """
-    status = _read(out)
+    status = as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out):
-        status["state"] = "failed"
-        status["message"] = f"the run ended without a word after step {status['step']}; go on with --resume auto"
+        status = without_a_word(status)
     return status
+
+
+def without_a_word(status: Status) -> Status:
+    """The status of a run that says `running` and was killed: it has failed."""
+    message = f"the run ended without a word after step {status['step']}; go on with --resume auto"
+    return {**status, "state": "failed", "message": message}
 
 
 def begun_by_this_launch(out: Path) -> bool:
     """Whether what lies in a run directory was begun by the launcher that started this process again."""
-    status = _read(out)
+    status = as_written(out)
     return status is not None and status["launch"] is not None and status["launch"] == _launch()
 
 
@@ -100,7 +105,7 @@ def _launch() -> str | None:
 
 def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
     """Say that a run has failed, for a launcher whose processes were all killed. A last word of their own stays."""
-    status = _read(out)
+    status = as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out):
         _replace(out, {**status, "state": "failed", "exit_code": exit_code, "message": message, "updated": time.time()})
 
@@ -119,7 +124,8 @@ def _replace(out: Path, status: Status) -> None:
     replace_text(out / NAME, json.dumps(status, indent=1) + "\n")
 
 
-def _read(out: Path) -> Status | None:
+def as_written(out: Path) -> Status | None:
+    """The file as it is, whether it is still true or not. `InputError` if it is damaged."""
     try:
         found = json.loads((out / NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -138,7 +138,9 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 def too_many_skipped(in_a_row: int, step: int) -> None:
     """End the run when steps keep failing: going on would burn the allocation on a model that does not move."""
     if in_a_row >= MAX_SKIPPED:
-        raise InputError(
-            f"step {step}: loss or gradient was not finite {in_a_row} times in a row; lower optim.lr, or resume from "
-            "an earlier checkpoint"
+        error = InputError(
+            f"step {step}: loss or gradient was not finite {in_a_row} times in a row; start again with a lower "
+            "optim.lr (out=DIR or --overwrite), or go on from an earlier checkpoint (--resume PATH)"
         )
+        error.shared = True  # all ranks skip the same steps
+        raise error

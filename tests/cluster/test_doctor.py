@@ -116,6 +116,20 @@ def test_what_a_run_writes_is_known_of_a_model_in_a_file(place: Path, tiny_recip
     assert 1 <= found["storage/out space"]["values"]["needed"] / (10 * weights) < 1.1
 
 
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_a_model_that_does_not_exist(place: Path, tiny_recipe: Path, init: str) -> None:
+    empty = place / "empty"
+    empty.mkdir()
+    for name, says in (("esm2_t99_9B", "no such file or directory"), (str(empty), "config.json")):
+        done = esmshard(
+            "doctor", tiny_recipe, f"model.name={name}", f"init={init}", "--nproc", "1", "--json", cwd=place
+        )
+        found = by_name(json.loads(done.stdout))["recipe/weights"]
+        assert (done.returncode, found["level"]) == (1, "error"), name
+        assert says in found["found"]
+        assert "model.name" in found["mend"]
+
+
 def test_recipe_whose_data_are_not_there(place: Path, tiny_recipe: Path) -> None:
     (tiny_recipe.parent / "valid.fasta").unlink()
     done = esmshard("doctor", tiny_recipe, "--nproc", "1", "--json", cwd=place)

@@ -1,10 +1,12 @@
 """Packages, driver and wheel. What a GPU machine would say is given as values."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+import esmshard
 from esmshard.cluster import versions
 from esmshard.cluster.findings import Finding
 
@@ -119,11 +121,38 @@ def test_packages_beside_the_floors_of_the_metadata() -> None:
     assert found["typer"].found == "typer is missing"
     assert found["typer"].mend == "pip install --upgrade 'typer>=0.15'"
     assert found["transformers"].level == "warning"
+    (lacking,) = [one for one in versions.packages(["xopen[zstd]>=2.0"], {}) if one.name == "xopen"]
+    assert lacking.mend == "pip install --upgrade 'xopen[zstd]>=2.0'"
     assert found["packages"].values == {"ruamel-yaml": "0.18.6", "xopen": "2.0.1"}
     assert found["extras"].values["missing"] == {"plots": ["matplotlib"]}
     assert found["extras"].values["installed"] == ["h5"]
     assert "pip install 'esmshard[plots]'" in found["extras"].mend
     assert "ruff" not in found
+
+
+def test_a_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requirements are those of its pyproject.toml."""
+    installed = versions.metadata.requires("esmshard") or []
+
+    def requires(name: str) -> list[str]:
+        raise versions.metadata.PackageNotFoundError(name)
+
+    kept = [one for one in versions.metadata.distributions() if one.name != "esmshard"]
+    monkeypatch.setattr(versions.metadata, "distributions", lambda: iter(kept))
+    monkeypatch.setattr(versions.metadata, "requires", requires)
+    found = {one.name: one for one in versions.look(None, [], 2)}
+    assert found["esmshard"].level == "note"
+    assert "(not installed, " in found["esmshard"].found
+    assert found["esmshard"].mend.endswith(f"pip install -e {Path(esmshard.__file__).parents[1]}")
+    assert found["packages"].level == "ok"
+    assert "numpy" in found["packages"].values
+    clone = versions.clone_of(Path(esmshard.__file__))
+    assert clone is not None
+    of_clone, of_wheel = (
+        {versions.normal(re.split(r"[^\w.-]", one)[0]) for one in some} - {"esmshard"}  # which names extras of its own
+        for some in (versions._required(clone), installed)
+    )
+    assert of_clone == of_wheel
 
 
 def _fake(folder: Path, package: str, marker: str) -> None:

@@ -87,7 +87,12 @@ def test_the_time_comes_before_that_of_the_profile() -> None:
         ("contact", [], {}, "how many GPUs has a node? pass --gpus-per-node N"),
         ("contact", [], {"gpus_per_node": 1, "nodes": "2:1"}, "--nodes 2:1: a number of nodes is expected, as 2, or"),
         ("contact", [], {"gpus_per_node": 1, "nodes": "x"}, "--nodes x: a number of nodes"),
-        ("contact", [], {"gpus_per_node": 1, "array": 3}, "--array is of `esmshard launch embed`"),
+        (
+            "variants",
+            [],
+            {"gpus_per_node": 1, "array": 3},
+            "--array: a table of variants is cross-validated by",
+        ),
         (
             "contact",
             ["adapt.method=probe", "task.head=attention"],

@@ -39,6 +39,7 @@ JOBS = {
     "weird": dataclasses.replace(JOB, name=WEIRD, arguments=("finetune", WEIRD), out=f"/shared/{WEIRD}"),
     "embed": EMBED,
     "doctor": DOCTOR,
+    "seeds": dataclasses.replace(JOB, array=3, first_seed=7, nodes=2, min_nodes=2),
 }
 SITES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -46,6 +47,9 @@ SITES: dict[str, dict[str, Any]] = {
         "scratch": "/local/${SLURM_JOB_ID}/it's",
         "exports": {"A": WEIRD, "B": "1"},
         "slurm": {"partition": "gpu", "cpus_per_gpu": 8, "memory": "480G", "modules": ["cuda/12.8", "gcc"]},
+    },
+    "set up": {
+        "slurm": {"setup": ["module use /apps/modules", "ulimit -c 0"], "gpu_type": "a100", "gpu_option": "gres"},
     },
     "pyxis": {"container": {"runtime": "pyxis", "image": "nvcr.io#x/esmshard:1", "mounts": ["/shared"]}},
     "apptainer": {"container": {"runtime": "apptainer", "image": "/i/e.sif"}, "scratch": "/local"},
@@ -92,6 +96,44 @@ def test_sbatch_is_told_what_the_job_and_the_profile_say() -> None:
         *("open-mode=append", "signal=USR1@180", "requeue"),
     ]
     assert not {"requeue", "signal=USR1@180"} & set(directives(render(DOCTOR, site())))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, "gpus-per-node=4"),
+        ({"gpu_type": "a100"}, "gpus-per-node=a100:4"),
+        ({"gpu_option": "gres"}, "gres=gpu:4"),
+        ({"gpu_type": "h100_80gb", "gpu_option": "gres"}, "gres=gpu:h100_80gb:4"),
+    ],
+)
+def test_gpus_are_asked_for_in_the_words_of_the_site(keys: dict[str, Any], expected: str) -> None:
+    assert [line for line in directives(render(JOB, site(slurm=keys))) if "g" in line[:2]] == [expected]
+    assert not [line for line in directives(render(JOBS["cpu"], site(slurm=keys))) if "g" in line[:2]]
+
+
+def test_what_the_site_sets_up_comes_first_and_as_it_stands(tmp_path: Path) -> None:
+    """In a shell that stops at a failure, but takes a variable that is not set; what it exports is there later."""
+    lines = ["module use /apps/modules", 'export SEEN="a $USER_NOT_SET b"; ulimit -c 0']
+    script = render(dataclasses.replace(JOB, directory="/"), site(slurm={"setup": lines, "modules": ["gcc"]}))
+    begin = script[: script.index("job=$SLURM_JOB_ID")]
+    place = tmp_path / "begin.sh"
+    place.write_text(f'module() {{ echo "$*"; }}\n{begin}\necho "$SEEN $(ulimit -c)"; echo $-\n')
+    done = subprocess.run(["bash", place], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[:3] == ["use /apps/modules", "load gcc", "a  b 0"]
+    assert {"e", "u"} <= set(done.stdout.splitlines()[3])
+    place.write_text(place.read_text().replace("ulimit -c 0", "false"))
+    assert subprocess.run(["bash", place], check=False, capture_output=True).returncode == 1
+
+
+def test_an_array_of_runs_differs_in_seed_and_directory(tmp_path: Path) -> None:
+    script = render(JOBS["seeds"], site())
+    assert {"array=0-2", "output=contact-%A_%a.out"} <= set(directives(script))
+    assert "seed=$((7 + SLURM_ARRAY_TASK_ID))" in script
+    assert "out=/shared/runs/contact/seed-$seed\n" in script
+    assert "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID\n" in script
+    words = re.search(r"^command=\(\n(.*?)^\)", script, re.M | re.S)[1].split()  # type: ignore[index]
+    assert words[words.index("auto") + 1 :][:2] == ['"train.seed=$seed"', '"out=$out"']
 
 
 @pytest.mark.parametrize(("name", "no_kill"), [("one", False), ("two", False), ("elastic", True)])

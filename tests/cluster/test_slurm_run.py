@@ -343,3 +343,17 @@ def test_workers_of_an_array_make_one_file_and_one_that_is_preempted_comes_back(
     np.testing.assert_allclose(np.load(out), np.load(tmp_path / "alone.npy"), atol=1e-5)
     assert out.with_suffix(".ids.txt").read_bytes() == (tmp_path / "alone.ids.txt").read_bytes()
     assert not (tmp_path / "emb.npy.partial").exists()
+
+
+def test_an_array_of_runs_is_what_several_seeds_are(cluster: Cluster, tiny_recipe: Path, tmp_path: Path) -> None:
+    """Each task of the array is a run; the command that would have made them all only sums them up."""
+    cluster.site["python"] = sys.executable
+    job = cluster.launch(tiny_recipe, "train.seed=5", "--array", "2", "--nproc", "1")
+    for n in range(2):
+        assert cluster.wait(f"{job}_{n}") == (0, "COMPLETED"), cluster.log(f"{job}_{n}", "tiny")
+    runs = {path.name: json.loads((path / "status.json").read_text()) for path in (tmp_path / "run").glob("seed-*")}
+    assert {name: run["state"] for name, run in runs.items()} == {"seed-5": "done", "seed-6": "done"}
+    assert {run["job"] for run in runs.values()} == {f"{job}_0", f"{job}_1"}
+    done = esmshard("finetune", tiny_recipe, "train.seed=5", "--seeds", "2", "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 runs: mean and 95% interval over runs")

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Path], dict[str, Any]]]] = {
     },
 }
 """By the name of the task and what kind of it: the task section but for its name, and what writes the files. Without
-dropout, for which no two devices draw the same."""
+dropout, so that what is compared is all of the head."""
 
 
 def model_name() -> str:

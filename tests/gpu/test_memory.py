@@ -16,7 +16,8 @@ from esmshard.model.esm2 import ESM2
 from esmshard.parallel import plan
 from esmshard.settings import Recipe
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.train import evaluate, finetune
+from esmshard.train import evaluate
+from esmshard.train.fitting import RESERVED, largest_fitting
 from esmshard.train.job import prepare
 
 pytestmark = pytest.mark.gpu
@@ -74,8 +75,8 @@ def fitting(recipe: Recipe, device: torch.device) -> int:
         model = FineTuner(ESM2(job.weights.config), job.task.head(job.weights.config))
     model.adapt(recipe.adapt, 0)
     numbers = plan.of_model(model, job.weights.config.dim, job.weights.config.n_heads)
-    room = int(finetune.RESERVED * plan.free_bytes(device, 1))
-    return finetune._fitting(job, numbers, room, alone(device))
+    room = int(RESERVED * plan.free_bytes(device, 1))
+    return largest_fitting(job, numbers, room, alone(device))
 
 
 @pytest.mark.parametrize(("checkpointing", "number"), [("none", 4), ("full", 2)])

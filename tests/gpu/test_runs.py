@@ -181,7 +181,7 @@ def attempts(out: Path) -> int:
 
 
 def test_a_run_that_is_killed_and_stopped_goes_on_as_if_it_had_not_been(device: torch.device, tmp_path: Path) -> None:
-    """With dropout, so that the random state of the device must be that of the checkpoint."""
+    """With dropout, which must draw on the device as if nothing had happened."""
     recipe = written(
         tmp_path, "sequence-number", task={"dropout": 0.3}, train={"steps": STEPS}, checkpoint={"every": 10, "keep": 2}
     )

@@ -1,4 +1,4 @@
-"""Checkpoints of what lies on the GPU: written at once and in the background, and random states."""
+"""Checkpoints of what lies on the GPU: written at once and in the background."""
 
 import hashlib
 import threading
@@ -15,10 +15,10 @@ from training import Training, set_up
 
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.saver import Saver
+from esmshard.model.dropout import RecordDropout
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.mesh import World, world
 from esmshard.parallel.shard import local
-from esmshard.train import rng
 from esmshard.train.optim import state_tensors
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,6 @@ def training(device: torch.device, tmp_path: Path, request: pytest.FixtureReques
 
 def begun(recipe: Any, device: torch.device, ranks: World, laid: Layout | None) -> Training:
     training = set_up(recipe, device, ranks, laid)
-    rng.begin(3, 0, 0)
     for step in range(2):
         training.step(step)
     return training
@@ -51,8 +50,7 @@ def begun(recipe: Any, device: torch.device, ranks: World, laid: Layout | None) 
 
 def tensors_of(training: Training) -> dict[str, torch.Tensor]:
     """As the main job saves them."""
-    tensors = state_tensors(training.model, training.optimizer)
-    return tensors | rng.tensors(training.ranks.rank, training.ranks.device)
+    return state_tensors(training.model, training.optimizer)
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
@@ -100,43 +98,31 @@ def test_a_save_in_the_background_has_the_bytes_of_one_at_once(
 
 
 def test_what_is_loaded_goes_on_as_what_was_saved(device: torch.device, training: Training, tmp_path: Path) -> None:
-    """Weights, moments and random states: the next step, dropout and all, is the same one."""
+    """Weights and moments: the next step, dropout and all, is the same one, whatever was drawn meanwhile."""
     with Saver(tmp_path / "saved", 1, background=True) as saver:
         saver.save(2, tensors_of(training), {})
     checkpoint = tmp_path / "saved" / "step_000002"
-    known = sharded.index(checkpoint)
-    assert ("rng.0.cuda" in known) is (device.type == "cuda")
 
-    def next_losses(load: bool, restore: bool) -> list[float]:
+    def next_losses(load: bool) -> list[float]:
         """Of two steps: the second shows what the optimizer's moments were."""
         if load:
-            tensors = state_tensors(training.model, training.optimizer) | rng.wanted(0, training.ranks.device, known)
-            sharded.load(checkpoint, tensors)
-            if restore:
-                rng.restore(tensors, training.ranks.device)
+            torch.rand(3, device=device)
+            sharded.load(checkpoint, tensors_of(training))
         return [training.step(2).loss, training.step(3).loss]
 
-    expected = next_losses(load=False, restore=False)
-    again = next_losses(load=True, restore=True)
+    expected = next_losses(load=False)
+    assert next_losses(load=False)[0] != pytest.approx(expected[0], rel=1e-4), "other weights show"
+    again = next_losses(load=True)
     assert again == pytest.approx(expected, rel=1e-5)
     assert device.type == "cuda" or again == expected, "to the bit"
-    assert next_losses(load=True, restore=False)[0] != pytest.approx(expected[0], rel=1e-4), "other draws show"
 
 
-def test_random_states_of_the_device_are_kept(device: torch.device) -> None:
-    """Dropout draws on the device, other things on the host: both go on where they were."""
-    where = device if device.type == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    rng.begin(0, 0, 7)
-    torch.rand(5, device=device)
-    kept = {name: tensor.clone() for name, tensor in rng.tensors(0, where).items()}
-    assert all(tensor.device.type == "cpu" for tensor in kept.values())
-    first = [torch.rand(4, device=device), torch.rand(4)]
-    rng.restore(kept, where)
-    again = [torch.rand(4, device=device), torch.rand(4)]
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    rng.begin(0, 0, 7)
-    other = torch.rand(5, device=device)
-    assert not torch.equal(other[:4], first[0])
+def test_dropout_of_the_device_is_that_of_the_host(device: torch.device) -> None:
+    """Integers have no rounding: the mask is the same to the bit, and the scale a plain division."""
+    draw_R, x_RF = torch.tensor([5, -7, 2**31 - 1, -(2**31)], dtype=torch.int32), torch.ones(4, 3000)
+    for layer in (0, 1):
+        dropout = RecordDropout(0.3, layer)
+        assert torch.equal(dropout(x_RF.to(device), draw_R.to(device)).cpu(), dropout(x_RF, draw_R))
 
 
 def test_a_checkpoint_of_the_device_is_read_on_the_host(training: Training, tmp_path: Path) -> None:

@@ -147,6 +147,9 @@ def test_a_process_started_by_itself_is_told_nothing() -> None:
         ([1.0, 1.0, 1.0, 1.0], 2.0, []),
         ([1.0, 1.0, 1.5, 1.0], 2.0, [2]),
         ([1.0, 1.2, 1.0], 1.0, []),  # 1.2 times is not yet slow
+        ([0.02, 0.03], 0.035, []),  # 10 ms are noise, whatever part of a step they are
+        ([0.02, 0.049], 0.05, []),
+        ([0.02, 0.051], 0.055, [1]),
         ([1.0, 1.3, 1.0], 1.0, [1]),
         ([1.0, 1.3, 1.0], 3.1, []),  # 0.3 s of a step of 3.1 s are less than a tenth
         ([1.0, 1.3, 1.0], 2.9, [1]),

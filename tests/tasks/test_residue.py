@@ -1,6 +1,7 @@
 """The residue task: labels, classes of letters, head, loss, metrics, baselines and the probe."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +257,10 @@ def test_dropout_is_of_training_alone() -> None:
     for hidden in (0, 6):
         head = task(dropout=0.5, hidden=hidden).head(TINY)
         torch.nn.init.normal_(head.out.weight)
-        batch, x_TD = tokenise(["MKT"])[1], torch.randn(5, 32)
-        assert not torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
+        x_TD, batch = torch.randn(5, 32), tokenise(["MKT"])[1]
+        drawn = [head(x_TD, replace(batch, draw_N=torch.tensor([draw], dtype=torch.int32)))[0] for draw in (7, 7, 8)]
+        assert torch.equal(drawn[0], drawn[1])
+        assert not torch.equal(drawn[0], drawn[2])
         head.eval()
         assert torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
 

@@ -1,6 +1,7 @@
 """The sequence task: labels, facts, head, loss, metrics, baselines and the probe."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +244,12 @@ def test_the_planner_knows_the_size_of_the_head(hidden: int | None) -> None:
 def test_dropout_is_of_training_alone() -> None:
     head = task(dropout=0.5, hidden=4).head(TINY)
     torch.nn.init.normal_(head.out.weight)
-    batch, x_TD = tokenise(["MKT"])[1], torch.randn(5, 32)
-    assert not torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
+    x_TD, batch = torch.randn(5, 32), tokenise(["MKT"])[1]
+    drawn = [head(x_TD, replace(batch, draw_N=torch.tensor([draw], dtype=torch.int32)))[0] for draw in (7, 7, 8)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    with pytest.raises(ValueError, match="dropout needs the draws"):
+        head(x_TD, batch)
     head.eval()
     assert torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
 

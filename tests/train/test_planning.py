@@ -206,7 +206,14 @@ def test_where_nothing_fits_offloading_is_tried() -> None:
     assert found.best is not None
     assert found.best.memory is not None
     assert "parallel.cpu_offload=true" in keys(found)
-    assert "full_shard + cpu_offload" in as_text(found)
+    lines = as_text(found).splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("strategy"))
+    table = lines[first : first + 7]
+    assert table[-1].startswith("full_shard + cpu_offload  full ")
+    assert len({len(line.rstrip()) for line in table}) == 1, "the last column ends in one place"
+    assert len({line.index("  ", line.index("full")) for line in table[4:]}) == 1
+    ends = [table[0].index(name) + len(name) for name in ("weights", "grads", "total", "exposed")]
+    assert all(line[end - 1].isdigit() and line[end] == " " for line in table[1:] for end in ends)
     assert f"each machine needs {found.best.memory.host / 2**30:.0f} GiB of its own memory" in as_text(found)
     asked = planned("1xA100-40GB", *THREE_B, "parallel.cpu_offload=true")
     assert [o.cpu_offload for o in asked.options] == [True] * 3

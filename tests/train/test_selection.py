@@ -15,7 +15,7 @@ from esmshard.settings import AdaptSettings
 from esmshard.task_settings import ContactSettings
 from esmshard.tasks import TASKS
 from esmshard.tasks.finetuner import FineTuner, load_finetuned
-from esmshard.train import finetune, rng
+from esmshard.train import finetune
 from esmshard.train.job import prepare
 
 CPU = torch.device("cpu")
@@ -110,36 +110,3 @@ def test_a_probe_wants_one_process(tiny_recipe: Path, processes: int, options: t
     recipe = recipes.load(tiny_recipe, ["task.head=attention", "adapt.method=probe", *options])
     with pytest.raises(InputError, match="is fitted in one process"):
         prepare(recipe, processes, processes, CPU)
-
-
-def test_dropout_follows_from_the_seed(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was drawn before. Other seeds, ranks and steps draw otherwise."""
-
-    def drawn(*key: int) -> list[float]:
-        rng.begin(*key)
-        return torch.rand(3).tolist()
-
-    first = drawn(3, 0, 0)
-    torch.rand(5)
-    assert drawn(3, 0, 0) == first
-    assert len({tuple(drawn(*key)) for key in ((3, 0, 0), (4, 0, 0), (3, 1, 0), (3, 0, 7))}) == 4
-    options = [
-        "task={name: sequence, hidden: 8, dropout: 0.5}",
-        "data.labels=sample:contact/labels.csv",
-        "data.target=[helix]",
-        "data.long=full",
-        "batch.tokens_per_rank=400",
-        "train.steps=2",
-    ]
-    first_draws = []
-
-    def step(*args: Any, **kwargs: Any) -> None:
-        first_draws.append(torch.rand(2).tolist())
-        raise InputError("enough")
-
-    monkeypatch.setattr(finetune, "train_step", step)
-    for n in range(2):
-        torch.rand(n)  # what came before in this process
-        with pytest.raises(InputError, match="enough"):
-            finetune.run(recipes.load(tiny_recipe, [*options, f"out={tiny_recipe.parent / str(n)}"]))
-    assert first_draws[0] == first_draws[1]

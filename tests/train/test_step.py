@@ -1,5 +1,6 @@
 """The optimizer step: its loss scale in fp16, and what it tells about micro-batches. Ranks are in tests/distributed."""
 
+import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import equality
 import work
 
+from esmshard import recipe as recipes
 from esmshard.errors import InputError
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.mesh import world
@@ -20,6 +22,7 @@ from esmshard.parallel.watch import peak_flops
 from esmshard.tasks.protocol import collate
 from esmshard.train import finetune
 from esmshard.train import step as steps
+from esmshard.train.fitting import out_of_memory_in_evaluation, out_of_memory_in_steps, out_of_memory_of_model
 from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.splits import open_split
 from esmshard.train.step import LossScale, train_step
@@ -122,8 +125,9 @@ def test_only_the_last_micro_batch_is_told_to_be_last(tiny_recipe: Path, monkeyp
 
 def test_a_run_whose_steps_keep_failing_ends() -> None:
     steps.too_many_skipped(9, 20)
-    with pytest.raises(InputError, match="step 20: loss or gradient was not finite 10 times in a row"):
+    with pytest.raises(InputError, match="step 20: loss or gradient was not finite 10 times in a row") as caught:
         steps.too_many_skipped(10, 20)
+    assert caught.value.shared, "one rank says it for all"
 
 
 def test_the_peak_of_a_device_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,28 +163,75 @@ FULL = "parallel.activation_checkpointing=full"
         (CPU, 100, 1500, "selective", f"set batch.tokens_per_rank=1500, or {FULL}"),
         (MemoryError(), 100, 1500, "full", "set batch.tokens_per_rank=1500"),
         (CUDA, 3500, 4000, "none", f"set batch.tokens_per_rank=3500, or {FULL}"),
-        (CUDA, 4096, 4096, "none", f"lower data.max_length, or set {FULL}"),
-        (CUDA, 3500, 0, "none", f"lower data.max_length, or set {FULL}"),
-        (CUDA, 3500, 0, "full", "lower data.max_length"),
+        (CUDA, 4096, 4096, "none", f"set {FULL}"),
+        (CUDA, 3500, 0, "none", f"set {FULL}"),
     ],
 )
+@pytest.mark.parametrize("saved", [False, True])
 def test_out_of_memory_is_one_sentence_with_a_number_that_fits(
-    error: Exception, longest: int, fitting: int, checkpointing: str, says: str
+    error: Exception, longest: int, fitting: int, checkpointing: str, says: str, saved: bool
 ) -> None:
-    guarded = finetune._out_of_memory(4096, longest, checkpointing, lambda: fitting)
+    guarded = out_of_memory_in_steps(4096, longest, checkpointing, lambda: fitting, lambda: saved)
     with pytest.raises(InputError, match=f"^{LESS}{says}{ON}"), guarded:
         raise error
 
 
+def test_a_lower_max_length_is_not_advised_for_a_run_that_goes_on() -> None:
+    """`--resume` refuses it once there is a checkpoint; before the first one there is nothing to go on from."""
+    with pytest.raises(InputError) as caught, out_of_memory_in_steps(4096, 3500, "full", lambda: 0, lambda: False):
+        raise CUDA
+    assert str(caught.value) == f"{LESS}lower data.max_length, and go on with --resume auto"
+    with pytest.raises(InputError) as caught, out_of_memory_in_steps(4096, 3500, "full", lambda: 0, lambda: True):
+        raise CUDA
+    assert str(caught.value) == (
+        f"{LESS}share the model among more GPUs (--nproc) or set parallel.cpu_offload=true, and go on with --resume "
+        "auto; or start again with a lower data.max_length and --overwrite"
+    )
+
+
+def test_after_the_last_step_it_is_the_evaluation(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is kept, and another call does what is left."""
+    recipe, out = recipes.load(tiny_recipe), tiny_recipe.parent / "run"
+
+    def too_much(*args: Any, **how: Any) -> None:
+        raise CUDA
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune.evaluate, "report", too_much)
+        with pytest.raises(InputError) as caught:
+            finetune.run(recipe)
+    assert str(caught.value) == (
+        f"out of memory in the evaluation on cpu; the model is trained, and {out}/checkpoints/step_000006 is kept; "
+        "give it more memory, and --resume auto does what is left"
+    )
+    said = json.loads((out / "status.json").read_text())
+    assert (said["state"], said["message"]) == ("failed", str(caught.value))
+    assert finetune.run(recipe, "auto") == out
+    assert (out / "evaluation.json").is_file()
+
+
+def test_on_a_gpu_the_evaluation_can_be_done_without_it(tiny_recipe: Path) -> None:
+    recipe, out = recipes.load(tiny_recipe), tiny_recipe.parent / "run"
+    with pytest.raises(InputError) as caught, out_of_memory_in_evaluation(recipe, torch.device("cuda")):
+        raise CUDA
+    assert str(caught.value).endswith(
+        f"; or score it without a GPU: `export CUDA_VISIBLE_DEVICES=`, `esmshard consolidate {out} -o {out}/model "
+        f"--overwrite`, `esmshard evaluate {out}/model {recipe.data.test} -o {out}`"
+    )
+
+
 def test_before_the_first_step_it_is_the_model_that_does_not_fit() -> None:
     says = "^out of memory: weights and optimizer state of the model do not fit on cuda:1; set adapt.method=lora or"
-    with pytest.raises(InputError, match=says), finetune._model_out_of_memory(torch.device("cuda", 1)):
+    with pytest.raises(InputError, match=says), out_of_memory_of_model(torch.device("cuda", 1)):
         raise CUDA
 
 
-@pytest.mark.parametrize("guard", ["step", "model"])
-def test_another_error_is_not_taken_for_a_lack_of_memory(guard: str) -> None:
+def test_another_error_is_not_taken_for_a_lack_of_memory(tiny_recipe: Path) -> None:
     device = torch.device("cpu")
-    step = finetune._out_of_memory(4096, 100, "none", lambda: 1500)
-    with pytest.raises(RuntimeError, match="a bug"), step if guard == "step" else finetune._model_out_of_memory(device):
-        raise RuntimeError("a bug")
+    for guard in (
+        out_of_memory_in_steps(4096, 100, "none", lambda: 1500, lambda: True),
+        out_of_memory_of_model(device),
+        out_of_memory_in_evaluation(recipes.load(tiny_recipe), device),
+    ):
+        with pytest.raises(RuntimeError, match="a bug"), guard:
+            raise RuntimeError("a bug")

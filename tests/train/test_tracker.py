@@ -370,8 +370,9 @@ def test_what_a_lost_tracker_missed_is_caught_up(tmp_path: Path) -> None:
     (tmp_path / "tracking.json").write_text('{"tensorboard": {"logged": {"step": 2}}}')
     (tmp_path / "metrics.jsonl").write_text(
         "".join(f'{{"step": {n}, "loss": {loss}, "time": {n}}}\n' for n, loss in enumerate((8, 4, "null", 1), 1))
-        + '{"event": "attempt", "attempt": 2, "from_step": 4, "steps_lost": 0, "seconds_lost": 0.0, "time": 9}\n{"step'
+        + '{"event": "attempt", "attempt": 2, "from_step": 4, "steps_lost": 0, "seconds_lost": 1.5, "time": 9}\n{"step'
     )
     known = {"step": 4, "run": 1}
     feed(tmp_path, 4, lambda: books(tmp_path)["tensorboard"]["logged"] == known)
-    assert scalars(tmp_path) == {"loss": [(4, 1.0)], "run/attempt": [(4, 2.0)], "run/steps_lost": [(4, 0.0)]}
+    of_start = {"run/attempt": [(4, 2.0)], "run/steps_lost": [(4, 0.0)], "run/seconds_lost": [(4, 1.5)]}
+    assert scalars(tmp_path) == {"loss": [(4, 1.0)], **of_start}

@@ -1,0 +1,54 @@
+"""With dropout too, a run is the same on any number of processes, and after it went on with another number."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from esmshard import recipe as recipes
+from esmshard.train import finetune
+
+STEPS, SAVED = 6, 3
+TASKS = {
+    "sequence": ["task={name: sequence, dropout: 0.3}", "data.labels=sample:contact/labels.csv", "data.target=[helix]"],
+    "residue": ["task={name: residue, dropout: 0.3, hidden: 8}", "data.target=[dssp8]"],
+}
+
+
+def train(path: str, options: list[str], resume: str | None) -> list[float]:
+    """Losses that stand in metrics.jsonl after the main job; called on every rank."""
+    recipe = recipes.load(Path(path), options)
+    finetune.run(recipe, resume)
+    lines = [json.loads(line) for line in (Path(recipe.out) / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "lr" in line]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_losses_are_equal_on_1_and_2_processes_and_after_a_change(tiny_recipe: Path, tmp_path: Path, task: str) -> None:
+    options = [
+        *TASKS[task],
+        "data.long=full",
+        "batch.tokens_per_rank=400",
+        "batch.global_tokens=1000",
+        f"train={{steps: {STEPS}, seed: 3, eval_every: 100}}",
+        f"checkpoint={{every: {SAVED}, keep: 5}}",
+        "parallel={precision: fp32, activation_checkpointing: full}",
+    ]
+
+    def losses(size: int, out: Path, resume: str | None = None) -> list[float]:
+        found = run_ranks("test_dropout:train", size, tmp_path, str(tiny_recipe), [*options, f"out={out}"], resume)
+        assert len(found[0]) == STEPS
+        return found[0]
+
+    alone = losses(1, tmp_path / "one")
+    dropless = [*options, "task.dropout=0", f"out={tmp_path / 'dropless'}"]
+    without = run_ranks("test_dropout:train", 1, tmp_path, str(tiny_recipe), dropless, None)[0]
+    assert max(abs(a - b) for a, b in zip(alone, without, strict=True)) > 1e-3, "dropout does something"
+    assert losses(2, tmp_path / "two") == pytest.approx(alone, abs=1e-4)
+    for size in (1, 2):  # each goes on from the other's checkpoint
+        before, again = tmp_path / ("two" if size == 1 else "one"), tmp_path / f"again{size}"
+        shutil.copytree(before, again)
+        found = losses(size, again, str(again / "checkpoints" / f"step_{SAVED:06}"))
+        assert found == pytest.approx(alone, abs=1e-4)

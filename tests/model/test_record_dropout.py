@@ -1,0 +1,155 @@
+"""Dropout that follows from the record: its mask, and that nothing else has a say in it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from esmshard.batch import TokenBatch, pack, pack_variants
+from esmshard.model.config import EsmConfig
+from esmshard.model.dropout import RecordDropout, of_changes, of_tokens
+from esmshard.task_settings import ResidueSettings, SequenceSettings, VariantSettings
+from esmshard.tasks.residue import ResidueTask
+from esmshard.tasks.sequence import SequenceTask
+from esmshard.tasks.variant import VariantTask
+from esmshard.vocab import encode
+
+DIM = 32
+CONFIG = EsmConfig(n_layers=1, dim=DIM, n_heads=2)
+SEQUENCES = ["MKTV", "GAVLIKE", "WY"]
+WILD_TYPE, VARIANTS = "MKTVGAV", ["MRTVGAV", "MKTVGAW", "AKTIGAV"]
+
+
+def left_out(draws: list[int], columns: int = 400, *, share: float = 0.3, layer: int = 0) -> np.ndarray:
+    draw_R = torch.tensor(draws, dtype=torch.int32)
+    found: np.ndarray = (RecordDropout(share, layer)(torch.ones(len(draws), columns), draw_R) == 0).numpy()
+    return found
+
+
+def test_the_mask_is_this_one_with_every_version() -> None:
+    """By hand, in Python's integers: a resumed run goes on with the masks that it began with."""
+
+    def hashed(h: int) -> int:
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            h = (h ^ h >> shift) * factor % 2**32
+        return h ^ h >> 16
+
+    for draw, layer in ((0, 0), (5, 0), (-123456789, 1), (2**31 - 1, 1)):
+        row = hashed((draw + layer * 0x165667B1) % 2**32)
+        numbers = [hashed((row + column * 0x61C88647) % 2**32) for column in range(400)]
+        signed = [n - 2**32 if n >= 2**31 else n for n in numbers]
+        expected = [n < int(0.3 * 2**32) - 2**31 for n in signed]
+        assert left_out([draw], layer=layer)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_the_share_is_left_out_and_the_mean_stays(share: float) -> None:
+    draws = np.random.default_rng(0).integers(-(2**31), 2**31, 500).tolist()
+    mask = left_out(draws, 400, share=share)
+    deviation = (share * (1 - share)) ** 0.5
+    assert abs(mask.mean() - share) < 4 * deviation / mask.size**0.5
+    # Nor do rows or columns stand out: the largest of 900 means lies within five standard errors.
+    assert abs(mask.mean(1) - share).max() < 5 * deviation / 400**0.5
+    assert abs(mask.mean(0) - share).max() < 5 * deviation / 500**0.5
+    kept = RecordDropout(share)(torch.ones(500, 400), torch.tensor(draws, dtype=torch.int32))
+    assert kept.max().item() == pytest.approx(1 / (1 - share))
+
+
+def test_neighbours_are_not_alike() -> None:
+    """Records, layers, places and columns next to each other: masks agree as often as chance has it."""
+    masks = left_out(list(range(200)), 400, share=0.5)
+    other = left_out(list(range(200)), 400, share=0.5, layer=1)
+    for a, b in ((masks[1:], masks[:-1]), (masks[:, 1:], masks[:, :-1]), (masks, other)):
+        assert abs((a == b).mean() - 0.5) < 0.01
+    batch = replace(pack([encode("M" * 300)]), draw_N=torch.tensor([3], dtype=torch.int32))
+    draw_T = of_tokens(batch)
+    assert draw_T is not None
+    along = left_out(draw_T.tolist(), 400, share=0.5)
+    assert abs((along[1:] == along[:-1]).mean() - 0.5) < 0.01
+
+
+def test_nothing_happens_in_evaluation_and_without_a_share() -> None:
+    x_RF = torch.randn(2, 8)
+    assert RecordDropout(0.5).eval()(x_RF, None) is x_RF
+    assert RecordDropout(0.0)(x_RF, None) is x_RF
+    with pytest.raises(ValueError, match="dropout needs the draws"):
+        RecordDropout(0.5)(x_RF, None)
+
+
+def test_no_random_state_is_asked_or_moved() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = left_out([1, 2, 3])
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    assert (left_out([1, 2, 3]) == first).all()
+
+
+def test_what_is_computed_again_is_the_same() -> None:
+    """Activation checkpointing without the random state of the process."""
+    draw_R, dropout = torch.tensor([1, 2], dtype=torch.int32), RecordDropout(0.5)
+    gradients = []
+    for again in (False, True):
+        x_RF = torch.linspace(-1, 1, 64).view(2, 32).requires_grad_()
+
+        def square(x_RF: torch.Tensor) -> torch.Tensor:
+            return dropout(x_RF.exp(), draw_R).square()
+
+        y_RF = checkpoint(square, x_RF, use_reentrant=False, preserve_rng_state=False) if again else square(x_RF)
+        torch.rand(3)
+        y_RF.sum().backward()
+        gradients.append(x_RF.grad)
+    assert torch.equal(*gradients)
+
+
+def head_of(task: str) -> torch.nn.Module:
+    if task == "sequence":
+        facts = {"targets": ["y"], "mean": [0.0], "std": [1.0]}
+        head = SequenceTask(SequenceSettings(name="sequence", dropout=0.5), facts).head(CONFIG)
+    elif task == "residue":
+        facts = {"mean": 0.0, "std": 1.0, "quantiles": [0.0, 1.0]}
+        head = ResidueTask(ResidueSettings(name="residue", kind="number", dropout=0.5, hidden=6), facts).head(CONFIG)
+    else:
+        facts = {"targets": ["y"], "lower_is_better": [], "scales": [], "protein": WILD_TYPE, "first": 0, "length": 7}
+        settings = VariantSettings(name="variant", pool=task, dropout=0.5, zero_shot=False)  # type: ignore[arg-type]
+        head = VariantTask(settings, facts).head(CONFIG)
+    torch.manual_seed(0)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    return head.train()
+
+
+def batch_of(numbers: list[int], task: str) -> TokenBatch:
+    if task in ("sequence", "residue"):
+        batch = pack([encode(SEQUENCES[n]) for n in numbers])
+    else:
+        alone = task == "wild_type"
+        batch = pack_variants([encode(VARIANTS[n]) for n in numbers], encode(WILD_TYPE), alone=alone)
+    return replace(batch, draw_N=torch.tensor([100 + n for n in numbers], dtype=torch.int32))
+
+
+def seen(batch: TokenBatch) -> torch.Tensor:
+    """Representations that follow from token and place, as if the trunk saw each token alone."""
+    phase_TD = (batch.tokens_T * 31 + batch.position_T)[:, None] * torch.linspace(0.1, 3, DIM)
+    return phase_TD.sin()
+
+
+@pytest.mark.parametrize("task", ["sequence", "residue", "wild_type", "sites", "difference", "mean"])
+def test_a_record_says_the_same_whatever_it_is_packed_with(task: str) -> None:
+    head = head_of(task)
+    together = head(seen(batch := batch_of([0, 1, 2], task)), batch)
+    for numbers in ([2], [1, 0], [2, 1, 0]):
+        batch = batch_of(numbers, task)
+        for n, output in zip(numbers, head(seen(batch), batch), strict=True):
+            assert torch.allclose(output, together[n], rtol=1e-5, atol=1e-5)
+    other = replace(batch_of([0, 1, 2], task), draw_N=torch.tensor([7, 8, 9], dtype=torch.int32))
+    assert not torch.allclose(head(seen(other), other)[0], together[0], rtol=1e-3)
+
+
+def test_changes_of_a_variant_have_masks_of_their_own() -> None:
+    batch = batch_of([2], "sites")
+    draws = of_changes(batch)
+    assert draws is not None
+    assert len(set(draws.tolist())) == 2
