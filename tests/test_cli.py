@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -86,14 +87,16 @@ def test_a_run_says_how_it_goes_and_ends_with_a_table(
     for word in ("residues/s", "MiB", "left", "valid long P@L"):
         assert word in done.stderr
     table = done.stdout.splitlines()
-    assert [line.split("  ")[0] for line in table[1:]] == [
+    assert [line.split("  ")[0] for line in table[1:-1]] == [
         "fine-tuned",
         "base rate",
         "separation prior",
         "unsupervised head",
-        "untrained",
+        "before fine-tuning",
     ]
     evaluation = json.loads((directory / "run" / "evaluation.json").read_text())
+    assert table[-1] == evaluation["verdict"]
+    assert re.match(r"Fine-tuning (beat|was not clearly apart from|was worse than) the best baseline, ", table[-1])
     interval = evaluation["metrics"]["fine-tuned"]["long P@L"]
     assert interval["low"] <= interval["value"] <= interval["high"]
     assert f"{interval['value']:.3f} [" in table[1]
@@ -241,7 +244,7 @@ def test_embed_predict_and_evaluate(finished: tuple[Path, subprocess.CompletedPr
     assert again.keys() == first.keys()
     for name in ("base rate", "separation prior"):
         assert again[name] == first[name]
-    for name in ("fine-tuned", "untrained"):  # another number of threads adds up in another order
+    for name in ("fine-tuned", "before fine-tuning"):  # another number of threads adds up in another order
         assert again[name]["AUPRC"]["value"] == pytest.approx(first[name]["AUPRC"]["value"], abs=1e-3)
 
 

@@ -16,6 +16,7 @@ from esmshard.report.left import Left, read
 from esmshard.report.page import Section, Table, bytes_text, range_text, value_text
 from esmshard.report.variants_left import is_cross_validated, read_variants
 from esmshard.train.status import replace_text
+from esmshard.train.verdict import comparison
 
 
 def report(run: Path, out: Path | None = None) -> Path:
@@ -37,18 +38,20 @@ def report(run: Path, out: Path | None = None) -> Path:
         raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
     if is_cross_validated(run):
         several = read_variants(run)
-        about, state, facts = variants.about(several), variants.verdict(several), variants.facts(several)
+        about, facts = variants.about(several), variants.facts(several)
+        states = [variants.verdict(several)]
         sections = [tell(several) for tell in variants.SECTIONS]
     else:
         left = read(run)
-        about, state, facts = _about(left), _state(left), _facts(left)
+        about, facts = _about(left), _facts(left)
+        states = [text for text in (scores.verdict(left), _state(left)) if text]
         sections = [part(left) for part in SECTIONS]
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(source).render(
         title=run.resolve().name,
         about=about,
-        state=state,
+        states=states,
         facts=facts,
         sections=sections,
         version=__version__,
@@ -86,11 +89,8 @@ def _facts(left: Left) -> list[tuple[str, str, str]]:
         facts.append((head.name, value_text(ours.value), f"{range_text(ours)}, {of}"))
         if (name := scores.strongest(left)) is not None:
             gain = tested.differences[name][head.name]
-            worse, better = gain.high < 0, gain.low > 0
-            if head.lower_is_better:
-                worse, better = better, worse
-            verdict = "better than" if better else "worse than" if worse else "not clearly apart from"
-            note = f"{range_text(gain)}, {verdict} the strongest baseline"
+            how = comparison(gain, lower_is_better=bool(head.lower_is_better))
+            note = f"{range_text(gain)}, {how} the best baseline"
             facts.append((f"against {name}", value_text(gain.value, "+"), note))
     elif head is not None and (best := training.best(left)) is not None:
         facts.append((f"best validation {head.name}", value_text(best[1]), f"at step {best[0]:,}; not tested yet"))

@@ -8,9 +8,12 @@ import torch
 
 from esmshard.errors import InputError
 from esmshard.report import charts, plots
-from esmshard.report.left import Left, Values, number
+from esmshard.report.left import Evaluation, Headline, Left, Values, number
 from esmshard.report.page import Figure, Section, Table, bytes_text, cell, difference_cell, value_text
 from esmshard.tasks.finetuner import load_finetuned
+from esmshard.tasks.protocol import BEFORE
+from esmshard.train import verdict as verdicts
+from esmshard.train.metrics import Interval
 from esmshard.train.splits import open_split
 
 LONGEST_MAP = 512
@@ -34,7 +37,9 @@ def metrics(left: Left) -> Section:
     ]
     if missing := [f"{count:,} without {name}" for name, count in raw.get("without_value", {}).items() if count]:
         texts.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
-    before = found.metrics.get("untrained", {}).get(head.name)
+    if few := [f"{name} ({reason})" for name, reason in raw.get("without_interval", {}).items()]:
+        texts.append(f"Too few records for an interval, and for a star: {'; '.join(few)}.")
+    before = found.metrics.get(BEFORE, {}).get(head.name)
     if before is not None:
         now = found.metrics[main][head.name]
         texts.append(f"{head.name}: {value_text(before.value)} before fine-tuning, {value_text(now.value)} after it.")
@@ -61,13 +66,33 @@ def metrics(left: Left) -> Section:
 
 def strongest(left: Left) -> str | None:
     """The baseline with the best headline."""
+    if left.evaluation is None or left.headline is None:
+        return None
+    return verdicts.strongest(*_headlines(left.evaluation, left.headline), lower_is_better=_lower(left.headline))
+
+
+def verdict(left: Left) -> str | None:
+    """Whether fine-tuning beat that baseline, in a sentence; None before the model is tested."""
     found, head = left.evaluation, left.headline
     if found is None or head is None:
         return None
-    sign = -1 if head.lower_is_better else 1
-    both = [n for n in found.differences if head.name in found.differences[n] and head.name in found.metrics.get(n, ())]
-    values = {name: sign * found.metrics[name][head.name].value for name in both}
-    return max((name for name in both if math.isfinite(values[name])), key=lambda name: values[name], default=None)
+    if said := found.raw.get("verdict"):
+        return str(said)
+    basis = f"paired over {found.raw['records']:,} records"  # of an earlier version, which wrote no sentence
+    return verdicts.verdict(head.name, *_headlines(found, head), basis, lower_is_better=_lower(head))
+
+
+def _lower(head: Headline) -> bool:
+    return bool(head.lower_is_better)
+
+
+def _headlines(found: Evaluation, head: Headline) -> tuple[dict[str, Interval], dict[str, Interval]]:
+    """The headline of every method, and what the model has more of it than each baseline."""
+    every, gains = (
+        {name: row[head.name] for name, row in table.items() if head.name in row}
+        for table in (found.metrics, found.differences)
+    )
+    return every, gains
 
 
 def predictions(left: Left) -> Section:

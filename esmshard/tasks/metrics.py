@@ -28,6 +28,17 @@ def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
     return dict(zip(columns, mean_C.tolist(), strict=True))
 
 
+def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
+    """Which records a column of the final table comes from, bool [N]: those that have a value of it, or of the target
+    that it is about. All of them where nothing in a row says so.
+    """
+    keys = (column, column.removesuffix(" per protein"), f"target{column.removeprefix('Spearman')}", "target")
+    key = next((key for key in keys if isinstance(rows[0].get(key), float)), None)
+    if key is None:
+        return np.ones(len(rows), dtype=bool)
+    return ~np.isnan(np.array([row[key] for row in rows], dtype=np.float64))
+
+
 def mean(values: npt.NDArray[np.float64]) -> float:
     """Mean of what is known, NaN where nothing is."""
     known = values[~np.isnan(values)]

@@ -20,6 +20,9 @@ from esmshard.model.weights import Weights
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
 
+BEFORE = "before fine-tuning"
+"""Name of the baseline that is the model before the first step: its weights under a new head, or its own LM head."""
+
 Row = Mapping[str, float | npt.NDArray[Any]]
 """What one record adds to the metrics. Numbers (NaN where undefined) become columns of `per_protein.csv`; arrays, such
 as counts of classes, are there for `Task.summary` only."""

@@ -21,9 +21,11 @@ from esmshard.model import weights
 from esmshard.parallel.mesh import World
 from esmshard.progress import Progress
 from esmshard.settings import Recipe
-from esmshard.tasks.finetuner import FineTuner, load_finetuned, load_untrained
+from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned
+from esmshard.tasks.metrics import records_with
 from esmshard.tasks.protocol import Row, Task, collate
-from esmshard.train.metrics import Interval, bootstrap, difference, interval
+from esmshard.train.metrics import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
+from esmshard.train.verdict import MAIN, verdict
 
 BASELINE_RECORDS = 2000
 """Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and minutes
@@ -33,7 +35,6 @@ CHUNK = 4096
 """Tokens of the records that the model scores at once, where it says no pair maps, which are what memory goes to."""
 
 BASELINES = "baselines.npz"
-MAIN = "fine-tuned"
 
 
 def validate(
@@ -129,9 +130,10 @@ def evaluate(
 
 
 def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], leakage: Sequence[str] = ()) -> str:
-    """Score a consolidated model on a split, beside the untrained model and the task's baselines.
+    """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
-    Writes `evaluation.json` and `per_protein.csv` to `out` and returns the table.
+    Writes `evaluation.json` and `per_protein.csv` to `out`. Returns the table, and below it why an interval is missing
+    and whether fine-tuning beat the strongest baseline.
 
     Args:
         model: a directory of `consolidate`.
@@ -143,7 +145,7 @@ def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], l
     found = load_finetuned(model)
     base = None
     try:
-        base = load_untrained(Recipe.model_validate(found.about["recipe"]), found.task)
+        base = load_base(Recipe.model_validate(found.about["recipe"]), found.task)
     except InputError as error:
         warn(f"baselines that need the model before training are left out of the table: {error}")
     known = read_baselines(weights.place(model) / BASELINES)
@@ -151,25 +153,41 @@ def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], l
         warn(f"{model}: has no {BASELINES}, so baselines that learn from the training records are left out")
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
-    return as_text(write(out, data, found.task, table, facts | {"leakage": list(leakage)}), found.task.columns)
+    return write(out, data, found.task, table, facts | {"leakage": list(leakage)})
 
 
 def write(
     directory: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], about: Mapping[str, Any]
-) -> dict[str, dict[str, Interval]]:
-    """Write `evaluation.json` (intervals of every method, and of what the model is better by) and `per_protein.csv`
-    (every number of the model's rows).
+) -> str:
+    """Write `evaluation.json` (intervals of every method, and of what the model is better by, and the verdict) and
+    `per_protein.csv` (every number of the model's rows).
 
-    Returns the intervals.
+    Returns the table, what is missing, and the verdict, as text.
     """
     block_N = data.blocks()
-    samples = {name: bootstrap(task.summary, rows, block_N=block_N) for name, rows in table.items()}
-    intervals = {name: {metric: interval(v) for metric, v in found.items()} for name, found in samples.items()}
+    unit = "record" if block_N is None else "position"
+    samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
+    intervals = {name: {m: interval(values, m) for m, values in found.items()} for name, found in samples.items()}
     differences = {
-        name: {metric: difference(samples[MAIN][metric], found[metric]) for metric in task.columns if metric in found}
+        name: {m: difference(samples[MAIN][m], found[m], m) for m in task.columns if m in found}
         for name, found in samples.items()
         if name != MAIN
     }
+    counts = {metric: _units(table[MAIN], metric, block_N) for metric in task.columns}
+    without = {
+        metric: f"{count} {unit}{'' if count == 1 else 's'} with a value; an interval takes {LEAST}"
+        for metric, count in counts.items()
+        if count < LEAST
+    }
+    headline = task.columns[0]
+    count = counts[headline]
+    said = verdict(
+        headline,
+        {name: found[headline] for name, found in intervals.items() if headline in found},
+        {name: found[headline] for name, found in differences.items() if headline in found},
+        f"paired over {count:,} {unit}{'' if count == 1 else 's'}",
+        lower_is_better=task.lower_is_better,
+    )
     numbers = [key for key, value in table[MAIN][0].items() if not isinstance(value, np.ndarray)]
     # Of variants, what every baseline says is kept: the folds of a table are tested together.
     others = (
@@ -188,8 +206,9 @@ def write(
         "without_value": {
             c: sum(math.isnan(float(row[c])) for row in table[MAIN]) for c in task.columns if c in numbers
         },
-        "interval": f"95% percentile bootstrap over {'records' if block_N is None else 'positions'}; of differences, "
-        "paired",
+        "interval": _method(unit, intervals[MAIN]),
+        "without_interval": without,
+        "verdict": said,
         "metrics": {name: {c: asdict(i) for c, i in row.items()} for name, row in intervals.items()},
         "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
         "facts": task.facts,
@@ -207,7 +226,29 @@ def write(
     with open(temporary, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)
     temporary.replace(directory / "per_protein.csv")
-    return intervals
+    missing = [f"{metric}: no interval, {reason}" for metric, reason in without.items()]
+    return "\n".join([as_text(intervals, task.columns), *missing, said])
+
+
+def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
+    """`bootstrap`, with no resamples of a metric that too few records have a value of."""
+    found = bootstrap(task.summary, rows, block_N=block_N)
+    return {
+        metric: values if _units(rows, metric, block_N) >= LEAST else values[:1] for metric, values in found.items()
+    }
+
+
+def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | None) -> int:
+    """Records, or blocks of them, that a metric comes from."""
+    with_value_N = records_with(rows, metric)
+    return count_units(int(with_value_N.sum()), None if block_N is None else block_N[with_value_N])
+
+
+def _method(unit: str, found: Mapping[str, Interval]) -> str:
+    """What intervals are, for people."""
+    biased = [metric for metric in found if metric in BIASED]
+    of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
+    return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
 
 
 def _calibration(rows: Sequence[Row]) -> dict[str, Any] | None:

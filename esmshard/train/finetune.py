@@ -42,7 +42,7 @@ from esmshard.parallel.watch import Watch, peak_flops
 from esmshard.progress import Progress, rate, say
 from esmshard.settings import Recipe
 from esmshard.tasks import head_of
-from esmshard.tasks.finetuner import FineTuner, load_untrained, new_head
+from esmshard.tasks.finetuner import FineTuner, load_base, new_head
 from esmshard.tasks.numbers import HEADS
 from esmshard.tasks.protocol import Task, collate
 from esmshard.train import evaluate, rng
@@ -119,7 +119,7 @@ def run(
             torch.set_num_threads(allowed.cores())
         attempt.tell("running", "consolidating and evaluating")
         say(f"fitting the baselines, then scoring {len(job.test)} test records")
-        evaluate.fit_baselines(job.task, job.train, load_untrained(job.recipe, job.task), out / evaluate.BASELINES)
+        evaluate.fit_baselines(job.task, job.train, load_base(job.recipe, job.task), out / evaluate.BASELINES)
         best = keeps_best(recipe) and (out / "checkpoints" / "BEST").exists()
         how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
         model = consolidate(out, out / "model", overwrite=True, warn=say, **how)

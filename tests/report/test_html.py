@@ -51,7 +51,7 @@ def test_the_top_says_how_it_went(done: Page) -> None:
     assert "first Task contact, model" in top
     assert "Done; step 20 of 40: as it was." in top
     assert "long P@L 0.100 [0.080, 0.125], 12 test records" in top
-    assert "against separation prior +0.060 [0.050, 0.070], better than the strongest baseline" in top
+    assert "against separation prior +0.060 [0.050, 0.070], better than the best baseline" in top
     assert "steps 20 6.00k residues seen" in top
     assert "speed 150 residues/s over all steps" in top
     assert "memory 1.50 GiB" in top
