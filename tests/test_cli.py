@@ -24,6 +24,7 @@ from esmshard import cli
 from esmshard.batch import pack
 from esmshard.data.fasta import read_fasta
 from esmshard.model.weights import load_model
+from esmshard.train import goodput
 from esmshard.vocab import encode
 
 RUN_FILES = {
@@ -86,6 +87,9 @@ def test_a_run_says_how_it_goes_and_ends_with_a_table(
     assert "step 6/6  loss " in done.stderr
     for word in ("residues/s", "MiB", "left", "valid long P@L"):
         assert word in done.stderr
+    ended = next(line for line in done.stderr.splitlines() if line.startswith("goodput "))
+    lines = goodput.parse((directory / "run" / "metrics.jsonl").read_text())
+    assert ended == goodput.sentence(goodput.summary(lines)), "the report says the same"
     table = done.stdout.splitlines()
     assert [line.split("  ")[0] for line in table[1:-1]] == [
         "fine-tuned",

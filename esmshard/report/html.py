@@ -15,6 +15,7 @@ from esmshard.report import scores, training, variants
 from esmshard.report.left import Left, read
 from esmshard.report.page import Section, Table, bytes_text, range_text, value_text
 from esmshard.report.variants_left import is_cross_validated, read_variants
+from esmshard.train import goodput
 from esmshard.train.status import replace_text
 from esmshard.train.verdict import comparison
 
@@ -102,7 +103,7 @@ def _facts(left: Left) -> list[tuple[str, str, str]]:
     if np.isfinite(steps["peak_memory_bytes"]).any():
         facts.append(("memory", bytes_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
     if left.goodput["goodput"] is not None:
-        note = f"{left.goodput['goodput']:.0%} of it in steps that count"
+        note = f"{goodput.share(left.goodput)} of it in steps that count"
         facts.append(("time", duration(left.goodput["allocated_s"]), note))
     return facts
 

@@ -232,7 +232,8 @@ def write(
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
     """`bootstrap`, with no resamples of a metric that too few records have a value of."""
-    found = bootstrap(task.summary, rows, block_N=block_N)
+    ready = task.prepared(rows) if hasattr(task, "prepared") else rows
+    found = bootstrap(task.summary, ready, block_N=block_N)
     return {
         metric: values if _units(rows, metric, block_N) >= LEAST else values[:1] for metric, values in found.items()
     }

@@ -127,7 +127,7 @@ def run(
         shared = leakage_notices(job)
         print(evaluate.report(str(model), job.test, out, warn=say, leakage=shared), flush=True)
         card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))
-        say(attempt.summary())
+    say(attempt.summary())  # the attempt has ended: the test is in its time, as in the report's
     return out
 
 
