@@ -197,7 +197,7 @@ def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> s
     if missing := [f"{count} without {name}" for name, count in evaluation["without_value"].items() if count]:
         lines.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
     if few := [f"{name} ({reason})" for name, reason in evaluation.get("without_interval", {}).items()]:
-        lines.append(f"Too few records for an interval: {'; '.join(few)}.")
+        lines.append(f"No interval, for too few records: {'; '.join(few)}.")
     if said := evaluation.get("verdict"):
         lines.append(said)
     if evaluation["weights_sha256"] != about["weights_sha256"]:

@@ -13,6 +13,7 @@ from esmshard.report.page import Figure, Section, Table, bytes_text, cell, diffe
 from esmshard.tasks.finetuner import load_finetuned
 from esmshard.tasks.protocol import BEFORE
 from esmshard.train import verdict as verdicts
+from esmshard.train.evaluate import without_interval
 from esmshard.train.metrics import Interval
 from esmshard.train.splits import open_split
 
@@ -37,8 +38,8 @@ def metrics(left: Left) -> Section:
     ]
     if missing := [f"{count:,} without {name}" for name, count in raw.get("without_value", {}).items() if count]:
         texts.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
-    if few := [f"{name} ({reason})" for name, reason in raw.get("without_interval", {}).items()]:
-        texts.append(f"Too few records for an interval, and for a star: {'; '.join(few)}.")
+    if few := without_interval(raw.get("without_interval", {})):
+        texts.append(f"{' '.join(few)} Without one there is no star either.")
     before = found.metrics.get(BEFORE, {}).get(head.name)
     if before is not None:
         now = found.metrics[main][head.name]

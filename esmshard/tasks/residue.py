@@ -24,7 +24,7 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
 from esmshard.task_settings import ResidueSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.classes import check_counts, class_weights, logits_of_shares, softmax
+from esmshard.tasks.classes import check_counts, class_weights, logits_of_shares, softmax, words_are_classes
 from esmshard.tasks.linear import Linear, fit_classes, fit_numbers, kept
 from esmshard.tasks.numbers import KERNEL
 from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
@@ -110,18 +110,19 @@ class ResidueTask:
             raise UsageError(f"data.target: residues have one label, not {len(target)}; name one")
         if isinstance(source, Path) and target[0] is not None:
             raise UsageError(f"data.target: the label FASTA {source} has no columns; remove it")
-        found = residue_labels(
-            store,
-            fasta,
-            self._settings.kind,
-            source,
-            mask=None if data.mask is None else recipes.sample(data.mask),
-            column=target[0],
-            id_column=data.id_column,
-            classes="".join(self._classes()),
-            missing="drop",  # refused below, with a mend that a recipe has
-            surplus="ignore",
-        )
+        with words_are_classes(self._settings.kind):
+            found = residue_labels(
+                store,
+                fasta,
+                self._settings.kind,
+                source,
+                mask=None if data.mask is None else recipes.sample(data.mask),
+                column=target[0],
+                id_column=data.id_column,
+                classes="".join(self._classes()),
+                missing="drop",  # refused below, with a mend that a recipe has
+                surplus="ignore",
+            )
         where = source.path if isinstance(source, Table) else source or fasta
         require_all(found.labelled_N, store, fasta, where)
         return found

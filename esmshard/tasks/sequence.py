@@ -22,7 +22,14 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
 from esmshard.task_settings import SequenceSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.classes import check_counts, class_weights, known_classes, logits_of_shares, softmax
+from esmshard.tasks.classes import (
+    check_counts,
+    class_weights,
+    known_classes,
+    logits_of_shares,
+    softmax,
+    words_are_classes,
+)
 from esmshard.tasks.linear import Linear, fit_classes, fit_labels, fit_numbers, kept
 from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
 from esmshard.vocab import STANDARD, encode_residues
@@ -106,16 +113,17 @@ class SequenceTask:
         several = len(target) > 1
         if several and kind == "class":
             raise UsageError("data.target: a class comes from one column; name one, or set task.kind: multilabel")
-        found = protein_labels(
-            store,
-            fasta,
-            kind,
-            source,
-            columns=target,
-            id_column=data.id_column,
-            missing="drop",  # refused below, with a mend that a recipe has
-            surplus="ignore",
-        )
+        with words_are_classes(kind):
+            found = protein_labels(
+                store,
+                fasta,
+                kind,
+                source,
+                columns=target,
+                id_column=data.id_column,
+                missing="drop",  # refused below, with a mend that a recipe has
+                surplus="ignore",
+            )
         if not several:
             require_all(found.labelled_N, store, fasta, fasta if source is None else source.path)
         if kind != "number" and not several:

@@ -226,8 +226,19 @@ def write(
     with open(temporary, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)
     temporary.replace(directory / "per_protein.csv")
-    missing = [f"{metric}: no interval, {reason}" for metric, reason in without.items()]
-    return "\n".join([as_text(intervals, task.columns), *missing, said])
+    return "\n".join([as_text(intervals, task.columns), *without_interval(without), said])
+
+
+def without_interval(reasons: Mapping[str, str]) -> list[str]:
+    """A sentence for each reason why metrics have no interval, the metrics that share it together.
+
+    >>> without_interval({"MCC": "2 records", "ECE": "2 records", "Q3": "3 records"})
+    ['No interval for MCC, ECE: 2 records.', 'No interval for Q3: 3 records.']
+    """
+    of: dict[str, list[str]] = {}
+    for metric, reason in reasons.items():
+        of.setdefault(reason, []).append(metric)
+    return [f"No interval for {', '.join(metrics)}: {reason}." for reason, metrics in of.items()]
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
