@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -465,3 +466,33 @@ def test_ingest_refuses_options_that_it_would_not_read(
     code, error = run("ingest", *arguments)
     assert code == 2
     assert sentence in error
+
+
+def test_a_run_is_its_model(finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    run, fasta = finished[0] / "run", finished[0] / "valid.fasta"
+    for model, name in ((run, "run"), (run / "model", "model")):
+        for command, ending in (("embed", "npy"), ("predict", "npz")):
+            done = esmshard(command, model, fasta, "-o", tmp_path / f"{name}.{ending}")
+            assert done.returncode == 0, done.stderr
+    for ending in ("npy", "npz"):
+        assert (tmp_path / f"run.{ending}").read_bytes() == (tmp_path / f"model.{ending}").read_bytes()
+    recipe = f"model.name={run}"
+    done = esmshard("finetune", finished[0] / "tiny.yaml", recipe, "init=pretrained", "--dry-run", f"out={tmp_path}/x")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("given", ["", "checkpoints", "checkpoints/step_000004"])
+def test_what_has_no_model_says_how_to_make_one(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, given: str
+) -> None:
+    run = tmp_path / "a run"
+    subprocess.run(["cp", "-r", finished[0] / "run", run], check=True)
+    subprocess.run(["rm", "-r", run / "model"], check=True)
+    done = esmshard("predict", run / given, finished[0] / "valid.fasta", "-o", tmp_path / "x.npz")
+    assert done.returncode == 1
+    said = re.search(r"make a model of it with `esmshard (.*)`, and give (.*)\n", done.stderr)
+    assert said, done.stderr
+    made = esmshard(*shlex.split(said[1]))
+    assert made.returncode == 0, made.stderr
+    done = esmshard("predict", said[2], finished[0] / "valid.fasta", "-o", tmp_path / "x.npz")
+    assert done.returncode == 0, done.stderr
