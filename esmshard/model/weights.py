@@ -143,7 +143,7 @@ def read(model: str) -> Weights:
     """Weights of a model.
 
     Args:
-        model: a fair-esm `.pt`, a directory in `transformers`' layout (ours are such directories), a run that holds one,
+        model: a fair-esm `.pt`, a directory in `transformers`' layout (ours are such directories), a run that has one,
             the `.safetensors` in one, an adapter's directory, ours or PEFT's (`esmshard.model.adapted_weights`), a
             released name such as `esm2_t33_650M_UR50D`, which is looked up in the local caches and then downloaded
             (`esmshard.model.hub`), or `starter`, which comes with the package.

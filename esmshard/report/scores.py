@@ -38,6 +38,7 @@ def metrics(left: Left) -> Section:
     ]
     if missing := [f"{count:,} without {name}" for name, count in raw.get("without_value", {}).items() if count]:
         texts.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
+    texts += [f"{str(sentence)[:1].upper()}{str(sentence)[1:]}." for sentence in raw.get("left_out", ())]
     if few := without_interval(raw.get("without_interval", {})):
         texts.append(f"{' '.join(few)} Without one there is no star either.")
     before = found.metrics.get(BEFORE, {}).get(head.name)

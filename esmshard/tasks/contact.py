@@ -39,6 +39,7 @@ class ContactTask:
     names: tuple[str, ...] = ()
     per_residue = False
     one_of_names = False
+    of_base = ("unsupervised head", BEFORE)
 
     def __init__(self, settings: ContactSettings, facts: Facts) -> None:
         self._settings = settings

@@ -81,6 +81,7 @@ class MlmTask:
     names = tuple(STANDARD)
     per_residue = True
     one_of_names = True
+    of_base = (BEFORE,)
 
     def __init__(self, settings: MlmSettings, facts: Facts) -> None:
         self._share = settings.mask

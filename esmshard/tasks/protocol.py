@@ -62,7 +62,8 @@ class Inputs:
 class Task(Protocol):
     """One kind of fine-tuning: `TASKS[name](settings, facts)`. Objects hold settings and facts, and nothing else.
 
-    A task may have `baseline_records`, how many training examples its baselines learn from at most, and
+    A task may have `baseline_records`, how many training examples its baselines learn from at most; `of_base`, names of
+    the baselines that ask the model before the first step;
     `look_ahead(data, base)`, which is called with a split before `baseline_outputs` is asked for each of its examples,
     and `prepared(rows)`, which gets all rows of a split and returns them as `summary` reads thousands of resamples of
     them the fastest.

@@ -77,6 +77,8 @@ class ResidueTask:
     lower_is_better = False
     per_residue = True
 
+    of_base = ("frozen embedding",)
+
     def __init__(self, settings: ResidueSettings, facts: Facts) -> None:
         self._settings = settings
         self.facts = facts

@@ -76,6 +76,8 @@ class SequenceTask:
     lower_is_better = False
     per_residue = False
 
+    of_base = ("frozen embedding",)
+
     def __init__(self, settings: SequenceSettings, facts: Facts) -> None:
         self._settings = settings
         self.facts = facts

@@ -16,11 +16,14 @@ from torch import nn
 
 from esmshard.data.loader import Examples
 from esmshard.data.packing import deal
+from esmshard.data_settings import listed
 from esmshard.errors import InputError
 from esmshard.model import weights
+from esmshard.model.config import STARTER
 from esmshard.parallel.mesh import World
 from esmshard.progress import Progress
 from esmshard.settings import Recipe
+from esmshard.shipped import shipped
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned
 from esmshard.tasks.metrics import records_with
 from esmshard.tasks.protocol import Row, Task, collate
@@ -143,17 +146,28 @@ def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], l
         leakage: what the split shares with the training records, to be written down.
     """
     found = load_finetuned(model)
-    base = None
-    try:
-        base = load_base(Recipe.model_validate(found.about["recipe"]), found.task)
-    except InputError as error:
-        warn(f"baselines that need the model before training are left out of the table: {error}")
+    base, left_out, why = None, [], ""
+    if weights.place(model) == shipped("data") / STARTER / "model":
+        # Its recipe names that model by a relative path, where its makers had it: not what lies there on this machine.
+        why = "the starter comes without the model that it was fine-tuned from"
+    else:
+        try:
+            base = load_base(Recipe.model_validate(found.about["recipe"]), found.task)
+        except InputError as error:
+            why = f"the model that {model} was fine-tuned from cannot be read ({error})"
+    if why:
+        names = listed(getattr(found.task, "of_base", ())) or "those that ask that model"
+        left_out.append(f"baselines left out of the table: {names}, because {why}")
     known = read_baselines(weights.place(model) / BASELINES)
     if not known:
-        warn(f"{model}: has no {BASELINES}, so baselines that learn from the training records are left out")
+        left_out.append(
+            f"baselines left out of the table: all that learn from training records; no {model}/{BASELINES}"
+        )
+    for sentence in left_out:
+        warn(sentence)
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
-    return write(out, data, found.task, table, facts | {"leakage": list(leakage)})
+    return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
 
 
 def write(
