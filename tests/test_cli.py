@@ -496,3 +496,38 @@ def test_what_has_no_model_says_how_to_make_one(
     assert made.returncode == 0, made.stderr
     done = esmshard("predict", said[2], finished[0] / "valid.fasta", "-o", tmp_path / "x.npz")
     assert done.returncode == 0, done.stderr
+
+
+def test_an_evaluation_has_pictures_and_a_report(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    fasta, model = finished[0] / "valid.fasta", finished[0] / "run" / "model"
+    done = esmshard(
+        "evaluate", model, "valid.fasta", "-o", tmp_path / "out", "--png", tmp_path / "maps", cwd=fasta.parent
+    )
+    assert done.returncode == 0, done.stderr
+    assert "above the diagonal what is predicted, below it the true contacts" in done.stderr
+    assert len(list((tmp_path / "maps").glob("*.png"))) == len(list(read_fasta(fasta)))
+    done = esmshard("report", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "No contact maps" not in page
+    assert "Median: " in page
+    assert f"esmshard evaluate {model} {fasta} " in page
+
+
+def test_an_evaluation_says_what_it_leaves_out(tmp_path: Path) -> None:
+    """The starter was made elsewhere from a model that its recipe names by a relative path, `mlm/model`."""
+    write_subset(tmp_path, "two", "test", range(2))
+    other = tmp_path / "mlm" / "model"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    done = esmshard("evaluate", "starter", "two.fasta", "-o", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    left_out = (
+        "baselines left out of the table: unsupervised head and before fine-tuning, because starter comes without the "
+        "model that it was fine-tuned from"
+    )
+    assert left_out in done.stderr
+    assert "mlm/model" not in done.stderr
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["left_out"] == [left_out]

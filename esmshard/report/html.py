@@ -152,6 +152,12 @@ def _count(value: object) -> str:
 
 def _reproduce(left: Left) -> Section:
     section = ("reproduce", "Command to reproduce")
+    if left.recipe_text is None and left.evaluation is not None and left.evaluation.raw.get("model"):
+        raw = left.evaluation.raw
+        labels = ["--labels", str(raw["labels"])] if raw.get("labels") else []
+        out = f"{left.path.absolute()}-again"
+        command = ["esmshard", "evaluate", str(raw["model"]), str(raw["data"]), *labels, "-o", out]
+        return Section(*section, ["The test of a model that is there already."], code=shlex.join(command))
     if left.recipe_text is None:
         return Section(*section, missing="recipe.yaml is missing, so there is none.")
     run = left.path.absolute()

@@ -19,11 +19,9 @@ from esmshard.data.packing import deal
 from esmshard.data_settings import listed
 from esmshard.errors import InputError
 from esmshard.model import weights
-from esmshard.model.config import STARTER
 from esmshard.parallel.mesh import World
 from esmshard.progress import Progress
 from esmshard.settings import Recipe
-from esmshard.shipped import shipped
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned
 from esmshard.tasks.metrics import records_with
 from esmshard.tasks.protocol import Row, Task, collate
@@ -132,7 +130,14 @@ def evaluate(
     return table
 
 
-def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], leakage: Sequence[str] = ()) -> str:
+def report(
+    model: str,
+    data: Examples,
+    out: Path,
+    warn: Callable[[str], None],
+    leakage: Sequence[str] = (),
+    labels: str | None = None,
+) -> str:
     """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
     Writes `evaluation.json` and `per_protein.csv` to `out`. Returns the table, and below it why an interval is missing
@@ -144,15 +149,18 @@ def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], l
         out: directory.
         warn: called with a sentence for whatever is left out.
         leakage: what the split shares with the training records, to be written down.
+        labels: the file that the labels come from, if they are not beside the records; to be written down.
     """
     found = load_finetuned(model)
     base, left_out, why = None, [], ""
-    if weights.place(model) == shipped("data") / STARTER / "model":
-        # Its recipe names that model by a relative path, where its makers had it: not what lies there on this machine.
-        why = "the starter comes without the model that it was fine-tuned from"
+    recipe = Recipe.model_validate(found.about["recipe"])
+    name = Path(recipe.model.name)
+    if not name.is_absolute() and len(name.parts) > 1:
+        # As of the starter, where its makers had it: nothing that happens to lie there on this machine.
+        why = f"{model} comes without the model that it was fine-tuned from"
     else:
         try:
-            base = load_base(Recipe.model_validate(found.about["recipe"]), found.task)
+            base = load_base(recipe, found.task)
         except InputError as error:
             why = f"the model that {model} was fine-tuned from cannot be read ({error})"
     if why:
@@ -167,6 +175,7 @@ def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], l
         warn(sentence)
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
+    facts |= {"model": str(weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.store.digest}
     return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
 
 
@@ -213,7 +222,7 @@ def write(
         **about,
         "task": about["recipe"]["task"]["name"],
         "split": data.name,
-        "data": str(data.path),
+        "data": str(data.path.absolute()),
         "records": len(data),
         "columns": task.columns,
         "lower_is_better": task.lower_is_better,

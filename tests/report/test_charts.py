@@ -289,7 +289,7 @@ def test_why_there_are_no_maps(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (run / "evaluation.json").write_text(json.dumps(tested))
     assert "other weights" in said()
     (run / "model" / "model.safetensors").unlink()
-    assert said() == "No contact maps: there is no model directory."
+    assert said() == f"No contact maps: the model is not in {run / 'model'}."
     (run / "per_protein.csv").unlink()
     assert said() == "No contact maps: per_protein.csv with long P@L is missing."
 
