@@ -543,7 +543,9 @@ def predict(
     model: Annotated[str, typer.Argument(help="A consolidated model with a fine-tuned head; of variants also a run.")],
     data: Annotated[
         Optional[Path],
-        typer.Argument(help="FASTA, - for the standard input, or a token store; of variants their table."),
+        typer.Argument(
+            help="FASTA, - for the standard input, a token store, or structures (PDB, mmCIF); of variants their table."
+        ),
     ] = None,
     out: Annotated[
         Optional[Path],
@@ -643,36 +645,43 @@ def evaluate(
     labels: Annotated[
         Optional[str], typer.Option(metavar="FILE", help="Labels of DATA, if they are not in it or beside it.")
     ] = None,
+    png: Annotated[
+        Optional[Path],
+        typer.Option(metavar="DIR", help="Of contacts: a picture of each predicted map beside the true contacts."),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Score a model on labelled data, with intervals, beside the baselines."""
-    from esmshard.data.ingest import cached
-    from esmshard.data.loader import Examples
-    from esmshard.data.structure_splits import cached_split, holds_structures, notices
+    from esmshard.infer import map_png
     from esmshard.progress import say
-    from esmshard.recipe import sample
+    from esmshard.report.plots import draw_maps
     from esmshard.settings import Recipe
     from esmshard.tasks.finetuner import load_finetuned
     from esmshard.train.evaluate import report
+    from esmshard.train.splits import open_tested
 
     for name in ("evaluation.json", "per_protein.csv"):
         if (out / name).exists() and not overwrite:
             raise UsageError(f"{out / name}: exists already; choose another directory or pass --overwrite")
+    if png is not None:
+        map_png.check(png, overwrite=overwrite)
     found = load_finetuned(model)
-    if Recipe.model_validate(found.about["recipe"]).task.name == "variant":
+    recipe = Recipe.model_validate(found.about["recipe"])
+    if recipe.task.name == "variant":
         raise UsageError(
             f"{model}: is of variants; finetune tests on folds of their table, and `esmshard predict MODEL TABLE` "
             "says Spearman's correlation with the measured values of another one"
         )
-    path = sample(data)
-    fasta = cached_split(path) if holds_structures(path) else path
-    for notice in notices(fasta) if fasta != path else ():
-        say(f"{path}: {notice}")
-    store = cached(fasta)
-    where = Recipe.model_validate(found.about["recipe"]).data.model_copy(update={"labels": labels, "mask": None})
-    examples = Examples(Path(data).name, path, store, found.task.labels(fasta, store, where))
+    if png is not None and found.task.names:
+        raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
+    examples = open_tested(data, labels, recipe, found.task.labels)
+    for notice in examples.store.notices:
+        say(f"{examples.path}: {notice}")
     out.mkdir(parents=True, exist_ok=True)
-    print(report(model, examples, out, warn=say))
+    print(report(model, examples, out, warn=say, labels=labels))
+    if png is not None:
+        draw_maps(found, examples, png)
+        say(f"maps in {png}: above the diagonal what is predicted, below it the true contacts")
 
 
 @app.command()

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from esmshard.task_settings import Settings, TaskSettings, VariantSettings
+from esmshard.task_settings import Names, Settings, TaskSettings, VariantSettings
 
 _LABELLED = ("residue", "sequence")
 _VARIANT = {
@@ -75,7 +75,7 @@ class DataSettings(Settings):
     transform: Literal["none", "log", "rank"] | None = None
     """Of the measured values before they are learned; predictions come back in their unit. `log` for ratios and
     affinities, `rank` for values with a skewed distribution; `none` by default."""
-    lower_is_better: tuple[str, ...] | None = Field(None, strict=False)
+    lower_is_better: Names | None = Field(None, strict=False)
     """Targets of which a lower value is the better one, as a dissociation constant; ranks and zero-shot scores turn
     round."""
     split: Literal["position", "contiguous", "modulo", "random", "mutations", "given"] | None = None
@@ -91,8 +91,8 @@ class DataSettings(Settings):
     labels: str | None = None
     """Labels of all three splits in one file: a table, a label FASTA, or an `.npz` (docs/labels.md). By default they
     stand in the headers of the FASTA files, or in the `.npz` beside each."""
-    target: tuple[str, ...] | None = Field(None, strict=False)
-    """Columns of the table, keys of the headers, or the array of the `.npz` that are learned."""
+    target: Names | None = Field(None, strict=False)
+    """Columns of the table, keys of the headers, or the array of the `.npz` that are learned; one name, or a list."""
     id_column: str | None = None
     """Column of the table with the ids; found by its name by default."""
     mask: str | None = None

@@ -1,4 +1,4 @@
-"""The two exceptions that a user's mistake raises. Everything else is a bug of ours.
+"""The exceptions that a user's mistake raises. Everything else is a bug of ours.
 
 The command line prints the message of an `InputError` as one sentence and leaves with its `exit_code`; library users
 catch it as a `ValueError`. The message says what is wrong, where (file, line, record) and the mend.
@@ -13,6 +13,10 @@ class InputError(ValueError):
     """Raised on every rank alike, so that the first one alone should print it."""
     transient = False
     """Raised because another process is gone or stuck: the same run may go well if it is started again."""
+
+
+class NotANumber(InputError):
+    """A label that was to be a number and is none."""
 
 
 class UsageError(InputError):

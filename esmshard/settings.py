@@ -6,17 +6,19 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from esmshard.data_settings import Clash, DataSettings, suiting
 from esmshard.task_settings import (
     ContactSettings,
     MlmSettings,
+    Names,
     ResidueSettings,
     SequenceSettings,
     Settings,
     TaskSettings,
     VariantSettings,
+    as_list,
 )
 
 
@@ -31,6 +33,11 @@ class ModelSettings(Settings):
 
 LoraTarget = Literal["q", "k", "v", "out", "fc1", "fc2"]
 """Linear layers of a block: query, key and value, attention's output, and the feed-forward pair."""
+Targets = Annotated[
+    tuple[LoraTarget, ...], BeforeValidator(as_list, json_schema_input_type=LoraTarget | list[LoraTarget])
+]
+Tracker = Literal["tensorboard", "wandb"]
+Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(as_list, json_schema_input_type=Tracker | list[Tracker])]
 _LORA = {"rank": 4, "alpha": 1.0, "targets": ("q", "k", "v", "out", "fc1", "fc2"), "bias": "all"}
 
 
@@ -43,14 +50,14 @@ class AdaptSettings(Settings):
     """`full`: every weight; `lora`: an adapter of low rank beside the matrices of each layer (Hu et al. 2021,
     arXiv:2106.09685), which are frozen; `head`: nothing, only the head learns; `probe`: a linear head fitted by
     scikit-learn on the frozen model, without any step."""
-    freeze: tuple[str, ...] = Field((), strict=False)
+    freeze: Names = Field((), strict=False)
     """Of `full`: parts that do not learn, such as [embedding, layers.0-10]: `embedding`, `norms`, `biases`, or layers
     from 0."""
     rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
     """Of the adapter's matrices; 4 by default. For `lora` only, as the keys below."""
     alpha: float | None = Field(None, gt=0, validate_default=True)
     """What the adapter adds is scaled by alpha / rank; 1 by default."""
-    targets: tuple[LoraTarget, ...] | None = Field(None, strict=False, validate_default=True)
+    targets: Targets | None = Field(None, strict=False, validate_default=True)
     """Layers with an adapter, of q, k, v, out, fc1 and fc2; all by default. `transformers` calls the last three
     `dense`."""
     bias: Literal["none", "all"] | None = Field(None, validate_default=True)
@@ -242,7 +249,7 @@ class Recipe(Settings):
     train: TrainSettings = TrainSettings()  # type: ignore[call-arg]
     parallel: ParallelSettings = ParallelSettings()  # type: ignore[call-arg]
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
-    track: tuple[Literal["tensorboard", "wandb"], ...] = Field((), strict=False)
+    track: Trackers = Field((), strict=False)
     """Where metrics are shown besides metrics.jsonl: `tensorboard` (files in `out`/tensorboard), `wandb` (Weights &
     Biases, by its own environment variables). docs/watching.md."""
     out: str

@@ -1,8 +1,8 @@
 """The `task` section of a recipe, of each task. No torch."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 
 class Settings(BaseModel):
@@ -11,6 +11,15 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+def as_list(value: Any) -> Any:
+    """Of a key that is a list of names: a single name is a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(as_list, json_schema_input_type=str | list[str])]
+"""A list of names, or a single one."""
 
 
 class ContactSettings(Settings):

@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from esmshard import cli
 from esmshard.batch import pack
 from esmshard.data.fasta import read_fasta
 from esmshard.model.weights import load_model
+from esmshard.train import goodput
 from esmshard.vocab import encode
 
 RUN_FILES = {
@@ -84,18 +87,24 @@ def test_a_run_says_how_it_goes_and_ends_with_a_table(
     assert "step 6/6  loss " in done.stderr
     for word in ("residues/s", "MiB", "left", "valid long P@L"):
         assert word in done.stderr
+    ended = next(line for line in done.stderr.splitlines() if line.startswith("goodput "))
+    lines = goodput.parse((directory / "run" / "metrics.jsonl").read_text())
+    assert ended == goodput.sentence(goodput.summary(lines)), "the report says the same"
     table = done.stdout.splitlines()
-    assert [line.split("  ")[0] for line in table[1:]] == [
+    assert [line.split("  ")[0] for line in table[1:6]] == [
         "fine-tuned",
         "base rate",
         "separation prior",
         "unsupervised head",
-        "untrained",
+        "before fine-tuning",
     ]
     evaluation = json.loads((directory / "run" / "evaluation.json").read_text())
+    assert table[-1] == evaluation["verdict"]
+    assert re.match(r"Fine-tuning (beat|was not clearly apart from|was worse than) the best baseline, ", table[-1])
     interval = evaluation["metrics"]["fine-tuned"]["long P@L"]
-    assert interval["low"] <= interval["value"] <= interval["high"]
-    assert f"{interval['value']:.3f} [" in table[1]
+    assert (interval["low"], interval["high"]) == (None, None), "of fewer than ten chains"
+    assert f"{interval['value']:.3f} " in table[1]
+    assert evaluation["without_interval"]["long P@L"] in table[6]
     with open(directory / "run" / "per_protein.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == [r.id for r in read_fasta(directory / "valid.fasta")]
@@ -240,7 +249,7 @@ def test_embed_predict_and_evaluate(finished: tuple[Path, subprocess.CompletedPr
     assert again.keys() == first.keys()
     for name in ("base rate", "separation prior"):
         assert again[name] == first[name]
-    for name in ("fine-tuned", "untrained"):  # another number of threads adds up in another order
+    for name in ("fine-tuned", "before fine-tuning"):  # another number of threads adds up in another order
         assert again[name]["AUPRC"]["value"] == pytest.approx(first[name]["AUPRC"]["value"], abs=1e-3)
 
 
@@ -451,3 +460,68 @@ def test_ingest_refuses_options_that_it_would_not_read(
     code, error = run("ingest", *arguments)
     assert code == 2
     assert sentence in error
+
+
+def test_a_run_is_its_model(finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    run, fasta = finished[0] / "run", finished[0] / "valid.fasta"
+    for model, name in ((run, "run"), (run / "model", "model")):
+        for command, ending in (("embed", "npy"), ("predict", "npz")):
+            done = esmshard(command, model, fasta, "-o", tmp_path / f"{name}.{ending}")
+            assert done.returncode == 0, done.stderr
+    for ending in ("npy", "npz"):
+        assert (tmp_path / f"run.{ending}").read_bytes() == (tmp_path / f"model.{ending}").read_bytes()
+    recipe = f"model.name={run}"
+    done = esmshard("finetune", finished[0] / "tiny.yaml", recipe, "init=pretrained", "--dry-run", f"out={tmp_path}/x")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("given", ["", "checkpoints", "checkpoints/step_000004"])
+def test_what_has_no_model_says_how_to_make_one(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, given: str
+) -> None:
+    run = tmp_path / "a run"
+    subprocess.run(["cp", "-r", finished[0] / "run", run], check=True)
+    subprocess.run(["rm", "-r", run / "model"], check=True)
+    done = esmshard("predict", run / given, finished[0] / "valid.fasta", "-o", tmp_path / "x.npz")
+    assert done.returncode == 1
+    said = re.search(r"make a model of it with `esmshard (.*)`, and give (.*)\n", done.stderr)
+    assert said, done.stderr
+    made = esmshard(*shlex.split(said[1]))
+    assert made.returncode == 0, made.stderr
+    done = esmshard("predict", said[2], finished[0] / "valid.fasta", "-o", tmp_path / "x.npz")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_evaluation_has_pictures_and_a_report(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    fasta, model = finished[0] / "valid.fasta", finished[0] / "run" / "model"
+    done = esmshard(
+        "evaluate", model, "valid.fasta", "-o", tmp_path / "out", "--png", tmp_path / "maps", cwd=fasta.parent
+    )
+    assert done.returncode == 0, done.stderr
+    assert "above the diagonal what is predicted, below it the true contacts" in done.stderr
+    assert len(list((tmp_path / "maps").glob("*.png"))) == len(list(read_fasta(fasta)))
+    done = esmshard("report", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "No contact maps" not in page
+    assert "Median: " in page
+    assert f"esmshard evaluate {model} {fasta} " in page
+
+
+def test_an_evaluation_says_what_it_leaves_out(tmp_path: Path) -> None:
+    """The starter was made elsewhere from a model that its recipe names by a relative path, `mlm/model`."""
+    write_subset(tmp_path, "two", "test", range(2))
+    other = tmp_path / "mlm" / "model"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    done = esmshard("evaluate", "starter", "two.fasta", "-o", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    left_out = (
+        "baselines left out of the table: unsupervised head and before fine-tuning, because starter comes without the "
+        "model that it was fine-tuned from"
+    )
+    assert left_out in done.stderr
+    assert "mlm/model" not in done.stderr
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["left_out"] == [left_out]

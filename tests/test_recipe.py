@@ -683,7 +683,7 @@ def test_parts_of_the_model_can_be_frozen(path: Path, freeze: str) -> None:
         ),
         ("[layers.3-1]", "'layers.3-1' ends before it begins; write the first layer first, from 0"),
         ("[3]", "must be a valid string, not 3"),
-        ("norms", "must be a list such as [a, b], not 'norms'"),
+        ("3", "must be a list such as [a, b], not 3"),
     ],
 )
 def test_what_is_no_part_of_the_model_cannot_be_frozen(path: Path, freeze: str, expected: str) -> None:
@@ -761,3 +761,16 @@ def test_a_target_that_is_no_layer_is_refused(path: Path) -> None:
     assert problem(path, "adapt.method=lora", "adapt.targets=[q, dense]") == (
         "adapt.targets=[q, dense]: adapt.targets: must be 'q', 'k', 'v', 'out', 'fc1' or 'fc2', not 'dense'"
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("data.target=Tm", "data", "target", ("Tm",)),
+        ("adapt.freeze=norms", "adapt", "freeze", ("norms",)),
+        ("track=wandb", None, "track", ("wandb",)),
+    ],
+)
+def test_a_single_name_is_a_list_of_one(override: str, section: str | None, key: str, value: tuple[str, ...]) -> None:
+    found = load(resolve("sequence"), [override])
+    assert getattr(found if section is None else getattr(found, section), key) == value

@@ -196,6 +196,10 @@ def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> s
     ]
     if missing := [f"{count} without {name}" for name, count in evaluation["without_value"].items() if count]:
         lines.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
+    if few := [f"{name} ({reason})" for name, reason in evaluation.get("without_interval", {}).items()]:
+        lines.append(f"No interval, for too few records: {'; '.join(few)}.")
+    if said := evaluation.get("verdict"):
+        lines.append(said)
     if evaluation["weights_sha256"] != about["weights_sha256"]:
         lines.append("Scored before the weights were written in this layout and precision.")
     return "## Metrics\n\n" + " ".join(lines) + "\n\n" + _table(["", *columns], rows)

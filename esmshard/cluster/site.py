@@ -29,24 +29,21 @@ OF_THE_JOB = r"SLURM_\w+"
 
 _WORD = re.compile(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", re.ASCII)
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}", re.ASCII)
-_OURS = (
-    *("job-name", "array", "nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode"),
-    *("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"),
-    *(
-        "signal",
-        "requeue",
-        "no-requeue",
-        "no-kill",
-        "time",
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "wrap",
-        "test-only",
+_GPUS = "gpus_per_node and slurm.gpu_type of the profile, or esmshard launch --gpus-per-node"
+_LAUNCH, _SCRIPT = "esmshard launch {}", "the script itself, which relies on it"
+_OURS = {
+    **{key: f"slurm.{key} of the profile" for key in ("time", "partition", "account", "qos", "constraint")},
+    "job-name": _LAUNCH.format("--name"),
+    "array": _LAUNCH.format("--array"),
+    "nodes": _LAUNCH.format("--nodes"),
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), _GPUS),
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal", "requeue", "no-requeue", "no-kill"),
+        _SCRIPT,
     ),
-)
-"""Options of sbatch that other keys or the launch say, or that would break what the script relies on."""
+    **dict.fromkeys(("wrap", "test-only"), _SCRIPT),
+}
+"""Options of sbatch that something else sets, or that would break what the script relies on; and what that is."""
 
 
 def directive(value: str) -> str:
@@ -172,8 +169,10 @@ class SlurmSite(Settings):
             name = re.match(r"--([a-z][a-z-]*)(=.|$)", option)
             if name is None:
                 raise ValueError(f"{option!r} must be an option of sbatch in its long form, as --mail-type=END")
-            if name[1] in _OURS or option.startswith("--gres=gpu"):
-                raise ValueError(f"--{name[1]} is said by another key of the profile, or by esmshard launch itself")
+            if option.startswith("--gres=gpu"):
+                raise ValueError(f"{option} is set by {_GPUS}, with gpu_option: gres; remove it from the options")
+            if name[1] in _OURS:
+                raise ValueError(f"--{name[1]} is set by {_OURS[name[1]]}; remove it from the options")
             directive(option)
         return options
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from esmshard.data.symbols import Edits
 from esmshard.data.tables import MISSING, NUMBER, shown
-from esmshard.errors import InputError
+from esmshard.errors import InputError, NotANumber
 
 Split = Literal["train", "valid", "test"]
 
@@ -136,7 +136,7 @@ def number(text: str, where: Callable[[], str]) -> float:
         return float("nan")
     value = float(text) if NUMBER.fullmatch(text) else float("inf")
     if abs(value) > FLOAT32_MAX:
-        raise InputError(
+        raise NotANumber(
             f"{where()} is {shown(text)}, which is not a finite number; write one with a decimal point, or nan "
             "where there is none"
         )

@@ -23,6 +23,9 @@ from esmshard.vocab import RESIDUES
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
 SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
 TARGET_COLUMNS = ("DMS_score", "score", "fitness", "target", "effect")
+NAME_MUTANT = "set data.mutant=COLUMN in a recipe, or pass --mutant COLUMN"
+NAME_TARGET = "set data.target=COLUMN in a recipe, or pass --target COLUMN"
+"""How a user says which column is meant."""
 
 Refusal = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
@@ -148,10 +151,9 @@ def read_variants(
         most = MOST_UNUSABLE if on_unusable == "drop" else 0.0
         parsed = placed(table, parsed, protein, protein_name, offset, notices, most)
     stops = _having(parsed, lambda mutation: mutation.mutant == STOP)
-    parsed = _without(table, parsed, stops, "a stop codon", on_stop, "set on_stop to 'drop'", notices)
+    parsed = _without(table, parsed, stops, "a stop codon", on_stop, "set data.unusable=drop", notices)
     same = _having(parsed, lambda mutation: mutation.mutant == mutation.wild)
-    mend = "set on_synonymous to 'drop' or 'keep'"
-    parsed = _without(table, parsed, same, "a synonymous change", on_synonymous, mend, notices)
+    parsed = _without(table, parsed, same, "a synonymous change", on_synonymous, "set data.unusable=drop", notices)
     if not parsed:
         raise InputError(f"{path}: no variant is left of {counted(len(table), 'row')} ({'; '.join(notices)})")
     if mutant is not None and sequence is not None:
@@ -222,24 +224,23 @@ def _protein(text: str, where: str, notices: list[str]) -> str:
 
 def _columns(table: Table) -> tuple[str | None, str | None]:
     """The column of mutations, or else that of mutated sequences."""
-    mutant = _usual(table, MUTANT_COLUMNS, "mutant")
-    sequence = None if mutant else _usual(table, SEQUENCE_COLUMNS, "sequence")
+    mutant = _usual(table, MUTANT_COLUMNS, NAME_MUTANT)
+    sequence = None if mutant else _usual(table, SEQUENCE_COLUMNS, "rename the one that is not")
     if mutant is None and sequence is None:
         raise InputError(
             f"{table.path}: has no column with a usual name for mutations ({', '.join(MUTANT_COLUMNS)}) or mutated "
-            f"sequences ({', '.join(SEQUENCE_COLUMNS)}); {listed(table.columns)}; name one with mutant or sequence"
+            f"sequences ({', '.join(SEQUENCE_COLUMNS)}); {listed(table.columns)}; name one: "
+            f"{NAME_MUTANT}"
         )
     return mutant, sequence
 
 
-def _usual(table: Table, usual: Sequence[str], option: str) -> str | None:
-    """The only column with one of the usual names, in any case; None where there is none."""
+def _usual(table: Table, usual: Sequence[str], mend: str) -> str | None:
+    """The only column with one of the usual names, in any case; None where there is none. `mend` says how to choose."""
     lower = {name.lower() for name in usual}
     found = [name for name in table.columns if name.lower() in lower]
     if len(found) > 1:
-        raise InputError(
-            f"{table.path}: columns {' and '.join(map(shown, found))} may both be meant; set {option} to one"
-        )
+        raise InputError(f"{table.path}: columns {' and '.join(map(shown, found))} may both be meant; {mend}")
     return found[0] if found else None
 
 
@@ -251,15 +252,15 @@ def _targets(
         return (), np.empty((len(table), 0))
     names = (targets,) if isinstance(targets, str) else tuple(targets)
     if not names:
-        usual = _usual(table, TARGET_COLUMNS, "targets")
+        usual = _usual(table, TARGET_COLUMNS, NAME_TARGET)
         if usual is None:
             raise InputError(
                 f"{table.path}: has no column with a usual name for measured values ({', '.join(TARGET_COLUMNS)}); "
-                f"{listed(table.columns)}; name them with targets"
+                f"{listed(table.columns)}; name one: {NAME_TARGET}"
             )
         names = (usual,)
     if len(set(names)) < len(names):
-        raise UsageError(f"targets names a column twice: {', '.join(names)}")
+        raise UsageError(f"data.target: names a column twice: {', '.join(names)}")
     target_RT = np.stack([table.numbers(name) for name in names], axis=1)
     for name in names:
         commas = [row for row, cell in enumerate(table.column(name)) if "," in cell]
@@ -364,7 +365,7 @@ def _grouped(
         named = first_three(several, lambda key: f"{shown(name_of(key))} in {first_three(groups[key], table.at)}")
         found = f"{counted(len(several), 'variant')} in several rows: {named}"
         if replicates == "error":
-            raise InputError(f"{table.path}: {found}; set replicates to 'mean' or 'keep', or remove all but one row")
+            raise InputError(f"{table.path}: {found}; set data.replicates=mean, or remove all but one row")
         notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {found}")
     if replicates == "keep":
         kept: list[tuple[tuple[Mutation, ...], tuple[int, ...]]] = [

@@ -232,13 +232,12 @@ def _classes(
                 if given:
                     raise InputError(
                         f"{where(row)}: class {shown(name)} is none of the {len(given)} that are known "
-                        f"({', '.join(map(shown, given[:5]))}{', ...' if len(given) > 5 else ''}); mend the label, or "
-                        "name it in classes"
+                        f"({', '.join(map(shown, given[:5]))}{', ...' if len(given) > 5 else ''}); mend the label"
                     )
                 if name.lower() in MISSING:
                     raise InputError(
-                        f"{where(row)}: {shown(name)} may be a class or say that there is none; leave it out, or name "
-                        "all classes in classes"
+                        f"{where(row)}: {shown(name)} may be a class or say that there is none; leave the cell empty, "
+                        "or write the class in another way"
                     )
                 number_of[name] = len(number_of)
             if kind == "multilabel" and number_of[name] in codes[start:]:

@@ -326,7 +326,7 @@ def _classes(
         where = f"{path}:{line_N[n]}" if line_N[n] else str(path)
         raise InputError(
             f"{where}: record {shown(store.id(n))} has the class {shown(unknown[0])} at position {at - offsets[n] + 1}"
-            f", which is none of {names}; mend the label, or name it in classes"
+            f", which is none of {names}; mend the label, or name it in task.classes"
         )
     class_of = np.full(256, -1, dtype=np.int8)
     for place, letter in enumerate(names):

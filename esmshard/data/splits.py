@@ -306,7 +306,7 @@ def _along(positions: Sequence[frozenset[int]], number_of: dict[int, int], names
             left = int((number_N == LEFT_OUT).sum())
             raise InputError(
                 f"{name} would be empty, since {left:,} of {counted(len(positions), 'variant')} change positions of "
-                "several sets; try another --seed, or split by mutations"
+                "several sets; try another --seed, or --by mutations"
             )
     return number_N
 

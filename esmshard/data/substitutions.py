@@ -97,7 +97,7 @@ def parse_variant(cell: str, *, empty_is_wild_type: bool = False) -> tuple[Mutat
     if cell.lower() in _WILD_TYPE or (not cell and empty_is_wild_type):
         return ()
     if not cell:
-        raise Refused("an empty cell", "write WT for the wild type, or set empty_is_wild_type")
+        raise Refused("an empty cell", "write WT for the wild type")
     body = _ACCESSION.sub("", cell, count=1) if "p." in cell else cell
     if body[:2].lower() == "p.":
         body = body[2:]

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from xopen import xopen
 
-from esmshard.errors import InputError
+from esmshard.errors import InputError, NotANumber
 
 MISSING = frozenset({"", "na", "nan", "null", "none", "-"})
 """Cells without a number, in lower case."""
@@ -109,7 +109,7 @@ class Table:
                 wrong.append(row)
         if wrong:
             cell, more = shown(cells[wrong[0]]), f" ({len(wrong):,} cells of the column)" if len(wrong) > 1 else ""
-            raise InputError(
+            raise NotANumber(
                 f"{self.where(wrong[0])}: column {shown(name)} has {cell}, which is not a finite number{more}; "
                 "write a number with a decimal point, or leave the cell empty"
             )

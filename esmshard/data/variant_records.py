@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -162,6 +161,14 @@ def table_of(data: DataSettings) -> Variants:
     return _read(data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None}))
 
 
+_IN_RECIPE = {
+    "try another --seed, or --by mutations": "set data.split=mutations",  # folds are the same for every seed
+    "--train-max": "data.train_max",
+    "--folds": "data.folds",
+}
+"""What options of `esmshard split` are in a recipe."""
+
+
 def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     """Fold of each variant, or its set under splits that have none; and what was left out. The same for all seeds."""
     variants = table_of(data)
@@ -171,7 +178,9 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     except InputError as error:
         if str(error).startswith(str(variants.table.path)):
             raise
-        said = re.sub(r"--([a-z-]+)", lambda match: f"data.{match[1].replace('-', '_')}", str(error))
+        said = str(error)
+        for option, key in _IN_RECIPE.items():
+            said = said.replace(option, key)
         raise InputError(f"{variants.table.path}: {said}") from None
     left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
     if not left:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.structures import MIN_SEPARATION
 from esmshard.errors import InputError, UsageError
 
 LEAST_DPI = 140
@@ -42,6 +43,14 @@ def matplotlib_figure(folder: Path) -> tuple[Any, Any]:
     return Figure, matplotlib
 
 
+def colours() -> Any:
+    """The colours of probabilities, for matplotlib: white for 0 and for what is not predicted."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    found = LinearSegmentedColormap.from_list("contacts", ["#ffffff", "#9ecae1", "#4292c6", "#08519c", "#08306b"])
+    return found.with_extremes(bad="white")
+
+
 class MapFolder:
     """A folder of `ID.png`. They come to lie there together, at the end; files of the same names are replaced.
 
@@ -55,7 +64,11 @@ class MapFolder:
 
     def add(self, record_id: str, probability_LL: npt.NDArray[np.float32]) -> None:
         """Draw one record."""
-        (self._work / self._names.new(record_id)).write_bytes(draw(probability_LL, record_id))
+        self.keep(record_id, draw(probability_LL, record_id))
+
+    def keep(self, record_id: str, png: bytes) -> None:
+        """A picture of a record that is drawn already."""
+        (self._work / self._names.new(record_id)).write_bytes(png)
 
     def __enter__(self) -> "MapFolder":
         matplotlib_figure(self._folder)
@@ -105,19 +118,23 @@ class FileNames:
 
 
 def draw(probability_LL: npt.NDArray[np.float32], record_id: str) -> bytes:
-    """A PNG of one map: colours from 0 to 1 whatever the protein, residues counted from 1, the id as its title.
+    """A PNG of one map: white at 0, dark blue at 1 whatever the protein, residues counted from 1, the id as its title.
+
+    Pairs fewer than six residues apart, of which no contact head learns anything, are white.
 
     The id stands whole under `Title` in the file's own text, where programs find it.
     """
     figure_of, matplotlib = matplotlib_figure(Path(record_id))
     length = len(probability_LL)
-    shown = _coarse(probability_LL)
+    place_L = np.arange(length)
+    far_LL = np.abs(place_L[:, None] - place_L) >= MIN_SEPARATION
+    shown = _coarse(np.where(far_LL, probability_LL, np.nan).astype(np.float32))
     # An id is text: matplotlib would read formulae between dollar signs.
     with matplotlib.rc_context({"text.parse_math": False, "font.size": 9}):
         figure = figure_of(figsize=(5.0, 4.5), layout="constrained", dpi=max(LEAST_DPI, len(shown) / INCHES))
         axes = figure.add_subplot()
         edges = (0.5, length + 0.5, length + 0.5, 0.5)
-        image = axes.imshow(shown, cmap="viridis_r", vmin=0, vmax=1, extent=edges, interpolation="nearest")
+        image = axes.imshow(shown, cmap=colours(), vmin=0, vmax=1, extent=edges, interpolation="nearest")
         axes.locator_params(integer=True)
         axes.set_title(
             record_id if len(record_id) <= 60 else f"{record_id[:59]}\N{HORIZONTAL ELLIPSIS}", fontsize="medium"
@@ -137,5 +154,5 @@ def _coarse(probability_LL: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     if step == 1:
         return probability_LL
     starts = np.arange(0, length, step)
-    rows = np.maximum.reduceat(probability_LL, starts, axis=0)
-    return np.asarray(np.maximum.reduceat(rows, starts, axis=1))
+    rows = np.fmax.reduceat(probability_LL, starts, axis=0)
+    return np.asarray(np.fmax.reduceat(rows, starts, axis=1))

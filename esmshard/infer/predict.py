@@ -17,6 +17,7 @@ from esmshard.data.ingest import ingest
 from esmshard.data.loader import Examples
 from esmshard.data.packing import by_length
 from esmshard.data.store import TokenStore, is_store
+from esmshard.data.structure_splits import cached_split, holds_structures, notices
 from esmshard.errors import InputError, UsageError
 from esmshard.infer import failures, map_png
 from esmshard.infer.failures import Failure, failures_file
@@ -71,7 +72,8 @@ def predict(
 
     Args:
         model: a directory that `consolidate` wrote.
-        fasta: plain or compressed, `-` for the standard input, or a token store.
+        fasta: plain or compressed, `-` for the standard input, a token store, or structures: a PDB or mmCIF file, or a
+            directory of them, of which the sequences are read.
         out: the file to write.
         png: directory for a picture of each pair map; see `esmshard.infer.map_png`.
         tokens: computed at once, in one pack on a GPU and in one a core on the CPU, and of pair maps in one anywhere; a
@@ -92,8 +94,9 @@ def predict(
         map_png.check(png, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model: a bad record at the end costs seconds, not a night.
-        store = TokenStore(fasta) if is_store(fasta) else ingest([fasta], Path(scratch) / "store")
-        for notice in store.notices:
+        read = cached_split(fasta) if holds_structures(fasta) else fasta
+        store = TokenStore(read) if is_store(read) else ingest([read], Path(scratch) / "store")
+        for notice in [*(notices(read) if read != fasta else ()), *store.notices]:
             say(f"{fasta}: {notice}")
         found = load_finetuned(model)
         examples = Examples("input", fasta, store, None)

@@ -7,6 +7,7 @@ copy of the model. Every key of a file is accounted for.
 import hashlib
 import math
 import re
+import shlex
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -113,19 +114,39 @@ def drawn(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> dic
 
 
 def place(model: str | Path) -> Path:
-    """The file or directory that a model's name means: that of the starter, else the name as a path."""
+    """The file or directory that a model's name means: that of the starter, of a run the model in it, else the path."""
     path = Path(model).expanduser()
-    return shipped("data") / STARTER / "model" if str(model) == STARTER and not path.exists() else path
+    if str(model) == STARTER and not path.exists():
+        return shipped("data") / STARTER / "model"
+    of_run = path / "model"
+    return of_run if not (path / "config.json").exists() and (of_run / "config.json").is_file() else path
+
+
+def _how_to_make(path: Path) -> str | None:
+    """What to do with a directory of fine-tuning that holds no model; None if it is no such directory."""
+    source, out = path, path / "model"
+    if re.fullmatch(r"step_\d+", path.name):
+        what, out = "a checkpoint, whose weights lie in shards", path.parent.parent / f"model_{path.name}"
+    elif path.name == "checkpoints":
+        what, source, out = "a directory of checkpoints", path.parent, path.parent / "model"
+    elif (path / "checkpoints").is_dir():
+        what = "a run whose model has not been written"
+    elif (path / "summary.json").is_file() and (parts := sorted(path.glob("*/model"))):
+        return f"{path}: holds several runs; give the model of one of them, as {parts[0]}"
+    else:
+        return None
+    command = shlex.join(["esmshard", "consolidate", str(source), "-o", str(out)])
+    return f"{path}: is {what}; make a model of it with `{command}`, and give {out}"
 
 
 def read(model: str) -> Weights:
     """Weights of a model.
 
     Args:
-        model: a fair-esm `.pt`, a directory in `transformers`' layout (ours are such directories), the `.safetensors`
-            in one, an adapter's directory, ours or PEFT's (`esmshard.model.adapted_weights`), a released name such as
-            `esm2_t33_650M_UR50D`, which is looked up in the local caches and then downloaded (`esmshard.model.hub`), or
-            `starter`, which comes with the package.
+        model: a fair-esm `.pt`, a directory in `transformers`' layout (ours are such directories), a run that has one,
+            the `.safetensors` in one, an adapter's directory, ours or PEFT's (`esmshard.model.adapted_weights`), a
+            released name such as `esm2_t33_650M_UR50D`, which is looked up in the local caches and then downloaded
+            (`esmshard.model.hub`), or `starter`, which comes with the package.
 
     Raises:
         InputError: naming the file and what is wrong with it.
@@ -136,6 +157,8 @@ def read(model: str) -> Weights:
 
         if adapted_weights.is_adapter(path):
             return adapted_weights.read(path)
+        if not (path / "config.json").exists() and (said := _how_to_make(path)):
+            raise InputError(said)
         return _read_directory(path)
     if path.is_file() and path.suffix == ".pt":
         return _read_fair_esm(path)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from esmshard.report.left import Values
 from esmshard.report.plots import matplotlib_figure
-from esmshard.train.metrics import Interval, draws, interval
+from esmshard.train.metrics import LEAST, Interval, draws, interval
 
 BLUE, ORANGE, GREY = "#3b82c4", "#d9772b", "#8a8f98"
 """Readable on white and on black, and told apart by those who see no red or green."""
@@ -123,7 +123,7 @@ def by_length(axes: Any, length_N: Values, score_N: Values) -> None:
         axes.plot([middle], [found.value], color=ORANGE, marker="o", markersize=4)
 
 
-def length_bins(length_N: Values, most: int = 6, fewest: int = 8) -> list[npt.NDArray[np.int64]]:
+def length_bins(length_N: Values, most: int = 6, fewest: int = LEAST) -> list[npt.NDArray[np.int64]]:
     """Numbers of the proteins in up to `most` bins of at least `fewest`; equal lengths stay together."""
     order = np.argsort(length_N, kind="stable")
     bins = max(1, min(most, len(order) // fewest))
@@ -133,7 +133,7 @@ def length_bins(length_N: Values, most: int = 6, fewest: int = 8) -> list[npt.ND
 
 
 def mean_interval(values: Values) -> Interval:
-    """Mean with its 95% percentile bootstrap interval."""
+    """Mean with its 95% percentile bootstrap interval, which fewer than LEAST values do not have."""
     return interval([float(values.mean()), *(float(values[n].mean()) for n in draws(len(values)))])
 
 

@@ -15,7 +15,9 @@ from esmshard.report import scores, training, variants
 from esmshard.report.left import Left, read
 from esmshard.report.page import Section, Table, bytes_text, range_text, value_text
 from esmshard.report.variants_left import is_cross_validated, read_variants
+from esmshard.train import goodput
 from esmshard.train.status import replace_text
+from esmshard.train.verdict import comparison
 
 
 def report(run: Path, out: Path | None = None) -> Path:
@@ -37,18 +39,20 @@ def report(run: Path, out: Path | None = None) -> Path:
         raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
     if is_cross_validated(run):
         several = read_variants(run)
-        about, state, facts = variants.about(several), variants.verdict(several), variants.facts(several)
+        about, facts = variants.about(several), variants.facts(several)
+        states = [variants.verdict(several)]
         sections = [tell(several) for tell in variants.SECTIONS]
     else:
         left = read(run)
-        about, state, facts = _about(left), _state(left), _facts(left)
+        about, facts = _about(left), _facts(left)
+        states = [text for text in (scores.verdict(left), _state(left)) if text]
         sections = [part(left) for part in SECTIONS]
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(source).render(
         title=run.resolve().name,
         about=about,
-        state=state,
+        states=states,
         facts=facts,
         sections=sections,
         version=__version__,
@@ -86,11 +90,8 @@ def _facts(left: Left) -> list[tuple[str, str, str]]:
         facts.append((head.name, value_text(ours.value), f"{range_text(ours)}, {of}"))
         if (name := scores.strongest(left)) is not None:
             gain = tested.differences[name][head.name]
-            worse, better = gain.high < 0, gain.low > 0
-            if head.lower_is_better:
-                worse, better = better, worse
-            verdict = "better than" if better else "worse than" if worse else "not clearly apart from"
-            note = f"{range_text(gain)}, {verdict} the strongest baseline"
+            how = comparison(gain, lower_is_better=bool(head.lower_is_better))
+            note = f"{range_text(gain)}, {how} the best baseline"
             facts.append((f"against {name}", value_text(gain.value, "+"), note))
     elif head is not None and (best := training.best(left)) is not None:
         facts.append((f"best validation {head.name}", value_text(best[1]), f"at step {best[0]:,}; not tested yet"))
@@ -102,7 +103,7 @@ def _facts(left: Left) -> list[tuple[str, str, str]]:
     if np.isfinite(steps["peak_memory_bytes"]).any():
         facts.append(("memory", bytes_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
     if left.goodput["goodput"] is not None:
-        note = f"{left.goodput['goodput']:.0%} of it in steps that count"
+        note = f"{goodput.share(left.goodput)} of it in steps that count"
         facts.append(("time", duration(left.goodput["allocated_s"]), note))
     return facts
 
@@ -151,6 +152,12 @@ def _count(value: object) -> str:
 
 def _reproduce(left: Left) -> Section:
     section = ("reproduce", "Command to reproduce")
+    if left.recipe_text is None and left.evaluation is not None and left.evaluation.raw.get("model"):
+        raw = left.evaluation.raw
+        labels = ["--labels", str(raw["labels"])] if raw.get("labels") else []
+        out = f"{left.path.absolute()}-again"
+        command = ["esmshard", "evaluate", str(raw["model"]), str(raw["data"]), *labels, "-o", out]
+        return Section(*section, ["The test of a model that is there already."], code=shlex.join(command))
     if left.recipe_text is None:
         return Section(*section, missing="recipe.yaml is missing, so there is none.")
     run = left.path.absolute()

@@ -1,5 +1,6 @@
 """How a cross-validated run of variants was made, in sentences for a paper. Only what follows from what it left."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from esmshard.report.variants_left import CrossValidated, Pooled
 from esmshard.settings import Recipe
 from esmshard.task_settings import VariantSettings
 from esmshard.tasks.variant import AUGMENTED, FROZEN, ONE_HOT, SCORE, THRESHOLDS, VariantTask
-from esmshard.train.evaluate import MAIN
 from esmshard.train.metrics import MOST_ROWS, RESAMPLES
+from esmshard.train.verdict import MAIN
 
 REFERENCES = {
     "Lin et al. 2023": "Lin et al. 2023, Science 379:1123 (ESM-2), doi:10.1126/science.ade2574",
@@ -230,10 +231,15 @@ def _baselines(found: CrossValidated, recipe: Recipe, pooled: Pooled) -> Iterato
 def _statistics(pooled: Pooled, targets: int) -> Iterator[str]:
     draws = min(RESAMPLES, max(200, MOST_ROWS // max(pooled.positions, 1)))
     averaged = ", averaged over the targets" if targets > 1 else ""
+    intervals = (
+        f"Intervals are 95% percentile intervals of a bootstrap of {draws:,} resamples of positions, and those of "
+        "differences are paired."
+    )
+    if math.isnan(pooled.metrics[MAIN].low):
+        intervals = f"There are no intervals: {count_text(pooled.positions, 'position')} are too few for a bootstrap."
     yield (
         f"Methods were compared by Spearman's rank correlation over all {pooled.variants:,} test variants{averaged}, "
-        "each predicted by models that had not been trained on it. Intervals are 95% percentile intervals of a "
-        f"bootstrap of {draws:,} resamples of positions, and those of differences are paired."
+        f"each predicted by models that had not been trained on it. {intervals}"
     )
 
 

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from esmshard.data.loader import Example, Examples
 from esmshard.data.structures import MIN_SEPARATION
 from esmshard.errors import InputError
+from esmshard.infer.map_png import MapFolder, colours
+from esmshard.progress import Progress
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuned
@@ -35,6 +37,16 @@ def contact_figure(run: Path, data: Examples) -> Path:
     out.parent.mkdir(exist_ok=True)
     out.write_bytes(contact_map(load_finetuned(str(run / "model")), example, f"{record_id[:60]}\n{about}"))
     return out
+
+
+def draw_maps(found: "FineTuned", data: Examples, folder: Path) -> None:
+    """Write `ID.png` of each record: its predicted map beside its true contacts; see `contact_map`."""
+    with MapFolder(folder) as pictures, Progress("draw", len(data)) as progress:
+        for n in range(len(data)):
+            example = data.get(n)
+            title = f"{example.id[:60]}\n{len(example.tokens) - 2} residues"
+            pictures.keep(example.id, contact_map(found, example, title))
+            progress.update(n + 1, "")
 
 
 def contact_map(found: "FineTuned", example: Example, title: str | None = None) -> bytes:
@@ -87,7 +99,7 @@ def _draw(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.NDA
     upper_LL[i, j] = probability_LL[i, j]
     edges = (0.5, length + 0.5, length + 0.5, 0.5)
     top = float(np.nanmax(upper_LL)) if len(i) else 0.0
-    image = axes.imshow(upper_LL, cmap="viridis_r", vmin=0, vmax=max(0.1, top), extent=edges)
+    image = axes.imshow(upper_LL, cmap=colours(), vmin=0, vmax=max(0.1, top), extent=edges)
     true = labels_LL[i_K, j_K] == 1
     hit = np.zeros(len(i_K), dtype=bool)
     hit[best] = True

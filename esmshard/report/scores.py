@@ -1,17 +1,25 @@
 """How good the model is: metrics beside baselines, predictions, scores by length, calibration."""
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from esmshard.errors import InputError
 from esmshard.report import charts, plots
-from esmshard.report.left import Left, Values, number
+from esmshard.report.left import Evaluation, Headline, Left, Values, number
 from esmshard.report.page import Figure, Section, Table, bytes_text, cell, difference_cell, value_text
+from esmshard.settings import Recipe
 from esmshard.tasks.finetuner import load_finetuned
-from esmshard.train.splits import open_split
+from esmshard.tasks.protocol import BEFORE
+from esmshard.train import verdict as verdicts
+from esmshard.train.evaluate import without_interval
+from esmshard.train.metrics import Interval
+from esmshard.train.splits import open_split, open_tested
 
 LONGEST_MAP = 512
 """Residues of a protein whose contact map is drawn: pixels that a reader can still tell apart, and seconds on a CPU."""
@@ -34,7 +42,10 @@ def metrics(left: Left) -> Section:
     ]
     if missing := [f"{count:,} without {name}" for name, count in raw.get("without_value", {}).items() if count]:
         texts.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
-    before = found.metrics.get("untrained", {}).get(head.name)
+    texts += [f"{str(sentence)[:1].upper()}{str(sentence)[1:]}." for sentence in raw.get("left_out", ())]
+    if few := without_interval(raw.get("without_interval", {})):
+        texts.append(f"{' '.join(few)} Without one there is no star either.")
+    before = found.metrics.get(BEFORE, {}).get(head.name)
     if before is not None:
         now = found.metrics[main][head.name]
         texts.append(f"{head.name}: {value_text(before.value)} before fine-tuning, {value_text(now.value)} after it.")
@@ -61,13 +72,33 @@ def metrics(left: Left) -> Section:
 
 def strongest(left: Left) -> str | None:
     """The baseline with the best headline."""
+    if left.evaluation is None or left.headline is None:
+        return None
+    return verdicts.strongest(*_headlines(left.evaluation, left.headline), lower_is_better=_lower(left.headline))
+
+
+def verdict(left: Left) -> str | None:
+    """Whether fine-tuning beat that baseline, in a sentence; None before the model is tested."""
     found, head = left.evaluation, left.headline
     if found is None or head is None:
         return None
-    sign = -1 if head.lower_is_better else 1
-    both = [n for n in found.differences if head.name in found.differences[n] and head.name in found.metrics.get(n, ())]
-    values = {name: sign * found.metrics[name][head.name].value for name in both}
-    return max((name for name in both if math.isfinite(values[name])), key=lambda name: values[name], default=None)
+    if said := found.raw.get("verdict"):
+        return str(said)
+    basis = f"paired over {found.raw['records']:,} records"  # of an earlier version, which wrote no sentence
+    return verdicts.verdict(head.name, *_headlines(found, head), basis, lower_is_better=_lower(head))
+
+
+def _lower(head: Headline) -> bool:
+    return bool(head.lower_is_better)
+
+
+def _headlines(found: Evaluation, head: Headline) -> tuple[dict[str, Interval], dict[str, Interval]]:
+    """The headline of every method, and what the model has more of it than each baseline."""
+    every, gains = (
+        {name: row[head.name] for name, row in table.items() if head.name in row}
+        for table in (found.metrics, found.differences)
+    )
+    return every, gains
 
 
 def predictions(left: Left) -> Section:
@@ -102,9 +133,15 @@ def _maps(left: Left) -> tuple[list[Figure], str]:
     table, name = left.proteins, "long P@L"
     if table is None or name not in table.columns:
         return [], f"No contact maps: per_protein.csv with {name} is missing."
-    weights = list((left.path / "model").glob("*.safetensors"))
-    if left.recipe is None or not weights:
-        return [], f"No contact maps: {'recipe.yaml cannot be used' if weights else 'there is no model directory'}."
+    raw: Mapping[str, Any] = left.evaluation.raw if left.evaluation else {}
+    model = left.path / "model"
+    if not model.is_dir() and raw.get("model"):  # of `evaluate`, which leaves the model where it is
+        model = Path(str(raw["model"]))
+    weights = list(model.glob("*.safetensors"))
+    recipe = left.recipe or (_recipe_of(raw["recipe"]) if left.recipe_text is None and raw else None)
+    if recipe is None or not weights:
+        why = "recipe.yaml cannot be used" if weights else f"the model is not in {model}"
+        return [], f"No contact maps: {why}."
     if sum(file.stat().st_size for file in weights) > LARGEST_MODEL:
         return [], f"No contact maps: a model of over {bytes_text(LARGEST_MODEL)} takes too long to read for a page."
     score_N = table.columns[name]
@@ -116,11 +153,15 @@ def _maps(left: Left) -> tuple[list[Figure], str]:
     for n, word in ((order[0], "Best"), (order[len(order) // 2], "Median"), (order[-1], "Worst")):
         chosen.setdefault(n, word)
     try:
-        found = load_finetuned(str(left.path / "model"), torch.device("cpu"))
-        if left.evaluation and found.about.get("weights_sha256") != left.evaluation.raw.get("weights_sha256"):
+        found = load_finetuned(str(model), torch.device("cpu"))
+        if raw and found.about.get("weights_sha256") != raw.get("weights_sha256"):
             return [], "No contact maps: the model directory holds other weights than those that were tested."
-        data = open_split(left.recipe, "test", found.task.labels)
-        recorded = left.versions.get("data", {}).get("test", {}).get("tokens_sha256", data.store.digest)
+        if left.recipe is not None:
+            data = open_split(recipe, "test", found.task.labels)
+        else:
+            data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels)
+        recorded = left.versions.get("data", {}).get("test", {}).get("tokens_sha256")
+        recorded = recorded or raw.get("tokens_sha256", data.store.digest)
         places = {data.id(n): n for n in range(len(data))}
         if recorded != data.store.digest or any(table.ids[n] not in places for n in chosen):
             return [], f"No contact maps: {data.path} is no longer what the model was tested on."
@@ -140,6 +181,14 @@ def _maps(left: Left) -> tuple[list[Figure], str]:
         "true contacts (Cb-Cb under 8 A, six or more residues apart), blue if they are among the L best predictions, L "
         "being the length, grey if not; and in orange those of the L best that are no contacts."
     )
+
+
+def _recipe_of(raw: object) -> Recipe | None:
+    """The recipe that a file holds; None if this version cannot use it."""
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError:
+        return None
 
 
 def _numbers(left: Left) -> list[Figure]:

@@ -9,6 +9,7 @@ from esmshard.progress import duration, rate
 from esmshard.report import charts
 from esmshard.report.left import Left, Values, number
 from esmshard.report.page import Figure, Section, Table, bytes_text, count_text, value_text
+from esmshard.train import goodput
 from esmshard.train.attempt import METRICS
 
 MOST_ATTEMPTS = 50
@@ -161,7 +162,7 @@ def time(left: Left) -> Section:
         ),
     }
     parts["validation, test, other"] = max(0.0, spent["allocated_s"] - sum(parts.values()))
-    share = "" if spent["goodput"] is None else f", {spent['goodput']:.1%} of it in steps that count (goodput)"
+    share = "" if spent["goodput"] is None else f", {goodput.share(spent)} of it in steps that count (goodput)"
     texts = [
         f"{duration(spent['allocated_s'])} in {count_text(spent['attempts'], 'attempt')}{share}. Time between "
         "attempts, such as in a queue, is not counted."

@@ -18,9 +18,9 @@ from esmshard.report.scores import MOST_TARGETS
 from esmshard.report.variants_left import AGAIN, RANKED, CrossValidated
 from esmshard.tasks import metrics
 from esmshard.train.cross_validated import CURVE
-from esmshard.train.evaluate import MAIN
 from esmshard.train.metrics import Interval
 from esmshard.train.repeats import SUMMARY
+from esmshard.train.verdict import MAIN, comparison
 
 BEST = 20
 """Rows of the table of ranked variants."""
@@ -54,7 +54,7 @@ def facts(found: CrossValidated) -> list[tuple[str, str, str]]:
     told = [("Spearman", _value(ours), f"{range_text(ours)}, over all test variants")]
     if (best := pooled.best) is not None:
         gain = pooled.differences[best]
-        how = "better than" if gain.low > 0 else "worse than" if gain.high < 0 else "not clearly apart from"
+        how = comparison(gain, lower_is_better=False)
         told.append((f"against {best}", _value(gain, "+"), f"{range_text(gain)}, {how} the best baseline"))
     told.append(("variants", f"{pooled.variants:,}", f"tested, at {count_text(positions, 'position')}"))
     folds, seeds = found.raw.get("folds"), len(pooled.seeds)

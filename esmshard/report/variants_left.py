@@ -15,9 +15,9 @@ from esmshard.errors import InputError
 from esmshard.report.left import Left, Values, intervals, json_object, number, read
 from esmshard.settings import Recipe
 from esmshard.train.cross_validated import CURVE
-from esmshard.train.evaluate import MAIN
 from esmshard.train.metrics import Interval
 from esmshard.train.repeats import SUMMARY
+from esmshard.train.verdict import MAIN, strongest
 
 RANKED = "ranked.csv"
 AGAIN = "repeat its `esmshard finetune` command with --resume auto, which writes it anew"
@@ -42,8 +42,7 @@ class Pooled:
     @property
     def best(self) -> str | None:
         """The baseline of the highest Spearman."""
-        known = [m for m in self.differences if np.isfinite(self.metrics[m].value)]
-        return max(known, key=lambda method: self.metrics[method].value, default=None)
+        return strongest(self.metrics, self.differences, lower_is_better=False)
 
 
 @dataclass(frozen=True)

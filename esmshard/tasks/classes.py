@@ -1,7 +1,8 @@
 """What tasks with classes know of their training labels: how many there are of each, and what follows from it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,22 @@ import numpy.typing as npt
 from esmshard.data.labels import Records
 from esmshard.data.protein_labels import ProteinLabels
 from esmshard.data.tables import shown
-from esmshard.errors import InputError
+from esmshard.errors import InputError, NotANumber
+
+
+@contextmanager
+def words_are_classes(kind: str) -> Iterator[None]:
+    """Point from labels that are no numbers to the kind of task whose labels are names; to be left with an error.
+
+    Raises:
+        NotANumber: with the sentence of one that was raised inside, and this.
+    """
+    try:
+        yield
+    except NotANumber as error:
+        if kind != "number":
+            raise
+        raise NotANumber(f"{error}; if the labels are names of classes, set task.kind=class") from None
 
 
 def known_classes(labels: ProteinLabels, known: Sequence[str], store: Records, fasta: Path) -> ProteinLabels:

@@ -24,7 +24,7 @@ from esmshard.tasks import contact_heads, unsupervised
 from esmshard.tasks.contact_heads import AttentionHead
 from esmshard.tasks.metrics import means
 from esmshard.tasks.precision import base_rate, calibration, calibration_error, contact_precision, valid_pairs
-from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
+from esmshard.tasks.protocol import BEFORE, Facts, Inputs, LossSum, Row, on_device_of
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
@@ -39,6 +39,7 @@ class ContactTask:
     names: tuple[str, ...] = ()
     per_residue = False
     one_of_names = False
+    of_base = ("unsupervised head", BEFORE)
 
     def __init__(self, settings: ContactSettings, facts: Facts) -> None:
         self._settings = settings
@@ -135,7 +136,7 @@ class ContactTask:
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
         """`base rate`: a random order. `separation prior`: the same score for every pair at one separation, whatever
         the sequence. `unsupervised head`: a regression over the attention maps of the model before the first step.
-        `untrained`: that model with its new head.
+        `before fine-tuning`: that model with its new head.
         """
         inputs = self.inputs(example)
         found: dict[str, npt.NDArray[np.float32] | Row] = {"base rate": base_rate(inputs.target)}
@@ -146,7 +147,7 @@ class ContactTask:
         if base is not None:
             if (fitted := known.get("unsupervised head")) is not None:
                 found["unsupervised head"] = unsupervised.logits(base.trunk, inputs.tokens, fitted[:-1], fitted[-1])
-            found["untrained"] = base.outputs([inputs])[0]
+            found[BEFORE] = base.outputs([inputs])[0]
         return found
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:

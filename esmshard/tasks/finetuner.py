@@ -185,7 +185,7 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
         return FineTuned(_assemble(found, head, device or weights.default_device()), task, about)
 
 
-def load_untrained(recipe: Recipe, task: Task, device: torch.device | None = None) -> FineTuner:
+def load_base(recipe: Recipe, task: Task, device: torch.device | None = None) -> FineTuner:
     """The model as it was before the first step of a run: its base weights under a new head of the same seed."""
     found = initial_weights(recipe)
     return _assemble(found, new_head(recipe, task, found)[0], device or weights.default_device())

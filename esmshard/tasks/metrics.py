@@ -1,18 +1,17 @@
 """Metrics that several tasks share. Undefined is NaN, never 0.
 
-What a bootstrap asks for thousands of times is pooled from counts: confusion matrices, calibration bins, and scores in
-STEPS bins, which a record's row holds.
+What a bootstrap asks for thousands of times is pooled from counts, which a record's row holds: confusion matrices,
+calibration bins; and from ranks among all records, which `ranked` adds to the rows.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from esmshard.tasks.protocol import Row
 
-STEPS = 1000
-"""Bins of `score_codes`: of the logit, from -16 to 16."""
 CALIBRATION_BINS = 15
 """Of equal width in confidence, as in Guo et al. 2017 (arXiv:1706.04599)."""
 THRESHOLDS = np.arange(101) / 100
@@ -28,6 +27,17 @@ def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
     return dict(zip(columns, mean_C.tolist(), strict=True))
 
 
+def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
+    """Which records a column of the final table comes from, bool [N]: those that have a value of it, or of the target
+    that it is about. All of them where nothing in a row says so.
+    """
+    keys = (column, column.removesuffix(" per protein"), f"target{column.removeprefix('Spearman')}", "target")
+    key = next((key for key in keys if isinstance(rows[0].get(key), float)), None)
+    if key is None:
+        return np.ones(len(rows), dtype=bool)
+    return ~np.isnan(np.array([row[key] for row in rows], dtype=np.float64))
+
+
 def mean(values: npt.NDArray[np.float64]) -> float:
     """Mean of what is known, NaN where nothing is."""
     known = values[~np.isnan(values)]
@@ -38,6 +48,31 @@ def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
     """Sum of an array over the rows."""
     every = np.concatenate([np.asarray(row[key]) for row in rows])  # three times as fast as stacking
     return np.asarray(every.reshape(len(rows), *np.shape(rows[0][key])).sum(0, dtype=np.float64))
+
+
+def ranked(rows: Sequence[Row], *keys: str) -> list[Row]:
+    """Rows with `KEY ranks` beside each array `KEY`, int32 of its shape: the place of each value among the different
+    values of all the rows, from 0. Metrics of ranks are the same of these, and nothing has to be sorted for a resample.
+
+    Of an array in which a value is NaN, as a model says that has diverged, there are no ranks.
+    """
+    found = [dict(row) for row in rows]
+    for key in keys:
+        arrays = [np.asarray(row[key]) for row in rows]
+        every = np.concatenate([array.ravel() for array in arrays])
+        if np.isnan(every).any():
+            continue
+        place = np.unique(every, return_inverse=True)[1].astype(np.int32)
+        parts = np.split(place, np.cumsum([array.size for array in arrays])[:-1])
+        for row, array, part in zip(found, arrays, parts, strict=True):
+            row[f"{key} ranks"] = part.reshape(array.shape)
+    return list(found)
+
+
+def joined(rows: Sequence[Row], key: str) -> npt.NDArray[Any]:
+    """The values of all rows in one line: their ranks, if all rows have them (see `ranked`), else themselves."""
+    of_rank = f"{key} ranks"
+    return np.concatenate([np.ravel(row[of_rank if of_rank in rows[0] else key]) for row in rows])
 
 
 # Numbers
@@ -107,20 +142,23 @@ def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float
     return found
 
 
-def pooled_spearman(predicted_M: npt.NDArray[np.uint16], target_M: npt.NDArray[np.uint16]) -> float:
-    """`spearman` of values that are small whole numbers, in linear time."""
-    if not len(target_M):
+def pooled_spearman(rows: Sequence[Row], a: str, b: str) -> float:
+    """`spearman` of two arrays of all rows together; in linear time if they are `ranked`."""
+    a_M, b_M = joined(rows, a), joined(rows, b)
+    if a_M.dtype != np.int32 or b_M.dtype != np.int32:
+        return np.nan if np.isnan(a_M).any() or np.isnan(b_M).any() else spearman(a_M, b_M)
+    if not len(a_M):
         return np.nan
-    (ranks_A, square_a), (ranks_B, square_b) = _ranks(predicted_M), _ranks(target_M)
+    (ranks_A, square_a), (ranks_B, square_b) = _ranks(a_M), _ranks(b_M)
     if not square_a or not square_b:
         return np.nan
-    return float(ranks_A[predicted_M] @ ranks_B[target_M] / np.sqrt(square_a * square_b))
+    return float(ranks_A[a_M] @ ranks_B[b_M] / np.sqrt(square_a * square_b))
 
 
-def _ranks(codes_M: npt.NDArray[np.uint16]) -> tuple[npt.NDArray[np.float64], float]:
-    """Mean rank of each code, less the mean of all, and the sum of the squares of those that occur."""
-    counts = np.bincount(codes_M)
-    ranks = np.cumsum(counts) - (counts - 1) / 2 - (len(codes_M) + 1) / 2
+def _ranks(place_M: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.float64], float]:
+    """Mean rank of each place, less the mean of all, and the sum of the squares of those that occur."""
+    counts = np.bincount(place_M)
+    ranks = np.cumsum(counts) - (counts - 1) / 2 - (len(place_M) + 1) / 2
     return ranks, float(counts @ ranks**2)
 
 
@@ -177,20 +215,21 @@ def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
 # Rankings
 
 
-def score_codes(logit_M: npt.NDArray[np.floating], truth_M: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint16]:
-    """Bin of each score, twice, and 1 more where it is true. Bins from STEPS / 2 on are probabilities from .5 on."""
-    bins = np.clip(np.floor((np.nan_to_num(logit_M.astype(np.float64)) + 16) * (STEPS / 32)), 0, STEPS - 1)
-    return (bins * 2 + truth_M).astype(np.uint16)
-
-
-def of_codes(codes_M: npt.NDArray[np.uint16]) -> dict[str, float]:
-    """AUROC and AUPRC of pooled `score_codes`."""
-    counts_B2 = np.bincount(codes_M, minlength=2 * STEPS).reshape(STEPS, 2)
+def pooled_ranking(rows: Sequence[Row], score: str, truth: str) -> dict[str, float]:
+    """AUROC and AUPRC of an array of scores and one of truths of all rows together; in linear time if the scores are
+    `ranked`.
+    """
+    score_M, truth_M = joined(rows, score), joined(rows, truth).astype(bool)
+    if score_M.dtype != np.int32:
+        return of_scores(score_M, truth_M)
+    counts_B2 = np.bincount(score_M * np.int64(2) + truth_M, minlength=2 * (score_M.max(initial=0) + 1)).reshape(-1, 2)
     return of_ranking(counts_B2[:, 0], counts_B2[:, 1])
 
 
 def of_scores(score_N: npt.NDArray[np.floating], truth_N: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """AUROC and AUPRC, exact."""
+    """AUROC and AUPRC. NaN if a score is: those have no order."""
+    if np.isnan(score_N).any():
+        return {"AUROC": np.nan, "AUPRC": np.nan}
     values, place_N = np.unique(score_N, return_inverse=True)
     false, true = (np.bincount(place_N[truth_N == kind], minlength=len(values)) for kind in (False, True))
     return of_ranking(false, true)

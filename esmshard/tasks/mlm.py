@@ -21,7 +21,7 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.weights import Weights
 from esmshard.task_settings import MlmSettings
 from esmshard.tasks.finetuner import LanguageModelHead
-from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
+from esmshard.tasks.protocol import BEFORE, Facts, Inputs, LossSum, Row, on_device_of
 from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class MlmTask:
     names = tuple(STANDARD)
     per_residue = True
     one_of_names = True
+    of_base = (BEFORE,)
 
     def __init__(self, settings: MlmSettings, facts: Facts) -> None:
         self._share = settings.mask
@@ -153,15 +154,15 @@ class MlmTask:
     def baseline_outputs(
         self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
-        """`amino-acid frequencies`: the same guess for every residue. `untrained`: the model before the first step, on
-        the same hidden residues.
+        """`amino-acid frequencies`: the same guess for every residue. `before fine-tuning`: the model before the first
+        step, on the same hidden residues.
         """
         inputs = self.inputs(example)
         found: dict[str, npt.NDArray[np.float32] | Row] = {
             name: np.tile(logits_V, (len(inputs.target), 1)) for name, logits_V in known.items()
         }
         if base is not None:
-            found["untrained"] = base.outputs([inputs])[0]
+            found[BEFORE] = base.outputs([inputs])[0]
         return found
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:

@@ -21,6 +21,9 @@ from esmshard.model.weights import Weights
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
 
+BEFORE = "before fine-tuning"
+"""Name of the baseline that is the model before the first step: its weights under a new head, or its own LM head."""
+
 Row = Mapping[str, float | npt.NDArray[Any]]
 """What one record adds to the metrics. Numbers (NaN where undefined) become columns of `per_protein.csv`; arrays, such
 as counts of classes, are there for `Task.summary` only."""
@@ -60,8 +63,11 @@ class Inputs:
 class Task(Protocol):
     """One kind of fine-tuning: `TASKS[name](settings, facts)`. Objects hold settings and facts, and nothing else.
 
-    A task may have `baseline_records`, how many training examples its baselines learn from at most, and
-    `look_ahead(data, base)`, which is called with a split before `baseline_outputs` is asked for each of its examples.
+    A task may have `baseline_records`, how many training examples its baselines learn from at most; `of_base`, names of
+    the baselines that ask the model before the first step;
+    `look_ahead(data, base)`, which is called with a split before `baseline_outputs` is asked for each of its examples,
+    and `prepared(rows)`, which gets all rows of a split and returns them as `summary` reads thousands of resamples of
+    them the fastest.
     """
 
     @property

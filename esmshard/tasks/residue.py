@@ -25,7 +25,7 @@ from esmshard.model.dropout import RecordDropout, of_tokens
 from esmshard.model.weights import Weights
 from esmshard.task_settings import ResidueSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.classes import check_counts, class_weights, logits_of_shares, softmax
+from esmshard.tasks.classes import check_counts, class_weights, logits_of_shares, softmax, words_are_classes
 from esmshard.tasks.linear import Linear, fit_classes, fit_numbers, kept
 from esmshard.tasks.numbers import KERNEL
 from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
@@ -40,8 +40,6 @@ BASELINES = ("length", "one-hot window", "frozen embedding")
 """What linear models are fitted on."""
 MOST_RESIDUES = 50_000
 """On which baselines and probes are fitted, evenly spread over those of the training examples that are given."""
-MOST_STEPS = 65_000
-"""Values that pooled ranks tell apart."""
 _CODE = np.full(256, -1, dtype=np.int64)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(20)
 
@@ -77,11 +75,13 @@ class ResidueTask:
     """A class or a number for each residue. Outputs: logits [L, C], or standardised numbers [L, 1].
 
     Facts, of `class`: `classes` (letters of each) and `counts` of the training residues; of `number`: `mean` and `std`
-    of the training labels, and their `quantiles`, for ranks.
+    of the training labels.
     """
 
     lower_is_better = False
     per_residue = True
+
+    of_base = ("frozen embedding",)
 
     def __init__(self, settings: ResidueSettings, facts: Facts) -> None:
         self._settings = settings
@@ -116,24 +116,25 @@ class ResidueTask:
             raise UsageError(f"data.target: residues have one label, not {len(target)}; name one")
         if isinstance(source, Path) and target[0] is not None:
             raise UsageError(f"data.target: the label FASTA {source} has no columns; remove it")
-        found = residue_labels(
-            store,
-            fasta,
-            self._settings.kind,
-            source,
-            mask=None if data.mask is None else recipes.sample(data.mask),
-            column=target[0],
-            id_column=data.id_column,
-            classes="".join(self._classes()),
-            missing="drop",  # refused below, with a mend that a recipe has
-            surplus="ignore",
-        )
+        with words_are_classes(self._settings.kind):
+            found = residue_labels(
+                store,
+                fasta,
+                self._settings.kind,
+                source,
+                mask=None if data.mask is None else recipes.sample(data.mask),
+                column=target[0],
+                id_column=data.id_column,
+                classes="".join(self._classes()),
+                missing="drop",  # refused below, with a mend that a recipe has
+                surplus="ignore",
+            )
         where = source.path if isinstance(source, Table) else source or fasta
         require_all(found.labelled_N, store, fasta, where)
         return found
 
     def learn(self, train: Examples) -> "ResidueTask":
-        """The classes and how many training residues have each; or mean, deviation and percentiles of the numbers."""
+        """The classes and how many training residues have each; or mean and deviation of the numbers."""
         if not len(train):
             raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
         assert isinstance(train.labels, ResidueLabels)
@@ -155,9 +156,7 @@ class ResidueTask:
                 f"{train.path}: every training residue is labelled {values[0]:g}, of which nothing can be learned; "
                 "give other labels"
             )
-        ends = (values.min() - 4 * std, values.max() + 4 * std)
-        quantiles = np.unique([*ends, *np.percentile(values, np.arange(101))])
-        return ResidueTask(self._settings, {"mean": mean, "std": std, "quantiles": quantiles.tolist()})
+        return ResidueTask(self._settings, {"mean": mean, "std": std})
 
     def head(self, config: EsmConfig) -> nn.Module:
         """See `ResidueHead`. It starts at the mean, or the shares, of the training labels."""
@@ -209,9 +208,8 @@ class ResidueTask:
         """Pooled over residues, but for the means over proteins."""
         if self._settings.kind == "number":
             square, count = metrics.total(rows, "square")
-            codes_2M = np.concatenate([np.asarray(row["codes"]) for row in rows], axis=1)
             return {
-                "Spearman": metrics.pooled_spearman(*codes_2M),
+                "Spearman": metrics.pooled_spearman(rows, "told", "truth"),
                 "Spearman per protein": metrics.means(rows, ["Spearman"])["Spearman"],
                 "RMSE": float((square / count) ** 0.5) if count else np.nan,
             }
@@ -221,8 +219,14 @@ class ResidueTask:
         found[f"{accuracy} per protein"] = metrics.means(rows, [accuracy])[accuracy]
         found["ECE"] = metrics.calibration_error(metrics.total(rows, "calibration"))
         if accuracy == "Q2":
-            found |= metrics.of_codes(np.concatenate([np.asarray(row["codes"]) for row in rows]))
+            found |= metrics.pooled_ranking(rows, "score", "truth")
         return found
+
+    def prepared(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with the ranks that Spearman, or AUROC and AUPRC, of all residues are made of."""
+        if self._settings.kind == "number":
+            return metrics.ranked(rows, "told", "truth")
+        return metrics.ranked(rows, "score") if len(self.names) == 2 else list(rows)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Probabilities, float32 [L, C]; or numbers in the unit of the labels, float32 [L]."""
@@ -324,21 +328,21 @@ class ResidueTask:
             "calibration": metrics.calibration(probability_LC.max(1, initial=0), correct_L),
         }
         if n == 2:
-            logit_L = (logits_LC[:, 1] - logits_LC[:, 0])[known_L]
-            row["codes"] = metrics.score_codes(logit_L, target_L == 1)
+            row |= {"score": (logits_LC[:, 1] - logits_LC[:, 0])[known_L], "truth": target_L == 1}
         return row
 
     def _number_row(self, output_L1: npt.NDArray[np.float32], target_L: npt.NDArray[np.float32]) -> Row:
         known_L = ~np.isnan(target_L)
-        told, truth = (self.predict(x[known_L, None]).astype(np.float64) for x in (output_L1[:, 0], target_L))
-        quantiles = np.array(self.facts["quantiles"])
-        steps = np.linspace(0, MOST_STEPS, len(quantiles))
+        # Ranks are those of the outputs: in the unit of the labels, values of a new head may be equal in fp32.
+        output_M, target_M = output_L1[known_L, 0], target_L[known_L]
+        told, truth = (self.predict(x[:, None]).astype(np.float64) for x in (output_M, target_M))
         return {
             "labelled": float(len(truth)),
-            "Spearman": metrics.spearman(told, truth),
+            "Spearman": metrics.spearman(output_M.astype(np.float64), target_M.astype(np.float64)),
             "RMSE": float(((told - truth) ** 2).mean() ** 0.5) if len(truth) else np.nan,
             "square": np.array([((told - truth) ** 2).sum(), len(truth)]),
-            "codes": np.nan_to_num(np.interp(np.stack([told, truth]), quantiles, steps)).round().astype(np.uint16),
+            "told": output_M,
+            "truth": target_M,
         }
 
 

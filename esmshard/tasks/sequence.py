@@ -23,7 +23,14 @@ from esmshard.model.dropout import RecordDropout
 from esmshard.model.weights import Weights
 from esmshard.task_settings import SequenceSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.classes import check_counts, class_weights, known_classes, logits_of_shares, softmax
+from esmshard.tasks.classes import (
+    check_counts,
+    class_weights,
+    known_classes,
+    logits_of_shares,
+    softmax,
+    words_are_classes,
+)
 from esmshard.tasks.linear import Linear, fit_classes, fit_labels, fit_numbers, kept
 from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
 from esmshard.vocab import STANDARD, encode_residues
@@ -71,6 +78,8 @@ class SequenceTask:
     lower_is_better = False
     per_residue = False
 
+    of_base = ("frozen embedding",)
+
     def __init__(self, settings: SequenceSettings, facts: Facts) -> None:
         self._settings = settings
         self.facts = facts
@@ -108,16 +117,17 @@ class SequenceTask:
         several = len(target) > 1
         if several and kind == "class":
             raise UsageError("data.target: a class comes from one column; name one, or set task.kind: multilabel")
-        found = protein_labels(
-            store,
-            fasta,
-            kind,
-            source,
-            columns=target,
-            id_column=data.id_column,
-            missing="drop",  # refused below, with a mend that a recipe has
-            surplus="ignore",
-        )
+        with words_are_classes(kind):
+            found = protein_labels(
+                store,
+                fasta,
+                kind,
+                source,
+                columns=target,
+                id_column=data.id_column,
+                missing="drop",  # refused below, with a mend that a recipe has
+                surplus="ignore",
+            )
         if not several:
             require_all(found.labelled_N, store, fasta, fasta if source is None else source.path)
         if kind != "number" and not several:
@@ -218,6 +228,10 @@ class SequenceTask:
             return _of_labels(rows)
         return metrics.number_summary(rows, self.names)
 
+    def prepared(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with the ranks that AUPRC of several labels is made of."""
+        return metrics.ranked(rows, "score") if self._settings.kind == "multilabel" else list(rows)
+
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Numbers in the unit of the labels, float32 [T]; or probabilities, float32 [C]."""
         if self._settings.kind == "number":
@@ -313,18 +327,19 @@ def _labels_row(logits_C: npt.NDArray[np.float32], target_C: npt.NDArray[np.floa
         "labels": float(truth_C.sum()),
         "predicted": float((logits_C >= 0).sum()),
         "correct": float((truth_C & (logits_C >= 0)).sum()),
-        "codes": metrics.score_codes(logits_C, truth_C),
+        "score": logits_C,
+        "truth": truth_C,
         "Fmax terms": metrics.fmax_terms(_sigmoid(logits_C), truth_C),
     }
 
 
 def _of_labels(rows: Sequence[Row]) -> dict[str, float]:
-    codes_NC = np.stack([np.asarray(row["codes"]) for row in rows])
-    true_NC, told_NC = (codes_NC & 1).astype(bool), codes_NC >= metrics.STEPS
+    true_NC = np.stack([np.asarray(row["truth"]) for row in rows])
+    told_NC = np.stack([np.asarray(row["score"]) for row in rows]) >= 0
     right_C, told_C, true_C = (x.sum(0).astype(np.float64) for x in (true_NC & told_NC, told_NC, true_NC))
     return {
         "Fmax": metrics.fmax(metrics.total(rows, "Fmax terms")),
-        "AUPRC": metrics.of_codes(codes_NC.ravel())["AUPRC"],
+        "AUPRC": metrics.pooled_ranking(rows, "score", "truth")["AUPRC"],
         "macro-F1": metrics.f1(right_C, told_C, true_C),
     }
 

@@ -16,10 +16,10 @@ from esmshard.data.variant_records import OUT_OF_FOLD, table_of
 from esmshard.errors import InputError
 from esmshard.settings import Recipe
 from esmshard.tasks import metrics
-from esmshard.train.evaluate import MAIN
-from esmshard.train.metrics import Interval, block_draws, difference, interval
+from esmshard.train.metrics import LEAST, Interval, block_draws, difference, interval
 from esmshard.train.repeats import SUMMARY, Repeat
 from esmshard.train.status import replace_text
+from esmshard.train.verdict import MAIN, verdict
 
 SHARES = (0.25, 0.5)
 """Of the training variants, besides all of them: the points of a learning curve."""
@@ -62,22 +62,26 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     block = np.concatenate([one.block_N for one in found if one.seed == seeds[0]])
     fold = np.concatenate([np.full(len(one.ids), one.fold) for one in found if one.seed == seeds[0]])
     measured_NT = np.concatenate([one.measured_NT for one in found if one.seed == seeds[0]])
-    said = {
+    predicted = {
         method: np.stack(
             [np.concatenate([one.predicted[method] for one in found if one.seed == seed]) for seed in seeds]
         )
         for method in methods
     }  # [seeds, N, T]
-    mean = {method: said_SNT.mean(0) for method, said_SNT in said.items()}
+    mean = {method: predicted_SNT.mean(0) for method, predicted_SNT in predicted.items()}
     samples = {method: _bootstrap(mean_NT, measured_NT, block) for method, mean_NT in mean.items()}
     intervals = {method: interval(values) for method, values in samples.items()}
     gains = {method: difference(samples[MAIN], values) for method, values in samples.items() if method != MAIN}
-    each = {method: [_spearman(one_NT, measured_NT) for one_NT in said_SNT] for method, said_SNT in said.items()}
+    each = {method: [_spearman(one_NT, measured_NT) for one_NT in one_SNT] for method, one_SNT in predicted.items()}
     positions = len(set(block.tolist()) - {-1})  # the wild type changes none
-    verdict = _verdict(intervals, gains, recipe, positions)
+    unseen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
+    basis = f"paired over {positions:,} positions; split {recipe.data.split}{unseen}"
+    said = verdict("Spearman", intervals, gains, basis)
     pooled = {
         "statistic": "Spearman over all test variants; of several targets the mean",
-        "interval": "95% percentile bootstrap over positions; of differences, paired",
+        "interval": "95% percentile bootstrap over positions; of differences, paired"
+        if positions >= LEAST
+        else f"none: of {positions} positions, and an interval takes {LEAST}",
         "variants": len(ids),
         "positions": positions,
         "split": recipe.data.split,
@@ -88,9 +92,9 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     }
     path = out / SUMMARY
     summary = json.loads(path.read_text(encoding="utf-8"))
-    more = {"recipe": recipe.model_dump(mode="json"), "pooled": pooled, "verdict": verdict}
+    more = {"recipe": recipe.model_dump(mode="json"), "pooled": pooled, "verdict": said}
     replace_text(path, json.dumps(summary | more, indent=1) + "\n")
-    sd_NT = said[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
+    sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}
     for t, name in enumerate(names):
         of = f" {name}" if len(names) > 1 else ""
@@ -101,7 +105,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     _write_variants(out / OUT_OF_FOLD, recipe, ids, fold, columns)
     if curve:
         _write_curve(out / CURVE, [_Run(run.out) for run in [*curve, runs[0]]])
-    return f"{_as_text(intervals, gains, each)}\n{verdict}"
+    return f"{_as_text(intervals, gains, each)}\n{said}"
 
 
 class _Run:
@@ -149,22 +153,6 @@ def _bootstrap(predicted_NT: Array, measured_NT: Array, block_N: npt.NDArray[np.
         _spearman(predicted_NT, measured_NT),
         *(_spearman(predicted_NT[draw], measured_NT[draw]) for draw in draws),
     ]
-
-
-def _verdict(intervals: Mapping[str, Interval], gains: Mapping[str, Interval], recipe: Recipe, positions: int) -> str:
-    """One sentence: whether fine-tuning beat the best of the baselines."""
-    known = [method for method in gains if not math.isnan(intervals[method].value)]
-    if not known or math.isnan(intervals[MAIN].value):
-        return "Spearman is undefined for the model or for every baseline, so that they cannot be compared."
-    best = max(known, key=lambda method: intervals[method].value)
-    gain = gains[best]
-    how = "beat" if gain.low > 0 else "was worse than" if gain.high < 0 else "was not clearly apart from"
-    unseen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
-    return (
-        f"Fine-tuning {how} the best baseline, {best}: Spearman {intervals[MAIN].value:.3f} against "
-        f"{intervals[best].value:.3f}, a difference of {gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] "
-        f"(95%, paired over {positions:,} positions; split {recipe.data.split}{unseen})."
-    )
 
 
 def _as_text(

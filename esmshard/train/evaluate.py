@@ -16,14 +16,17 @@ from torch import nn
 
 from esmshard.data.loader import Examples
 from esmshard.data.packing import deal
+from esmshard.data_settings import listed
 from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.parallel.mesh import World
 from esmshard.progress import Progress
 from esmshard.settings import Recipe
-from esmshard.tasks.finetuner import FineTuner, load_finetuned, load_untrained
+from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned
+from esmshard.tasks.metrics import records_with
 from esmshard.tasks.protocol import Row, Task, collate
-from esmshard.train.metrics import Interval, bootstrap, difference, interval
+from esmshard.train.metrics import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
+from esmshard.train.verdict import MAIN, verdict
 
 BASELINE_RECORDS = 2000
 """Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and minutes
@@ -33,7 +36,6 @@ CHUNK = 4096
 """Tokens of the records that the model scores at once, where it says no pair maps, which are what memory goes to."""
 
 BASELINES = "baselines.npz"
-MAIN = "fine-tuned"
 
 
 def validate(
@@ -128,10 +130,18 @@ def evaluate(
     return table
 
 
-def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], leakage: Sequence[str] = ()) -> str:
-    """Score a consolidated model on a split, beside the untrained model and the task's baselines.
+def report(
+    model: str,
+    data: Examples,
+    out: Path,
+    warn: Callable[[str], None],
+    leakage: Sequence[str] = (),
+    labels: str | None = None,
+) -> str:
+    """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
-    Writes `evaluation.json` and `per_protein.csv` to `out` and returns the table.
+    Writes `evaluation.json` and `per_protein.csv` to `out`. Returns the table, and below it why an interval is missing
+    and whether fine-tuning beat the strongest baseline.
 
     Args:
         model: a directory of `consolidate`.
@@ -139,37 +149,68 @@ def report(model: str, data: Examples, out: Path, warn: Callable[[str], None], l
         out: directory.
         warn: called with a sentence for whatever is left out.
         leakage: what the split shares with the training records, to be written down.
+        labels: the file that the labels come from, if they are not beside the records; to be written down.
     """
     found = load_finetuned(model)
-    base = None
-    try:
-        base = load_untrained(Recipe.model_validate(found.about["recipe"]), found.task)
-    except InputError as error:
-        warn(f"baselines that need the model before training are left out of the table: {error}")
+    base, left_out, why = None, [], ""
+    recipe = Recipe.model_validate(found.about["recipe"])
+    name = Path(recipe.model.name)
+    if not name.is_absolute() and len(name.parts) > 1:
+        # As of the starter, where its makers had it: nothing that happens to lie there on this machine.
+        why = f"{model} comes without the model that it was fine-tuned from"
+    else:
+        try:
+            base = load_base(recipe, found.task)
+        except InputError as error:
+            why = f"the model that {model} was fine-tuned from cannot be read ({error})"
+    if why:
+        names = listed(getattr(found.task, "of_base", ())) or "those that ask that model"
+        left_out.append(f"baselines left out of the table: {names}, because {why}")
     known = read_baselines(weights.place(model) / BASELINES)
     if not known:
-        warn(f"{model}: has no {BASELINES}, so baselines that learn from the training records are left out")
+        left_out.append(
+            f"baselines left out of the table: all that learn from training records; no {model}/{BASELINES}"
+        )
+    for sentence in left_out:
+        warn(sentence)
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
-    return as_text(write(out, data, found.task, table, facts | {"leakage": list(leakage)}), found.task.columns)
+    facts |= {"model": str(weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.store.digest}
+    return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
 
 
 def write(
     directory: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], about: Mapping[str, Any]
-) -> dict[str, dict[str, Interval]]:
-    """Write `evaluation.json` (intervals of every method, and of what the model is better by) and `per_protein.csv`
-    (every number of the model's rows).
+) -> str:
+    """Write `evaluation.json` (intervals of every method, and of what the model is better by, and the verdict) and
+    `per_protein.csv` (every number of the model's rows).
 
-    Returns the intervals.
+    Returns the table, what is missing, and the verdict, as text.
     """
     block_N = data.blocks()
-    samples = {name: bootstrap(task.summary, rows, block_N=block_N) for name, rows in table.items()}
-    intervals = {name: {metric: interval(v) for metric, v in found.items()} for name, found in samples.items()}
+    unit = "record" if block_N is None else "position"
+    samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
+    intervals = {name: {m: interval(values, m) for m, values in found.items()} for name, found in samples.items()}
     differences = {
-        name: {metric: difference(samples[MAIN][metric], found[metric]) for metric in task.columns if metric in found}
+        name: {m: difference(samples[MAIN][m], found[m], m) for m in task.columns if m in found}
         for name, found in samples.items()
         if name != MAIN
     }
+    counts = {metric: _units(table[MAIN], metric, block_N) for metric in task.columns}
+    without = {
+        metric: f"{count} {unit}{'' if count == 1 else 's'} with a value; an interval takes {LEAST}"
+        for metric, count in counts.items()
+        if count < LEAST
+    }
+    headline = task.columns[0]
+    count = counts[headline]
+    said = verdict(
+        headline,
+        {name: found[headline] for name, found in intervals.items() if headline in found},
+        {name: found[headline] for name, found in differences.items() if headline in found},
+        f"paired over {count:,} {unit}{'' if count == 1 else 's'}",
+        lower_is_better=task.lower_is_better,
+    )
     numbers = [key for key, value in table[MAIN][0].items() if not isinstance(value, np.ndarray)]
     # Of variants, what every baseline says is kept: the folds of a table are tested together.
     others = (
@@ -181,15 +222,16 @@ def write(
         **about,
         "task": about["recipe"]["task"]["name"],
         "split": data.name,
-        "data": str(data.path),
+        "data": str(data.path.absolute()),
         "records": len(data),
         "columns": task.columns,
         "lower_is_better": task.lower_is_better,
         "without_value": {
             c: sum(math.isnan(float(row[c])) for row in table[MAIN]) for c in task.columns if c in numbers
         },
-        "interval": f"95% percentile bootstrap over {'records' if block_N is None else 'positions'}; of differences, "
-        "paired",
+        "interval": _method(unit, intervals[MAIN]),
+        "without_interval": without,
+        "verdict": said,
         "metrics": {name: {c: asdict(i) for c, i in row.items()} for name, row in intervals.items()},
         "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
         "facts": task.facts,
@@ -207,7 +249,41 @@ def write(
     with open(temporary, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)
     temporary.replace(directory / "per_protein.csv")
-    return intervals
+    return "\n".join([as_text(intervals, task.columns), *without_interval(without), said])
+
+
+def without_interval(reasons: Mapping[str, str]) -> list[str]:
+    """A sentence for each reason why metrics have no interval, the metrics that share it together.
+
+    >>> without_interval({"MCC": "2 records", "ECE": "2 records", "Q3": "3 records"})
+    ['No interval for MCC, ECE: 2 records.', 'No interval for Q3: 3 records.']
+    """
+    of: dict[str, list[str]] = {}
+    for metric, reason in reasons.items():
+        of.setdefault(reason, []).append(metric)
+    return [f"No interval for {', '.join(metrics)}: {reason}." for reason, metrics in of.items()]
+
+
+def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
+    """`bootstrap`, with no resamples of a metric that too few records have a value of."""
+    ready = task.prepared(rows) if hasattr(task, "prepared") else rows
+    found = bootstrap(task.summary, ready, block_N=block_N)
+    return {
+        metric: values if _units(rows, metric, block_N) >= LEAST else values[:1] for metric, values in found.items()
+    }
+
+
+def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | None) -> int:
+    """Records, or blocks of them, that a metric comes from."""
+    with_value_N = records_with(rows, metric)
+    return count_units(int(with_value_N.sum()), None if block_N is None else block_N[with_value_N])
+
+
+def _method(unit: str, found: Mapping[str, Interval]) -> str:
+    """What intervals are, for people."""
+    biased = [metric for metric in found if metric in BIASED]
+    of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
+    return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
 
 
 def _calibration(rows: Sequence[Row]) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ from esmshard.parallel.watch import Watch, peak_flops
 from esmshard.progress import Progress, rate, say
 from esmshard.settings import Recipe
 from esmshard.tasks import head_of
-from esmshard.tasks.finetuner import FineTuner, load_untrained, new_head
+from esmshard.tasks.finetuner import FineTuner, load_base, new_head
 from esmshard.tasks.protocol import Task, collate
 from esmshard.train import evaluate
 from esmshard.train.attempt import Attempt
@@ -121,7 +121,7 @@ def run(
         attempt.tell("running", "consolidating and evaluating")
         with out_of_memory_in_evaluation(recipe, default_device()):
             _evaluate(job, trust)
-        say(attempt.summary())
+    say(attempt.summary())  # the attempt has ended: the test is in its time, as in the report's
     return out
 
 
@@ -129,7 +129,7 @@ def _evaluate(job: Job, trust: bool) -> None:
     """Baselines, the model as one directory, its scores on the test split, and its card. In the first process."""
     recipe, out = job.recipe, job.out
     say(f"fitting the baselines, then scoring {len(job.test)} test records")
-    evaluate.fit_baselines(job.task, job.train, load_untrained(recipe, job.task), out / evaluate.BASELINES)
+    evaluate.fit_baselines(job.task, job.train, load_base(recipe, job.task), out / evaluate.BASELINES)
     best = keeps_best(recipe) and (out / "checkpoints" / "BEST").exists()
     how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
     model = consolidate(out, out / "model", overwrite=True, warn=say, **how)

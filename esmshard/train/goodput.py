@@ -158,6 +158,11 @@ def summary(lines: Iterable[Line]) -> Summary:
     }
 
 
+def share(found: Summary) -> str:
+    """The goodput, as every place says it."""
+    return "unknown" if found["goodput"] is None else f"{found['goodput']:.0%}"
+
+
 def sentence(found: Summary) -> str:
     """A summary in one line, for the end of a run.
 
@@ -170,11 +175,10 @@ def sentence(found: Summary) -> str:
     ... ]))
     'goodput 75%: 1m15s of 1m40s in steps that count; 1 attempt, 0 steps lost, first step after 10s'
     """
-    share = "unknown" if found["goodput"] is None else f"{found['goodput']:.0%}"
     attempts, lost = found["attempts"], found["steps_lost"]
     text = (
-        f"goodput {share}: {duration(found['useful_s'])} of {duration(found['allocated_s'])} in steps that count; "
-        f"{attempts} attempt{'' if attempts == 1 else 's'}, {lost} step{'' if lost == 1 else 's'} lost"
+        f"goodput {share(found)}: {duration(found['useful_s'])} of {duration(found['allocated_s'])} in steps that "
+        f"count; {attempts} attempt{'' if attempts == 1 else 's'}, {lost} step{'' if lost == 1 else 's'} lost"
     )
     if lost:
         text += f" ({duration(found['lost_s'])})"

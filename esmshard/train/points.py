@@ -86,7 +86,7 @@ def complete(file: IO[str]) -> Iterator[dict[str, Any]]:
 
 def on_test_split(out: Path) -> dict[str, float]:
     """Metrics of the fine-tuned model on the test split."""
-    from esmshard.train.evaluate import MAIN
+    from esmshard.train.verdict import MAIN
 
     found = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))["metrics"][MAIN]
     return {f"test/{metric}": one["value"] for metric, one in found.items() if one["value"] is not None}

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import numpy as np
 from esmshard.errors import InputError, UsageError
 from esmshard.settings import Recipe
 from esmshard.train import status
-from esmshard.train.evaluate import MAIN
+from esmshard.train.metrics import Interval
 from esmshard.train.status import replace_text
+from esmshard.train.verdict import MAIN, verdict
 
 SUMMARY = "summary.json"
 
@@ -63,8 +64,6 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
     other test proteins; `evaluation.json` of each run does. Runs of different folds share training records, so that
     theirs is somewhat too narrow (Bengio and Grandvalet 2004, JMLR 5:1089).
     """
-    from scipy import stats
-
     evaluations = {run.name: _read(out / run.name / "evaluation.json") for run in runs}
     first = next(iter(evaluations.values()))
     table: dict[str, dict[str, Any]] = {}
@@ -74,16 +73,15 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
             cells = {name: found["metrics"].get(method, {}).get(metric) for name, found in evaluations.items()}
             values = {name: cell["value"] for name, cell in cells.items() if cell and cell["value"] is not None}
             x = np.array(list(values.values()))
-            half = math.nan
-            if len(x) > 1:
-                half = float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
+            mean = _mean(x.tolist())
             table[method][metric] = {
-                "mean": float(x.mean()) if len(x) else None,
+                "mean": mean.value if len(x) else None,
                 "deviation": float(x.std(ddof=1)) if len(x) > 1 else None,
-                "low": float(x.mean()) - half if len(x) > 1 else None,
-                "high": float(x.mean()) + half if len(x) > 1 else None,
+                "low": mean.low if len(x) > 1 else None,
+                "high": mean.high if len(x) > 1 else None,
                 "runs": values,
             }
+    said = _verdict(evaluations, first["columns"][0], lower_is_better=first["lower_is_better"])
     summary = {
         "task": first["task"],
         "recipe": first["recipe"] | {"out": str(out)},
@@ -93,6 +91,7 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
         "lower_is_better": first["lower_is_better"],
         "interval": "95% interval of the mean over runs (Student's t)",
         "metrics": table,
+        "verdict": said,
     }
     replace_text(out / SUMMARY, json.dumps(summary, indent=1) + "\n")
     lines = [["", *first["columns"]]]
@@ -101,7 +100,32 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
     widths = [max(len(line[k]) for line in lines) + 2 for k in range(len(lines[0]))]
     head = f"{len(runs)} runs: mean and 95% interval over runs; {MAIN} and its baselines"
     padded = ["".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([head, *padded])
+    return "\n".join([head, *padded, said])
+
+
+def _mean(values: Sequence[float]) -> Interval:
+    """Mean over runs, with Student's 95% interval; without one of fewer than two runs."""
+    from scipy import stats
+
+    x = np.array(values, dtype=np.float64)
+    if len(x) < 2:
+        return Interval(float(x[0]) if len(x) else math.nan, math.nan, math.nan)
+    mean, half = float(x.mean()), float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
+    return Interval(mean, mean - half, mean + half)
+
+
+def _verdict(evaluations: Mapping[str, Mapping[str, Any]], metric: str, *, lower_is_better: bool) -> str:
+    """Whether fine-tuning beat the best baseline over all runs; the differences are paired, run by run."""
+
+    def values(table: str, method: str) -> Interval:
+        cells = [found[table].get(method, {}).get(metric) or {} for found in evaluations.values()]
+        return _mean([cell["value"] for cell in cells if cell.get("value") is not None])
+
+    first = next(iter(evaluations.values()))
+    means = {method: values("metrics", method) for method in first["metrics"]}
+    gains = {method: values("differences", method) for method in first["differences"]}
+    basis = f"Student's t, paired over {len(evaluations)} runs"
+    return verdict(metric, means, gains, basis, lower_is_better=lower_is_better)
 
 
 def _cell(found: dict[str, Any]) -> str:

@@ -36,10 +36,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples
         return open_variants(data, name, alone=recipe.task.pool == "wild_type")
     divided = data.folds is not None and name != "valid"
     path = recipes.sample(getattr(data, "train" if divided else name))
-    fasta = structure_splits.cached_split(path) if structure_splits.holds_structures(path) else path
-    tokens = cached(fasta)
-    if fasta != path:  # what was changed in the structures is told with what was changed in the sequences
-        tokens.notices = [*structure_splits.notices(fasta), *tokens.notices]
+    fasta, tokens = _records(path)
     found = None if labels is None else labels(fasta, tokens, data)
     members_N = None
     if divided:
@@ -50,6 +47,30 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples
     return Examples(
         name, path, tokens, found, long=data.long, max_length=data.max_length, seed=seed, members_N=members_N
     )
+
+
+def open_tested(source: str, file: str | None, recipe: Recipe, labels: OpenLabels) -> Examples:
+    """Labelled records that a model is to be tested on, and that no recipe names.
+
+    Args:
+        source: a FASTA file, a token store, structures, or a sample.
+        file: with the labels, if they are not in the records or beside them.
+        recipe: of the model.
+        labels: opens those of a FASTA file and its records.
+    """
+    path = recipes.sample(source)
+    fasta, tokens = _records(path)
+    where = recipe.data.model_copy(update={"labels": file, "mask": None})
+    return Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
+
+
+def _records(path: Path) -> tuple[Path, TokenStore]:
+    """The FASTA file that a data path means, which may be structures, and its records."""
+    fasta = structure_splits.cached_split(path) if structure_splits.holds_structures(path) else path
+    tokens = cached(fasta)
+    if fasta != path:  # what was changed in the structures is told with what was changed in the sequences
+        tokens.notices = [*structure_splits.notices(fasta), *tokens.notices]
+    return fasta, tokens
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:

@@ -90,7 +90,7 @@ def test_contacts_are_learned(data: tuple[Path, list[Pairs]]) -> None:
     finetune(path, "full")
     assert found(path, "full", pairs) > 0.95
     metrics = json.loads((path / "full" / "evaluation.json").read_text())["metrics"]
-    assert metrics["untrained"]["AUPRC"]["value"] < 0.1, "the start knew nothing"
+    assert metrics["before fine-tuning"]["AUPRC"]["value"] < 0.1, "the start knew nothing"
     assert metrics["separation prior"]["AUPRC"]["value"] < 0.05, "and the separation says nothing"
 
 

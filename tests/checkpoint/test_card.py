@@ -61,7 +61,7 @@ EVALUATION = {
     "weights_sha256": "f" * 64,
     "metrics": {
         "fine-tuned": {"long P@L": {"value": 0.51239, "low": 0.4801, "high": 0.5449}, "AUPRC": {"value": None}},
-        "untrained": {"long P@L": {"value": 0.02, "low": 0.01, "high": 0.03}, "AUPRC": {"value": None}},
+        "before fine-tuning": {"long P@L": {"value": 0.02, "low": 0.01, "high": 0.03}, "AUPRC": {"value": None}},
     },
 }
 
@@ -139,7 +139,7 @@ def test_scores_stand_beside_their_baselines(model: Path) -> None:
     assert "Over the 100 records of `c.fasta` (test), with 95% percentile bootstrap over records." in text
     assert "left out of it: 3 without long P@L." in text
     assert row(text, "fine-tuned") == ["fine-tuned", "0.512 [0.480, 0.545]", "no value"]
-    assert row(text, "untrained") == ["untrained", "0.020 [0.010, 0.030]", "no value"]
+    assert row(text, "before fine-tuning") == ["before fine-tuning", "0.020 [0.010, 0.030]", "no value"]
     assert "|  | long P@L | AUPRC |\n| --- | --- | --- |\n" in text
     assert "Scored before" not in text
     other = written(model, about(), EVALUATION | {"weights_sha256": "e" * 64})[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data.mutations import Mutation, Variants, parse_variant, read_variants
+from esmshard.data.mutations import NAME_MUTANT, NAME_TARGET, Mutation, Variants, parse_variant, read_variants
 from esmshard.errors import InputError, UsageError
 
 #             10        20        30        40        50
@@ -31,7 +31,7 @@ def read(text: str, **settings: object) -> Variants:
 def refused(text: str, kind: type[InputError] = InputError, **settings: object) -> str:
     with pytest.raises(InputError) as error:
         read(text, **settings)
-    assert type(error.value) is kind
+    assert isinstance(error.value, UsageError) is (kind is UsageError)
     assert len(str(error.value).splitlines()) == 1
     return str(error.value)
 
@@ -112,7 +112,7 @@ X = "write * or Ter for a stop codon, and remove variants with unknown residues"
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
-        ("", "an empty cell; write WT for the wild type, or set empty_is_wild_type"),
+        ("", "an empty cell; write WT for the wild type"),
         ("A4", f"'A4' is no substitution; {HOW}"),
         ("4G", f"'4G' is no substitution; {HOW}"),
         ("A4G:", f"'' is no substitution; {HOW}"),
@@ -167,8 +167,7 @@ def test_an_empty_cell_is_the_wild_type_if_asked() -> None:
     assert parse_variant("  ", empty_is_wild_type=True) == ()
     assert read("mutant,score\nA4G,1\n,2\n", empty_is_wild_type=True).names() == ["A4G", "WT"]
     assert refused("mutant,score\nA4G,1\n,2\n") == (
-        "v.csv: 1 of 2 cells of column 'mutant' cannot be used: line 3 an empty cell; write WT for the wild type, or "
-        "set empty_is_wild_type"
+        "v.csv: 1 of 2 cells of column 'mutant' cannot be used: line 3 an empty cell; write WT for the wild type"
     )
 
 
@@ -211,9 +210,9 @@ def test_usual_columns_of_values(name: str) -> None:
 
 def test_columns_by_name() -> None:
     text = "mutant,mutation,score,fitness\nA4G,T3V,1,2\n"
-    assert refused(text) == "v.csv: columns 'mutant' and 'mutation' may both be meant; set mutant to one"
+    assert refused(text) == f"v.csv: columns 'mutant' and 'mutation' may both be meant; {NAME_MUTANT}"
     assert refused(text, mutant="mutation") == (
-        "v.csv: columns 'score' and 'fitness' may both be meant; set targets to one"
+        f"v.csv: columns 'score' and 'fitness' may both be meant; {NAME_TARGET}"
     )
     variants = read(text, mutant="mutation", targets=["fitness", "score"])
     assert (variants.names(), variants.target_names) == (["T3V"], ("fitness", "score"))
@@ -221,19 +220,19 @@ def test_columns_by_name() -> None:
     assert read(text, mutant="mutation", targets="fitness").target_NT.tolist() == [[2.0]]
     assert refused("name,score\nA4G,1\n") == (
         "v.csv: has no column with a usual name for mutations (mutant, mutation, mutations, variant, hgvs_pro, hgvs_p, "
-        "mut) or mutated sequences (mutated_sequence, sequence); its columns are 'name', 'score'; name one with mutant "
-        "or sequence"
+        "mut) or mutated sequences (mutated_sequence, sequence); its columns are 'name', 'score'; name one: set "
+        "data.mutant=COLUMN in a recipe, or pass --mutant COLUMN"
     )
     assert refused("mutant,activity\nA4G,1\n") == (
         "v.csv: has no column with a usual name for measured values (DMS_score, score, fitness, target, effect); its "
-        "columns are 'mutant', 'activity'; name them with targets"
+        "columns are 'mutant', 'activity'; name one: set data.target=COLUMN in a recipe, or pass --target COLUMN"
     )
     assert refused("mutant,score\nA4G,1\n", mutant="mutent") == (
         "v.csv: has no column 'mutent'; did you mean 'mutant'? its columns are 'mutant', 'score'"
     )
     assert refused("mutant,score\nA4G,1\n", targets=["scor"]).startswith("v.csv: has no column 'scor'")
     assert refused(text, UsageError, mutant="mutant", targets=["score", "score"]) == (
-        "targets names a column twice: score, score"
+        "data.target: names a column twice: score, score"
     )
 
 
@@ -417,7 +416,7 @@ def test_stop_codons() -> None:
     text = scored("A4G", "T3*", "K2S:A4*", "p.Ile6Ter", "Q9*")
     assert refused(text) == (
         "v.csv: a stop codon in 4 of 5 variants: line 3 'T3*', line 4 'K2S:A4*', line 5 'I6*', ...; remove these rows, "
-        "or set on_stop to 'drop'"
+        "or set data.unusable=drop"
     )
     variants = read(text, on_stop="drop")
     assert variants.names() == ["A4G"]
@@ -429,7 +428,7 @@ def test_synonymous_changes() -> None:
     text = scored("A4A", "T3V", "K2K:I6L")
     assert refused(text) == (
         "v.csv: a synonymous change in 2 of 3 variants: line 2 'A4A', line 4 'K2K:I6L'; remove these rows, or set "
-        "on_synonymous to 'drop' or 'keep'"
+        "data.unusable=drop"
     )
     dropped = read(text, on_synonymous="drop")
     assert (dropped.names(), dropped.rows) == (["T3V"], [(1,)])
@@ -479,9 +478,7 @@ def test_replicates() -> None:
     text = "mutant,a,b\nA4G:T3V,1,10\nWT,5,6\nK2S,7,\nT3V;A4G,2,\nwt,7,8\np.[Thr3Val;Ala4Gly],6,\n"
     settings: dict[str, object] = {"targets": ["a", "b"]}
     found = "2 variants in several rows: 'T3V:A4G' in line 2, line 5, line 7, 'WT' in line 3, line 6"
-    assert refused(text, **settings) == (
-        f"v.csv: {found}; set replicates to 'mean' or 'keep', or remove all but one row"
-    )
+    assert refused(text, **settings) == (f"v.csv: {found}; set data.replicates=mean, or remove all but one row")
     mean = read(text, replicates="mean", **settings)
     assert mean.names() == ["T3V:A4G", "WT", "K2S"]
     np.testing.assert_array_equal(mean.target_NT, [[3, 10], [6, 7], [7, np.nan]])
@@ -513,7 +510,7 @@ def test_mutations_from_sequences() -> None:
         "v.csv: offset shifts numbered mutations, but column 'sequence' has sequences"
     )
     assert refused(f"sequence,mutated_sequence,score\n{one},{one},1\n") == (
-        "v.csv: columns 'sequence' and 'mutated_sequence' may both be meant; set sequence to one"
+        "v.csv: columns 'sequence' and 'mutated_sequence' may both be meant; rename the one that is not"
     )
 
 

@@ -181,7 +181,7 @@ def test_given_classes_keep_their_order(path: Path) -> None:
     assert targets(labels) == [[1, 2, 3, 1], [1, 1], [1, 1, 0]]
     assert refusal(STORE, "class", path, classes="HEC") == (
         f"{path}:7: record 'c' has the class 'G' at position 3, which is none of HEC; mend the label, or name "
-        "it in classes"
+        "it in task.classes"
     )
     assert refusal(STORE, "class", path, classes="HGC").startswith(
         f"{path}:2: record 'a' has the class 'E' at position 2,"

@@ -180,7 +180,7 @@ def test_positions_that_leave_a_set_empty() -> None:
     """Every variant changes all three positions, which lie in three sets."""
     message = refusal(lambda: by_position([changed(1, 2, 3)] * 4))
     assert message == (
-        "train would be empty, since 4 of 4 variants change positions of several sets; try another --seed, or split by "
+        "train would be empty, since 4 of 4 variants change positions of several sets; try another --seed, or --by "
         "mutations"
     )
     singles = [changed(0), changed(1), changed(2, 3)]

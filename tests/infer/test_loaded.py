@@ -282,7 +282,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "residue": ({"name": "residue"}, STATES, ("HGI", "EB", "STC")),
     "residue numbers": (
         {"name": "residue", "kind": "number"},
-        {"mean": 1.0, "std": 2.0, "quantiles": [0.0, 1.0]},
+        {"mean": 1.0, "std": 2.0},
         ("value",),
     ),
     "sequence": ({"name": "sequence"}, NUMBERS, ("Tm", "pI")),

@@ -15,6 +15,7 @@ import torch
 from command import esmshard
 from matplotlib.image import imread
 from model_files import SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
+from structure_texts import chain, pdb
 
 from esmshard import __version__
 from esmshard.batch import TokenBatch
@@ -37,7 +38,7 @@ TASKS_TRIED: dict[str, tuple[Any, dict[str, Any]]] = {
     "states": (ResidueSettings(name="residue", hidden=8), {"classes": ["HG", "E", "-"], "counts": [5, 3, 2]}),
     "disorder": (
         ResidueSettings(name="residue", kind="number"),
-        {"mean": 0.5, "std": 2.0, "quantiles": [-8.0, 0.0, 8.0]},
+        {"mean": 0.5, "std": 2.0},
     ),
     "values": (SequenceSettings(name="sequence"), {"targets": ["Tm", "id"], "mean": [50.0, 1.0], "std": [10.0, 0.5]}),
     "fold": (
@@ -374,8 +375,14 @@ def test_colours_are_of_probabilities_and_not_of_the_highest() -> None:
         return np.round(imread(io.BytesIO(png))[:, :, :3] * 255).astype(int).reshape(-1, 3)
 
     half = pixels(np.repeat([0.0, 0.5], 20)[:, None].repeat(40, axis=1))
-    assert (np.abs(half - [33, 145, 140]).max(1) <= 3).mean() > 0.2  # the middle of viridis
-    dark = [68, 1, 84]  # its end
+    middle, dark = (np.array(map_png.colours()(value)[:3]) * 255 for value in (0.5, 1.0))
+    assert (np.abs(half - middle).max(1) <= 3).mean() > 0.2
+    assert tuple(map_png.colours()(0.0)) == (1, 1, 1, 1), "nothing is predicted, nothing is drawn"
+    # Five pairs on either side of the diagonal are no contacts that a head learns.
+    near, none = (
+        (np.abs(pixels(x) - dark).max(1) <= 3).sum() for x in (np.tri(40) - np.tri(40, k=-6), np.zeros((40, 40)))
+    )
+    assert near == none
     contact = np.zeros((95, 95))
     contact[3, 90] = 1
     for side in (2400, 10):
@@ -383,6 +390,19 @@ def test_colours_are_of_probabilities_and_not_of_the_highest() -> None:
             patch.setattr(map_png, "SIDE", side)
             found = [int((np.abs(pixels(x) - dark).max(1) <= 2).sum()) for x in (contact, np.zeros((95, 95)))]
         assert found[0] > found[1], side
+
+
+def test_a_structure_file_is_predicted_from_its_sequence(tmp_path: Path) -> None:
+    model, sequence = write_model(tmp_path / "model", "contact"), "MKTAYIAKQRGISFVKSHFS"
+    (tmp_path / "x.pdb").write_text(pdb(chain(sequence)))
+    (tmp_path / "x.fasta").write_text(f">x_A\n{sequence}\n")
+    found = {}
+    for name in ("x.pdb", "x.fasta"):
+        done = esmshard("predict", model, name, "-o", f"{name}.npz", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, f"{name}.npz: 1 records\n"), done.stderr
+        with np.load(tmp_path / f"{name}.npz") as arrays:
+            (found[name],) = (arrays[key] for key in arrays)
+    assert np.array_equal(found["x.pdb"], found["x.fasta"])
 
 
 def test_names_of_files() -> None:

@@ -54,11 +54,11 @@ def test_no_spike_of_a_long_curve_is_lost(axes: Any) -> None:
 
 
 def test_bins_hold_as_many_proteins_each() -> None:
-    length_N = np.array([300.0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150])
+    length_N = np.array([300.0, *range(10, 200, 10)])
     bins = charts.length_bins(length_N)
     assert [sorted(length_N[b]) for b in bins] == [
-        [10, 20, 30, 40, 50, 60, 70, 80],
-        [90, 100, 110, 120, 130, 140, 150, 300],
+        [10, 20, 30, 40, 50, 60, 70, 80, 90, 100],
+        [110, 120, 130, 140, 150, 160, 170, 180, 190, 300],
     ]
     assert [len(b) for b in charts.length_bins(np.arange(600.0))] == [100] * 6
 
@@ -78,14 +78,14 @@ def test_interval_of_a_mean_is_that_of_scipy() -> None:
 
 
 def test_scores_by_length(axes: Any) -> None:
-    length_N = np.arange(10.0, 26.0)
+    length_N = np.arange(10.0, 30.0)
     length_N[-1] = 90.0
-    charts.by_length(axes, length_N, np.repeat([0.25, 0.75], 8))
-    assert len(points(axes.collections[0])) == 16
+    charts.by_length(axes, length_N, np.repeat([0.25, 0.75], 10))
+    assert len(points(axes.collections[0])) == 20
     spans = [line.get_xydata().tolist() for line in axes.lines if len(line.get_xydata()) == 2]
-    assert [[10, 0.25], [17, 0.25]] in spans
-    assert [[18, 0.75], [90, 0.75]] in spans
-    assert [[21.5, 0.75], [21.5, 0.75]] in spans  # the interval, at the median length
+    assert [[10, 0.25], [19, 0.25]] in spans
+    assert [[20, 0.75], [90, 0.75]] in spans
+    assert [[24.5, 0.75], [24.5, 0.75]] in spans  # the interval, at the median length
 
 
 def test_methods_with_intervals(axes: Any) -> None:
@@ -289,7 +289,7 @@ def test_why_there_are_no_maps(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (run / "evaluation.json").write_text(json.dumps(tested))
     assert "other weights" in said()
     (run / "model" / "model.safetensors").unlink()
-    assert said() == "No contact maps: there is no model directory."
+    assert said() == f"No contact maps: the model is not in {run / 'model'}."
     (run / "per_protein.csv").unlink()
     assert said() == "No contact maps: per_protein.csv with long P@L is missing."
 

@@ -51,7 +51,7 @@ def test_the_top_says_how_it_went(done: Page) -> None:
     assert "first Task contact, model" in top
     assert "Done; step 20 of 40: as it was." in top
     assert "long P@L 0.100 [0.080, 0.125], 12 test records" in top
-    assert "against separation prior +0.060 [0.050, 0.070], better than the strongest baseline" in top
+    assert "against separation prior +0.060 [0.050, 0.070], better than the best baseline" in top
     assert "steps 20 6.00k residues seen" in top
     assert "speed 150 residues/s over all steps" in top
     assert "memory 1.50 GiB" in top
@@ -77,7 +77,7 @@ def test_the_best_validation_is_marked(done: Page) -> None:
 
 
 def test_time_is_accounted_for(done: Page) -> None:
-    assert "1m40s in 1 attempt, 40.0% of it in steps that count (goodput)." in done.text["time"]
+    assert "1m40s in 1 attempt, 40% of it in steps that count (goodput)." in done.text["time"]
     assert done.row("time", "1", 5) == ["0", "0", "-", "done"]
 
 

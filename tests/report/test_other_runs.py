@@ -91,7 +91,7 @@ def test_restarts(tmp_path: Path) -> None:
     ]
     found = page(make(tmp_path / "run", lines, state="preempted"))
     # 30 s and 30 s; three steps of 2 s are kept.
-    assert "1m00s in 2 attempts, 10.0% of it" in found.text["time"]
+    assert "1m00s in 2 attempts, 10% of it" in found.text["time"]
     assert "3 steps had to be taken again after a restart: 7s of work." in found.text["time"]
     assert found.row("time", "1", 5) == ["0", "0", "12s", "killed"]
     assert found.row("time", "2", 5) == ["2", "3", "1m05s", "preempted"]
@@ -181,7 +181,7 @@ def test_the_number_of_a_class_is_no_measurement(tmp_path: Path) -> None:
 
 @words
 def test_perplexity_before_and_after_and_lower_is_better(tmp_path: Path) -> None:
-    values = {"fine-tuned": 8.0, "composition": 17.0, "untrained": 12.0}
+    values = {"fine-tuned": 8.0, "composition": 17.0, "before fine-tuning": 12.0}
     tested = evaluation(
         task="mlm",
         columns=["perplexity"],
@@ -189,7 +189,7 @@ def test_perplexity_before_and_after_and_lower_is_better(tmp_path: Path) -> None
         metrics={name: {"perplexity": interval(v, v - 1, v + 1)} for name, v in values.items()},
         differences={
             "composition": {"perplexity": interval(-9.0, -10.0, -8.0)},
-            "untrained": {"perplexity": interval(-4.0, -5.0, -3.0)},
+            "before fine-tuning": {"perplexity": interval(-4.0, -5.0, -3.0)},
         },
         calibration=None,
     )
@@ -198,9 +198,9 @@ def test_perplexity_before_and_after_and_lower_is_better(tmp_path: Path) -> None
     found = page(make(tmp_path / "run", lines, tested, table))
     assert "perplexity: 12.000 before fine-tuning, 8.000 after it." in found.text["metrics"]
     assert "lower is better" in found.text["metrics"]
-    assert "against untrained -4.000" in " ".join(found.text[""].split())
+    assert "against before fine-tuning -4.000" in " ".join(found.text[""].split())
     assert "Best (star): 7.500 at step 2" in found.text["curves"]
-    assert found.row("metrics", "minus untrained", 2) == ["-4.000*\n[-5.000, -3.000]"]
+    assert found.row("metrics", "minus before fine-tuning", 2) == ["-4.000*\n[-5.000, -3.000]"]
     assert "leaves nothing to draw" in found.text["predictions"]
 
 
@@ -216,13 +216,13 @@ def test_perplexity_before_and_after_and_lower_is_better(tmp_path: Path) -> None
         (None, None, False, "not clearly apart from"),
     ],
 )
-def test_whether_it_beats_the_strongest_baseline(
+def test_whether_it_beats_the_best_baseline(
     tmp_path: Path, low: float | None, high: float | None, lower: bool, said: str
 ) -> None:
     one = {"long P@L": interval(0.5, 0.4, 0.6), "AUPRC": interval(0.5, 0.4, 0.6)}
     gain = {"other": {"long P@L": interval(0.01, low, high)}}
     tested = evaluation(metrics={"fine-tuned": one, "other": one}, differences=gain, lower_is_better=lower)
-    assert f"{said} the strongest baseline" in page(make(tmp_path / "run", whole(), tested)).text[""]
+    assert f"{said} the best baseline" in page(make(tmp_path / "run", whole(), tested)).text[""]
 
 
 @words
@@ -314,3 +314,25 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     cli.report(make(tmp_path / "run", whole()), None)
     assert capsys.readouterr().out == f"{tmp_path / 'run' / 'report.html'}\n"
+
+
+@words
+def test_the_verdict_comes_first(tmp_path: Path) -> None:
+    said = "Fine-tuning was worse than the best baseline, composition: MCC 0.527 against 0.657."
+    top = page(make(tmp_path / "run", whole(), evaluation(verdict=said))).text[""]
+    assert said in top
+    assert top.index(said) < top.index("Done; step")
+    older = page(make(tmp_path / "older", whole(), evaluation())).text[""]
+    assert "Fine-tuning beat the best baseline, separation prior: long P@L 0.100 against 0.040" in older
+
+
+@words
+def test_too_few_records_have_no_star(tmp_path: Path) -> None:
+    few = {"long P@L": "2 records with a value; an interval takes 10"}
+    gain = {"other": {"long P@L": interval(-0.021, None, None)}}
+    one = {"long P@L": interval(0.667, None, None), "AUPRC": interval(0.5, 0.4, 0.6)}
+    tested = evaluation(metrics={"fine-tuned": one, "other": one}, differences=gain, without_interval=few, records=2)
+    found = page(make(tmp_path / "run", whole(), tested))
+    assert found.row("metrics", "fine-tuned", 2) == ["0.667\nno interval"]
+    assert found.row("metrics", "minus other", 2) == ["-0.021\nno interval"]
+    assert "No interval for long P@L: 2 records with a value; an interval takes 10." in found.text["metrics"]

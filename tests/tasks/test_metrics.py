@@ -46,16 +46,34 @@ def test_undefined_correlations_are_nan(target: list[float]) -> None:
     assert np.isnan(metrics.spearman(np.ones(4), np.arange(4.0)))
 
 
-def test_ranks_of_codes_are_exact(rng: np.random.Generator) -> None:
-    a, b = rng.integers(0, 40, (2, 500)).astype(np.uint16)
-    b = (a + b).astype(np.uint16)
-    assert metrics.pooled_spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic)
-    high = np.array([64_000, 65_000, 7, 7, 9], np.uint16)
-    assert metrics.pooled_spearman(high, high[::-1].copy()) == pytest.approx(
-        stats.spearmanr(high, high[::-1]).statistic
-    )
-    assert np.isnan(metrics.pooled_spearman(a[:0], b[:0]))
-    assert np.isnan(metrics.pooled_spearman(a, np.full_like(a, 3)))
+def in_rows(**arrays: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """The values in rows of different sizes, one of which is empty."""
+    cuts = [3, 3, 20]
+    parts = {key: np.split(array, cuts) for key, array in arrays.items()}
+    return [{key: part[n] for key, part in parts.items()} for n in range(4)]
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-6])
+def test_pooled_ranks_are_exact(rng: np.random.Generator, spread: float) -> None:
+    a = (1 + spread * rng.normal(size=500)).astype(np.float32)  # a new head's outputs hardly spread, and tie
+    b = (np.log(np.abs(a - 1) / spread + 0.01) + rng.normal(size=500)).round(1).astype(np.float32)
+    rows, expected = in_rows(a=a, b=b), stats.spearmanr(a, b).statistic
+    ready = metrics.ranked(rows, "a", "b")
+    for found in (rows, ready):
+        assert metrics.pooled_spearman(found, "a", "b") == pytest.approx(expected, abs=1e-12)
+    draw = [3, 3, 0, 1]  # of a resample, by ranks among all
+    again = stats.spearmanr(*(np.concatenate([rows[n][key] for n in draw]) for key in "ab")).statistic
+    assert metrics.pooled_spearman([ready[n] for n in draw], "a", "b") == pytest.approx(again, abs=1e-12)
+    assert np.isnan(metrics.pooled_spearman([ready[1]], "a", "b"))
+    assert np.isnan(metrics.pooled_spearman(metrics.ranked(in_rows(a=a, b=np.ones(500)), "a", "b"), "a", "b"))
+
+
+def test_what_is_nan_has_no_ranks(rng: np.random.Generator) -> None:
+    rows = in_rows(a=np.append(rng.random(99), np.nan), truth=rng.random(100) < 0.5)
+    ready = metrics.ranked(rows, "a")
+    assert "a ranks" not in ready[0]
+    assert np.isnan(metrics.pooled_spearman(ready, "a", "truth"))
+    assert np.isnan(list(metrics.pooled_ranking(ready, "a", "truth").values())).all()
 
 
 def test_classes_are_compared_as_scikit_learn_does(rng: np.random.Generator) -> None:
@@ -99,19 +117,16 @@ def test_rankings_are_scored_as_scikit_learn_does(rng: np.random.Generator) -> N
     assert one["AUPRC"] == 1
 
 
-def test_binned_scores_give_nearly_the_same(rng: np.random.Generator) -> None:
-    truth = rng.random(20_000) < 0.1
-    logit = 2 * rng.normal(size=20_000) + 2 * truth
-    found = metrics.of_codes(metrics.score_codes(logit, truth))
-    assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, logit), abs=5e-4)
-    assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, logit), abs=2e-3)
-
-
-def test_codes_split_at_one_half_and_keep_the_order() -> None:
-    codes = metrics.score_codes(np.array([-100.0, -1e-6, 0.0, 1e-6, 0.04, 100.0]), np.array([0, 1, 0, 1, 0, 1], bool))
-    assert (codes & 1).tolist() == [0, 1, 0, 1, 0, 1]
-    assert (codes >= metrics.STEPS).tolist() == [False, False, True, True, True, True]
-    assert (codes >> 1).tolist() == [0, 499, 500, 500, 501, 999]
+@pytest.mark.parametrize("spread", [1.0, 1e-4])
+def test_pooled_scores_are_exact(rng: np.random.Generator, spread: float) -> None:
+    truth = rng.random(2000) < 0.1
+    score = (spread * (2 * rng.normal(size=2000).round(2) + 2 * truth)).astype(np.float32)
+    rows = in_rows(score=score, truth=truth)
+    for ready in (rows, metrics.ranked(rows, "score")):
+        found = metrics.pooled_ranking(ready, "score", "truth")
+        assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, score))
+        assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, score))
+        assert np.isnan(metrics.pooled_ranking([ready[1]], "score", "truth")["AUPRC"])
 
 
 def test_fmax_by_hand() -> None:

@@ -320,12 +320,12 @@ def test_the_frequencies_baseline_guesses_alike_everywhere(model: FineTuner) -> 
     assert row["nll"] == pytest.approx(-sum(math.log(found[t]) for t in target), rel=1e-5)
 
 
-def test_the_untrained_model_is_asked_the_same(model: FineTuner) -> None:
+def test_the_model_before_fine_tuning_is_asked_the_same(model: FineTuner) -> None:
     one = example("MKTAYIAKQRQISFVKSHFS" * 4, "fixed")
     found = TASK.baseline_outputs(one, {}, model)
     batch, _ = collate(TASK, [one])
     with torch.no_grad():
-        assert np.array_equal(np.asarray(found["untrained"]), model(batch)[0].numpy())
+        assert np.array_equal(np.asarray(found["before fine-tuning"]), model(batch)[0].numpy())
 
 
 def test_there_is_no_probe(model: FineTuner) -> None:

@@ -239,10 +239,10 @@ def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, label
     weight_C, bias = unsupervised.fit(trunk, labelled, [e.labels["cb"] for e in labelled], 0)
     assert known["unsupervised head"] == pytest.approx(np.append(weight_C, bias))
     found = task.baseline_outputs(labelled[3], known, base)
-    assert list(found) == ["base rate", "separation prior", "unsupervised head", "untrained"]
+    assert list(found) == ["base rate", "separation prior", "unsupervised head", "before fine-tuning"]
     expected = maps_of(trunk, labelled[3].tokens) @ weight_C + bias
     assert np.abs(found["unsupervised head"] - expected).max() <= 1e-4
-    assert np.array_equal(found["untrained"], base.outputs([task.inputs(labelled[3])])[0])
+    assert np.array_equal(found["before fine-tuning"], base.outputs([task.inputs(labelled[3])])[0])
     assert list(task.baseline_outputs(labelled[3], known, None)) == ["base rate", "separation prior"]
     # Without any contact to fit there is no such baseline, and the others stay.
     bare = [Example(e.id, e.tokens, {"cb": np.minimum(e.labels["cb"], 0)}) for e in labelled]

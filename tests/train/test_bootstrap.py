@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from esmshard.tasks.metrics import calibration, calibration_error
 from esmshard.train.metrics import Interval, bootstrap, difference, draws, interval
 
 NAN = math.nan
@@ -21,7 +22,7 @@ def of_mean(values: Sequence[float], seed: int = 0) -> Interval:
 
 
 def test_the_value_lies_inside_its_interval() -> None:
-    found = of_mean([0.1, 0.2, 0.6, 0.9])
+    found = of_mean([0.1, 0.2, 0.6, 0.9] * 3)
     assert found.value == pytest.approx(0.45)
     assert 0.1 <= found.low < 0.45 < found.high <= 0.9
 
@@ -40,15 +41,17 @@ def test_about_95_percent_of_intervals_hold_the_truth() -> None:
 
 
 def test_a_metric_of_all_records_is_taken_anew_of_each_resample() -> None:
-    # The ratio of two sums is no mean of ratios: 3 of 4 and 0 of 1 are 3 of 5.
-    rows = [(3, 4), (0, 1)]
+    # The ratio of two sums is no mean of ratios: nine times 3 of 4 and once 0 of 1 are 27 of 37.
+    rows = [(3, 4)] * 9 + [(0, 1)]
 
     def ratio(rows: Sequence[tuple[int, int]]) -> dict[str, float]:
         return {"ratio": sum(a for a, _ in rows) / sum(b for _, b in rows)}
 
     found = bootstrap(ratio, rows)["ratio"]
-    assert found[0] == pytest.approx(0.6)
-    assert {round(v, 6) for v in found[1:]} == {0.0, 0.6, 0.75}
+    assert found[0] == pytest.approx(27 / 37)
+    possible = {round(3 * k / (4 * k + 10 - k), 6) for k in range(11)}
+    assert {round(v, 6) for v in found[1:]} <= possible
+    assert len(set(found)) > 3
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
@@ -68,12 +71,12 @@ def test_two_methods_on_the_same_records_are_resampled_alike() -> None:
 
 
 def test_resamples_without_a_value_are_left_out() -> None:
-    found = of_mean([NAN, NAN, 0.5, 0.5])
+    found = of_mean([NAN, NAN, 0.5, 0.5] * 3)
     assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("values", [[NAN], [NAN, NAN]])
+@pytest.mark.parametrize("values", [[NAN], [NAN] * 12])
 def test_no_value_has_no_interval(values: list[float]) -> None:
     found = of_mean(values)
     assert all(math.isnan(v) for v in (found.value, found.low, found.high))
@@ -83,9 +86,65 @@ def test_there_are_fewer_resamples_of_many_records() -> None:
     assert sum(1 for _ in draws(10)) == 2000
     assert sum(1 for _ in draws(20_000)) == 500
     assert len(next(draws(1_000_000))) == 1_000_000, "one at a time"
-    every = np.concatenate(list(draws(3)))
-    assert np.bincount(every).tolist() == pytest.approx([2000] * 3, rel=0.1)
+    every = np.concatenate(list(draws(10)))
+    assert np.bincount(every).tolist() == pytest.approx([2000] * 10, rel=0.1)
 
 
 def test_an_interval_is_printed_in_three_digits() -> None:
     assert str(Interval(0.12345, 0.1, 0.2)) == "0.123 [0.100, 0.200]"
+    assert str(Interval(2 / 3, NAN, NAN)) == "0.667"
+    assert str(Interval(NAN, NAN, NAN)) == "-"
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 10])
+def test_fewer_than_ten_records_have_no_interval(count: int) -> None:
+    values = [2 / 3] * count  # whose resamples all agree: an interval of no width
+    found, gain = of_mean(values), difference(*(bootstrap(mean, [v - k for v in values])["mean"] for k in (0, 1)))
+    assert found.value == pytest.approx(2 / 3)
+    assert gain.value == pytest.approx(1)
+    assert [math.isnan(v) for v in (found.low, found.high, gain.low, gain.high)] == [count < 10] * 4
+
+
+def test_blocks_count_and_not_their_records() -> None:
+    values = np.arange(40.0).tolist()
+    for blocks, known in ((9, False), (10, True)):
+        # Block -1 is the wild type, and no position.
+        block_N = np.append(-1, np.arange(39) % blocks)
+        found = interval(bootstrap(mean, values, block_N=block_N)["mean"])
+        assert math.isnan(found.low) is not known
+
+
+def ece(rows: Sequence[tuple[float, bool]]) -> dict[str, float]:
+    confidence, right = (np.array(column) for column in zip(*rows, strict=True))
+    return {"ECE": calibration_error(calibration(confidence.astype(float), right.astype(bool)))}
+
+
+def test_calibration_error_lies_in_its_interval() -> None:
+    """The true error is .1; that of a sample is higher, and those of its resamples are higher still."""
+    rng, held, of_percentiles = np.random.default_rng(5), 0, 0
+    for _ in range(20):
+        confidence = rng.uniform(0.4, 1, 60)
+        values = bootstrap(ece, list(zip(confidence, rng.random(60) < confidence - 0.1, strict=True)))["ECE"]
+        found = interval(values, "ECE")
+        assert 0 <= found.low <= found.value <= found.high
+        held += found.low <= 0.1 <= found.high
+        low, high = np.percentile(values[1:], [2.5, 97.5])
+        of_percentiles += low <= 0.1 <= high
+    assert held >= 16
+    assert of_percentiles < 10
+
+
+def test_the_difference_of_two_calibration_errors_may_be_negative() -> None:
+    rng = np.random.default_rng(6)
+    confidence = rng.uniform(0.5, 1, 80)
+    good = bootstrap(ece, list(zip(confidence, rng.random(80) < confidence, strict=True)))["ECE"]
+    bad = bootstrap(ece, list(zip(confidence, rng.random(80) < 0.3, strict=True)))["ECE"]
+    found = difference(good, bad, "ECE")
+    assert found.low <= found.value <= found.high < 0
+
+
+def test_an_estimate_is_never_outside_its_interval() -> None:
+    # As the largest of many values, which no resample exceeds and most fall short of.
+    found = interval([1.0, *np.linspace(0.2, 0.8, 100)])
+    assert found.low == 1
+    assert found.high == pytest.approx(2 - 0.215)

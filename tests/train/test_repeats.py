@@ -75,6 +75,7 @@ def evaluation(value: float | None, baseline: float) -> dict[str, Any]:
             "mean": {"Spearman": {"value": baseline, "low": 0, "high": 1}},
             "late": {} if value == 0.5 else {"Spearman": {"value": None, "low": None, "high": None}},
         },
+        "differences": {"mean": {"Spearman": {"value": None if value is None else value - baseline}}},
     }
 
 
@@ -95,6 +96,14 @@ def test_the_summary_has_mean_deviation_and_students_interval(tmp_path: Path, ti
     assert found["metrics"]["late"]["Spearman"]["mean"] is None
     assert "fine-tuned  0.600 [0.352, 0.848]" in text
     assert "late        -" in text
+    assert (
+        text.splitlines()[-1]
+        == found["verdict"]
+        == (
+            "Fine-tuning beat the best baseline, mean: Spearman 0.600 against 0.250, a difference of +0.350 "
+            "[+0.102, +0.598] (95%, Student's t, paired over 3 runs)."
+        )
+    )
 
 
 def test_a_run_without_scores_is_named(tmp_path: Path, tiny_recipe: Path) -> None:

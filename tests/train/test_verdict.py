@@ -1,0 +1,130 @@
+"""What a scored test set says in the end: the verdict, and why an interval is missing, in every place."""
+
+import csv
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from esmshard.tasks.metrics import means
+from esmshard.train import evaluate
+from esmshard.train.metrics import Interval
+from esmshard.train.verdict import verdict
+
+NAN = math.nan
+NO_INTERVAL = (NAN, NAN)
+
+
+def of(metric: str, ours: float, theirs: float, limits: tuple[float, float], **how: Any) -> str:
+    intervals = {"fine-tuned": Interval(ours, 0, 1), "best": Interval(theirs, 0, 1), "none": Interval(NAN, NAN, NAN)}
+    gains = {"best": Interval(ours - theirs, *limits), "none": Interval(NAN, NAN, NAN)}
+    return verdict(metric, intervals, gains, "paired over 12 records", **how)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (of("MCC", 0.7, 0.6, (0.05, 0.2)), "Fine-tuning beat the best baseline, best: MCC 0.700 against 0.600"),
+        (of("MCC", 0.527, 0.657, (-0.2, -0.05)), "Fine-tuning was worse than the best baseline, best: MCC 0.527"),
+        (of("MCC", 0.527, 0.657, (-0.2, 0.05)), "was not clearly apart from the best baseline, best: MCC 0.527 "),
+        (of("ppl", 8.0, 9.0, (-1.5, -0.5), lower_is_better=True), "Fine-tuning beat the best baseline"),
+        (of("ppl", 9.0, 8.0, (0.5, 1.5), lower_is_better=True), "Fine-tuning was worse than the best baseline"),
+        (of("MCC", 0.7, 0.6, NO_INTERVAL), "was better than the best baseline, best: MCC 0.700 against 0.600"),
+        (of("ppl", 9.0, 8.0, NO_INTERVAL, lower_is_better=True), "Fine-tuning was worse than the best baseline"),
+        (of("MCC", 0.7, 0.7, NO_INTERVAL), "Fine-tuning was equal to the best baseline"),
+        (of("MCC", NAN, 0.7, NO_INTERVAL), "MCC is undefined for the model or for every baseline"),
+    ],
+)
+def test_one_sentence(said: str, expected: str) -> None:
+    assert expected in said
+    assert said.endswith(".")
+    assert len(re.findall(r"\.(\s|$)", said)) == 1
+
+
+def test_without_an_interval_nothing_is_claimed() -> None:
+    said = of("MCC", 0.7, 0.6, NO_INTERVAL)
+    assert "whether that is more than chance cannot be said: there is no interval" in said
+    assert "beat" not in said
+
+
+def test_the_best_baseline_of_an_error_is_the_lowest() -> None:
+    intervals = {name: Interval(v, v, v) for name, v in (("fine-tuned", 8.0), ("a", 17.0), ("before fine-tuning", 9.0))}
+    gains = {name: Interval(8.0 - one.value, -20, -0.5) for name, one in intervals.items() if name != "fine-tuned"}
+    said = verdict("perplexity", intervals, gains, "x", lower_is_better=True)
+    assert "the best baseline, the model before fine-tuning: perplexity 8.000 against 9.000" in said
+    assert verdict("x", intervals, {}, "x").startswith("There is no baseline")
+
+
+COLUMNS = ("P@L", "rare")
+TASK: Any = SimpleNamespace(
+    columns=COLUMNS, lower_is_better=False, facts={}, summary=lambda rows: means(rows, COLUMNS), names=()
+)
+
+
+class Records:
+    """As much of a split as results name."""
+
+    name, path = "test", Path("x.fasta")
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def id(self, n: int) -> str:
+        return f"p{n}"
+
+    def length(self, _n: int) -> int:
+        return 50
+
+    def blocks(self) -> None:
+        return None
+
+
+def written(out: Path, count: int, rare: int = 0) -> tuple[str, dict[str, Any]]:
+    """What is said of so many records, of which so many have the metric `rare`."""
+    rng = np.random.default_rng(count)
+
+    def rows(level: float) -> Sequence[Any]:
+        values = level + 0.1 * rng.random(count)
+        return [{"P@L": v, "rare": v if n < rare else NAN} for n, v in enumerate(values)]
+
+    table = {"fine-tuned": rows(0.5), "prior": rows(0.3)}
+    data: Any = Records(count)
+    about = {"recipe": {"task": {"name": "contact"}}, "step": 1, "weights_sha256": "aa"}
+    text = evaluate.write(out, data, TASK, table, about)
+    return text, json.loads((out / "evaluation.json").read_text())
+
+
+def test_two_proteins_have_neither_interval_nor_star(tmp_path: Path) -> None:
+    text, found = written(tmp_path, 2)
+    for table in (found["metrics"]["fine-tuned"], found["differences"]["prior"]):
+        assert table["P@L"]["value"] is not None
+        assert (table["P@L"]["low"], table["P@L"]["high"]) == (None, None)
+    assert "[" not in text.splitlines()[1]
+    assert found["without_interval"] == {
+        "P@L": "2 records with a value; an interval takes 10",
+        "rare": "0 records with a value; an interval takes 10",
+    }
+    assert "No interval for P@L: 2 records with a value; an interval takes 10." in text
+    assert text.splitlines()[-1] == found["verdict"]
+    assert "cannot be said" in found["verdict"]
+
+
+def test_records_without_a_value_do_not_count(tmp_path: Path) -> None:
+    text, found = written(tmp_path, 12, rare=3)
+    assert found["metrics"]["fine-tuned"]["P@L"]["low"] is not None
+    assert found["metrics"]["fine-tuned"]["rare"]["low"] is None
+    assert found["differences"]["prior"]["rare"]["low"] is None
+    assert found["without_interval"] == {"rare": "3 records with a value; an interval takes 10"}
+    assert found["verdict"].startswith("Fine-tuning beat the best baseline, prior: P@L 0.5")
+    assert "paired over 12 records" in text.splitlines()[-1]
+    with open(tmp_path / "per_protein.csv", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 12
