@@ -24,8 +24,8 @@ class Saver:
     In the background, `save` copies this rank's shards to the host and returns; a thread writes them, and talks to the
     other ranks over a group of its own, for messages of two threads over one group get mixed up. There is one copy,
     made at the first save and used again: a save waits for the one before it. So the host needs room for the shards of
-    its ranks once (weights and both moments: 12 bytes a trained parameter). With GPUs it is up to twice that, because torch
-    rounds each tensor of page-locked memory up to a power of two.
+    its ranks once (weights and both moments: 12 bytes a trained parameter). With GPUs it is up to twice that, for
+    torch rounds each tensor of page-locked memory up to a power of two.
 
     Args:
         directory: `checkpoints` of the run.
