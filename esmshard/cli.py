@@ -177,6 +177,9 @@ def ingest(
     on_duplicate: Annotated[
         str, typer.Option(help="An id that comes again: error (unless it is the same record), first or suffix.")
     ] = "error",
+    on_nucleotides: Annotated[
+        str, typer.Option(help="Records that look like DNA or RNA: error, or keep, as they are proteins nevertheless.")
+    ] = "error",
     max_length: Annotated[Optional[int], typer.Option(min=8, help="Residues; see --long.")] = None,
     long: Annotated[
         str, typer.Option(help="Sequences over --max-length: full, crop, window, skip or error.", show_default=False)
@@ -199,7 +202,7 @@ def ingest(
     from esmshard.data.symbols import Rules
     from esmshard.progress import say
 
-    ruled = long or max_length or a3m or keep_gaps or (on_unknown, on_duplicate) != ("error", "error")
+    ruled = long or max_length or a3m or keep_gaps or {on_unknown, on_duplicate, on_nucleotides} != {"error"}
     if verify is not None and (fasta or out or merge or part or ruled or workers > 1 or overwrite):
         raise UsageError("--verify looks at a store and makes none; give it alone")
     if merge and (ruled or workers > 1):
@@ -220,13 +223,14 @@ def ingest(
     for option, value, known in (
         ("--on-unknown", on_unknown, ("error", "mask", "drop")),
         ("--on-duplicate", on_duplicate, ("error", "first", "suffix")),
+        ("--on-nucleotides", on_nucleotides, ("error", "keep")),
         ("--long", long or "full", ("full", "crop", "window", "skip", "error")),
     ):
         if value not in known:
             raise UsageError(f"{option} {value}: one of {', '.join(known)} is expected")
     if max_length is not None and not long:
         raise UsageError("--max-length: say what becomes of longer ones: --long crop, window, skip or error")
-    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length)  # type: ignore[arg-type]
+    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides)  # type: ignore[arg-type]
     if part is not None:
         number, _, parts = part.partition("/")
         if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):

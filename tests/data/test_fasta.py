@@ -12,7 +12,7 @@ import pytest
 from packed import zstd
 
 from esmshard.data.fasta import Record, read_fasta
-from esmshard.data.symbols import Edits
+from esmshard.data.symbols import Edits, Rules
 from esmshard.errors import InputError
 
 LOWER = "lower-case letters were read as upper case in 1 record (a)"
@@ -30,19 +30,32 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def read(data: str | bytes, name: str = "x.fasta") -> tuple[list[Record], list[str]]:
-    path, edits = Path(name), Edits()
+def write(data: str | bytes, name: str = "x.fasta") -> Path:
+    path = Path(name)
     path.write_bytes(data.encode() if isinstance(data, str) else data)
-    return list(read_fasta(path, edits)), edits.notices()
+    return path
+
+
+def read(
+    data: str | bytes,
+    name: str = "x.fasta",
+    rules: Rules = Rules(),  # noqa: B008  # frozen
+) -> tuple[list[Record], list[str]]:
+    edits = Edits()
+    return list(read_fasta(write(data, name), edits, rules)), edits.notices()
 
 
 def pairs(data: str | bytes, name: str = "x.fasta") -> list[tuple[str, str]]:
     return [(record.id, record.sequence) for record in read(data, name)[0]]
 
 
-def refusal(data: str | bytes, name: str = "x.fasta") -> str:
+def refusal(
+    data: str | bytes,
+    name: str = "x.fasta",
+    rules: Rules = Rules(),  # noqa: B008  # frozen
+) -> str:
     with pytest.raises(InputError) as error:
-        read(data, name)
+        read(data, name, rules)
     return str(error.value)
 
 
@@ -102,7 +115,45 @@ def test_a_letter_of_another_alphabet_is_no_residue_whatever_its_upper_case(lett
 @pytest.mark.parametrize("written", ["", "\n\n", " ", "---", "*", "-*"])
 def test_a_record_without_residues_is_refused(written: str) -> None:
     for data, line in ((f">a\n{written}\n>b\nMK\n", 1), (f">b\nMK\n>a\n{written}", 3), (f">a x\n{written}", 1)):
-        assert refusal(data) == f"x.fasta:{line}: record 'a' has no residues; remove it"
+        assert refusal(data).startswith(f"x.fasta:{line}: record 'a' has no residues; remove it, or leave such records")
+
+
+def test_a_symbol_that_is_no_residue_is_counted_and_its_option_is_named() -> None:
+    """Whatever is said can be typed as it stands: the store that it makes goes in for the file."""
+    data = ">a\nMK\n>b\nM*K\n>c\nMKT:MKV\n>d\nM<mask>K\n>e\n\n>f\nMK*\n>g\nm-k\n"
+    assert refusal(data, "my x.fa.gz") == (
+        "my x.fa.gz:3: record 'b' has '*' at position 2, which is not a residue, as 3 other records of the file; cut "
+        "the sequence at the stop codon, or leave such records out: `esmshard ingest 'my x.fa.gz' -o 'my x.store' "
+        "--on-unknown drop`, and give 'my x.store' for the file"
+    )
+    for separator in ":/|":
+        message = refusal(f">a\nMKT{separator}MKV\n>b\nMK{separator}\n")
+        assert f"has '{separator}' at position 4, which is not a residue, as 1 other record of the file; " in message
+        assert "if it divides the chains of a complex, write each chain as a record of its own, or leave " in message
+        assert "write X" not in message
+    assert "'<mask>' at position 2, which is not a residue; write X for" in refusal(">a\nM<mask>K\n")
+    assert "--a3m --on-unknown drop`" in refusal(">a\nMK7\n", rules=Rules(a3m=True))
+
+
+def test_a_mask_that_is_written_out_is_one_symbol() -> None:
+    found = list(read_fasta(write(">a\nM<mask>K<MASK>\n"), rules=Rules(on_unknown="mask")))
+    assert [record.sequence for record in found] == ["M<mask>K<mask>"]
+    assert [record.id for record in read_fasta(write(">a\nM<mask>K\n>b\nMK\n"), rules=Rules(on_unknown="drop"))] == [
+        "b"
+    ]
+
+
+def test_ids_with_two_sequences_are_counted_and_their_option_is_named() -> None:
+    assert refusal(">a\nMK\n>b\nM\n>a\nMT\n>b\nMV\n>b\nMA\n>c\nM\n>c\nM\n") == (
+        "x.fasta:5: 'a' was used before with another sequence; 1 other id too; rename one of them, or give the later "
+        "ones a number (--on-duplicate first leaves them out): `esmshard ingest x.fasta -o x.store --on-duplicate "
+        "suffix`, and give x.store for the file"
+    )
+
+
+def test_the_path_may_be_a_string() -> None:
+    path = write(">a\nMK\n")
+    assert list(read_fasta(str(path))) == list(read_fasta(path))
 
 
 @pytest.mark.parametrize(

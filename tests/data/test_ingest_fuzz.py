@@ -98,7 +98,7 @@ def residues_of(letters: str, rules: Rules) -> tuple[str | None, list[str]]:
     if rules.on_unknown == "drop" and (foreign or not sequence):
         return None, ["a sequence with symbols that are no residues, or without any, was left out"]
     if not sequence:
-        raise Wrong(" has no residues; remove it")
+        raise Wrong(" has no residues")
     if rules.on_unknown == "error" and foreign:
         raise Wrong(foreign)
     lower = "insertions were removed" if rules.a3m else "lower-case letters were read as upper case"
@@ -176,7 +176,7 @@ def told_apart(kept: list[Kept], on_duplicate: OnDuplicate) -> tuple[list[Kept],
         elif on_duplicate == "first":
             edits.append(("a record with the id of an earlier one and another sequence was left out", name))
         else:
-            raise Wrong(f":{line}: '{printable(name)}' was used before with another sequence; rename one of them")
+            raise Wrong(f":{line}: '{printable(name)}' was used before with another sequence")
     return result, edits
 
 
