@@ -531,6 +531,7 @@ def embed(
     )
     if not shard or os.environ.get("RANK", "0") == "0":  # else the ranks of a launcher have made one output
         print(report)
+    report.check()
     if report.failed and strict:
         raise SystemExit(1)
 

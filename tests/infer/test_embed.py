@@ -341,3 +341,12 @@ def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
     assert "is finished already" in again.stderr
     assert again.returncode == 1
     assert again.stdout.endswith("2 records failed, see x.npy.failed.tsv\n")
+    (tmp_path / "none.fasta").write_text(">b\nMKW\n>again\nMKW\n")
+    for name in ("none.npy", "none", "none.h5", "none.parquet"):
+        for how in ("--overwrite", "--resume"):
+            failed = esmshard_command("embed", "model", "none.fasta", "-o", name, *asked, how, cwd=tmp_path)
+            table = f"{name}/failed.tsv" if name == "none" else f"{name}.failed.tsv"
+            assert failed.returncode == 1
+            said = f"error: {name}: has no values, as every record failed (2), see {table}; the first, b: "
+            assert said in failed.stderr
+            assert "beyond the range of float16" in failed.stderr
