@@ -151,6 +151,14 @@ def test_ids_with_two_sequences_are_counted_and_their_option_is_named() -> None:
     )
 
 
+def test_an_id_ends_at_white_space_and_what_looks_like_another_end_is_told() -> None:
+    records, notices = read(">P1,TEM1 beta, lactamase\nMK\n>P2;x\nMK\n>P3 a, b; c\nMK\n")
+    assert [record.id for record in records] == ["P1,TEM1", "P2;x", "P3"]
+    assert notices == [
+        "a comma or semicolon was kept as a part of the id, which ends at a space in 2 records (P1,TEM1, P2;x)"
+    ]
+
+
 def test_the_path_may_be_a_string() -> None:
     path = write(">a\nMK\n")
     assert list(read_fasta(str(path))) == list(read_fasta(path))
