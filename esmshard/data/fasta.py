@@ -24,6 +24,7 @@ import numpy.typing as npt
 from xopen import xopen
 
 from esmshard.data.advice import instead
+from esmshard.data.file_kinds import kind_of, text_without_headers
 from esmshard.data.symbols import BLANKS, LEFT_OUT, STRANGE, Edits, Refused, Rules, cut, mend, shown, table
 from esmshard.data.tables import counted
 from esmshard.errors import InputError
@@ -221,9 +222,9 @@ def _open(path: Path) -> BufferedReader:
     return open(path, "rb")
 
 
-def _read(stream: BinaryIO) -> bytes:
+def _read(stream: BinaryIO, size: int | None = None) -> bytes:
     try:
-        return stream.read(BLOCK)
+        return stream.read(size or BLOCK)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # each decompression library has errors of its own
@@ -293,9 +294,15 @@ class _Reader:
             at, before = at + len(blank), blank[-1:] or before
             if text:
                 if not text.startswith(b">") or before not in b"\r\n":
+                    head = text + _read(stream, 4096)
+                    if known := kind_of(head):
+                        what, fix = known
+                        raise InputError(f"{self._path}: is {what}, and a FASTA file is expected; {fix}")
                     self._check_text(at, text, whole=False)
+                    looks = text_without_headers(head)
                     raise InputError(
-                        f"{self._path}:{lines + 1}: text before the first '>'; a FASTA record begins with '>ID'"
+                        f"{self._path}:{lines + 1}: text before the first '>'; "
+                        + (f"it looks like {looks}" if looks else "a FASTA record begins with '>ID'")
                     )
                 if self._path == STDIN:
                     self._lines, self._counted = lines, at

@@ -2,8 +2,10 @@
 
 import bz2
 import gzip
+import io
 import lzma
 import random
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,6 +151,47 @@ def test_ids_with_two_sequences_are_counted_and_their_option_is_named() -> None:
         "ones a number (--on-duplicate first leaves them out): `esmshard ingest x.fasta -o x.store --on-duplicate "
         "suffix`, and give x.store for the file"
     )
+
+
+def zipped(name: str) -> bytes:
+    with io.BytesIO() as data:
+        with zipfile.ZipFile(data, "w") as archive:
+            archive.writestr(name, "x")
+        return data.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"LOCUS       SCU49845     5028 bp    DNA             PLN       21-JUN-1999\n", "a GenBank file"),
+        (b"ID   HBA_HUMAN               Reviewed;         142 AA.\n", "an EMBL or UniProt text file"),
+        (b"HEADER    OXYGEN TRANSPORT                        07-MAR-84   4HHB\n", "a PDB structure"),
+        (b"\nATOM      1  N   VAL A   1      19.323  29.727  42.781\n", "a PDB structure"),
+        (b"data_4HHB\n#\n", "an mmCIF structure"),
+        (rb"{\rtf1\ansi >a MKT}", "an RTF document"),
+        (zipped("word/document.xml"), "a Word document"),
+        (zipped("xl/workbook.xml"), "an Excel workbook"),
+        (zipped("my.fasta"), "a zip archive"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Word or Excel document"),
+        (b"<!doctype html><html>", "a web page"),
+        (b"CLUSTAL W (1.83) multiple sequence alignment\n", "a Clustal alignment"),
+        (b"@read1\nACGT\n+\nIIII\n", "a FASTQ file of sequencing reads"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_what_it_is(data: bytes, kind: str) -> None:
+    for packed in (data, gzip.compress(data)):
+        message = refusal(packed)
+        assert message.startswith(f"x.fasta: is {kind}, and a FASTA file is expected; ")
+        assert "\n" not in message
+
+
+def test_text_without_headers_is_called_what_it_looks_like() -> None:
+    begin = "x.fasta:1: text before the first '>'; "
+    assert refusal("id,sequence\na,MKT\n").startswith(f"{begin}it looks like a table; write its sequences to a FASTA")
+    assert refusal("id\tx\r\na\tMKT\r\n").startswith(f"{begin}it looks like a table; ")
+    assert refusal("MKTAYIAK\nQRQISF\n").startswith(f"{begin}it looks like a sequence without a header; write '>'")
+    for other in ("notes of today\n>a\nMK\n", "MKT\n>a\nMK\n", "12 x\n"):
+        assert refusal(other) == f"{begin}a FASTA record begins with '>ID'"
 
 
 def test_an_id_ends_at_white_space_and_what_looks_like_another_end_is_told() -> None:
