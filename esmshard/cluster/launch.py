@@ -68,6 +68,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         raise UsageError("--array is of `esmshard launch embed`, whose workers need not know each other")
     path = recipes.resolve(recipe)
     resolved = recipes.load(path, overrides)
+    recipes.check_companions(path, resolved, overrides)
     least, most = _nodes(options.nodes)
     gpus = _gpus(options, site)
     nproc = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, gpus))

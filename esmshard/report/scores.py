@@ -120,9 +120,9 @@ def _maps(left: Left) -> tuple[list[Figure], str]:
         if left.evaluation and found.about.get("weights_sha256") != left.evaluation.raw.get("weights_sha256"):
             return [], "No contact maps: the model directory holds other weights than those that were tested."
         data = open_split(left.recipe, "test", found.task.labels)
-        recorded = left.versions.get("data", {}).get("test", {}).get("tokens_sha256", data.store.digest)
+        recorded = left.versions.get("data", {}).get("test", {}).get("tokens_sha256", data.digest)
         places = {data.id(n): n for n in range(len(data))}
-        if recorded != data.store.digest or any(table.ids[n] not in places for n in chosen):
+        if recorded != data.digest or any(table.ids[n] not in places for n in chosen):
             return [], f"No contact maps: {data.path} is no longer what the model was tested on."
         examples = {n: data.get(places[table.ids[n]]) for n in chosen}
     except (InputError, OSError) as error:
