@@ -652,6 +652,7 @@ def evaluate(
     from esmshard.settings import Recipe
     from esmshard.tasks.finetuner import load_finetuned
     from esmshard.train.evaluate import report
+    from esmshard.train.set_members import marked_otherwise
 
     for name in ("evaluation.json", "per_protein.csv"):
         if (out / name).exists() and not overwrite:
@@ -667,6 +668,11 @@ def evaluate(
     for notice in notices(fasta) if fasta != path else ():
         say(f"{path}: {notice}")
     store = cached(fasta)
+    if others := marked_otherwise("test", path, store):
+        say(
+            f"{path}: all its records are scored, whatever SET= in its headers says ({others}); "
+            f"`esmshard split {path} -o DIR --by given` writes those of the test set to DIR/test.fasta"
+        )
     where = Recipe.model_validate(found.about["recipe"]).data.model_copy(update={"labels": labels, "mask": None})
     examples = Examples(Path(data).name, path, store, found.task.labels(fasta, store, where))
     out.mkdir(parents=True, exist_ok=True)

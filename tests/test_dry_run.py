@@ -97,5 +97,7 @@ def test_data_of_ones_own_are_taken_when_they_are_whole() -> None:
     assert esmshard("finetune", "mlm", *whole, *SMALL, "--dry-run").returncode == 0
     sample = ("data.train=sample:contact/valid",)
     assert esmshard("finetune", "mlm", *sample, *SMALL, "--dry-run").returncode == 0
+    longer = esmshard("finetune", "mlm", *whole, "batch.global_tokens=14", "--dry-run").stderr
+    assert "mine.fasta: 10 records longer than batch.global_tokens (14): each has a step to itself" in longer
     only_test = ("data.test=test.fasta",)
     assert esmshard("finetune", "mlm", *only_test, *SMALL, "--dry-run").returncode == 0

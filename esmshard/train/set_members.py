@@ -44,7 +44,12 @@ def members(
     if name not in splits:
         return None, []
     if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
-        return None, _otherwise(name, path, tokens)
+        others = marked_otherwise(name, path, tokens)
+        unused = (
+            f"SET= in its headers is not used, as it is the file of {name} alone, and all its records are taken "
+            f"({others}); name one file in data.train, data.valid and data.test to have SET= divide it"
+        )
+        return None, [unused] if others else []
     source = label_source(fasta, data) if data.labels is not None else None
     if isinstance(source, Table) and only_column(source, ("set", "split"), "data.labels") is None:
         source = None
@@ -67,10 +72,12 @@ def members(
     return np.array([split == name for split in given]), [told, *edits.notices()]
 
 
-def _otherwise(name: str, path: Path, tokens: TokenStore) -> list[str]:
-    """What is to be told of a file that has records of other splits by its headers, and is one split nevertheless."""
+def marked_otherwise(name: str, path: Path, tokens: TokenStore) -> str | None:
+    """How many records of a file that is one split say in their headers that they are of another, in a clause; None if
+    none does.
+    """
     if not any(b"SET=" in tokens.header(n).upper() for n in range(min(_LOOKED_AT, len(tokens)))):
-        return []
+        return None
     others: Counter[str] = Counter()
     for n in range(len(tokens)):
         try:
@@ -79,10 +86,4 @@ def _otherwise(name: str, path: Path, tokens: TokenStore) -> list[str]:
         except InputError:  # whatever it means, it is no split
             continue
         others[split] += split != name
-    if not others.total():
-        return []
-    there = listed([f"{count:,} say {split}" for split, count in others.items() if count])
-    return [
-        f"SET= in its headers is not used, as it is the file of {name} alone, and all its records are taken ({there}); "
-        "name one file in data.train, data.valid and data.test to have SET= divide it"
-    ]
+    return listed([f"{count:,} say {split}" for split, count in others.items() if count]) if others.total() else None

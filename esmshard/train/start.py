@@ -7,6 +7,7 @@ from pathlib import Path
 
 from esmshard import recipe as recipes
 from esmshard.checkpoint import manifest, sharded
+from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError
 from esmshard.model import origin
 from esmshard.parallel.mesh import World
@@ -134,6 +135,12 @@ def notices(job: Job, *, leakage: bool = True) -> list[str]:
     for split in (job.train, job.valid, job.test):
         for notice in split.notices if TOLD not in os.environ else ():
             found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
+    longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
+    if longer:
+        found[
+            f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "
+            f"({job.recipe.batch.global_tokens:,}): each has a step to itself, which is as large as the record"
+        ] = None
     return [*found, *job.weights.notices, *(leakage_notices(job) if leakage else [])]
 
 

@@ -9,6 +9,7 @@ import pytest
 from esmshard.data import nucleotides
 from esmshard.data.fasta import read_fasta
 from esmshard.data.ingest import cached, ingest, ingest_part, merge
+from esmshard.data.mutations import protein_of
 from esmshard.data.store import TokenStore
 from esmshard.data.symbols import Rules
 from esmshard.errors import InputError
@@ -95,6 +96,12 @@ def test_parts_are_judged_together_and_the_rules_stay_in_the_advice() -> None:
     ingest_part(files, Path("out"), 1, 1, Rules(keep_gaps=True))
     with pytest.raises(InputError, match=r": 3 records of .*x\.fasta \S*y\.fasta -o x\.store --keep-gaps --on-nucleot"):
         merge(Path("out"))
+
+
+def test_the_gene_of_a_wild_type_is_not_taken_for_it() -> None:
+    Path("wt.fasta").write_text(f">bla\n{random('ACGT', 861)}\n")
+    with pytest.raises(InputError, match=r"wt\.fasta: 1 record of DNA or RNA, .*; give the protein that it codes for"):
+        protein_of(Path("wt.fasta"))
 
 
 def test_of_many_records_some_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

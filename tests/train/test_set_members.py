@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from esmshard import recipe as recipes
+from esmshard.data.store import TokenStore
 from esmshard.errors import InputError, UsageError
 from esmshard.settings import Recipe
 from esmshard.tasks import TASKS
+from esmshard.train.set_members import marked_otherwise
 from esmshard.train.splits import open_split
 
 SPLITS = ("train", "valid", "test")
@@ -107,3 +109,6 @@ def test_marks_that_are_not_used_are_told() -> None:
         "and 2 say test); name one file in data.train, data.valid and data.test"
     )
     assert open_split(mixed, "valid", None).notices == []
+    store = open_split(mixed, "train", None).store
+    assert isinstance(store, TokenStore)
+    assert marked_otherwise("test", Path("x.fasta"), store) == "2 say train and 2 say valid"  # as evaluate tells
