@@ -180,6 +180,9 @@ def ingest(
     on_duplicate: Annotated[
         str, typer.Option(help="An id that comes again: error (unless it is the same record), first or suffix.")
     ] = "error",
+    on_nucleotides: Annotated[
+        str, typer.Option(help="Records that look like DNA or RNA: error, or keep, as they are proteins nevertheless.")
+    ] = "error",
     max_length: Annotated[Optional[int], typer.Option(min=8, help="Residues; see --long.")] = None,
     long: Annotated[
         str, typer.Option(help="Sequences over --max-length: full, crop, window, skip or error.", show_default=False)
@@ -202,7 +205,7 @@ def ingest(
     from esmshard.data.symbols import Rules
     from esmshard.progress import say
 
-    ruled = long or max_length or a3m or keep_gaps or (on_unknown, on_duplicate) != ("error", "error")
+    ruled = long or max_length or a3m or keep_gaps or {on_unknown, on_duplicate, on_nucleotides} != {"error"}
     if verify is not None and (fasta or out or merge or part or ruled or workers > 1 or overwrite):
         raise UsageError("--verify looks at a store and makes none; give it alone")
     if merge and (ruled or workers > 1):
@@ -223,13 +226,14 @@ def ingest(
     for option, value, known in (
         ("--on-unknown", on_unknown, ("error", "mask", "drop")),
         ("--on-duplicate", on_duplicate, ("error", "first", "suffix")),
+        ("--on-nucleotides", on_nucleotides, ("error", "keep")),
         ("--long", long or "full", ("full", "crop", "window", "skip", "error")),
     ):
         if value not in known:
             raise UsageError(f"{option} {value}: one of {', '.join(known)} is expected")
     if max_length is not None and not long:
         raise UsageError("--max-length: say what becomes of longer ones: --long crop, window, skip or error")
-    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length)  # type: ignore[arg-type]
+    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides)  # type: ignore[arg-type]
     if part is not None:
         number, _, parts = part.partition("/")
         if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
@@ -534,6 +538,7 @@ def embed(
     )
     if not shard or os.environ.get("RANK", "0") == "0":  # else the ranks of a launcher have made one output
         print(report)
+    report.check()
     if report.failed and strict:
         raise SystemExit(1)
 
@@ -658,6 +663,7 @@ def evaluate(
     from esmshard.settings import Recipe
     from esmshard.tasks.finetuner import load_finetuned
     from esmshard.train.evaluate import report
+    from esmshard.train.set_members import marked_otherwise
     from esmshard.train.splits import open_tested
 
     for name in ("evaluation.json", "per_protein.csv"):
@@ -677,6 +683,11 @@ def evaluate(
     examples = open_tested(data, labels, recipe, found.task.labels)
     for notice in examples.store.notices:
         say(f"{examples.path}: {notice}")
+    if others := marked_otherwise("test", examples.path, examples.store):
+        say(
+            f"{examples.path}: all its records are scored, whatever SET= in its headers says ({others}); "
+            f"`esmshard split {examples.path} -o DIR --by given` writes those of the test set to DIR/test.fasta"
+        )
     out.mkdir(parents=True, exist_ok=True)
     print(report(model, examples, out, warn=say, labels=labels))
     if png is not None:

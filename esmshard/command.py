@@ -6,6 +6,7 @@ environment variables and signal handlers are afterwards as they were.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from esmshard import recipe as recipes
@@ -97,6 +98,7 @@ def finetune(
         with preemption.Preemption():
             worker.follow_launcher()
             resolved = recipes.load(recipes.resolve(recipe), overrides)
+            recipes.check_companions(recipes.resolve(recipe), resolved, overrides, folds)
             out = Path(resolved.out)
 
             import torch
@@ -111,6 +113,8 @@ def finetune(
                 from esmshard.train.cross_validated import conclude, curve_runs
                 from esmshard.train.job import check_out, describe, prepare
                 from esmshard.train.repeats import is_done, repeats, summarise
+                from esmshard.train.splits import in_tokens
+                from esmshard.train.start import check_start, notices
 
                 if of_table and resolved.data.split not in ("mutations", "given"):
                     folds = folds or FOLDS
@@ -130,12 +134,16 @@ def finetune(
                 # Every mistake that can be seen is seen here, once, before any process is started.
                 for n, options in enumerate(runs or [several[-1].overrides]):
                     one = recipes.load(recipes.resolve(recipe), [*overrides, *options])
-                    if not dry_run and nodes is None:  # of several machines, one may come when the others have begun
+                    if dry_run or nodes is None:  # of several machines, one may come when the others have begun
                         check_out(Path(one.out), resume, overwrite)
                     if n == 0:
                         together = processes * (nodes.most if nodes is not None else 1)
                         job = prepare(one, together, processes, own_device(0, processes))
+                    if dry_run:
+                        check_start(replace(job, recipe=in_tokens(one, job.train), out=Path(one.out)), resume, trust)
                 if dry_run:
+                    for notice in notices(job):
+                        say(notice)
                     print(describe(job, together) + (f"\nruns      {len(runs)}" if several else ""))
                     return out
             elif of_table and resolved.data.split not in ("mutations", "given"):

@@ -52,7 +52,8 @@ class DataSettings(Settings):
     """
 
     train: str | None = None
-    """Records to learn from: a path, or `sample:contact/train`."""
+    """Records to learn from: a path, or `sample:contact/train`. A file that is named for several splits is divided by
+    `SET=` in its headers, or the column `set` of its labels (docs/labels.md)."""
     valid: str | None = None
     """Records to watch while training. Never trained on."""
     test: str | None = None

@@ -70,6 +70,46 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return tree.checked(Recipe, {"task": TASK_SECTIONS})
 
 
+def check_companions(path: Path, resolved: Recipe, overrides: Sequence[str], folds: int | None = None) -> None:
+    """Refuse the own training data of a user beside the samples that a recipe has for the rest.
+
+    Args:
+        path: of the recipe.
+        resolved: it with the overrides.
+        overrides: as they were typed.
+        folds: of `--folds`; the test set is a part of the training data then.
+
+    Raises:
+        UsageError: naming the keys that are still the samples'.
+    """
+    if not any(override.startswith("data") for override in overrides):
+        return
+    try:
+        before = load(path)
+    except UsageError:  # whole with its overrides alone
+        return
+    variants = resolved.task.name == "variant"
+    leading = ("table", "wild_type") if variants else ("train",)
+    others = leading if variants else ("valid", "test", "labels", "mask", "clusters")
+    now, then = resolved.data.model_dump(), before.data.model_dump()
+    own = [key for key in leading if now[key] != then[key] and not str(now[key]).startswith("sample:")]
+    left = [key for key in others if now[key] == then[key] and str(now[key]).startswith("sample:")]
+    if (folds or resolved.data.folds) and "test" in left:
+        left.remove("test")
+    if not own or not left:
+        return
+    samples = ", ".join(f"data.{key} is still {now[key]}" for key in left)
+    typed = " ".join(f"data.{key}=FILE" for key in left)
+    raise UsageError(
+        f"data.{own[0]}: is yours, and {samples}, of other proteins; give {typed} too"
+        + (
+            ""
+            if variants
+            else ". `esmshard split FASTA -o DIR` makes three files of one; a file with SET= may be all three"
+        )
+    )
+
+
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML, every key written out."""
     out = StringIO()

@@ -72,6 +72,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         raise UsageError(
             "--array: a table of variants is cross-validated by one job; leave it out, or set data.folds and data.fold"
         )
+    recipes.check_companions(path, resolved, overrides)
     least, most = _nodes(options.nodes)
     gpus = _gpus(options, site)
     nproc = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, gpus))

@@ -8,12 +8,13 @@ The id is the first word of the header; `>` alone gets `seqnum000000004`, its li
 """
 
 import codecs
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -22,7 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from xopen import xopen
 
-from esmshard.data.symbols import BLANKS, STRANGE, Edits, Refused, Rules, cut, mend, shown, table
+from esmshard.data.advice import instead
+from esmshard.data.file_kinds import kind_of, text_without_headers
+from esmshard.data.symbols import BLANKS, LEFT_OUT, STRANGE, Edits, Refused, Rules, cut, mend, shown, table
+from esmshard.data.tables import counted
 from esmshard.errors import InputError
 from esmshard.vocab import EOS, decode
 
@@ -31,6 +35,9 @@ BLOCK = 1 << 20
 """Bytes read at once. Blocks that stay in the cache of a core are translated twice as fast as large ones."""
 LONGEST = 1 << 26
 """Bytes of the longest record, line ends included: nature's longest protein has 36,000 residues, a chromosome 10^8."""
+
+COUNTED = 1 << 30
+"""Bytes of a file that are looked through for more mistakes of a kind, once there is one."""
 
 _MARK = b"\xef\xbb\xbf"
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
@@ -71,7 +78,7 @@ class Block:
         return marks if self.origin is None else marks[self.origin]
 
 
-def read_fasta(path: Path, edits: Edits | None = None, rules: Rules = Rules()) -> Iterator[Record]:  # noqa: B008  # frozen
+def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: Rules = Rules()) -> Iterator[Record]:  # noqa: B008  # frozen
     """Records of a FASTA file, plain or compressed (gz, bgz, bz2, xz, zst; `-` is the standard input), in file order.
 
     An id that comes twice with the same sequence is read once and counted; with another sequence it is an error. The
@@ -85,6 +92,7 @@ def read_fasta(path: Path, edits: Edits | None = None, rules: Rules = Rules()) -
     Raises:
         InputError: naming file, line, record and position of what cannot be read, or that the file has no record.
     """
+    path = Path(path)
     edits = Edits() if edits is None else edits
     seen: dict[bytes, bytes] = {}
     again: Counter[bytes] = Counter()
@@ -95,7 +103,7 @@ def read_fasta(path: Path, edits: Edits | None = None, rules: Rules = Rules()) -
             if name in seen:
                 again[name] += 1
                 if seen[name] != tokens:
-                    raise InputError(repeated(name, [path], rules, again[name]))
+                    raise InputError(repeated(name, [path], rules, again[name], _clashes(path, rules)))
                 edits.add(READ_ONCE, name.decode())
                 continue
             seen[name] = tokens
@@ -105,14 +113,53 @@ def read_fasta(path: Path, edits: Edits | None = None, rules: Rules = Rules()) -
 READ_ONCE = "a record that came twice was read once"
 
 
-def repeated(name: bytes, paths: Sequence[Path], rules: Rules, place: int) -> str:
-    """The sentence about an id with two sequences: that of its first record, and that of the one `place` after it."""
+def repeated(name: bytes, paths: Sequence[Path], rules: Rules, place: int, ids: int) -> str:
+    """The sentence about an id with two sequences: that of its first record, and that of the one `place` after it.
+
+    Args:
+        name: the id.
+        paths: files that were read together.
+        rules: of reading them.
+        place: among the later records of the id, from 1.
+        ids: that have two sequences, all of them.
+    """
     record, where = shown(name.decode()), list(occurrences(paths, name, rules))
+    others = f"; {counted(ids - 1, 'other id')} too" if ids > 1 else ""
+    advice = f"rename one of them, or {instead(paths, '--on-duplicate suffix', rules)}"
     if place >= len(where):  # the standard input, or files that are gone
-        return f"{paths[0]}: '{record}' comes twice with two sequences; rename one of them"
+        return f"{paths[0]}: '{record}' comes twice with two sequences{others}; {advice}"
     (first, _), (second, line) = where[0], where[place]
     there = "" if first == second else f" in {first}"
-    return f"{second}:{line}: '{record}' was used before{there} with another sequence; rename one of them"
+    return f"{second}:{line}: '{record}' was used before{there} with another sequence{others}; {advice}"
+
+
+def _unknown(path: Path, rules: Rules) -> int:
+    """How many records of a file `on_unknown` is about, among its first COUNTED bytes. Only on the way to an error."""
+    if path == STDIN:  # what has been read of it is gone
+        return 0
+    edits = Edits()
+    reader = _Reader(path, edits, replace(rules, on_unknown="drop", long="full", max_length=None))
+    with suppress(OSError, InputError), open_source(path) as stream:
+        for at, chunk in reader.chunks(stream, 0, None):
+            reader.block(at, chunk, None)
+            if at > COUNTED:
+                break
+    return edits.counts.get(LEFT_OUT, 0)
+
+
+def _clashes(path: Path, rules: Rules) -> int:
+    """How many ids of a file have two sequences, among its first COUNTED bytes. Only on the way to an error."""
+    first: dict[bytes, bytes] = {}
+    found: set[bytes] = set()
+    if path == STDIN:
+        return 0
+    with suppress(OSError, InputError):
+        for block in read_blocks(path, Edits(), rules, stop=COUNTED if is_plain(path) else None):
+            pieces = block.tokens.split(bytes([EOS]))
+            for name, tokens in zip(block.ids, pieces, strict=False):
+                if first.setdefault(name, tokens) != tokens:
+                    found.add(name)
+    return len(found)
 
 
 def read_blocks(
@@ -175,9 +222,9 @@ def _open(path: Path) -> BufferedReader:
     return open(path, "rb")
 
 
-def _read(stream: BinaryIO) -> bytes:
+def _read(stream: BinaryIO, size: int | None = None) -> bytes:
     try:
-        return stream.read(BLOCK)
+        return stream.read(size or BLOCK)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # each decompression library has errors of its own
@@ -247,9 +294,15 @@ class _Reader:
             at, before = at + len(blank), blank[-1:] or before
             if text:
                 if not text.startswith(b">") or before not in b"\r\n":
+                    head = text + _read(stream, 4096)
+                    if known := kind_of(head):
+                        what, fix = known
+                        raise InputError(f"{self._path}: is {what}, and a FASTA file is expected; {fix}")
                     self._check_text(at, text, whole=False)
+                    looks = text_without_headers(head)
                     raise InputError(
-                        f"{self._path}:{lines + 1}: text before the first '>'; a FASTA record begins with '>ID'"
+                        f"{self._path}:{lines + 1}: text before the first '>'; "
+                        + (f"it looks like {looks}" if looks else "a FASTA record begins with '>ID'")
                     )
                 if self._path == STDIN:
                     self._lines, self._counted = lines, at
@@ -292,6 +345,12 @@ class _Reader:
         except IndexError:  # '>' alone
             headers = self._named(at, chunk, headers)
             ids = [header.split(None, 1)[0] for header in headers]
+        if b"," in chunk or b";" in chunk:
+            for name in ids:
+                if b"," in name or b";" in name:
+                    self._edits.add(
+                        "a comma or semicolon was kept as a part of the id, which ends at a space", name.decode()
+                    )
         codes = b">".join([*bodies, b""]).translate(self._table, BLANKS)
         code_T = np.frombuffer(codes, np.uint8)
         stops = np.flatnonzero(code_T == EOS)
@@ -344,7 +403,14 @@ class _Reader:
             tokens = mend(body.decode(), self._rules, self._edits, record_id)
             return [] if tokens is None else cut(name, header, tokens, self._rules, self._edits)
         except Refused as refused:
-            raise InputError(f"{self._path}:{self.line(*where)}: record '{shown(record_id)}' {refused}") from None
+            place = f"{self._path}:{self.line(*where)}: record '{shown(record_id)}' {refused.what}"
+            if not refused.droppable:
+                raise InputError(f"{place}; {refused.fix}") from None
+            others = _unknown(self._path, self._rules) - 1
+            place += f", as {counted(others, 'other record')} of the file" if others > 0 else ""
+            raise InputError(
+                f"{place}; {refused.fix}, or {instead([self._path], '--on-unknown drop', self._rules)}"
+            ) from None
 
     def _check_text(self, at: int, chunk: bytes, whole: bool = True) -> None:
         if not chunk.isascii():

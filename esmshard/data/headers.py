@@ -120,7 +120,7 @@ def split_of(set_value: str, validation: str, where: str) -> Split:
 
 
 def number(text: str, where: Callable[[], str]) -> float:
-    """An attribute's value as a number; NaN where it is `nan`, `NA`, `null`, `none`, `-` or empty.
+    """An attribute's value as a number; NaN where it is one of `tables.MISSING`, as `nan`.
 
     Args:
         text: the value.

@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from esmshard.data import nucleotides
+from esmshard.data.advice import instead
 from esmshard.data.duplicates import OnDuplicate, without_duplicates
 from esmshard.data.fasta import STDIN, is_plain
 from esmshard.data.index import Shard, write_index
@@ -38,6 +40,7 @@ from esmshard.data.store import (
     token_shard,
 )
 from esmshard.data.symbols import Edits, Rules
+from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory
 from esmshard.progress import INTERVAL, say
@@ -180,6 +183,12 @@ def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:
     for k in range(len(plan["pieces"])):  # spent: nobody may take them for finished ones once the store is gone
         shutil.rmtree(piece_directory(work, k), ignore_errors=True)
     final = without_duplicates(whole, work / "final", plan["on_duplicate"], fastas)
+    if plan["rules"]["on_nucleotides"] == "error":
+        store = TokenStore(final)
+        if found := nucleotides.finding(nucleotides.some(store), counted(len(store), "record")):
+            named = ", ".join(map(str, fastas))
+            advice = instead(fastas, "--on-nucleotides keep", Rules(**plan["rules"]))
+            raise InputError(f"{named}: {found}; translate them, or, {advice}")
     if overwrite and out.exists():
         _remove(out)
     try:

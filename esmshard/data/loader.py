@@ -85,6 +85,7 @@ class Examples:
         max_length: residues; None takes every record whole.
         seed: of the recipe; crops follow from (seed, epoch, id), never from rank or batch.
         members_N: which records belong to the split, bool [N]; all by default.
+        digest: names sequences, their order and the choice among them; that of the store by default.
 
     Raises:
         InputError: a record is longer than `max_length` where that is an error, or none is left.
@@ -101,8 +102,10 @@ class Examples:
         max_length: int | None = None,
         seed: int = 0,
         members_N: npt.NDArray[np.bool_] | None = None,
+        digest: str | None = None,
     ) -> None:
         self.name, self.path, self.store = name, path, store
+        self._digest = digest
         self.notices = [*store.notices, *getattr(labels, "notices", ())]
         """What was changed or left out on the way here, one sentence each."""
         self.labels = labels
@@ -130,6 +133,11 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def digest(self) -> str:
+        """Names the sequences, their order and the choice among them."""
+        return self._digest or self.store.digest
 
     def get(self, n: int, epoch: int | None = None) -> Example:
         """Example n as it is trained on in an epoch; without an epoch nothing is cropped at random.

@@ -12,13 +12,14 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data import nucleotides
 from esmshard.data.fasta import read_fasta
 from esmshard.data.numbering import placed
 from esmshard.data.substitutions import LOWER, STOP, Mutation, Refused, compare, name_of, parse_variant
 from esmshard.data.symbols import Edits
 from esmshard.data.tables import Table, counted, first_three, listed, read_table, shown
 from esmshard.errors import InputError, UsageError
-from esmshard.vocab import RESIDUES
+from esmshard.vocab import RESIDUES, encode_residues
 
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
 SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
@@ -200,6 +201,9 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
             f"{fasta}: has {len(records):,} records ({first_three(records, lambda record: record.id)}); "
             "the wild type is a file with one"
         )
+    residues = np.frombuffer(encode_residues(records[0].sequence), np.uint8)
+    if found := nucleotides.finding([residues], "1 record"):
+        raise InputError(f"{fasta}: {found}; give the protein that it codes for")
     if notices is not None:
         notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
     return records[0].sequence

@@ -17,7 +17,8 @@ from esmshard.data.tables import Table, listed, shown
 from esmshard.errors import InputError, UsageError
 from esmshard.vocab import encode_residues
 
-_UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
+UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
+"""An id as UniProt writes it; its group is the accession."""
 _IDS = (
     "id",
     "name",
@@ -125,7 +126,7 @@ def rows_of_records(
         else:
             record_id = store.id(n)
             found = rows.get(record_id)
-            accession = _UNIPROT.match(record_id) if found is None else None
+            accession = UNIPROT.match(record_id) if found is None else None
             if accession and (found := rows.get(accession[1])) is not None:
                 edits.add("the UniProt accession was taken for the id", record_id)
             if found is not None and sequence_column is not None and table.columns[sequence_column][found]:

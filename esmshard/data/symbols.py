@@ -9,6 +9,7 @@
 | spaces, carriage returns, blank lines, a byte-order mark | removed |
 | `X B U Z O` | kept: ESM-2 saw them in training |
 | anything else, an inner `*`, no residues at all | as `on_unknown` says: by default an error |
+| `<mask>`, written out | one such symbol: `on_unknown` `mask` makes one `<mask>` of it |
 """
 
 import hashlib
@@ -29,6 +30,12 @@ _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
 # ASCII only: str.upper() turns a German sharp s into two serines.
 _UPPER = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
 _MASKED = "\0"
+_MASK_TEXT = re.compile(re.escape(TOKENS[MASK]), re.IGNORECASE)
+_MASK_SYMBOL = "\uf8ff"
+"""Stands for a `<mask>` that is written out, while its sequence is looked at: the last code point for private use."""
+_CHAINS = ":/|+"
+"""What programs for complexes write between the chains of one record."""
+LEFT_OUT = "a sequence with symbols that are no residues, or without any, was left out"
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ class Rules:
     record named `ID/FIRST-LAST`; `skip` leaves it out; `error` refuses it."""
     max_length: int | None = None
     """Residues. Nothing but `long` reads it."""
+    on_nucleotides: Literal["error", "keep"] = "error"
+    """Records that together look like DNA or RNA (`esmshard.data.nucleotides`): refuse them, or take them for the
+    proteins that they are."""
 
     def __post_init__(self) -> None:
         if self.long != "full" and self.max_length is None:
@@ -57,7 +67,17 @@ class Rules:
 
 
 class Refused(Exception):
-    """A record breaks the rules. The message goes on after `FILE:LINE: record 'ID' `."""
+    """A record breaks the rules. The message goes on after `FILE:LINE: record 'ID' `.
+
+    Args:
+        what: is wrong with it.
+        fix: what to do to the record.
+        droppable: whether `on_unknown` is an option for it.
+    """
+
+    def __init__(self, what: str, fix: str, *, droppable: bool = False) -> None:
+        super().__init__(f"{what}; {fix}")
+        self.what, self.fix, self.droppable = what, fix, droppable
 
 
 @dataclass
@@ -116,7 +136,7 @@ def mend(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | No
         Refused: for a symbol that is no residue, with its position, and for a sequence without residues.
     """
     kinds: list[str] = []
-    text = written = written.translate(_NO_BLANKS)
+    text = written = _MASK_TEXT.sub(_MASK_SYMBOL, written.translate(_NO_BLANKS))
     if text.endswith("*"):
         text = text[:-1]
         kinds.append("a '*' at the end was removed")
@@ -137,21 +157,31 @@ def mend(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | No
     strange = re.compile(f"[^{re.escape(_kept(rules))}]")
     foreign = strange.search(sequence)
     if (foreign or not sequence) and rules.on_unknown == "drop":
-        edits.add("a sequence with symbols that are no residues, or without any, was left out", record_id)
+        edits.add(LEFT_OUT, record_id)
         return None
     if not sequence:
-        raise Refused("has no residues; remove it")
+        raise Refused("has no residues", "remove it", droppable=True)
     if foreign and rules.on_unknown == "error":
         removed = ("" if rules.keep_gaps else GAPS) + (string.ascii_lowercase + "." if rules.a3m else "")
         position = [k for k, symbol in enumerate(written) if symbol not in removed][foreign.start()] + 1
-        mend_it = "cut the sequence at the stop codon" if foreign[0] == "*" else "write X for an unknown residue"
-        raise Refused(f"has '{shown(foreign[0])}' at position {position}, which is not a residue; {mend_it}")
+        symbol = TOKENS[MASK] if foreign[0] == _MASK_SYMBOL else shown(foreign[0])
+        what = f"has '{symbol}' at position {position}, which is not a residue"
+        raise Refused(what, _fix(foreign[0]), droppable=True)
     if foreign:
         kinds.append("symbols that are no residues were read as <mask>")
         sequence = strange.sub(_MASKED, sequence)
     for kind in kinds:
         edits.add(kind, record_id)
     return sequence.encode("ascii").translate(table(rules, {_MASKED: MASK}))
+
+
+def _fix(symbol: str) -> str:
+    """What to do about a symbol that is no residue."""
+    if symbol == "*":
+        return "cut the sequence at the stop codon"
+    if symbol in _CHAINS:
+        return "if it divides the chains of a complex, write each chain as a record of its own"
+    return "write X for an unknown residue"
 
 
 def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:
@@ -165,7 +195,7 @@ def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -
         return [(name, header, tokens)]
     if rules.long == "error":
         raise Refused(
-            f"has {length:,} residues, over {most:,}; raise the limit, or crop, window or skip long sequences"
+            f"has {length:,} residues, over {most:,}", "raise the limit, or crop, window or skip long sequences"
         )
     if rules.long == "skip":
         edits.add(f"a sequence over {most:,} residues was left out", record_id)

@@ -24,8 +24,10 @@ from xopen import xopen
 
 from esmshard.errors import InputError, NotANumber
 
-MISSING = frozenset({"", "na", "nan", "null", "none", "-"})
-"""Cells without a number, in lower case."""
+MISSING = frozenset(
+    {"", "-", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "null", "none", "nd", "n.d.", "n.d", "n/d"}
+)
+"""Cells without a number, in lower case: empty, not available, not determined. docs/labels.md lists them."""
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() takes 1_000 and Arabic digits too
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?", re.ASCII)
@@ -79,7 +81,7 @@ class Table:
         raise InputError(f"{self.path}: has no column {shown(name)}{meant} {listed(self.columns)}")
 
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
-        """One column as numbers, float64 [N]; NaN where a cell is empty, `-`, NA, NaN, null or None.
+        """One column as numbers, float64 [N]; NaN where a cell is one of MISSING.
 
         Decimal commas (`1,5`) are read as such where the column leaves no doubt: no cell of it has a point, and not
         every comma could separate thousands.

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from esmshard.errors import InputError, UsageError
 from esmshard.infer import product_plan
-from esmshard.infer.claims import Worker, at_work
+from esmshard.infer.claims import Command, Worker, at_work
 from esmshard.infer.embed_output import Report, check_same, finish, finished, report_of
 from esmshard.infer.embed_request import PARTS, Request, check_output, file_bytes
 from esmshard.infer.formats import suits
@@ -94,9 +94,10 @@ def embed(
             plan = prepare()
             if isinstance(plan, Report):
                 return plan
-            if not (directory / "manifest.json").exists():
-                _compute(directory, asked, plan, processes, tokens, offload, shard)
-            return finish(directory, asked)
+            with Command(directory / "work"):  # its workers are processes of their own, and come later
+                if not (directory / "manifest.json").exists():
+                    _compute(directory, asked, plan, processes, tokens, offload, shard)
+                return finish(directory, asked)
         except (InputError, OSError):
             if not resume or directory.exists() or not asked.out.exists():
                 raise
@@ -123,10 +124,13 @@ def _prepare(
     if not (resume and directory.exists()):
         check_output(asked, overwrite=overwrite)
     if directory.exists() and not resume:
+        if worker := at_work(directory / "work", say):
+            raise UsageError(
+                f"{asked.out}: another embed is at work on it ({worker}); wait for it, join it with --resume, stop it "
+                "first, or choose another name"
+            )
         if not overwrite:
             raise UsageError(f"{directory}: left by an interrupted run; --resume goes on, --overwrite starts over")
-        if at_work(directory / "work"):
-            raise UsageError(f"{directory}: other processes work on it; stop them first")
         remove(directory)
     if reuse is not None:
         Reuse(reuse, asked.spec)
@@ -153,7 +157,8 @@ def _together(
         if isinstance(plan, Report):
             return plan
         if "sha256" not in plan:  # else it is a manifest
-            work_together(directory, plan, ranks, tokens)
+            with Command(directory / "work") if ranks.is_first else nullcontext():
+                work_together(directory, plan, ranks, tokens)
         report = ranks.from_first(lambda: report_of(Product(directory, unfinished=True), asked))
     return finish(directory, asked) if ranks.is_first else report
 
@@ -181,7 +186,7 @@ def _begin(
             directory, fasta, asked.spec, asked.facts, reuse, part_tokens, device, longest, processes
         )
     except BaseException:
-        if not (directory / "plan.json").exists() and not at_work(directory / "work"):
+        if not (directory / "plan.json").exists() and not at_work(directory / "work", say):
             with suppress(OSError):
                 remove(directory)
         raise

@@ -43,7 +43,7 @@ def status(out: Path) -> str:
         lines.append(f"made by    {device}, kernel {kernel}, torch {torch}: {count} parts")
     here = Worker(directory / "work")
     for note in workers(directory / "work"):
-        state = {True: "alive", False: "gone", None: "on another machine"}[here.lives(note["name"])]
+        state = {True: "alive", False: "gone", None: "on another machine"}[here.lives(note)]
         lines.append(f"worker     {note['host']} process {note['pid']}, {state}: {note['rows']:,} sequences")
     if not product.finished:
         lines.append("go on      esmshard embed ... --resume")

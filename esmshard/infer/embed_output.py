@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from esmshard.data.symbols import shown
 from esmshard.errors import InputError, UsageError
 from esmshard.infer import product_plan
 from esmshard.infer.claims import Worker, workers
@@ -43,6 +45,20 @@ class Report:
         if self.failed:
             said += f"; {self.failed:,} records failed, see {self.failed_file}"
         return said
+
+    def check(self) -> None:
+        """Raise `InputError` if every record failed: the output holds nothing then."""
+        if self.failed < self.records:
+            return
+        with suppress(OSError, IndexError):  # another worker may be at it
+            first = self.failed_file.read_text(encoding="utf-8").splitlines()[1].split("\t")
+            raise InputError(
+                f"{self.out}: has no values, as every record failed ({self.records:,}), see {self.failed_file}; the "
+                f"first, {shown(first[0])}: {first[2]}; mend that and start over with --overwrite"
+            )
+        raise InputError(
+            f"{self.out}: has no values, as every record failed ({self.records:,}); see {self.failed_file}"
+        )
 
 
 def finish(directory: Path, asked: Request) -> Report:

@@ -38,10 +38,11 @@ SMALL = 1024
 class Model:
     """A protein language model, with its fine-tuned head where it has one. `load` makes it.
 
-    Sequences are given as a list of strings, a dictionary of them, or the `pathlib.Path` of a FASTA file, and results
-    come in their order; of a single string, the result is that of one sequence. They are read as FASTA files are:
-    lower case, a `*` at the end, gaps and `J` are mended with a warning, anything else that is no residue is an
-    `InputError`. `<cls>` and `<eos>` are the model's own and never in a result, but for the pool `cls`.
+    Sequences are given as a list of strings, a dictionary of them, or the `pathlib.Path` of a FASTA file or token
+    store, and results come in their order; of a single string, the result is that of one sequence. They are read as
+    FASTA files are: lower case, a `*` at the end, gaps and `J` are mended with a warning, anything else that is no
+    residue is an `InputError`, and so is DNA or RNA. `<cls>` and `<eos>` are the model's own and never in a result, but
+    for the pool `cls`.
     """
 
     def __init__(self, name: str, esm: ESM2, unlearned: Sequence[str] = (), tuned: FineTuned | None = None) -> None:
@@ -187,7 +188,7 @@ class Model:
             raise UsageError(
                 f"{variants}: a list of variants is expected; `esmshard predict MODEL TABLE` reads a table"
             )
-        names = [variants] if isinstance(variants, str) else list(variants)  # type: ignore[arg-type]
+        names = [variants] if isinstance(variants, str) else given.as_list(variants, "variants")
         mutations = given.variants(names, str(task.facts["protein"]))
         first, last = int(task.facts["first"]), int(task.facts["first"]) + int(task.facts["length"])
         for name, one in zip(names, mutations, strict=True):

@@ -202,7 +202,8 @@ class Product:
         except DamagedError as error:
             raise InputError(f"{error}; {mend(self.path)}") from None
         if values is None:
-            raise KeyError(f"{self.path}: '{record_id}' has no values: {self.failed[record_id]}")
+            written = self.index.id_list(record, record + 1)[0]
+            raise KeyError(f"{self.path}: '{record_id}' has no values: {self.failed[written]}")
         return {name: as_float(array, self.spec.dtype) for name, array in values.items()}
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.ingest import ingest
+from esmshard.data.pairing import UNIPROT
 from esmshard.data.store import TokenStore, is_store, keys
 from esmshard.errors import InputError, UsageError
 from esmshard.infer.parts import KEY_BYTES
@@ -110,7 +111,9 @@ class Index:
         return [text[a - at[0] : b - at[0] - 1].decode() for a, b in itertools.pairwise(at)]
 
     def find(self, record_id: str) -> int | None:
-        """The record of an id, or None."""
+        """The record of an id, or of the UniProt accession in it (`P69905` of `sp|P69905|HBA_HUMAN`) if one record has
+        it; None if there is none.
+        """
         key_N, wanted = self._id_keys, keys([record_id.encode(errors="surrogatepass")])[0]
         place = int(key_N.searchsorted(wanted))
         while place < len(key_N) and key_N[place] == wanted:
@@ -118,7 +121,23 @@ class Index:
             if self.id_list(record, record + 1) == [record_id]:
                 return record
             place += 1
-        return None
+        key_M, record_M = self._accessions
+        places = slice(*(int(key_M.searchsorted(wanted, side)) for side in ("left", "right")))  # type: ignore[call-overload]
+        named = [k for k in record_M[places].tolist() if _accession(self.id_list(k, k + 1)[0]) == record_id]
+        return named[0] if len(named) == 1 else None
+
+    @functools.cached_property
+    def _accessions(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """Keys of the accessions in UniProt's ids, ascending, and the records that they are of; 16 bytes a record."""
+        parts, records = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+        for start in range(0, len(self.lengths), _AT_ONCE):
+            ids = self.id_list(start, min(start + _AT_ONCE, len(self.lengths)))
+            found = [(n, name) for n, one in enumerate(ids, start) if (name := _accession(one)) is not None]
+            parts.append(keys([name.encode() for _, name in found]))
+            records.append(np.array([n for n, _ in found], np.int64))
+        key_M, record_M = np.concatenate(parts), np.concatenate(records)
+        order = key_M.argsort(kind="stable")
+        return key_M[order], record_M[order]
 
     @functools.cached_property
     def _id_keys(self) -> npt.NDArray[np.uint64]:
@@ -140,6 +159,11 @@ class Index:
             open_M = open_M[~same]
             place_M[open_M] += 1
         return found_M
+
+
+def _accession(record_id: str) -> str | None:
+    found = UNIPROT.match(record_id)
+    return found[1] if found else None
 
 
 def read_and_index(fasta: Path, store: Path, index: Path) -> int:

@@ -43,7 +43,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         from esmshard.infer import given
 
         self._output()
-        given.sequences(_sequences(X))
+        given.sequences(given.as_list(X, "sequences"))
         return self
 
     def transform(self, X: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -52,7 +52,9 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         Raises:
             InputError: a `ValueError`, naming the sequence and the position of what is no residue.
         """
-        wanted, sequences = self._output(), _sequences(X)
+        from esmshard.infer import given
+
+        wanted, sequences = self._output(), given.as_list(X, "sequences")
         found: npt.NDArray[np.float32] = _loaded(str(self.model), _version(str(self.model))).embed(
             sequences, wanted.pool, wanted.layer, tokens=self.tokens
         )
@@ -81,16 +83,6 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         if not found.pooled:
             raise UsageError(f"pool is {self.pool!r}; a matrix has one row a sequence: mean, max or cls is expected")
         return found
-
-
-def _sequences(X: Any) -> list[str]:
-    """What scikit-learn passes, as a list. `UsageError` for a single string, or a table."""
-    if isinstance(X, str | bytes):
-        raise UsageError("a list of sequences is expected, and this is a single one")
-    shape = np.shape(X) if hasattr(X, "shape") or hasattr(X, "__array__") else (0,)
-    if len(shape) != 1:
-        raise UsageError(f"sequences in one dimension are expected, not shape {shape}; choose the column that has them")
-    return list(X)
 
 
 Version = tuple[str | tuple[str, int, int], ...]

@@ -161,9 +161,9 @@ def _maps(left: Left) -> tuple[list[Figure], str]:
         else:
             data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels)
         recorded = left.versions.get("data", {}).get("test", {}).get("tokens_sha256")
-        recorded = recorded or raw.get("tokens_sha256", data.store.digest)
+        recorded = recorded or raw.get("tokens_sha256", data.digest)
         places = {data.id(n): n for n in range(len(data))}
-        if recorded != data.store.digest or any(table.ids[n] not in places for n in chosen):
+        if recorded != data.digest or any(table.ids[n] not in places for n in chosen):
             return [], f"No contact maps: {data.path} is no longer what the model was tested on."
         examples = {n: data.get(places[table.ids[n]]) for n in chosen}
     except (InputError, OSError) as error:

@@ -175,7 +175,7 @@ def report(
         warn(sentence)
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
-    facts |= {"model": str(weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.store.digest}
+    facts |= {"model": str(weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
     return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
 
 

@@ -143,7 +143,7 @@ def provenance(job: Job) -> dict[str, Any]:
             "path": str(split.path),
             "records": len(split),
             "residues": split.store.manifest["residues"],
-            "tokens_sha256": split.store.digest,
+            "tokens_sha256": split.digest,
         }
         for split in (job.train, job.valid, job.test)
     }

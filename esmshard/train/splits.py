@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from esmshard.data.variant_records import open_variants
 from esmshard.data_settings import DataSettings
 from esmshard.settings import Recipe
 from esmshard.task_settings import VariantSettings
+from esmshard.train.set_members import members
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
@@ -24,7 +26,8 @@ OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples:
     """One split: tokens (ingested on first use) and labels. Only training records are cut.
 
-    Under cross-validation the test set is the part of the training file that is left out of it.
+    Under cross-validation the test set is the part of the training file that is left out of it. A file that the recipe
+    names for several splits is divided as its headers or its table of labels say, where they do.
 
     Args:
         recipe: as loaded.
@@ -38,15 +41,19 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples
     path = recipes.sample(getattr(data, "train" if divided else name))
     fasta, tokens = _records(path)
     found = None if labels is None else labels(fasta, tokens, data)
-    members_N = None
+    members_N, told = members(data, name, path, fasta, tokens)
+    digest = tokens.digest
+    if members_N is not None:
+        digest = hashlib.sha256(digest.encode() + np.packbits(members_N).tobytes()).hexdigest()
     if divided:
         assert data.folds is not None
         members_N = (fold_of(tokens, data.folds, data.clusters) == data.fold) == (name == "test")
-    if name != "train":
-        return Examples(name, path, tokens, found, members_N=members_N)
-    return Examples(
-        name, path, tokens, found, long=data.long, max_length=data.max_length, seed=seed, members_N=members_N
-    )
+    how: dict[str, Any] = {"members_N": members_N, "digest": digest}
+    if name == "train":
+        how |= {"long": data.long, "max_length": data.max_length, "seed": seed}
+    examples = Examples(name, path, tokens, found, **how)
+    examples.notices += told
+    return examples
 
 
 def open_tested(source: str, file: str | None, recipe: Recipe, labels: OpenLabels) -> Examples:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from esmshard import recipe as recipes
 from esmshard.checkpoint import manifest, sharded
+from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError
 from esmshard.model import origin
 from esmshard.parallel.mesh import World
@@ -53,17 +54,9 @@ def starting_point(job: Job, resume: str | None, trust: bool) -> Path | None:
         UsageError: if it was written under another recipe or other data.
     """
     directory = job.out / "checkpoints"
-    start = None
     if resume is not None:
         manifest.sweep(directory)
-    if resume == "auto":
-        start = manifest.newest_good(directory, say, trust=trust)
-        if start is None and (job.out / "model").exists():
-            raise UsageError(
-                f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again"
-            )
-    elif resume is not None:
-        start = manifest.locate(Path(resume), say, trust=trust)
+    start = check_start(job, resume, trust)
     if start is None:
         # A run that was killed before its first checkpoint goes on from nothing, but what it took is not forgotten.
         for name in set(RUN_FILES) - ({METRICS, *TRACKED} if resume == "auto" else set()):
@@ -73,12 +66,29 @@ def starting_point(job: Job, resume: str | None, trust: bool) -> Path | None:
             else:
                 path.unlink(missing_ok=True)
         return None
-    _check_same(job, start)
     if start.parent.resolve() == directory.resolve():
         for later in manifest.named(directory):
             if (manifest.step_of(later) or 0) > (manifest.step_of(start) or 0):
                 aside = manifest.set_aside(later, "damaged" if resume == "auto" else "abandoned")
                 say(f"{later}: set aside as {aside.name}, as the run goes on from {start.name}")
+    return start
+
+
+def check_start(job: Job, resume: str | None, trust: bool) -> Path | None:
+    """The checkpoint that `starting_point` goes on from, which changes things on disk for it. Arguments and errors are
+    the same.
+    """
+    start = None
+    if resume == "auto":
+        start = manifest.newest_good(job.out / "checkpoints", say, trust=trust)
+        if start is None and (job.out / "model").exists():
+            raise UsageError(
+                f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again"
+            )
+    elif resume is not None:
+        start = manifest.locate(Path(resume), say, trust=trust)
+    if start is not None:
+        _check_same(job, start)
     return start
 
 
@@ -113,13 +123,25 @@ def describe_run(job: Job, recipe: Recipe, done: int, ranks: World) -> None:
     replace_text(job.out / "recipe.yaml", recipes.dump(recipe))
     facts = {**versions(), "device": str(ranks.device), "processes": ranks.size, "data": provenance(job)}
     replace_text(job.out / "versions.json", json.dumps(facts, indent=1) + "\n")
-    for split in (job.train, job.valid, job.test):
-        for notice in split.notices if TOLD not in os.environ else ():
-            say(notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}")
-    for notice in [*job.weights.notices, *([] if done else leakage_notices(job))]:
+    for notice in notices(job, leakage=not done):
         say(notice)
     if done:
         say(f"going on after step {done} of {job.steps}")
+
+
+def notices(job: Job, *, leakage: bool = True) -> list[str]:
+    """What is to be known of data and weights: what was changed or left out, and what the splits share, if asked."""
+    found: dict[str, None] = {}
+    for split in (job.train, job.valid, job.test):
+        for notice in split.notices if TOLD not in os.environ else ():
+            found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
+    longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
+    if longer:
+        found[
+            f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "
+            f"({job.recipe.batch.global_tokens:,}): each has a step to itself, which is as large as the record"
+        ] = None
+    return [*found, *job.weights.notices, *(leakage_notices(job) if leakage else [])]
 
 
 def check_room(directory: Path, needed: int, keep: int) -> None:

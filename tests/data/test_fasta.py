@@ -2,8 +2,10 @@
 
 import bz2
 import gzip
+import io
 import lzma
 import random
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from packed import zstd
 
 from esmshard.data.fasta import Record, read_fasta
-from esmshard.data.symbols import Edits
+from esmshard.data.symbols import Edits, Rules
 from esmshard.errors import InputError
 
 LOWER = "lower-case letters were read as upper case in 1 record (a)"
@@ -30,19 +32,32 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def read(data: str | bytes, name: str = "x.fasta") -> tuple[list[Record], list[str]]:
-    path, edits = Path(name), Edits()
+def write(data: str | bytes, name: str = "x.fasta") -> Path:
+    path = Path(name)
     path.write_bytes(data.encode() if isinstance(data, str) else data)
-    return list(read_fasta(path, edits)), edits.notices()
+    return path
+
+
+def read(
+    data: str | bytes,
+    name: str = "x.fasta",
+    rules: Rules = Rules(),  # noqa: B008  # frozen
+) -> tuple[list[Record], list[str]]:
+    edits = Edits()
+    return list(read_fasta(write(data, name), edits, rules)), edits.notices()
 
 
 def pairs(data: str | bytes, name: str = "x.fasta") -> list[tuple[str, str]]:
     return [(record.id, record.sequence) for record in read(data, name)[0]]
 
 
-def refusal(data: str | bytes, name: str = "x.fasta") -> str:
+def refusal(
+    data: str | bytes,
+    name: str = "x.fasta",
+    rules: Rules = Rules(),  # noqa: B008  # frozen
+) -> str:
     with pytest.raises(InputError) as error:
-        read(data, name)
+        read(data, name, rules)
     return str(error.value)
 
 
@@ -102,7 +117,94 @@ def test_a_letter_of_another_alphabet_is_no_residue_whatever_its_upper_case(lett
 @pytest.mark.parametrize("written", ["", "\n\n", " ", "---", "*", "-*"])
 def test_a_record_without_residues_is_refused(written: str) -> None:
     for data, line in ((f">a\n{written}\n>b\nMK\n", 1), (f">b\nMK\n>a\n{written}", 3), (f">a x\n{written}", 1)):
-        assert refusal(data) == f"x.fasta:{line}: record 'a' has no residues; remove it"
+        assert refusal(data).startswith(f"x.fasta:{line}: record 'a' has no residues; remove it, or leave such records")
+
+
+def test_a_symbol_that_is_no_residue_is_counted_and_its_option_is_named() -> None:
+    """Whatever is said can be typed as it stands: the store that it makes goes in for the file."""
+    data = ">a\nMK\n>b\nM*K\n>c\nMKT:MKV\n>d\nM<mask>K\n>e\n\n>f\nMK*\n>g\nm-k\n"
+    assert refusal(data, "my x.fa.gz") == (
+        "my x.fa.gz:3: record 'b' has '*' at position 2, which is not a residue, as 3 other records of the file; cut "
+        "the sequence at the stop codon, or leave such records out: `esmshard ingest 'my x.fa.gz' -o 'my x.store' "
+        "--on-unknown drop`, and give 'my x.store' for the file"
+    )
+    for separator in ":/|":
+        message = refusal(f">a\nMKT{separator}MKV\n>b\nMK{separator}\n")
+        assert f"has '{separator}' at position 4, which is not a residue, as 1 other record of the file; " in message
+        assert "if it divides the chains of a complex, write each chain as a record of its own, or leave " in message
+        assert "write X" not in message
+    assert "'<mask>' at position 2, which is not a residue; write X for" in refusal(">a\nM<mask>K\n")
+    assert "--a3m --on-unknown drop`" in refusal(">a\nMK7\n", rules=Rules(a3m=True))
+
+
+def test_a_mask_that_is_written_out_is_one_symbol() -> None:
+    found = list(read_fasta(write(">a\nM<mask>K<MASK>\n"), rules=Rules(on_unknown="mask")))
+    assert [record.sequence for record in found] == ["M<mask>K<mask>"]
+    assert [record.id for record in read_fasta(write(">a\nM<mask>K\n>b\nMK\n"), rules=Rules(on_unknown="drop"))] == [
+        "b"
+    ]
+
+
+def test_ids_with_two_sequences_are_counted_and_their_option_is_named() -> None:
+    assert refusal(">a\nMK\n>b\nM\n>a\nMT\n>b\nMV\n>b\nMA\n>c\nM\n>c\nM\n") == (
+        "x.fasta:5: 'a' was used before with another sequence; 1 other id too; rename one of them, or give the later "
+        "ones a number (--on-duplicate first leaves them out): `esmshard ingest x.fasta -o x.store --on-duplicate "
+        "suffix`, and give x.store for the file"
+    )
+
+
+def zipped(name: str) -> bytes:
+    with io.BytesIO() as data:
+        with zipfile.ZipFile(data, "w") as archive:
+            archive.writestr(name, "x")
+        return data.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"LOCUS       SCU49845     5028 bp    DNA             PLN       21-JUN-1999\n", "a GenBank file"),
+        (b"ID   HBA_HUMAN               Reviewed;         142 AA.\n", "an EMBL or UniProt text file"),
+        (b"HEADER    OXYGEN TRANSPORT                        07-MAR-84   4HHB\n", "a PDB structure"),
+        (b"\nATOM      1  N   VAL A   1      19.323  29.727  42.781\n", "a PDB structure"),
+        (b"data_4HHB\n#\n", "an mmCIF structure"),
+        (rb"{\rtf1\ansi >a MKT}", "an RTF document"),
+        (zipped("word/document.xml"), "a Word document"),
+        (zipped("xl/workbook.xml"), "an Excel workbook"),
+        (zipped("my.fasta"), "a zip archive"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Word or Excel document"),
+        (b"<!doctype html><html>", "a web page"),
+        (b"CLUSTAL W (1.83) multiple sequence alignment\n", "a Clustal alignment"),
+        (b"@read1\nACGT\n+\nIIII\n", "a FASTQ file of sequencing reads"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_what_it_is(data: bytes, kind: str) -> None:
+    for packed in (data, gzip.compress(data)):
+        message = refusal(packed)
+        assert message.startswith(f"x.fasta: is {kind}, and a FASTA file is expected; ")
+        assert "\n" not in message
+
+
+def test_text_without_headers_is_called_what_it_looks_like() -> None:
+    begin = "x.fasta:1: text before the first '>'; "
+    assert refusal("id,sequence\na,MKT\n").startswith(f"{begin}it looks like a table; write its sequences to a FASTA")
+    assert refusal("id\tx\r\na\tMKT\r\n").startswith(f"{begin}it looks like a table; ")
+    assert refusal("MKTAYIAK\nQRQISF\n").startswith(f"{begin}it looks like a sequence without a header; write '>'")
+    for other in ("notes of today\n>a\nMK\n", "MKT\n>a\nMK\n", "12 x\n"):
+        assert refusal(other) == f"{begin}a FASTA record begins with '>ID'"
+
+
+def test_an_id_ends_at_white_space_and_what_looks_like_another_end_is_told() -> None:
+    records, notices = read(">P1,TEM1 beta, lactamase\nMK\n>P2;x\nMK\n>P3 a, b; c\nMK\n")
+    assert [record.id for record in records] == ["P1,TEM1", "P2;x", "P3"]
+    assert notices == [
+        "a comma or semicolon was kept as a part of the id, which ends at a space in 2 records (P1,TEM1, P2;x)"
+    ]
+
+
+def test_the_path_may_be_a_string() -> None:
+    path = write(">a\nMK\n")
+    assert list(read_fasta(str(path))) == list(read_fasta(path))
 
 
 @pytest.mark.parametrize(

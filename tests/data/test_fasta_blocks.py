@@ -100,11 +100,11 @@ def test_errors_name_their_line_whatever_block_they_are_in(
     wanted = (
         f"{4 * k + 2}: record 'bad{k}' has '7' at position 4, which is not a residue; write X for an unknown residue"
     )
-    assert refusal(lambda: read(write(data))) == f"x.fasta:{wanted}"
-    assert refusal(lambda: read(write(gzip.compress(data.encode()), "x.gz"))) == f"x.gz:{wanted}"
+    assert refusal(lambda: read(write(data))).startswith(f"x.fasta:{wanted}, or leave")
+    assert refusal(lambda: read(write(gzip.compress(data.encode()), "x.gz"))).startswith(f"x.gz:{wanted}, or leave")
     for packed in (data.encode(), gzip.compress(data.encode())):
         pipe(monkeypatch, packed)
-        assert refusal(lambda: read(STDIN)) == f"-:{wanted}"
+        assert refusal(lambda: read(STDIN)).startswith(f"-:{wanted}, or leave")
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -151,7 +151,7 @@ def test_the_standard_input_may_be_compressed(pack: Callable[[bytes], bytes], mo
 
 def test_an_id_with_two_sequences_on_the_standard_input_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe(monkeypatch, b">a\nMK\n>a\nMM\n")
-    assert refusal(lambda: read(STDIN)) == "-: 'a' comes twice with two sequences; rename one of them"
+    assert refusal(lambda: read(STDIN)).startswith("-: 'a' comes twice with two sequences; rename one of them, or give")
 
 
 @pytest.mark.parametrize("name", ["x.fasta", "x.gz", "x", "x.bz2.txt"])
@@ -307,9 +307,7 @@ def test_occurrences_are_those_of_the_records_that_are_kept() -> None:
 
 def test_an_id_with_two_sequences_names_the_record_that_differs() -> None:
     data = ">a\nMK\n>b\nM\n>a\nmk\n>a x\nM-K\n>a y\nMM\n>a\nMV\n"
-    assert refusal(lambda: read(write(data))) == (
-        "x.fasta:9: 'a' was used before with another sequence; rename one of them"
-    )
+    assert refusal(lambda: read(write(data))).startswith("x.fasta:9: 'a' was used before with another sequence; rename")
     dropped = ">a\nM7\n>a\nMK\n>a\nM8\n>a\nMM\n"
     assert refusal(lambda: read(write(dropped), Rules(on_unknown="drop"))).startswith("x.fasta:7: 'a' was used before")
 

@@ -171,8 +171,8 @@ def test_parts_of_sources_that_are_gone_can_be_merged() -> None:
     Path("x.fasta").unlink()
     Path("y.fasta").unlink()
     assert len(merge(Path("out2"))) == 1
-    wanted = f"{Path('x.fasta').resolve()}: 'a' comes twice with two sequences; rename one of them"
-    assert refusal(lambda: merge(Path("out"))) == wanted
+    wanted = f"{Path('x.fasta').resolve()}: 'a' comes twice with two sequences"
+    assert refusal(lambda: merge(Path("out"))).startswith(wanted)
 
 
 def pieces(*names: str) -> list[dict[str, object]]:
@@ -263,8 +263,8 @@ def test_several_files_are_one_store_and_share_their_ids() -> None:
     assert [store.id(n) for n in range(len(store))] == ["b", "a", "7abc/A", "c"]
     assert store.notices[-1] == "a record that came twice was read once in 1 record (b)"
     write(">c\nMM\n>a\nMM\n", "y.fasta")
-    wanted = "y.fasta:3: 'a' was used before in x.fasta with another sequence; rename one of them"
-    assert refusal(lambda: ingest([Path("x.fasta"), Path("y.fasta")], Path("bad"))) == wanted
+    wanted = "y.fasta:3: 'a' was used before in x.fasta with another sequence"
+    assert refusal(lambda: ingest([Path("x.fasta"), Path("y.fasta")], Path("bad"))).startswith(wanted)
 
 
 @pytest.mark.parametrize("data", [">a\nMK\n>b\nM1\n", ">a\nMK\n>a\nMM\n", "", None, b"\xff\xfe>\0", b"\x1f\x8b\x08\0"])
@@ -351,7 +351,7 @@ def test_the_standard_input_is_read_once_and_here(monkeypatch: pytest.MonkeyPatc
     assert [store.id(n) for n in range(len(store))] == ["b", "a", "7abc/A", "p"]
     pipe(monkeypatch, b">a\nMM\n")
     message = refusal(lambda: ingest([write(FASTA), STDIN], Path("again")))
-    assert message == "x.fasta: 'a' comes twice with two sequences; rename one of them"
+    assert message.startswith("x.fasta: 'a' comes twice with two sequences; rename one of them, or give")
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])

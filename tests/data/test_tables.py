@@ -5,6 +5,7 @@ import bz2
 import gzip
 import lzma
 import random
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from packed import zstd
 
-from esmshard.data.tables import Table, read_table
+from esmshard.data.tables import MISSING, Table, read_table
 from esmshard.errors import InputError
 
 
@@ -228,16 +229,23 @@ def test_numbers() -> None:
     cells = ["1", "-2.5", "+.5", "3.", "1e-3", "2E5", "\u22121.5", "", "NA", "NaN", "nan", "null", "None", "-", "n/a"]
     read = table("x\n" + "\n".join(cells[:7]) + "\n")
     np.testing.assert_array_equal(read.numbers("x"), [1, -2.5, 0.5, 3, 0.001, 2e5, -1.5])
-    read = table("x,y\n" + "".join(f"{cell},1\n" for cell in cells[7:14]))
+    cells = [*cells[7:], "n.d.", "ND", "N/A", "#N/A", "n.a.", "#NA", "<NA>", "n.d", "N/D"]
+    read = table("x,y\n" + "".join(f"{cell},1\n" for cell in cells))
     assert read.numbers("x").dtype == np.float64
-    assert np.isnan(read.numbers("x")).tolist() == [True] * 7
-    assert read.numbers("y").tolist() == [1.0] * 7
+    assert np.isnan(read.numbers("x")).tolist() == [True] * len(cells)
+    assert read.numbers("y").tolist() == [1.0] * len(cells)
     assert table("x\n0.1234567890123456789\n").numbers("x")[0] == 0.12345678901234568
+
+
+def test_the_documented_list_of_missing_values_is_the_one_that_is_read() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "labels.md").read_text(encoding="utf-8")
+    sentence = text.split("Missing values are")[1].split("same list")[0]
+    assert {cell.lower() for cell in re.findall("`([^`]+)`", sentence)} | {""} == MISSING
 
 
 @pytest.mark.parametrize(
     "cell",
-    ["inf", "-Infinity", "1e999", "1_000", "\u0661", "0x10", "1.2.3", "<5", "12%", "n/a", "1 000", "1e", "e5", "."],
+    ["inf", "-Infinity", "1e999", "1_000", "\u0661", "0x10", "1.2.3", "<5", "12%", "#DIV/0!", "1 000", "1e", "e5", "."],
 )
 def test_what_is_no_number(cell: str) -> None:
     read = table(f"x,y\n1,a\n\n{cell},b\n")

@@ -314,6 +314,21 @@ def test_too_long_for_learned_positions_is_said_beforehand(given: Given) -> None
     assert json.loads((given.out / "x.npy.json").read_text())["window"] == 1022
 
 
+def test_a_record_is_found_by_its_accession_if_no_other_has_it(given: Given) -> None:
+    names = ["sp|P8RX01|X_YEAST", "sp|P00001|A_HUMAN", "tr|P00001|B_HUMAN", "P00002", "sp|P00002|C_HUMAN", "other|Q1|x"]
+    fasta = given.out / "uniprot.fasta"
+    fasta.write_text("".join(f">{name}\nMKT{'AVLS'[k % 4] * (k + 1)}\n" for k, name in enumerate(names)))
+    given.embed("uniprot", fasta=fasta)
+    emb = esmshard.open(str(given.out / "uniprot"))
+    assert np.array_equal(emb["P8RX01"], emb["sp|P8RX01|X_YEAST"])
+    assert np.array_equal(emb[["P00002", "P8RX01"]], np.stack([emb["P00002"], emb[names[0]]])), "a whole id goes first"
+    assert "P8RX01" in emb
+    for unknown in ("P00001", "Q1", "P8RX0", "X_YEAST", ""):
+        assert unknown not in emb
+        with pytest.raises(KeyError, match="has no record"):
+            emb[unknown]
+
+
 def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
     """The embedding of tryptophan is beyond the range of fp16 here."""
     reference = fair_esm(TINY)
@@ -341,3 +356,12 @@ def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
     assert "is finished already" in again.stderr
     assert again.returncode == 1
     assert again.stdout.endswith("2 records failed, see x.npy.failed.tsv\n")
+    (tmp_path / "none.fasta").write_text(">b\nMKW\n>again\nMKW\n")
+    for name in ("none.npy", "none", "none.h5", "none.parquet"):
+        for how in ("--overwrite", "--resume"):
+            failed = esmshard_command("embed", "model", "none.fasta", "-o", name, *asked, how, cwd=tmp_path)
+            table = f"{name}/failed.tsv" if name == "none" else f"{name}.failed.tsv"
+            assert failed.returncode == 1
+            said = f"error: {name}: has no values, as every record failed (2), see {table}; the first, b: "
+            assert said in failed.stderr
+            assert "beyond the range of float16" in failed.stderr

@@ -17,7 +17,7 @@ from embed_runs import Run, content, write_fasta, write_model
 
 from esmshard.errors import InputError, UsageError
 from esmshard.infer import product_plan
-from esmshard.infer.claims import Worker
+from esmshard.infer.claims import Command, Worker
 from esmshard.infer.embed import embed
 from esmshard.infer.embed_output import Report
 from esmshard.infer.embed_request import request
@@ -380,15 +380,65 @@ def test_what_is_there_is_not_replaced_unless_told(given: Given, tmp_path: Path,
 
 
 def test_what_an_interrupted_run_left_is_not_taken_without_resume(given: Given, out: Path) -> None:
-    directory = given.computed(out / "x.npy", most=2)
+    given.computed(out / "x.npy", most=2)
     before = state(out)
     with pytest.raises(UsageError, match=r"partial: left by an interrupted run; --resume goes on, --overwrite starts"):
         given.embed(out / "x.npy")
     assert state(out) == before
-    with Worker(directory / "work"), pytest.raises(UsageError, match="other processes work on it; stop them first"):
-        given.embed(out / "x.npy", overwrite=True)
     with pytest.raises(UsageError, match="give one of them"):
         given.embed(out / "x.npy", overwrite=True, resume=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", [Command, Worker])
+def test_what_another_command_is_at_work_on_is_neither_interrupted_nor_replaced(
+    given: Given, out: Path, kind: type[Command], overwrite: bool
+) -> None:
+    directory = given.computed(out / "x.npy", most=2)
+    parts = sorted((directory / "parts").iterdir())
+    says = r"x.npy: another embed is at work on it \(process \d+ on .*join it with"
+    with kind(directory / "work"), pytest.raises(UsageError, match=says):
+        given.embed(out / "x.npy", overwrite=overwrite)
+    assert sorted((directory / "parts").iterdir()) == parts
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_command_with_workers_is_at_work_before_they_are(
+    given: Given, out: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """The processes of --nproc take seconds to start, in which nothing but their command is there."""
+    seen = []
+
+    def start(directory: Path, *_: object) -> None:
+        with pytest.raises(UsageError, match="another embed is at work on it") as refused:
+            given.embed(out / "x.npy", overwrite=overwrite)
+        seen.append(str(refused.value))
+        raise InputError("enough")
+
+    monkeypatch.setattr("esmshard.infer.embed.run_local", start)
+    with pytest.raises(InputError, match="enough"):
+        given.embed(out / "x.npy", nproc=2)
+    assert len(seen) == 1
+    assert (out / "x.npy.partial" / "plan.json").exists()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_command_on_another_machine_is_watched(
+    given: Given, out: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    monkeypatch.setattr("esmshard.infer.claims.BEAT", 0.05)
+    directory = given.computed(out / "x.npy", most=2)
+    with Command(directory / "work", beat=0.05) as elsewhere:
+        elsewhere._note |= {"machine": "another one", "host": "node07"}
+        elsewhere._tell()
+        note = (directory / "work" / "commands" / f"{elsewhere.name}.json").read_text()
+        if lives:
+            with pytest.raises(UsageError, match=r"at work on it .*on node07"):
+                given.embed(out / "x.npy", overwrite=True)
+            return
+    (directory / "work" / "commands" / "dead.json").write_text(note)
+    given.embed(out / "x.npy", overwrite=True)
+    assert content(out / "x.npy") == given.whole["x.npy"]
 
 
 def test_a_removal_that_was_interrupted_mixes_nothing(given: Given, tmp_path: Path, out: Path) -> None:

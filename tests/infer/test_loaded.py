@@ -1,13 +1,18 @@
 """`esmshard.load` beside fair-esm and beside the modules called directly, and what it refuses."""
 
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
+from Bio.Seq import Seq
+from Bio.SeqRecord import SeqRecord
 from esm.model.esm2 import ESM2 as FairEsm
 from model_files import ALPHABET, SMALL, TINY, fair_esm, ours, perturb, tokenise, write_fair_esm, write_transformers
 from pydantic import TypeAdapter
@@ -15,6 +20,8 @@ from torch import nn
 
 import esmshard
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
+from esmshard.data.ingest import ingest
+from esmshard.data.symbols import Rules
 from esmshard.errors import InputError, UsageError
 from esmshard.infer.loaded import Model, load
 from esmshard.infer.predict import predict
@@ -142,6 +149,8 @@ def test_scores_are_log_ratios_at_hidden_sites(model: Model, reference: FairEsm)
         (["A4G", "delta4"], r"variants\[1\]: 'delta4' is a deletion"),
         ([7], r"variants\[0\] is of type int"),
         ("A4G", "a list of variants is expected"),
+        (pd.DataFrame({"mutant": ["A4G"]}), r"a DataFrame with the columns mutant; .* as df\[NAME\]"),
+        ({"a": "A4G"}, r"not a dict; give list\(given\.values\(\)\)"),
     ],
 )
 def test_variants_that_do_not_fit_are_named(model: Model, variants: Any, says: str) -> None:
@@ -176,7 +185,20 @@ def test_what_is_mended_is_told(model: Model) -> None:
         ("my.fasta", r"pathlib\.Path"),
         ("data/my", r"pathlib\.Path"),
         (7, "a list of sequences is expected, not int"),
-        (b"MKT", "not bytes"),
+        (b"MKT", r"not bytes; write given\.decode\(\)"),
+        ([b"MKT"], r"sequences\[0\] is of type bytes"),
+        (np.array([["a", "MKT"]]), r"not an array of shape \(1, 2\); give one dimension, as x\[:, 0\]"),
+        (np.array("MKT"), r"not an array of shape \(\); .* as str\(x\)"),
+        (pd.DataFrame({"id": ["a"], "Sequence": ["MKT"]}), r'columns id, Sequence; give df\["Sequence"\]$'),
+        (pd.DataFrame({"id": ["a"], "x": ["MKT"]}), r"a DataFrame with the columns id, x; .* as df\[NAME\]"),
+        (pa.table({"id": ["a"], "seq": ["MKT"]}), r'a Table with the columns id, seq; give df\["seq"\]$'),
+        ({"MKT", "MKV"}, r"a list of sequences is expected, not a set, .*; give sorted\(given\)"),
+        (Seq("MKT"), r"not a Seq; give str\(given\)"),
+        (SeqRecord(Seq("MKT"), "a"), r"not a SeqRecord; give str\(given\.seq\)"),
+        (io.StringIO(">a\nMKT\n"), r"not an open file; give its pathlib\.Path"),
+        (["MKT", "M:K", "MK1", "MKV"], r"has ':' at position 2, .*, as 1 sequence after it; .*chains"),
+        ("ATGGCC" * 20, r"1 sequence of DNA or RNA, as it seems \(100% .*\), .*translate.* --on-nucleotides keep"),
+        (["augcgccu" * 2] * 9, r"9 sequences of DNA or RNA"),
         (Path("nowhere.fasta"), r"nowhere\.fasta: no such file"),
     ],
 )
@@ -185,6 +207,23 @@ def test_what_is_no_sequence_is_named(model: Model, sequences: Any, says: str) -
         with pytest.raises(InputError, match=says) as caught:
             ask(sequences)
         assert "\n" not in str(caught.value)
+
+
+def test_columns_and_arrays_are_lists_of_sequences(model: Model) -> None:
+    frame = pd.DataFrame({"id": ["a", "b"], "sequence": ["MKT", "MKV"]}, index=[7, 3])
+    wanted = model.embed(["MKT", "MKV"])
+    for given in (frame["sequence"], frame["sequence"].to_numpy(), iter(frame["sequence"]), ("MKT", "MKV")):
+        assert np.array_equal(model.embed(given), wanted)
+
+
+def test_nucleotides_in_a_file_are_refused_and_taken_from_a_store(model: Model, tmp_path: Path) -> None:
+    fasta, store = tmp_path / "x.fasta", tmp_path / "x.store"
+    fasta.write_text(">a\n" + "ATGGCC" * 10 + "\n>b\n" + "ACGT" * 20 + "\n")
+    with pytest.raises(InputError, match=r"x\.fasta: 2 records of DNA or RNA, .* -o x\.store --on-nucleotides keep"):
+        model.embed(fasta)
+    ingest([fasta], store, Rules(on_nucleotides="keep"))
+    assert model.embed(store).shape == (2, model.config.dim)
+    assert np.array_equal(model.embed(store)[1], model.embed("ACGT" * 20))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,7 +202,7 @@ class Split:
     lengths: list[int]
     name: str = "test"
     path: Path = Path("test.fasta")
-    store: Any = field(default_factory=lambda: SimpleNamespace(digest="d1"))
+    digest: str = "d1"
 
     def __len__(self) -> int:
         return len(self.lengths)

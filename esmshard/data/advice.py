@@ -1,0 +1,46 @@
+"""What a sentence about an input file says that can be typed instead."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from esmshard.data.symbols import Rules
+
+Option = Literal["--on-unknown drop", "--on-duplicate suffix", "--on-nucleotides keep"]
+
+_ENDING = re.compile(r"(\.(fasta|faa|fas|fa|a3m|txt|seq))?(\.(gz|bgz|bz2|xz|zst))?$", re.IGNORECASE)
+_DOES: dict[Option, str] = {
+    "--on-unknown drop": "leave such records out",
+    "--on-duplicate suffix": "give the later ones a number (--on-duplicate first leaves them out)",
+    "--on-nucleotides keep": "if they are proteins nevertheless, say so",
+}
+
+
+def instead(files: Sequence[Path], option: Option, rules: Rules = Rules()) -> str:  # noqa: B008  # frozen
+    """How to read files under another rule. `ingest` alone has the options; its store serves all commands.
+
+    >>> print(instead([Path("in/x.fasta.gz")], "--on-unknown drop"))
+    leave such records out: `esmshard ingest in/x.fasta.gz -o x.store --on-unknown drop`, and give x.store for the file
+
+    Args:
+        files: the input.
+        option: what to type besides.
+        rules: that the files are read under now.
+    """
+    name = "input" if files[0] == Path("-") else _ENDING.sub("", files[0].name) or "input"
+    store = shlex.quote(f"{name}.store")
+    typed = " ".join([f"esmshard ingest {shlex.join(map(str, files))} -o {store}", *_options(rules), option])
+    return f"{_DOES[option]}: `{typed}`, and give {store} for the file{'s' if len(files) > 1 else ''}"
+
+
+def _options(rules: Rules) -> list[str]:
+    """Of `ingest`, as they are typed, where they are not the default."""
+    return [
+        *([f"--on-unknown {rules.on_unknown}"] if rules.on_unknown != "error" else []),
+        *(["--on-nucleotides keep"] if rules.on_nucleotides == "keep" else []),
+        *([f"--max-length {rules.max_length} --long {rules.long}"] if rules.max_length is not None else []),
+        *(["--a3m"] if rules.a3m else []),
+        *(["--keep-gaps"] if rules.keep_gaps else []),
+    ]

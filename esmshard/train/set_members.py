@@ -1,0 +1,89 @@
+"""One file for several splits: which of its records are whose, as `SET=` in its headers or a column `set` says."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.given_splits import given_splits
+from esmshard.data.headers import attributes, split_of
+from esmshard.data.label_sources import label_source
+from esmshard.data.pairing import only_column
+from esmshard.data.store import TokenStore
+from esmshard.data.symbols import Edits
+from esmshard.data.tables import Table, counted
+from esmshard.data_settings import DataSettings, listed
+from esmshard.errors import InputError, UsageError
+
+SPLITS = ("train", "valid", "test")
+_LOOKED_AT = 100
+"""Records of a file that is not shared whose headers tell whether it was written with SET= at all."""
+
+
+def members(
+    data: DataSettings, name: str, path: Path, fasta: Path, tokens: TokenStore
+) -> tuple[npt.NDArray[np.bool_] | None, list[str]]:
+    """Which records of a file are those of a split, bool [N], and what is to be told of it.
+
+    Args:
+        data: of the recipe. A file that it names for one split only is that split, whatever its headers say.
+        name: of the split.
+        path: the file as the recipe names it.
+        fasta: where its records are; another file if these are structures.
+        tokens: its N records.
+
+    Returns:
+        None for the records where all of them belong to the split.
+
+    Raises:
+        InputError: some records have no split, or none has this one.
+        UsageError: `data.folds` divides the file too.
+    """
+    splits = SPLITS if data.folds is None else SPLITS[:2]  # the test set is a part of the training file then
+    if name not in splits:
+        return None, []
+    if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
+        others = marked_otherwise(name, path, tokens)
+        unused = (
+            f"SET= in its headers is not used, as it is the file of {name} alone, and all its records are taken "
+            f"({others}); name one file in data.train, data.valid and data.test to have SET= divide it"
+        )
+        return None, [unused] if others else []
+    source = label_source(fasta, data) if data.labels is not None else None
+    if isinstance(source, Table) and only_column(source, ("set", "split"), "data.labels") is None:
+        source = None
+    if source is None and not any(b"SET=" in tokens.header(n).upper() for n in range(len(tokens))):
+        return None, []
+    where = "SET= in its headers" if source is None else f"{source.path if isinstance(source, Table) else source}"
+    if data.folds is not None:
+        raise UsageError(
+            f"data.folds: divides {path}, which {where} divides too; leave out folds, or give data.valid another file"
+        )
+    edits = Edits()
+    given = given_splits(tokens, fasta, source, id_column=data.id_column, surplus="drop", edits=edits)
+    counts = Counter(given)
+    if not counts[name]:
+        there = listed([f"{count:,} of {split}" for split, count in counts.items()])
+        raise InputError(
+            f"{path}: has no record of {name}, as {where} says ({there}); mark some, or give data.{name} another file"
+        )
+    told = f"{where} divides it: {counts[name]:,} of {counted(len(given), 'record')} are of {name}"
+    return np.array([split == name for split in given]), [told, *edits.notices()]
+
+
+def marked_otherwise(name: str, path: Path, tokens: TokenStore) -> str | None:
+    """How many records of a file that is one split say in their headers that they are of another, in a clause; None if
+    none does.
+    """
+    if not any(b"SET=" in tokens.header(n).upper() for n in range(min(_LOOKED_AT, len(tokens)))):
+        return None
+    others: Counter[str] = Counter()
+    for n in range(len(tokens)):
+        try:
+            found = attributes(tokens.description(n), ("SET", "VALIDATION"), str(path))
+            split = split_of(found["SET"], found.get("VALIDATION", ""), str(path)) if "SET" in found else name
+        except InputError:  # whatever it means, it is no split
+            continue
+        others[split] += split != name
+    return listed([f"{count:,} say {split}" for split, count in others.items() if count]) if others.total() else None

@@ -1,0 +1,103 @@
+"""`finetune --dry-run` refuses and tells what the command does; training data of one's own stand beside no sample."""
+
+from pathlib import Path
+
+import pytest
+from command import esmshard
+
+from esmshard.checkpoint import manifest
+
+PROTEINS = "".join(f">r{n}\nMKTAYIAKQR{'AVLSGCDEFH'[n] * 3}\n" for n in range(10))
+SMALL = ("train.steps=2", "train.eval_every=2", "batch.global_tokens=64")
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+
+
+def both(*arguments: str) -> str:
+    """What the command and its dry run say on stderr when they refuse; the same."""
+    said = []
+    for more in ((), ("--dry-run",)):
+        done = esmshard("finetune", *arguments, *more)
+        assert done.returncode == 2, done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        said.append(done.stderr)
+    assert said[0] == said[1]
+    return said[0]
+
+
+def test_a_dry_run_refuses_and_tells_what_the_command_does(tiny_recipe: Path) -> None:
+    tiny_recipe.with_name("train.fasta").write_text(
+        tiny_recipe.with_name("train.fasta").read_text().replace("\n", "*\n", 2).replace("*", "", 1)
+    )
+    dry = esmshard("finetune", tiny_recipe, "--dry-run")
+    assert dry.returncode == 0
+    assert "task      contact" in dry.stdout
+    out = tiny_recipe.with_name("run")
+    assert not out.exists()
+    done = esmshard("finetune", tiny_recipe, "train.steps=2", "checkpoint.every=1")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if ".fasta: " in line]
+    assert any("a '*' at the end was removed in 1 record" in line for line in told)
+    assert [line for line in dry.stderr.splitlines() if ".fasta: " in line] == told
+    refused = both(str(tiny_recipe))
+    assert "run: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR" in refused
+    before = sorted(path.name for path in (out / "checkpoints").iterdir())
+    changed = ("train.steps=2", "checkpoint.every=1", "optim.lr=0.0123", "--resume", "auto")
+    assert "was written under another recipe: optim.lr (0.0123, was " in both(str(tiny_recipe), *changed)
+    assert both(str(tiny_recipe), "--resume", "nowhere").startswith("error: --resume nowhere: no such directory")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == before
+    newest = manifest.named(out / "checkpoints")[-1]
+    assert manifest.damage(newest) == []
+    assert esmshard("finetune", tiny_recipe, "train.steps=2", "--resume", "auto", "--dry-run").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("mlm", "data.train=mine.fasta"),
+            "data.train: is yours, and data.valid is still sample:contact/valid, data.test is still "
+            "sample:contact/test, of other proteins; give data.valid=FILE data.test=FILE too. `esmshard split FASTA -o "
+            "DIR` makes three files of one; a file with SET= may be all three",
+        ),
+        (("contact", "data.train=mine.fasta", "data.test=mine.fasta"), "give data.valid=FILE too. "),
+        (("residue", "data.train=mine.fasta", "data.valid=mine.fasta"), "give data.test=FILE too. "),
+        (
+            ("sequence", "data.train=mine.fasta", "data.valid=mine.fasta", "data.test=mine.fasta"),
+            "data.labels is still sample:contact/labels.csv, of other proteins; give data.labels=FILE too. ",
+        ),
+        (("mlm", "data.train=mine.fasta", "--folds", "3"), "give data.valid=FILE too. "),
+        (("mlm", "data.train=mine.fasta", "data.folds=3"), "give data.valid=FILE too. "),
+        (
+            ("variants", "data.table=mine.csv"),
+            "data.table: is yours, and data.wild_type is still sample:variants/wild_type.fasta, of other proteins; "
+            "give data.wild_type=FILE too",
+        ),
+        (("variants", "data.wild_type=mine.fasta"), "give data.table=FILE too"),
+    ],
+)
+def test_training_data_of_ones_own_stand_beside_no_sample(arguments: tuple[str, ...], says: str) -> None:
+    Path("mine.fasta").write_text(PROTEINS)
+    assert says in both(*arguments)
+    launched = tuple(argument for argument in arguments if argument not in ("--folds", "3"))
+    if launched == arguments:
+        assert says in esmshard("launch", *arguments, "--target", "slurm", "--dry-run").stderr
+
+
+def test_data_of_ones_own_are_taken_when_they_are_whole() -> None:
+    for name in ("mine.fasta", "valid.fasta", "test.fasta"):
+        Path(name).write_text(
+            PROTEINS.replace(">r", f">{name[0]}").replace("MKT", {"m": "MKT", "v": "MWV", "t": "MCC"}[name[0]])
+        )
+    whole = ("data.train=mine.fasta", "data.valid=valid.fasta", "data.test=test.fasta")
+    assert esmshard("finetune", "mlm", *whole, *SMALL, "--dry-run").returncode == 0
+    sample = ("data.train=sample:contact/valid",)
+    assert esmshard("finetune", "mlm", *sample, *SMALL, "--dry-run").returncode == 0
+    longer = esmshard("finetune", "mlm", *whole, "batch.global_tokens=14", "--dry-run").stderr
+    assert "mine.fasta: 10 records longer than batch.global_tokens (14): each has a step to itself" in longer
+    only_test = ("data.test=test.fasta",)
+    assert esmshard("finetune", "mlm", *only_test, *SMALL, "--dry-run").returncode == 0
