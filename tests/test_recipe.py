@@ -642,12 +642,24 @@ def test_keys_that_contradict_each_other_are_refused(path: Path, overrides: list
     assert found.startswith(f"{overrides[-1]}: {expected}")
 
 
+def test_null_takes_the_other_way_to_say_it_back(path: Path) -> None:
+    asked = ["train.epochs=2", "train.steps=null"]
+    assert problem(path, asked[0]).endswith("train.steps=null or train.epochs=null"), "the mend can be typed"
+    train = load(path, asked).train
+    assert (train.epochs, train.steps) == (2, None)
+    edit(path, "train: {", "batch: {global_tokens: 99}\ntrain: {")
+    assert "batch.global_tokens=16384 (the default)" in problem(path, "batch.sequences=8")
+    assert load(path, ["batch.sequences=8", "batch.global_tokens=16384"]).batch.sequences == 8
+    assert load(path, ["batch.sequences=null"]).batch.global_tokens == 99
+
+
 def test_a_contradiction_in_the_file_is_shown_where_it_is(path: Path) -> None:
     edit(path, "  train: train.fasta", "  mask: sample:x.fasta\n  train: train.fasta")
     edit(path, "steps: 40", "epochs: 1.5, steps: 40")
     assert problems(path) == [
         f"{path}:5:9: data.mask: is for task residue, and the recipe has contact; remove it",
-        f"{path}:12:17: train.epochs: is another way to say train.steps, which is 40; give one of the two",
+        f"{path}:12:17: train.epochs: is another way to say train.steps, which is 40; give one of the two, and null "
+        "for the other if the file has it: train.steps=null or train.epochs=null",
     ]
     with pytest.raises(ValidationError, match="mask: is for task residue"):
         Recipe.model_validate(load_tree(path))

@@ -79,7 +79,7 @@ def consolidate(
         to: `hf` for `transformers.EsmForMaskedLM` (and all commands here), `fair-esm` for its `.pt` loader.
         dtype: of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
-        best: take the run's checkpoint of the best validation, if it kept one.
+        best: take the run's checkpoint of the best validation, which `checkpoint.keep_best` or early stopping keeps.
         trust: read a checkpoint that another user wrote.
         base: where the base model of a LoRA or a head lies now, if not where it lay when the run began.
         warn: called with a sentence for each damaged checkpoint that was passed over, for what a model lacks, and for
@@ -90,7 +90,7 @@ def consolidate(
     Raises:
         InputError: if there is no good checkpoint, it does not hold a whole model, its base is missing or another, a
             weight is not finite or too large for `dtype`, or what was written does not read back equal.
-        UsageError: if `out` exists, or is where the source lies.
+        UsageError: if `out` exists, or is where the source lies, or `best` is asked of what kept none.
     """
     settle(out)
     _check_out(out, source, overwrite)

@@ -199,9 +199,14 @@ def locate(
 ) -> Path:
     """The checkpoint that a path means: itself, verified, or the newest good one of a run. `InputError` if none.
 
-    With `prefer_best` that of the best validation, if the run kept it.
+    With `prefer_best` that of the best validation: `UsageError` if the run kept none, the newest good one, with a
+    warning, if it is damaged.
     """
     if step_of(run_or_checkpoint) is not None and run_or_checkpoint.is_dir():
+        if prefer_best:
+            raise UsageError(
+                f"{run_or_checkpoint}: is one checkpoint and not a run to choose the best of; leave --best out"
+            )
         check_owner(run_or_checkpoint, trust)
         try:
             verify(run_or_checkpoint)
@@ -212,6 +217,11 @@ def locate(
     if not directory.is_dir():
         raise InputError(f"{run_or_checkpoint}: neither a run nor a checkpoint (it has no checkpoints/ directory)")
     best = pointed(directory, "BEST") if prefer_best else None
+    if prefer_best and best is None:
+        raise UsageError(
+            f"{run_or_checkpoint}: kept no checkpoint of the best validation (checkpoint.keep_best, train.early_stop); "
+            "leave --best out for the newest one"
+        )
     if best is not None:
         check_owner(best, trust)
         bad = damage(best)

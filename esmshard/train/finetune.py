@@ -130,7 +130,7 @@ def _evaluate(job: Job, trust: bool) -> None:
     recipe, out = job.recipe, job.out
     say(f"fitting the baselines, then scoring {len(job.test)} test records")
     evaluate.fit_baselines(job.task, job.train, load_base(recipe, job.task), out / evaluate.BASELINES)
-    best = keeps_best(recipe) and (out / "checkpoints" / "BEST").exists()
+    best = keeps_best(recipe) and manifest.pointed(out / "checkpoints", "BEST") is not None
     how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
     model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
     say(f"model in {model}")

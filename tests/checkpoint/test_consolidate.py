@@ -464,6 +464,16 @@ def test_the_command(
     assert json.loads((out / "esmshard.json").read_text())["dtype"] == "fp32"
 
 
+def test_best_is_refused_where_no_best_was_kept(run: Path, tmp_path: Path) -> None:
+    message = refused(lambda: consolidate(run, tmp_path / "out", best=True), UsageError)
+    assert message.startswith(f"{run}: kept no checkpoint of the best validation")
+    assert "leave --best out" in message
+    checkpoint = next((run / "checkpoints").glob("step_*"))
+    message = refused(lambda: consolidate(checkpoint, tmp_path / "out", best=True), UsageError)
+    assert message == f"{checkpoint}: is one checkpoint and not a run to choose the best of; leave --best out"
+    assert not (tmp_path / "out").exists()
+
+
 def test_best_and_trust_reach_the_checkpoints(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = write_run(tmp_path / "run")
     sharded.write(copy / "checkpoints", 3, tensors_of(TINY), state_of(TINY), keep=9, best=True)
