@@ -59,8 +59,9 @@ class Inputs:
 class Task(Protocol):
     """One kind of fine-tuning: `TASKS[name](settings, facts)`. Objects hold settings and facts, and nothing else.
 
-    A task may have `baseline_records`, how many training examples its baselines learn from at most, and
-    `look_ahead(data, base)`, which is called with a split before `baseline_outputs` is asked for each of its examples.
+    A task may have `baseline_records`, how many training examples its baselines learn from at most; `keeps_ids`, true
+    if the ids of training and validation records are to go with the model; and `look_ahead(data, base)`, which is
+    called with a split before `baseline_outputs` is asked for each of its examples.
     """
 
     @property

@@ -22,8 +22,9 @@ from esmshard.parallel.mesh import World
 from esmshard.progress import Progress
 from esmshard.settings import Recipe
 from esmshard.tasks.finetuner import FineTuner, load_finetuned, load_untrained
+from esmshard.tasks.intervals import Interval, bootstrap, difference, interval
 from esmshard.tasks.protocol import Row, Task, collate
-from esmshard.train.metrics import Interval, bootstrap, difference, interval
+from esmshard.train.status import replace_text
 
 BASELINE_RECORDS = 2000
 """Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and minutes
@@ -82,6 +83,12 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> N
     with open(temporary, "wb") as file:
         np.savez(file, **known)  # type: ignore[arg-type]
     temporary.replace(path)
+
+
+def keep_seen(task: Task, train: Examples, valid: Examples, path: Path) -> None:
+    """Keep the ids of the training and validation records, one a line, where the task asks for it."""
+    if getattr(task, "keeps_ids", False):
+        replace_text(path, "".join(f"{one.id(n)}\n" for one in (train, valid) for n in range(len(one))))
 
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:

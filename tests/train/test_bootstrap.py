@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from esmshard.train.metrics import Interval, bootstrap, difference, draws, interval
+from esmshard.tasks.intervals import Interval, bootstrap, difference, draws, interval
 
 NAN = math.nan
 
