@@ -192,10 +192,19 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     """The variants of a table, numbered as that of the run unless an offset says otherwise."""
     own = task.facts.get("offset")
     used: int | Literal["auto"] = offset if offset is not None else "auto" if own is None else int(own)
+    protein = str(task.facts["protein"])
     try:
-        variants = variant_tables.read(path, str(task.facts["protein"]), mutant=mutant, offset=used)
+        try:
+            variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
+        except UsageError:
+            if offset is not None or not used:
+                raise
+            used = 0  # a column of mutated sequences has no numbering to shift
+            variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
     except Misnumbered as error:
         asked = f"; {own:+d} is what was added to the positions of the run's own table" if used == own else ""
+        if used and _fits_unshifted(task, path, mutant):
+            asked += ", and this one fits as it is: pass --offset 0 if it counts as the wild type does"
         raise InputError(f"{error.spelled('--offset ')}{asked}") from None
     notices = list(variants.notices)
     if own is None and offset is None:
@@ -205,7 +214,7 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
         )
     elif used == own and own:
         notices.append(f"{path}: positions were shifted by {own:+d}, as those of the run's own table were")
-    elif own is not None and used != own:
+    elif own is not None and offset is not None and used != own:
         notices.append(f"{path}: positions were shifted by {used:+d}, and those of the run's own table by {own:+d}")
     changed = [tuple(m for m in one if m.mutant != m.wild) for one in variants.mutations]
     inside = set(_inside(task, changed))
@@ -235,6 +244,14 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     if target in variants.table.columns:
         values_N = variants.table.numbers(target)[rows]
     return Asked(columns, mutations, [why[row] for row in left], values_N, variants.offset, notices)
+
+
+def _fits_unshifted(task: VariantTask, path: Path, mutant: str | None) -> bool:
+    try:
+        variant_tables.read(path, str(task.facts["protein"]), mutant=mutant, offset=0)
+    except Misnumbered:
+        return False
+    return True
 
 
 def _proposed(

@@ -146,11 +146,25 @@ def test_one_row_is_enough(runs: Path) -> None:
     assert "and those of the run's own table by +8" in " ".join(told["notices"])
 
 
+def test_whole_sequences_have_no_numbering(runs: Path) -> None:
+    changed = f"A{WT[1:]}"
+    rows, told = rank(runs / "shifted", f"mutated_sequence\n{changed}\n")
+    plain, _ = rank(runs / "plain", "mutant\nM1A\n")
+    assert rows[changed]["prediction"] == plain["M1A"]["prediction"]
+    assert told["offset"] == 0
+    assert "mutant in wild type" not in rows[changed]
+
+
 def test_a_table_that_contradicts_the_run_is_told(runs: Path) -> None:
     with pytest.raises(InputError) as caught:
         rank(runs / "shifted", "mutant\nF14A\n")
     assert "1 of 1 mutations shifted by +8 do not fit" in str(caught.value)
-    assert "or --offset; +8 is what was added to the positions of the run's own table" in str(caught.value)
+    assert "or --offset; +8 is what was added to the positions of the run's own table, and this one" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("fits as it is: pass --offset 0 if it counts as the wild type does")
+    with pytest.raises(InputError, match=r"own table$"):
+        rank(runs / "shifted", "mutant\nW14A\n")
     with pytest.raises(InputError, match=r"pass --offset -10, or mend .*; \+0 is what was added") as caught:
         rank(runs / "plain", "mutant\n" + "".join(f"{WT[n]}{n + 1 + 10}A\n" for n in range(24) if WT[n] != "A"))
     assert "\n" not in str(caught.value)
