@@ -174,16 +174,16 @@ def _seen(
     each = "each predicted by the models that had not seen it"
     of = trained if tested == count else f"{tested:,} of {trained}"
     said = f"{_sentence(found, target)} out of fold over {of}, {each}"
-    others: dict[str, Interval] = {}
+    others: dict[str, float] = {}
     for method, values in known.baselines.items():
         theirs_N = np.array([values.get(name, np.nan) for name in names])
         if not np.isnan(theirs_N[tested_N]).any():
-            others[method] = _spearman(theirs_N, measured_N, block_N, tested_N)
-    others = {method: one for method, one in others.items() if not np.isnan(one.value)}
-    if others:
-        best = max(others, key=lambda method: others[method].value)
-        facts["best_baseline"] = {"name": best, "spearman_out_of_fold": _finite(others[best])}
-        said += f"; the best baseline there, {best}, has {others[best]}"
+            others[method] = metrics.spearman(theirs_N[tested_N], measured_N[tested_N])
+    if best := max((method for method in others if not np.isnan(others[method])), key=others.__getitem__, default=""):
+        theirs_N = np.array([known.baselines[best].get(name, np.nan) for name in names])
+        theirs = _spearman(theirs_N, measured_N, block_N, tested_N)
+        facts["best_baseline"] = {"name": best, "spearman_out_of_fold": _finite(theirs)}
+        said += f"; the best baseline there, {best}, has {theirs}"
     return facts, said
 
 
