@@ -561,13 +561,20 @@ def predict(
     ] = False,
     propose: Annotated[
         Optional[int],
-        typer.Option(min=1, metavar="N", help="Of variants: N to measure next, promising and unlike each other."),
+        typer.Option(min=1, metavar="N", help="Of variants: N to measure next, promising and not all of one kind."),
     ] = None,
     kappa: Annotated[
         float, typer.Option(min=0, help="Of --propose: standard deviations that uncertainty is worth.")
     ] = 1.0,
+    diversity: Annotated[
+        float, typer.Option(min=0, help="Of --propose: what a position or residue costs that was chosen already.")
+    ] = 0.15,
     mutant: Annotated[
         Optional[str], typer.Option(metavar="COLUMN", help="Of a table: mutations; found by its name by default.")
+    ] = None,
+    offset: Annotated[
+        Optional[int],
+        typer.Option(help="Of a table: added to its positions; by default what was added to those of the run's table."),
     ] = None,
     png: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Of contacts: a picture of each map, besides.")
@@ -588,14 +595,17 @@ def predict(
             raise UsageError("of variants, give either a table or --all-singles")
         if png or strict:
             raise UsageError("--png and --strict are for FASTA files, and these are variants")
-        how: dict[str, Any] = {"mutant": mutant, "propose": propose, "kappa": kappa, "overwrite": overwrite}
+        how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
+        how |= {"kappa": kappa, "diversity": diversity}
         print(f"{out}: {rank(model, data, out, **how):,} variants")
         return
 
     from esmshard.infer.predict import predict as run
 
-    if all_singles or propose or mutant:
-        raise UsageError(f"--all-singles, --propose and --mutant are for models of variants, and {model} is none")
+    if all_singles or propose or mutant or offset is not None:
+        raise UsageError(
+            f"--all-singles, --propose, --mutant and --offset are for models of variants, and {model} is none"
+        )
     if data is None:
         raise UsageError("give a FASTA file, or a token store, to predict")
     done = run(model, data, out, png=png, overwrite=overwrite)

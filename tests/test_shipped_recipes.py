@@ -14,7 +14,8 @@ from esmshard.infer.predict import predict
 from esmshard.infer.rank import predict as rank
 from esmshard.report.html import report
 from esmshard.shipped import shipped
-from esmshard.train import finetune, metrics
+from esmshard.tasks import intervals
+from esmshard.train import finetune
 
 SMALL = ("model.name=nano", "init=random", "train.epochs=null", "train.steps=2", "train.eval_every=1")
 SMALL += ("batch.global_tokens=800", "batch.tokens_per_rank=800", "data.max_length=128", "parallel.precision=fp32")
@@ -88,7 +89,7 @@ def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in recipes.names() if name.startswith("variants")])
 def test_a_recipe_of_variants_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fold of the first residues of the shipped table, and the ranks of all single substitutions there."""
-    monkeypatch.setattr(metrics, "RESAMPLES", 50)
+    monkeypatch.setattr(intervals, "RESAMPLES", 50)
     copy = data / f"{name}.yaml"
     shutil.copy(shipped("recipes") / f"{name}.yaml", copy)
     sample = shipped("data") / "variants"

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 from command import esmshard
 from scipy.stats import spearmanr
 
+from esmshard.report import methods_text
+from esmshard.report.variants_left import read_variants
 from esmshard.shipped import shipped
 from esmshard.vocab import STANDARD
 
@@ -82,6 +86,22 @@ def test_what_a_run_leaves(made: tuple[Path, str, str, list[str]]) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert summary["runs"] == [f"seed-0-fold-{k}" for k in range(3)]
     assert summary["verdict"] in printed
+    table = summary["table"]
+    assert (table["offset"], table["rows"], table["rows_left_out"]) == (-SHIFT, 158, 5)
+    assert table["variants_in_no_set"] == table["variants"] - summary["pooled"]["variants"] > 0
+    told = " ".join(table["notices"])
+    for what in (
+        "when shifted by -23, which was done",
+        "with a stop codon",
+        "averaged 2 variants",
+        "A99G (K is there)",
+    ):
+        assert what in told
+    for name in summary["runs"]:
+        versions = json.loads((run / name / "versions.json").read_text())
+        assert versions["data"]["train"]["notices"] == table["notices"]
+        assert json.loads((run / name / "model" / "esmshard.json").read_text())["facts"]["offset"] == -SHIFT
+        assert "its positions -23 are the wild type's" in (run / name / "model" / "README.md").read_text()
     methods = ["fine-tuned", "one-hot ridge", "frozen embedding ridge"]
     assert list(summary["pooled"]["metrics"]) == methods
     assert all(summary["pooled"]["metrics"][method]["value"] is not None for method in methods)
@@ -89,11 +109,20 @@ def test_what_a_run_leaves(made: tuple[Path, str, str, list[str]]) -> None:
         rows = list(csv.DictReader(file))
     assert list(rows[0])[:4] == ["Mutation", "Labor", "score", "Notiz"]
     assert len(rows) == 1 + 150 + 2 + 5  # every row of the table, but the blank ones
-    assert {row["Notiz"] for row in rows if not row["variant"]} == {"Stopp", "leer", "ohne Namen", "falsch", "synonym"}
+    assert {row["Notiz"]: row["left out because"] for row in rows if not row["variant"]} == {
+        "Stopp": "a stop codon",
+        "leer": "without a value in 'score'",
+        "ohne Namen": "an empty cell",
+        "falsch": "A99G (K is there), another residue than the wild type has",
+        "synonym": "a synonymous change",
+    }
+    assert {row["left out because"] for row in rows if row["variant"]} == {""}
     assert {row["variant"] for row in rows} - {""} == {"WT", *names}
     tested = {row["variant"]: int(row["fold"]) for row in rows if row["fold"]}
     position = {name: {int(part[1:-1]) for part in name.split(":")} for name in tested if name != "WT"}
     for fold in range(3):
+        file = run / f"seed-0-fold-{fold}" / "model" / "seen_in_training.txt"
+        assert sorted(file.read_text().split()) == sorted(name for name in tested if tested[name] != fold)
         here = set().union(*(position[n] for n in position if tested[n] == fold))
         others = set().union(*(position[n] for n in position if tested[n] != fold))
         assert here
@@ -112,6 +141,58 @@ def test_what_a_run_leaves(made: tuple[Path, str, str, list[str]]) -> None:
     assert len(curve["points"]) == 3
 
 
+def test_every_number_of_the_methods_paragraph_is_one_of_the_run(made: tuple[Path, str, str, list[str]]) -> None:
+    run = made[0] / "run"
+    found = read_variants(run)
+    assert found.recipe is not None
+    text, _ = methods_text.paragraph(found, found.recipe)
+    summary = json.loads((run / "summary.json").read_text())
+    steps, evaluations, trained = [], [], []
+    for name in summary["runs"]:
+        lines = [json.loads(line) for line in (run / name / "metrics.jsonl").read_text().splitlines()]
+        steps.append([line for line in lines if "event" not in line and "split" not in line])
+        evaluations.append(json.loads((run / name / "evaluation.json").read_text()))
+        trained.append(json.loads((run / name / "versions.json").read_text())["data"]["train"]["records"])
+
+    def ends(values: Sequence[float]) -> str:
+        low, high = (f"{value:,.1f}".removesuffix(".0") for value in (min(values), max(values)))
+        return low if low == high else f"{low} to {high}"
+
+    done = ends([max(line["step"] for line in lines) for lines in steps])
+    most = max(line["records"] for lines in steps for line in lines)
+    passes = ends([sum(line["records"] for line in lines) / n for lines, n in zip(steps, trained, strict=True)])
+    optim, pooled, table = summary["recipe"]["optim"], summary["pooled"], summary["table"]
+    said = [
+        f"protein of {len(evaluations[0]['facts']['protein'])} residues",
+        f"shifted by {-SHIFT}, so that they count the residues of this protein from 1.",
+        "layer of 8 units",
+        "dropout of 0.1",
+        f"betas {optim['betas'][0]} and {optim['betas'][1]}, weight decay {optim['weight_decay']}",
+        f"rates of {optim['lr']:g} (language model) and {optim['head_lr']:g} (head)",
+        f"{optim['warmup']:.0%} of the steps",
+        f"norm of {optim['clip']:g}",
+        f"in {done} steps of up to {most} variants, {passes} passes over the training variants",
+        "5 validations in a row brought no better one, which 0 of 3 runs did",
+        f"(step {ends([one['step'] for one in evaluations])})",
+        f"{table['rows_left_out']} of {table['rows']} rows of the table could not be used",
+        "The values of 2 variants in several rows were averaged",
+        f"{pooled['variants']} variants were divided into three folds",
+        f"left out: {table['variants_in_no_set']} variants with changes in several folds",
+        "random seed was 0",
+        f"over all {pooled['variants']} test variants",
+        "95% percentile intervals",
+        f"bootstrap of {pooled['resamples']:,} resamples",
+    ]
+    for sentence in said:
+        assert sentence in text, sentence
+    rest = text
+    for sentence in sorted(said, key=len, reverse=True):
+        rest = rest.replace(sentence, "")
+    rest = rest.split("Computed with")[0]
+    assert re.findall(r"(?<!et al\. )\b\d[\d,.]*\b", rest) == [], "there is no other number"
+    assert len(steps[0]) == 2 * -(-trained[0] // 64), "two epochs of 64 variants a step"
+
+
 def test_the_ranked_list(made: tuple[Path, str, str, list[str]]) -> None:
     with open(made[0] / "run" / "ranked.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -122,6 +203,12 @@ def test_the_ranked_list(made: tuple[Path, str, str, list[str]]) -> None:
     assert max(float(row["sd"]) for row in rows) > 0
     singles = {name for name in made[3] if ":" not in name}
     assert {row["mutant"] for row in rows if row["measured"]} == singles
+    assert all(row["mutant in table"] == _shifted(row["mutant"]) for row in rows), "what primers are ordered by"
+    told = json.loads((made[0] / "run" / "ranked.json").read_text())
+    assert told["offset"] == -SHIFT
+    assert told["verdict"] == json.loads((made[0] / "run" / "summary.json").read_text())["verdict"]
+    seen = {row["mutant"] for row in rows if row["seen in training"] == "yes"}
+    assert seen == {row["mutant"] for row in rows if row["out-of-fold prediction"]} == singles
 
 
 def test_more_of_the_same_protein_is_predicted_from_a_table(made: tuple[Path, str, str, list[str]]) -> None:
@@ -132,11 +219,35 @@ def test_more_of_the_same_protein_is_predicted_from_a_table(made: tuple[Path, st
     assert done.returncode == 0, done.stderr
     with open(directory / "out.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["id", "mutant", "prediction", "sd", "rank"]
+    assert list(rows[0]) == [
+        *("id", "mutant", "mutant in wild type", "prediction", "sd", "rank"),
+        *("out-of-fold prediction", "seen in training", "not ranked because"),
+    ]
     assert {row["id"] for row in rows if not row["rank"]} == {"second"}
     with open(directory / "run" / "ranked.csv", newline="") as file:
         ranked = {row["mutant"]: row["prediction"] for row in csv.DictReader(file)}
     assert next(row for row in rows if row["id"] == "first")["prediction"] == ranked["S1A"]
+
+
+def test_the_table_of_the_run_is_no_test_of_it(made: tuple[Path, str, str, list[str]]) -> None:
+    """What is said of it is what the run says of its folds."""
+    directory = made[0]
+    done = esmshard("predict", "run", "messy.csv", "-o", "same.csv", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((directory / "same.json").read_text())
+    with open(directory / "same.csv", newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["rank"]]
+    tested = [row for row in rows if row["out-of-fold prediction"]]
+    seen = told["compared"]["seen_in_training"]
+    assert seen["rows"] == sum(row["seen in training"] == "yes" for row in rows)
+    assert seen["rows_out_of_fold"] == len(tested)
+    measured = [float(row["score"].replace(",", ".")) for row in tested]
+    rho = spearmanr([float(row["out-of-fold prediction"]) for row in tested], measured).statistic
+    assert seen["spearman_out_of_fold"]["value"] == pytest.approx(rho, abs=1e-4)
+    assert f"Spearman with score {rho:.3f} [" in done.stderr
+    assert "out of fold" in done.stderr
+    plain = spearmanr([float(row["prediction"]) for row in tested], measured).statistic
+    assert f"{plain:.3f}" not in done.stderr
 
 
 def test_a_batch_to_measure_next(made: tuple[Path, str, str, list[str]]) -> None:
@@ -147,6 +258,10 @@ def test_a_batch_to_measure_next(made: tuple[Path, str, str, list[str]]) -> None
         rows = list(csv.DictReader(file))
     assert len({row["mutant"] for row in rows}) == 10
     assert not {row["mutant"] for row in rows} & set(made[3])
+    assert all(row["mutant in table"] == _shifted(row["mutant"]) for row in rows)
+    told = json.loads((directory / "next.json").read_text())
+    assert told["verdict"] == json.loads((directory / "run" / "summary.json").read_text())["verdict"]
+    assert told["verdict"] in done.stderr
 
 
 def test_what_is_done_is_not_done_again(made: tuple[Path, str, str, list[str]]) -> None:
@@ -168,6 +283,12 @@ def test_what_is_done_is_not_done_again(made: tuple[Path, str, str, list[str]]) 
         (("finetune", "variants", "data.wild_type=wt.fasta", "data.train=a.fasta", *SMALL), "data.train"),
         (("predict", "run", "-o", "x.csv"), "either a table or --all-singles"),
         (("predict", "run", "--all-singles", "-o", "x.npz"), ".csv"),
+        (("predict", "run", "run/ranked.csv", "-o", "x.csv", "--offset", "5"), "pass --offset 0"),
+        (("predict", "run", "run/ranked.csv", "-o", "x.csv"), "pass --offset 0"),
+        (
+            ("finetune", "variants", "data.table=messy.csv", "data.wild_type=wt.fasta", "data.offset=5", *SMALL),
+            "pass data.offset=-23",
+        ),
         (("score", "nano", "wt.fasta", "messy.csv", "-o", "s.csv"), "nano"),
         (("evaluate", "run/seed-0-fold-0/model", "messy.csv", "-o", "e"), "predict MODEL TABLE"),
     ],

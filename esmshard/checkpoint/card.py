@@ -143,9 +143,11 @@ def _data(about: Mapping[str, Any]) -> str:
     table = _table(["split", "given as", "records", "residues", "sha256 of the tokens"], rows)
     if given.get("table") is not None:
         fold = f", fold {given['fold']} of {given['folds']}" if given["folds"] else ""
+        offset = about.get("facts", {}).get("offset", 0)
+        numbering = f" The table counts residues in its own way: its positions {offset:+d} are the wild type's."
         return (
             f"## Data\n\n{table}\n\nVariants of one protein, divided by `{given['split']}`{fold}: only a division by "
-            "positions tests what the model knows of positions without a measurement."
+            f"positions tests what the model knows of positions without a measurement.{numbering if offset else ''}"
         )
     return (
         "## Data\n\n"

@@ -20,6 +20,7 @@ from esmshard import __version__
 from esmshard.checkpoint import adapted, card, manifest, sharded
 from esmshard.checkpoint.compare import Model, compare
 from esmshard.checkpoint.whole import settle, whole_directory
+from esmshard.data.loader import SEEN
 from esmshard.errors import InputError, UsageError
 from esmshard.model import adapted_weights, export, recorded, weights
 from esmshard.model.config import SIZES, EsmConfig
@@ -48,8 +49,8 @@ class Opened:
     """`esmshard.json`; empty for a model that was not made here."""
     evaluation: Mapping[str, Any] | None = None
     """`evaluation.json` of the same model, if there is one."""
-    baselines: Path | None = None
-    """`baselines.npz` of the same run, if there is one."""
+    beside: Path | None = None
+    """Directory with BASELINES and SEEN of the same run, as far as there are such."""
 
 
 def consolidate(
@@ -125,8 +126,8 @@ def consolidate(
             (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             if "recipe" in about:
                 card.write(work, about, opened.evaluation)
-        if opened.baselines is not None and opened.baselines.is_file() and to == "hf":
-            shutil.copyfile(opened.baselines, work / BASELINES)
+        if opened.beside is not None and to == "hf":
+            _copy_beside(opened.beside, work)
     return out
 
 
@@ -164,10 +165,14 @@ def consolidate_adapter(
         digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base)
         about = _about(found.state) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
         (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        baselines = found.path.parent.parent / BASELINES
-        if baselines.is_file():
-            shutil.copyfile(baselines, work / BASELINES)
+        _copy_beside(found.path.parent.parent, work)
     return out
+
+
+def _copy_beside(directory: Path, work: Path) -> None:
+    for name in (BASELINES, SEEN):
+        if (directory / name).is_file():
+            shutil.copyfile(directory / name, work / name)
 
 
 def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
@@ -204,7 +209,7 @@ def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> 
     evaluation = _evaluation(directory.parent)
     if evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256"):
         evaluation = None
-    return Opened(found.config, sizes, _source_of(found), about, evaluation, directory / BASELINES)
+    return Opened(found.config, sizes, _source_of(found), about, evaluation, directory)
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ def _open_run(
         or (run / "evaluation.json").stat().st_mtime < (checkpoint / "state.json").stat().st_mtime
     ):
         evaluation = None
-    return Opened(config, sizes, read, about, evaluation, run / BASELINES)
+    return Opened(config, sizes, read, about, evaluation, run)
 
 
 def _about(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,9 @@ Long = Literal["crop", "window", "full", "skip", "error"]
 
 FIXED = "fixed"
 """The draw of examples outside training."""
+SEEN = "seen_in_training.txt"
+"""Ids of the training and validation records of a run, one a line, where its task keeps them; goes with the model, so
+that a prediction of one of them is not taken for a test."""
 
 
 class Labels(Protocol):

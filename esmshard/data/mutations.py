@@ -15,7 +15,7 @@ import numpy.typing as npt
 from esmshard.data import nucleotides
 from esmshard.data.fasta import read_fasta
 from esmshard.data.numbering import placed
-from esmshard.data.substitutions import LOWER, STOP, Mutation, Refused, compare, name_of, parse_variant
+from esmshard.data.substitutions import LOWER, STOP, Mutation, Refused, compare, name_of, parse_variant, renumbered
 from esmshard.data.symbols import Edits
 from esmshard.data.tables import Table, counted, first_three, listed, read_table, shown
 from esmshard.errors import InputError, UsageError
@@ -54,6 +54,10 @@ class Variants:
     table: Table
     notices: list[str]
     """One sentence for everything that was changed, left out or averaged."""
+    offset: int
+    """What was added to the positions of the table, which gives those of `wild_type` from 1."""
+    left_out: dict[int, str]
+    """Rows of `table` that no variant was made of, and why."""
 
     def __len__(self) -> int:
         return len(self.mutations)
@@ -71,6 +75,10 @@ class Variants:
     def names(self) -> list[str]:
         """`A24G:V30L`, in the numbering of `wild_type` from 1; `WT` for the wild type."""
         return [name_of(mutations) for mutations in self.mutations]
+
+    def names_in_table(self) -> list[str]:
+        """The same in the numbering of the table."""
+        return [name_of(renumbered(mutations, -self.offset)) for mutations in self.mutations]
 
     def positions(self) -> list[frozenset[int]]:
         """The mutated positions of each variant, counted from 0."""
@@ -129,7 +137,7 @@ def read_variants(
     if (wild_type is None) == (wild_type_column is None):
         raise UsageError(f"{path}: give either wild_type (a FASTA file or a sequence) or wild_type_column")
 
-    table, notices = read_table(path), list[str]()
+    table, notices, offset_used, left_out = read_table(path), list[str](), 0, dict[int, str]()
     protein, protein_name = _wild_type(table, wild_type, wild_type_column, notices)
     if mutant is None and sequence is None:
         mutant, sequence = _columns(table)
@@ -140,27 +148,44 @@ def read_variants(
     if target_names:
         empty_R = np.isnan(target_RT).all(1)
         rows = np.flatnonzero(~empty_R).tolist()
-        _tell(notices, table, np.flatnonzero(empty_R).tolist(), f"without a value in {_joined(target_names)}")
+        empty, why = np.flatnonzero(empty_R).tolist(), f"without a value in {_joined(target_names)}"
+        _tell(notices, table, empty, why)
+        left_out |= dict.fromkeys(empty, why)
 
     read_cell = functools.partial(parse_variant, empty_is_wild_type=empty_is_wild_type)
     compare_cell = functools.partial(compare, wild_type=protein)
     if mutant is None:
         assert sequence is not None
-        parsed = _parsed(table, sequence, rows, compare_cell, _SMALL, on_unusable, notices)
+        parsed = _parsed(table, sequence, rows, compare_cell, _SMALL, on_unusable, notices, left_out)
     else:
-        parsed = _parsed(table, mutant, rows, read_cell, LOWER, on_unusable, notices)
+        parsed = _parsed(table, mutant, rows, read_cell, LOWER, on_unusable, notices, left_out)
         most = MOST_UNUSABLE if on_unusable == "drop" else 0.0
-        parsed = placed(table, parsed, protein, protein_name, offset, notices, most)
+        parsed, offset_used = placed(table, parsed, protein, protein_name, offset, notices, left_out, most)
     stops = _having(parsed, lambda mutation: mutation.mutant == STOP)
-    parsed = _without(table, parsed, stops, "a stop codon", on_stop, "set data.unusable=drop", notices)
+    parsed = _without(table, parsed, stops, "a stop codon", on_stop, "set data.unusable=drop", notices, left_out)
     same = _having(parsed, lambda mutation: mutation.mutant == mutation.wild)
-    parsed = _without(table, parsed, same, "a synonymous change", on_synonymous, "set data.unusable=drop", notices)
+    parsed = _without(
+        table, parsed, same, "a synonymous change", on_synonymous, "set data.unusable=drop", notices, left_out
+    )
     if not parsed:
         raise InputError(f"{path}: no variant is left of {counted(len(table), 'row')} ({'; '.join(notices)})")
     if mutant is not None and sequence is not None:
-        compared = _parsed(table, sequence, list(parsed), compare_cell, _SMALL, "error", notices)
+        compared = _parsed(table, sequence, list(parsed), compare_cell, _SMALL, "error", notices, left_out)
         _agree(table, parsed, compared, f"{shown(mutant)} and {shown(sequence)}")
-    return _grouped(table, protein, parsed, target_names, target_RT, replicates, notices)
+    groups = _grouped(table, parsed, replicates, notices)
+    target_NT = _averaged(target_RT, [rows for _, rows in groups])
+    return Variants(
+        wild_type=protein,
+        mutations=[mutations for mutations, _ in groups],
+        target_NT=target_NT,
+        target_names=target_names,
+        weight_N=np.array([len(rows) for _, rows in groups], np.float64),
+        rows=[rows for _, rows in groups],
+        table=table,
+        notices=notices,
+        offset=offset_used,
+        left_out=left_out,
+    )
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -283,6 +308,7 @@ def _parsed(
     small: re.Pattern[str],
     on_unusable: Refusal,
     notices: list[str],
+    left_out: dict[int, str],
 ) -> dict[int, tuple[Mutation, ...]]:
     """The variant in each of the rows that have one."""
     cells = table.column(column)
@@ -299,6 +325,7 @@ def _parsed(
             named = first_three(cases, lambda case: f"{table.at(case[0])} {case[1]}")
             what = f"whose {shown(column)} names no substitutions"
             notices.append(f"{table.path}: left out {counted(len(cases), 'row')} {what}: {named}")
+            left_out |= dict(cases)
     elif refused:
         mend, cases = next(iter(refused.items()))
         others = len(rows) - len(parsed) - len(cases)
@@ -339,6 +366,7 @@ def _without(
     policy: Synonymous,
     mend: str,
     notices: list[str],
+    left_out: dict[int, str],
 ) -> dict[int, tuple[Mutation, ...]]:
     """The variants without these rows; an error if the policy is that there are none."""
     if policy == "keep" or not rows:
@@ -348,19 +376,14 @@ def _without(
         share = f"{len(rows):,} of {counted(len(parsed), 'variant')}"
         raise InputError(f"{table.path}: {what} in {share}: {named}; remove these rows, or {mend}")
     _tell(notices, table, sorted(rows), f"with {what}")
+    left_out |= dict.fromkeys(rows, what)
     return {row: mutations for row, mutations in parsed.items() if row not in rows}
 
 
 def _grouped(
-    table: Table,
-    protein: str,
-    parsed: dict[int, tuple[Mutation, ...]],
-    target_names: tuple[str, ...],
-    target_RT: npt.NDArray[np.float64],
-    replicates: Replicates,
-    notices: list[str],
-) -> Variants:
-    """One variant for all rows of the same mutations, unless replicates are kept apart."""
+    table: Table, parsed: dict[int, tuple[Mutation, ...]], replicates: Replicates, notices: list[str]
+) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
+    """Each variant with its rows: all those of the same mutations, unless replicates are kept apart."""
     groups: dict[tuple[Mutation, ...], list[int]] = defaultdict(list)
     for row, mutations in parsed.items():
         groups[mutations].append(row)
@@ -372,17 +395,15 @@ def _grouped(
             raise InputError(f"{table.path}: {found}; set data.replicates=mean, or remove all but one row")
         notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {found}")
     if replicates == "keep":
-        kept: list[tuple[tuple[Mutation, ...], tuple[int, ...]]] = [
-            (mutations, (row,)) for row, mutations in parsed.items()
-        ]
-    else:
-        kept = [(mutations, tuple(rows)) for mutations, rows in groups.items()]
-    mutations_N, rows_N = [mutations for mutations, _ in kept], [rows for _, rows in kept]
+        return [(mutations, (row,)) for row, mutations in parsed.items()]
+    return [(mutations, tuple(rows)) for mutations, rows in groups.items()]
+
+
+def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
+    """The mean of each target over the rows of each variant that have it, [N, T]; NaN where none has."""
     group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
     values_RT = target_RT[[row for rows in rows_N for row in rows]]
-    sum_NT, count_NT = np.zeros((2, len(rows_N), len(target_names)))
+    sum_NT, count_NT = np.zeros((2, len(rows_N), target_RT.shape[1]))
     np.add.at(sum_NT, group_R, np.nan_to_num(values_RT))
     np.add.at(count_NT, group_R, ~np.isnan(values_RT))
-    target_NT = np.divide(sum_NT, count_NT, out=np.full_like(sum_NT, np.nan), where=count_NT > 0)
-    weight_N = np.array([len(rows) for rows in rows_N], np.float64)
-    return Variants(protein, mutations_N, target_NT, target_names, weight_N, rows_N, table, notices)
+    return np.divide(sum_NT, count_NT, out=np.full_like(sum_NT, np.nan), where=count_NT > 0)

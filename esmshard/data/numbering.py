@@ -10,12 +10,25 @@ from typing import Literal
 
 import numpy as np
 
-from esmshard.data.substitutions import Mutation
+from esmshard.data.substitutions import Mutation, renumbered
 from esmshard.data.tables import Table, counted, first_three
 from esmshard.errors import InputError
 
 _ENOUGH = 0.99  # of the mutations must fit a shift of the numbering
 _FEWEST = 5  # sites: of fewer, too many fit some shift by chance (a letter matches one time in 17)
+
+
+class Misnumbered(InputError):
+    """Mutations that name other residues than the wild type has where the numbering puts them."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem}; {fix}")
+        self._problem, self._fix = problem, fix
+
+    def spelled(self, option: str) -> str:
+        """The sentence for a user who sets the offset by `option`, such as `--offset ` or `data.offset=`."""
+        fix = self._fix.replace("or offset", f"or {option.rstrip('= ')}").replace("offset=", option)
+        return f"{self._problem}; {fix}"
 
 
 def placed(
@@ -25,9 +38,11 @@ def placed(
     protein_name: str,
     offset: int | Literal["auto"],
     notices: list[str],
+    left_out: dict[int, str],
     most_misfits: float = 0.0,
-) -> dict[int, tuple[Mutation, ...]]:
-    """The variants in the numbering of the wild type, each mutation checked against it.
+) -> tuple[dict[int, tuple[Mutation, ...]], int]:
+    """The variants in the numbering of the wild type, each mutation checked against it; and what was added to their
+    positions.
 
     Args:
         table: of the variants.
@@ -36,10 +51,11 @@ def placed(
         protein_name: what messages call it.
         offset: added to the positions of the table. "auto" takes the only shift that fits.
         notices: gets a sentence if "auto" shifts, or variants are left out.
+        left_out: gets the reason for each row that is left out.
         most_misfits: share of the variants that may have a mutation that does not fit; these are left out.
 
     Raises:
-        InputError: the first three mutations that do not fit, or the shift that would fit.
+        Misnumbered: the first three mutations that do not fit, or the shift that would fit.
     """
     counts = Counter(chain.from_iterable(parsed.values()))
     shift = 0 if offset == "auto" else offset
@@ -48,10 +64,13 @@ def placed(
         place = mutation.position + shift
         return 0 <= place < len(protein) and protein[place] == mutation.wild
 
-    def told(row: int, mutation: Mutation) -> str:
+    def misfit(mutation: Mutation) -> str:
         place = mutation.position + shift
         inside = 0 <= place < len(protein)
-        return f"{table.at(row)} {mutation} ({f'{protein[place]} is there' if inside else 'outside'})"
+        return f"{mutation} ({f'{protein[place]} is there' if inside else 'outside'})"
+
+    def told(row: int, mutation: Mutation) -> str:
+        return f"{table.at(row)} {misfit(mutation)}"
 
     def wrong() -> list[tuple[int, Mutation]]:
         such = {mutation for mutation in counts if not fits(mutation)}
@@ -67,7 +86,7 @@ def placed(
             shift = best
             misfits = wrong()
         elif clear and best != shift and fit > max(now, total / 2):
-            raise InputError(f"{table.path}: {fitting}; pass offset={best}, or mend {told(*misfits[0])}")
+            raise Misnumbered(f"{table.path}: {fitting}", f"pass offset={best}, or mend {told(*misfits[0])}")
         elif offset == "auto" and best != shift:
             auto_failed = ", and no other shift fits clearly better"
     bad = {row for row, _ in misfits}
@@ -76,18 +95,20 @@ def placed(
         notices.append(
             f"{table.path}: left out {counted(len(bad), 'row')} with another residue than {protein_name} has: {some}"
         )
+        for row, mutation in reversed(misfits):  # of several misfits of a row, the first is named
+            left_out[row] = f"{misfit(mutation)}, another residue than the wild type has"
         parsed = {row: mutations for row, mutations in parsed.items() if row not in bad}
     elif misfits:
         with_shift = f" shifted by {shift:+d}" if shift else ""
         some = first_three(misfits, lambda misfit: told(*misfit))
-        raise InputError(
+        raise Misnumbered(
             f"{table.path}: {len(misfits):,} of {total:,} mutations{with_shift} do not fit {protein_name} "
-            f"of {counted(len(protein), 'residue')}{auto_failed}: {some}; correct them, the wild type or offset"
+            f"of {counted(len(protein), 'residue')}{auto_failed}: {some}",
+            "correct them, the wild type or offset",
         )
     if shift == 0:
-        return parsed
-    shifted = {m: Mutation(m.position + shift, m.wild, m.mutant) for m in counts}
-    return {row: tuple(shifted[m] for m in mutations) for row, mutations in parsed.items()}
+        return parsed, 0
+    return {row: renumbered(mutations, shift) for row, mutations in parsed.items()}, shift
 
 
 def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, bool]:

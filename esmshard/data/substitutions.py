@@ -82,6 +82,15 @@ def name_of(mutations: tuple[Mutation, ...]) -> str:
     return ":".join(map(str, mutations)) or "WT"
 
 
+def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, ...]:
+    """The same substitutions in a numbering that is ahead by `shift`.
+
+    >>> name_of(renumbered((Mutation(0, "M", "L"),), 23))
+    'M24L'
+    """
+    return tuple(Mutation(m.position + shift, m.wild, m.mutant) for m in mutations)
+
+
 def parse_variant(cell: str, *, empty_is_wild_type: bool = False) -> tuple[Mutation, ...]:
     """The substitutions that a cell names, by position; none for the wild type.
 

@@ -12,6 +12,7 @@ from esmshard import recipe as recipes
 from esmshard.data import splits
 from esmshard.data.loader import Examples
 from esmshard.data.mutations import Variants, read_variants
+from esmshard.data.numbering import Misnumbered
 from esmshard.data.splits import LEFT_OUT, SETS, Numbers
 from esmshard.data.substitutions import Mutation, name_of
 from esmshard.data.tables import counted, first_three
@@ -24,6 +25,8 @@ FOLDS = 5
 """Of a table, where the recipe does not say how many."""
 OUT_OF_FOLD = "variants.csv"
 """What a cross-validation leaves of every variant of its table."""
+LEFT_OUT_WHY = "left out because"
+"""Its last column: why no variant was made of a row."""
 
 
 class VariantRecords:
@@ -85,6 +88,7 @@ class VariantLabels:
 
     def __init__(self, variants: Variants, first: int, length: int, data: DataSettings) -> None:
         self.names, self.protein, self.first, self.length = variants.target_names, variants.wild_type, first, length
+        self.offset = variants.offset
         self.transform, self.lower_is_better = data.transform or "none", tuple(data.lower_is_better or ())
         self.target_NT = variants.target_NT.astype(np.float32)
         self.block_N = np.array([min(m.position for m in one) if one else -1 for one in variants.mutations], np.int64)
@@ -133,17 +137,20 @@ def _read(data: DataSettings) -> Variants:
     assert data.table is not None
     assert data.wild_type is not None
     lenient = data.unusable == "drop"
-    variants = read_variants(
-        recipes.sample(data.table),
-        wild_type=recipes.sample(data.wild_type),
-        mutant=data.mutant,
-        targets=data.target or (),
-        offset="auto" if data.offset is None else data.offset,
-        on_unusable="drop" if lenient else "error",
-        on_stop="drop" if lenient else "error",
-        on_synonymous="drop" if lenient else "error",
-        replicates=data.replicates or "mean",
-    )
+    try:
+        variants = read_variants(
+            recipes.sample(data.table),
+            wild_type=recipes.sample(data.wild_type),
+            mutant=data.mutant,
+            targets=data.target or (),
+            offset="auto" if data.offset is None else data.offset,
+            on_unusable="drop" if lenient else "error",
+            on_stop="drop" if lenient else "error",
+            on_synonymous="drop" if lenient else "error",
+            replicates=data.replicates or "mean",
+        )
+    except Misnumbered as error:
+        raise InputError(error.spelled("data.offset=")) from None
     for name in data.lower_is_better or ():
         if name not in variants.target_names:
             raise UsageError(f"data.lower_is_better: {name} is no target; there is {', '.join(variants.target_names)}")

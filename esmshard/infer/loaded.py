@@ -1,6 +1,7 @@
 """A model to ask from Python: `esmshard.load`."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -143,6 +144,9 @@ class Model:
             method: `masked-marginals`, `wild-type-marginals` or `pseudo-perplexity`; see `infer.score.score`.
             window: residues of a longer protein that the model sees at once.
 
+        Returns:
+            NaN for a variant that changes a residue which is none of the 20 amino acids, such as X or U.
+
         Raises:
             InputError: naming the variant that does not fit; or the model has no trained LM head.
         """
@@ -155,7 +159,8 @@ class Model:
         """What the fine-tuned head says, float32: [N, C] of whole proteins, columns `names`; of residues a list of
         [L, C] or, where the label is a number, [L]; of contacts a list of [L, L].
 
-        Of a model of variants, `sequences` are variants of its protein, such as `A24G:V30L` or `WT`.
+        Of a model of variants, `sequences` are variants of its protein, such as `A24G:V30L` or `WT`, numbered as the
+        wild type is, from 1. What comes back is what the model says, of measured variants and of the wild type as well.
 
         Raises:
             InputError: the model has no head, or a sequence or variant cannot be read.
@@ -190,6 +195,12 @@ class Model:
             )
         names = [variants] if isinstance(variants, str) else given.as_list(variants, "variants")
         mutations = given.variants(names, str(task.facts["protein"]))
+        if shift := task.facts.get("offset"):
+            warnings.warn(
+                f"{self.name}: variants are numbered as its wild type is, from 1; the table that it was trained on "
+                f"counts otherwise: its positions {shift:+d} are these",
+                stacklevel=3,
+            )
         first, last = int(task.facts["first"]), int(task.facts["first"]) + int(task.facts["length"])
         for name, one in zip(names, mutations, strict=True):
             if any(not first <= mutation.position < last for mutation in one):

@@ -6,14 +6,15 @@ do.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.mutations import TARGET_COLUMNS, protein_of
+from esmshard.data.numbering import Misnumbered
 from esmshard.data.substitutions import Mutation, name_of
-from esmshard.data.tables import MISSING, NUMBER, read_table
+from esmshard.data.tables import MISSING, NUMBER, counted, first_three, read_table
 from esmshard.errors import InputError, UsageError
 from esmshard.infer import variant_tables
 from esmshard.infer.variant_tables import text
@@ -26,6 +27,8 @@ from esmshard.vocab import RESIDUES, STANDARD
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
 METHODS = get_args(Method)
+NOT_SCORED = "not scored because"
+"""The last column: why a row has no score."""
 
 
 def score_table(
@@ -41,10 +44,13 @@ def score_table(
     window: int = WINDOW,
     overwrite: bool = False,
 ) -> str:
-    """Write a CSV file: the columns of the table, and the score under the name of the method; returns what to say.
+    """Write a CSV file: the columns of the table, the score under the name of the method, and for each row without a
+    score the reason (`not scored because`); returns what to say.
 
-    Rows that cannot be scored (a stop codon, a blank cell) keep their place with an empty score. Where the table has
-    measured values, Spearman's correlation with them is said, and why there is none where it is undefined.
+    Rows that cannot be scored (a stop codon, a blank cell, a residue that is none of the 20 amino acids) keep their
+    place with an empty score. Where the table has measured values, Spearman's correlation with them is said, and why
+    there is none where it is undefined. A JSON file beside the table says how it was made: method, numbering, what was
+    left out.
 
     Args:
         model: see `weights.read`.
@@ -60,7 +66,7 @@ def score_table(
     """
     if out.suffix != ".csv":
         raise UsageError(f"{out}: scores are written as .csv; give the file that ending")
-    check(out, overwrite=overwrite)
+    check(out, variant_tables.facts_file(out), overwrite=overwrite)
     values_N: npt.NDArray[np.float64] | None = None
     measured = ""
     if table is None:
@@ -68,15 +74,20 @@ def score_table(
         mutations = all_singles(protein)
         columns = {"mutant": [name_of(one) for one in mutations]}
         places = list(range(len(mutations)))
+        notices, offset_used, left_out = list[str](), 0, dict[int, str]()
     else:
         names = [target] if target else None
         if names is None:
             usual = {name.lower() for name in TARGET_COLUMNS}
             names = [name for name in read_table(table).columns if name.lower() in usual]
-        found = variant_tables.read(table, wild_type, mutant=mutant, offset=offset)
+        try:
+            found = variant_tables.read(table, wild_type, mutant=mutant, offset=offset)
+        except Misnumbered as error:
+            raise InputError(error.spelled("--offset ")) from None
         for notice in found.notices:
             say(notice)
         protein, columns = found.wild_type, dict(found.table.columns)
+        notices, offset_used, left_out = found.notices, found.offset, dict(found.left_out)
         places = [rows[0] for rows in found.rows]
         mutations = [tuple(m for m in one if m.mutant != m.wild) for one in found.mutations]
         if target or (len(names) == 1 and _has_numbers(found.table.columns[names[0]])):
@@ -88,15 +99,28 @@ def score_table(
     with recorded.compared(read.files, say):
         esm = weights.build(read, weights.default_device()).eval()
     score_N = score(esm, protein, mutations, method, window)
+    without = {place: why for place, one in zip(places, mutations, strict=True) if (why := unscored(one))}
+    if without:
+        reasons = list(dict.fromkeys(without.values()))
+        notices = [*notices, f"not scored: {counted(len(without), 'variant')}, as {first_three(reasons, str)}"]
+        say(notices[-1])
+    left_out |= without
     rows = len(next(iter(columns.values())))
     cells = [""] * rows
     for place, value in zip(places, score_N, strict=True):
         cells[place] = text(float(value))
-    variant_tables.write(out, columns, {method.replace("-", "_"): cells})
-    said = f"{out}: {len(places):,} variants"
-    if values_N is None:
-        return said
-    return f"{said}; {variant_tables.spearman(score_N, values_N, measured)}"
+    why_not = [left_out.get(row, "") for row in range(rows)]
+    scored = len(places) - len(without)
+    said = "" if values_N is None else variant_tables.spearman(score_N, values_N, measured)
+    variant_tables.write(out, columns, {method.replace("-", "_"): cells, NOT_SCORED: why_not})
+    facts: dict[str, Any] = {
+        "model": model,
+        "wild_type": str(wild_type),
+        "table": None if table is None else str(table),
+    }
+    facts |= {"method": method, "window": window, "offset": offset_used, "rows": rows, "scored": scored}
+    variant_tables.write_facts(out, facts | {"notices": notices, "compared": said or None})
+    return f"{out}: {scored:,} variants" + (f"; {said}" if said else "")
 
 
 def _has_numbers(cells: Sequence[str]) -> bool:
@@ -105,13 +129,32 @@ def _has_numbers(cells: Sequence[str]) -> bool:
 
 
 def all_singles(wild_type: str) -> list[tuple[Mutation, ...]]:
-    """Every substitution of every residue by another of the 20: 19 L variants, by position and letter."""
+    """Every substitution of every residue by another of the 20: 19 L variants, by position and letter, and of a residue
+    that is none of the 20 (X, U, O, B, Z) one more.
+    """
     return [
         (Mutation(position, wild, mutant),)
         for position, wild in enumerate(wild_type)
         for mutant in STANDARD
         if mutant != wild
     ]
+
+
+def unscored(mutations: Sequence[Mutation]) -> str:
+    """Why a variant has no score; empty if it has one.
+
+    A language model was hardly trained on letters other than the 20, so that it finds every other residue far more
+    likely: log p(mutant) - log p(X) says nothing of the mutant.
+
+    >>> unscored([Mutation(10, "X", "L")])
+    'the wild type has X at residue 11, which is none of the 20 amino acids'
+    """
+    for one in mutations:
+        if one.wild not in STANDARD:
+            return f"the wild type has {one.wild} at residue {one.position + 1}, which is none of the 20 amino acids"
+        if one.mutant not in STANDARD:
+            return f"{one} puts {one.mutant} there, which is none of the 20 amino acids"
+    return ""
 
 
 def score(
@@ -128,7 +171,7 @@ def score(
     variants. `wild-type-marginals`: the same from one pass in which nothing is hidden. `pseudo-perplexity`: the mean of
     log p over all residues of the variant, each hidden in turn; minus the logarithm of the pseudo-perplexity, and a
     pass for each residue of each variant. (fair-esm's script for it reads the wrong site and skips the last.) The wild
-    type is 0 in the first two.
+    type is 0 in the first two. NaN: see `unscored`.
 
     Args:
         model: with an LM head that has learned.
@@ -145,6 +188,15 @@ def score(
         raise UsageError(f"method is {method!r}; it is one of {', '.join(METHODS)}")
     if window < 1:
         raise UsageError(f"a window of {window} residues: give at least 1")
+    known = [n for n, mutations in enumerate(variants) if not unscored(mutations)]
+    score_N = np.full(len(variants), np.nan)
+    score_N[known] = _score(model, wild_type, [variants[n] for n in known], method, window)
+    return score_N
+
+
+def _score(
+    model: ESM2, wild_type: str, variants: Sequence[tuple[Mutation, ...]], method: Method, window: int
+) -> npt.NDArray[np.float64]:
     if method == "pseudo-perplexity":
         return _pseudo_perplexity(model, wild_type, variants, window)
     sites = sorted({mutation.position for mutations in variants for mutation in mutations})

@@ -1,9 +1,10 @@
 """Tables of variants that come in, and go out with a few columns more."""
 
 import csv
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,10 @@ def read(
         mutant: see `read_variants`.
         targets: the same; None reads no values.
         offset: the same.
+
+    Raises:
+        Misnumbered: the table does not fit the protein so numbered.
+        InputError: it cannot be read.
     """
     return read_variants(
         path,
@@ -42,6 +47,23 @@ def read(
         on_synonymous="keep",
         replicates="keep",
     )
+
+
+def facts_file(out: Path) -> Path:
+    """Where the facts about a table that is written to `out` go: `x.json` beside `x.csv`.
+
+    >>> facts_file(Path("next.csv")).name
+    'next.json'
+    """
+    return out.with_suffix(".json")
+
+
+def write_facts(out: Path, facts: Mapping[str, Any]) -> None:
+    """Write what was done to make a table, and how far it can be trusted, beside it; NaN becomes null."""
+    path = facts_file(out)
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> None:
@@ -64,7 +86,7 @@ def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Seq
 
 def spearman(said_N: npt.NDArray[np.floating], measured_N: npt.NDArray[np.float64], name: str) -> str:
     """What to say of predictions beside measured values: Spearman's correlation, or why it is undefined."""
-    known = ~np.isnan(measured_N)
+    known = ~np.isnan(measured_N) & ~np.isnan(said_N)
     rho, count = metrics.spearman(said_N[known].astype(np.float64), measured_N[known]), int(known.sum())
     if np.isnan(rho):
         return (

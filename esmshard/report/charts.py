@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from esmshard.report.left import Values
 from esmshard.report.plots import matplotlib_figure
-from esmshard.train.metrics import LEAST, Interval, draws, interval
+from esmshard.tasks.intervals import LEAST, Interval, draws, interval
 
 BLUE, ORANGE, GREY = "#3b82c4", "#d9772b", "#8a8f98"
 """Readable on white and on black, and told apart by those who see no red or green."""

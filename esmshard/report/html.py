@@ -114,6 +114,8 @@ def _data(left: Left) -> Section:
         [str(s).removeprefix("leakage: ") for s in left.evaluation.raw.get("leakage", ())] if left.evaluation else []
     )
     texts = leakage or ["What the splits share has not been recorded: evaluation.json has no leakage check."]
+    changed = dict.fromkeys(str(notice) for s in splits.values() for notice in s.get("notices", ()))
+    texts += [f"Changed or left out: {notice}" for notice in changed]
     head = ["split", "file", "records", "residues", "sha256 of the tokens"]
     rows = [
         [

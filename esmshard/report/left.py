@@ -14,13 +14,16 @@ from esmshard import recipe as recipes
 from esmshard.errors import InputError, UsageError
 from esmshard.settings import Recipe
 from esmshard.tasks import TASKS
+from esmshard.tasks.intervals import Interval
 from esmshard.train import goodput, status
 from esmshard.train.attempt import METRICS
-from esmshard.train.metrics import Interval
 
 Values = npt.NDArray[np.float64]
 
-STEP_COLUMNS = ("step", "loss", "lr", "grad_norm", "residues", "step_s", "residues_per_s", "peak_memory_bytes")
+STEP_COLUMNS = (
+    *("step", "loss", "lr", "grad_norm", "records", "residues"),
+    *("step_s", "residues_per_s", "peak_memory_bytes"),
+)
 """Of the lines of steps, what a report shows."""
 
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from esmshard.model.config import STARTER
 from esmshard.model.hub import RELEASED
 from esmshard.report.left import Left
@@ -12,7 +14,6 @@ from esmshard.report.variants_left import CrossValidated, Pooled
 from esmshard.settings import Recipe
 from esmshard.task_settings import VariantSettings
 from esmshard.tasks.variant import AUGMENTED, FROZEN, ONE_HOT, SCORE, THRESHOLDS, VariantTask
-from esmshard.train.metrics import MOST_ROWS, RESAMPLES
 from esmshard.train.verdict import MAIN
 
 REFERENCES = {
@@ -58,6 +59,11 @@ def _model(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     of = f" of a protein of {count_text(len(protein), 'residue')}" if protein else ""
     verb = "fitting a linear head to" if adapt.method == "probe" else "fine-tuning"
     yield f"Measured values of variants{of} ({', '.join(found.targets)}) were predicted by {verb} {model}{weights}."
+    if found.given is not None and found.given.offset:
+        yield (
+            f"Positions in the table were shifted by {found.given.offset:+d}, so that they count the residues of this "
+            "protein from 1."
+        )
     first, seen = found.facts.get("first", 0), found.facts.get("length", len(protein))
     if seen < len(protein):
         yield f"The model saw residues {first + 1:,} to {first + seen:,} of it."
@@ -133,51 +139,78 @@ def _training(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     yield (
         f"AdamW (betas {optim.betas[0]:g} and {optim.betas[1]:g}, weight decay {optim.weight_decay:g}) minimised "
         f"{loss} with {rates}{warmup}, then {falls}, gradients clipped to a norm of {optim.clip:g}, in "
-        f"{'at most ' if stops else ''}{_steps(found, recipe)}."
+        f"{_steps(found, recipe)}."
     )
+    known = [run for run in found.runs.values() if run is not None]
     often = "after each pass" if recipe.train.eval_every == "epoch" else f"every {recipe.train.eval_every:,} steps"
     if stops:
+        early = sum(_done(run) < (_planned(run) or 0) for run in known)
         yield (
-            f"Spearman's correlation on the validation set was computed {often}; training ended when "
-            f"{count_text(recipe.train.early_stop or 0, 'validation')} in a row brought no better one, and the model "
-            "of the best validation was taken."
+            f"Spearman's correlation on the validation set was computed {often}; training was to end when "
+            f"{count_text(recipe.train.early_stop or 0, 'validation')} in a row brought no better one, which "
+            f"{early:,} of {count_text(len(known), 'run')} did, and the model of the best validation was taken"
+            f"{_best_steps(known)}."
         )
     elif recipe.checkpoint.keep_best:
-        yield f"The model with the best Spearman's correlation on the validation set, computed {often}, was taken."
+        yield (
+            f"The model with the best Spearman's correlation on the validation set, computed {often}, was taken"
+            f"{_best_steps(known)}."
+        )
 
 
 def _steps(found: CrossValidated, recipe: Recipe) -> str:
-    """How many, of how many variants, and how often that is all of them."""
-    known = [run for run in found.runs.values() if run is not None]
-    each = sorted({n for run in known if run.recipe and (n := run.recipe.train.steps) is not None})
-    if not each:
+    """How many were done, of how many variants, and how often that is all of them: as metrics.jsonl has it."""
+    known = [run for run in found.runs.values() if run is not None and _done(run)]
+    if not known:
         return "the steps of the recipe"
-    steps = f"{each[0]:,}" + (f" to {each[-1]:,}" if len(each) > 1 else "")
-    tokens = recipe.batch.global_tokens
-    if not (isinstance(recipe.task, VariantSettings) and recipe.task.pool == "wild_type"):
-        return f"{steps} steps of up to {tokens:,} tokens"
-    size = max(1, tokens // 3)  # only the changed residue takes room: the wild type goes through the model once
-    passes = [
-        run.recipe.train.steps / -(-trained // size)
-        for run in known
-        if run.recipe and run.recipe.train.steps and (trained := _trained(run))
-    ]
-    often = f", about {sum(passes) / len(passes):.0f} passes over the training variants" if passes else ""
-    return f"{steps} steps of up to {count_text(size, 'variant')}{often}"
+    done, planned = [_done(run) for run in known], [n for run in known if (n := _planned(run)) is not None]
+    steps = _range(done) + (f" of the planned {_range(planned)}" if planned and planned != done else "")
+    sizes = [int(np.nanmax(run.steps["records"])) for run in known if np.isfinite(run.steps["records"]).any()]
+    if not sizes:
+        return f"{steps} steps"
+    passes = [np.nansum(run.steps["records"]) / trained for run in known if (trained := _trained(run))]
+    often = f", {_range(passes)} passes over the training variants" if passes else ""
+    return f"{steps} steps of up to {count_text(max(sizes), 'variant')}{often}"
+
+
+def _done(run: Left) -> int:
+    """Optimizer steps that a run has done."""
+    return int(np.nanmax(run.steps["step"])) if len(run.steps["step"]) else 0
+
+
+def _planned(run: Left) -> int | None:
+    return run.recipe.train.steps if run.recipe is not None else None
+
+
+def _best_steps(known: Sequence[Left]) -> str:
+    """At which steps the runs have their models from."""
+    steps = [int(run.evaluation.raw["step"]) for run in known if run.evaluation is not None]
+    return f" (step {_range(steps)})" if steps else ""
+
+
+def _range(values: Sequence[float]) -> str:
+    """The only value, or the smallest and the greatest one.
+
+    >>> _range([40, 1240]), _range([4.96, 5.0]), _range([2.26])
+    ('40 to 1,240', '5', '2.3')
+    """
+    ends = [f"{value:,.1f}".removesuffix(".0") for value in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _testing(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     data, folds, pooled = recipe.data, found.raw.get("folds"), found.pooled
     known = [run for run in found.runs.values() if run is not None]
-    tested = found.tested
-    if tested is not None and data.replicates == "mean" and tested.rows_tested > len(tested.mutations):
-        yield "Values of a variant that was measured several times were averaged."
+    yield from _table(found, recipe)
+    unplaced = found.given.variants_in_no_set if found.given is not None else None
     if folds and data.split in _SPLITS:
-        left = "" if data.split == "random" else "; those that change positions of several folds were left out"
+        left_out = f"; left out: {count_text(unplaced, 'variant')} with changes in several folds" if unplaced else ""
+        if unplaced is None and data.split != "random":
+            left_out = "; those that change positions of several folds were left out"
         count = f"{pooled.variants:,} variants" if pooled else "Variants"
         yield (
-            f"{count} were divided into {_worded(folds)} folds {_SPLITS[data.split]}{left}. Each fold was the test set "
-            "of one run, another one its validation set, and the others its training set."
+            f"{count} were divided into {_worded(folds)} folds {_SPLITS[data.split]}{left_out}. Each fold was the test "
+            "set of one run, another one its validation set, and the others its training set."
         )
     else:
         by = f"up to {count_text(data.train_max or 1, 'change')}" if data.split == "mutations" else "the training set"
@@ -186,7 +219,8 @@ def _testing(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
         kept = "variants with " if data.split == "mutations" else "those that the table assigns to "
         test = f", and {pooled.variants:,} others were the test set" if pooled else ""
         apart = ", a part of which was kept for validation" if data.split == "mutations" else ""
-        yield f"The model learned from {kept}{by}{size}{apart}{test}."
+        left_out = f"; left out: {count_text(unplaced, 'variant')} without a set" if unplaced else ""
+        yield f"The model learned from {kept}{by}{size}{apart}{test}{left_out}."
     if pooled is None:
         return
     if len(pooled.seeds) > 1:
@@ -197,6 +231,19 @@ def _testing(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
         yield f"The random seed was {pooled.seeds[0]}."
     yield from _baselines(found, recipe, pooled)
     yield from _statistics(pooled, len(found.targets))
+
+
+def _table(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
+    """What was done to the rows of the user's table."""
+    given, tested = found.given, found.tested
+    if given is None:
+        if tested is not None and recipe.data.replicates == "mean" and tested.rows_tested > len(tested.mutations):
+            yield "Values of a variant that was measured several times were averaged."
+        return
+    if given.rows_left_out:
+        yield f"{given.rows_left_out:,} of {count_text(given.rows, 'row')} of the table could not be used."
+    if given.variants_averaged and recipe.data.replicates == "mean":
+        yield f"The values of {count_text(given.variants_averaged, 'variant')} in several rows were averaged."
 
 
 def _baselines(found: CrossValidated, recipe: Recipe, pooled: Pooled) -> Iterator[str]:
@@ -229,10 +276,10 @@ def _baselines(found: CrossValidated, recipe: Recipe, pooled: Pooled) -> Iterato
 
 
 def _statistics(pooled: Pooled, targets: int) -> Iterator[str]:
-    draws = min(RESAMPLES, max(200, MOST_ROWS // max(pooled.positions, 1)))
+    draws = "" if pooled.resamples is None else f"{pooled.resamples:,} "
     averaged = ", averaged over the targets" if targets > 1 else ""
     intervals = (
-        f"Intervals are 95% percentile intervals of a bootstrap of {draws:,} resamples of positions, and those of "
+        f"Intervals are 95% percentile intervals of a bootstrap of {draws}resamples of positions, and those of "
         "differences are paired."
     )
     if math.isnan(pooled.metrics[MAIN].low):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from esmshard.train.metrics import Interval
+from esmshard.tasks.intervals import Interval
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from esmshard.report.left import Evaluation, Headline, Left, Values, number
 from esmshard.report.page import Figure, Section, Table, bytes_text, cell, difference_cell, value_text
 from esmshard.settings import Recipe
 from esmshard.tasks.finetuner import load_finetuned
+from esmshard.tasks.intervals import Interval
 from esmshard.tasks.protocol import BEFORE
 from esmshard.train import verdict as verdicts
 from esmshard.train.evaluate import without_interval
-from esmshard.train.metrics import Interval
 from esmshard.train.splits import open_split, open_tested
 
 LONGEST_MAP = 512

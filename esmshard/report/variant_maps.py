@@ -22,6 +22,18 @@ WORST = 10
 """Rows of the table of positions."""
 
 
+def numbering(found: CrossValidated) -> str:
+    """Which residue is number 1, in a sentence or two."""
+    text = "Positions count the residues of the wild type from 1"
+    offset = found.given.offset if found.given is not None else 0
+    if not offset:
+        return f"{text}, on this page and in all files."
+    return (
+        f"{text}, on this page and in all files. The table counts otherwise: its positions {offset:+d} are those of "
+        f"the wild type. {RANKED} has both, in the columns 'mutant' and 'mutant in table'."
+    )
+
+
 def substitutions(found: CrossValidated) -> Section:
     """Maps of what was measured and what is predicted of each single substitution."""
     section = ("map", "Map of substitutions")
@@ -42,6 +54,8 @@ def substitutions(found: CrossValidated) -> Section:
         "of which were trained on the measured variants, so that this is no test of them. Both have one "
         "colour scale; values beyond its ends, the 2nd and 98th percentile, have the colours of the ends."
     ]
+    if found.given is not None and found.given.offset:
+        texts.append(numbering(found))
     if last < max(changed):
         texts.append(f"Changed residues after {last + 1:,}, up to {max(changed) + 1:,}, are not shown.")
     figures = []
@@ -135,4 +149,7 @@ def positions(found: CrossValidated) -> Section:
         tables.append(Table(head, rows, f"{name}: the positions with the greatest errors."))
     if not figures:
         return Section(*section, missing="No changed position has both a measured and a predicted value.")
-    return Section(*section, ["A variant with several changes counts at each of their positions."], figures, tables)
+    texts = ["A variant with several changes counts at each of their positions."]
+    if found.given is not None and found.given.offset:
+        texts.append(numbering(found))
+    return Section(*section, texts, figures, tables)

@@ -17,8 +17,8 @@ from esmshard.report.page import cell as interval_cell
 from esmshard.report.scores import MOST_TARGETS
 from esmshard.report.variants_left import AGAIN, RANKED, CrossValidated
 from esmshard.tasks import metrics
+from esmshard.tasks.intervals import Interval
 from esmshard.train.cross_validated import CURVE
-from esmshard.train.metrics import Interval
 from esmshard.train.repeats import SUMMARY
 from esmshard.train.verdict import MAIN, comparison
 
@@ -129,6 +129,18 @@ def _over_runs(row: Any) -> str:
     return _cell(Interval(mean, low, high))
 
 
+def table(found: CrossValidated) -> Section:
+    """What was done to the user's table before anything was learned."""
+    section, given = ("table", "The table of variants"), found.given
+    if given is None:
+        return Section(*section, missing=f"{SUMMARY} of this version of esmshard does not say what was done to it.")
+    read = (
+        f"{given.path}: {count_text(given.rows, 'row')}, of which {given.rows_left_out:,} could not be used; "
+        f"{OUT_OF_FOLD} has them all, with the reason for each."
+    )
+    return Section(*section, [read, variant_maps.numbering(found), *given.notices])
+
+
 def predictions(found: CrossValidated) -> Section:
     """Predicted against measured values of each target."""
     section = ("predictions", "Predicted against measured")
@@ -201,9 +213,11 @@ def ranked(found: CrossValidated) -> Section:
     left = found.ranked
     if left is None:
         return Section(*section, missing=f"{RANKED} is missing; {AGAIN}.")
-    keys = [k for k in left.rows[0] if k.split(" ")[0] in ("prediction", "sd")] if left.rows else []
+    columns = list(left.rows[0]) if left.rows else []
+    keys = [k for k in columns if k.split(" ")[0] in ("prediction", "sd")]
+    named = [k for k in ("mutant", "mutant in table") if k in columns]
     rows = [
-        [row["rank"], row["mutant"], *(unit_text(number(row.get(key))) for key in (*keys, "measured"))]
+        [row["rank"], *(row[k] for k in named), *(unit_text(number(row.get(key))) for key in (*keys, "measured"))]
         for row in left.rows[:BEST]
     ]
     target = found.targets[0]
@@ -213,7 +227,11 @@ def ranked(found: CrossValidated) -> Section:
         f"{'lower' if lower else 'higher'} is better. Prediction and standard deviation (sd) are over the models of "
         f"all runs. All are in {RANKED}."
     ]
-    return Section(*section, texts, tables=[Table(["rank", "mutant", *keys, "measured"], rows)])
+    if found.given is not None and found.given.offset:
+        texts.append(variant_maps.numbering(found))
+    if found.pooled is not None:
+        texts.append(f"How far to trust them: {found.pooled.verdict}")
+    return Section(*section, texts, tables=[Table(["rank", *named, *keys, "measured"], rows)])
 
 
 def methods(found: CrossValidated) -> Section:
@@ -292,6 +310,7 @@ def _steps(found: CrossValidated) -> list[int]:
 
 SECTIONS: Sequence[Callable[[CrossValidated], Section]] = (
     compared,
+    table,
     predictions,
     variant_maps.substitutions,
     curve,

@@ -14,8 +14,8 @@ from esmshard.data.variant_records import OUT_OF_FOLD
 from esmshard.errors import InputError
 from esmshard.report.left import Left, Values, intervals, json_object, number, read
 from esmshard.settings import Recipe
+from esmshard.tasks.intervals import Interval
 from esmshard.train.cross_validated import CURVE
-from esmshard.train.metrics import Interval
 from esmshard.train.repeats import SUMMARY
 from esmshard.train.verdict import MAIN, strongest
 
@@ -38,6 +38,8 @@ class Pooled:
     """Fine-tuned minus each baseline."""
     of_each_seed: Mapping[str, Sequence[float]]
     verdict: str
+    resamples: int | None
+    """Of the bootstrap; None for a run of an earlier version, which does not say."""
 
     @property
     def best(self) -> str | None:
@@ -81,6 +83,22 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What was read of the user's table, and what was changed on the way."""
+
+    path: str
+    rows: int
+    rows_left_out: int
+    variants_averaged: int
+    """Variants that stand in several rows, whose values were averaged."""
+    variants_in_no_set: int
+    offset: int
+    """Added to its positions, which gives those of the wild type."""
+    notices: Sequence[str]
+    """A sentence for each change."""
+
+
+@dataclass(frozen=True)
 class CrossValidated:
     """All that its report is made of. What is not there is None."""
 
@@ -89,6 +107,8 @@ class CrossValidated:
     """`summary.json`."""
     recipe: Recipe | None
     """None if this version cannot use the one that is there."""
+    given: Given | None
+    """None for runs of an earlier version, which do not say."""
     pooled: Pooled | None
     runs: Mapping[str, Left | None]
     tested: Tested | None
@@ -143,7 +163,17 @@ def read_variants(run: Path) -> CrossValidated:
         recipe = None
     runs = {str(name): read(run / str(name)) if (run / str(name)).is_dir() else None for name in names}
     tested = _tested(run / OUT_OF_FOLD)
-    return CrossValidated(run, raw, recipe, _pooled(run, raw), runs, tested, _ranked(run / RANKED), _curve(run / CURVE))
+    return CrossValidated(
+        path=run,
+        raw=raw,
+        recipe=recipe,
+        given=_given(run, raw),
+        pooled=_pooled(run, raw),
+        runs=runs,
+        tested=tested,
+        ranked=_ranked(run / RANKED),
+        curve=_curve(run / CURVE),
+    )
 
 
 def _damaged(path: Path, why: object) -> InputError:
@@ -155,6 +185,18 @@ def _object(path: Path) -> dict[str, Any]:
         return json_object(path) or {}
     except InputError:
         raise _damaged(path, "not a JSON object") from None
+
+
+def _given(run: Path, raw: Mapping[str, Any]) -> Given | None:
+    if "table" not in raw:
+        return None
+    try:
+        found = raw["table"]
+        counts = {key: int(found[key]) for key in ("rows", "rows_left_out", "variants_averaged", "variants_in_no_set")}
+        notices = [str(one) for one in found["notices"]]
+        return Given(path=str(found["path"]), offset=int(found["offset"]), notices=notices, **counts)
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(run / SUMMARY, "what it says of the table is not whole") from None
 
 
 def _pooled(run: Path, raw: Mapping[str, Any]) -> Pooled | None:
@@ -177,6 +219,7 @@ def _pooled(run: Path, raw: Mapping[str, Any]) -> Pooled | None:
             differences=differences,
             of_each_seed=each,
             verdict=verdict,
+            resamples=int(found["resamples"]) if "resamples" in found else None,
         )
     except (KeyError, TypeError, AttributeError, ValueError):
         raise _damaged(run / SUMMARY, "its pooled results are not whole") from None

@@ -64,7 +64,8 @@ class Task(Protocol):
     """One kind of fine-tuning: `TASKS[name](settings, facts)`. Objects hold settings and facts, and nothing else.
 
     A task may have `baseline_records`, how many training examples its baselines learn from at most; `of_base`, names of
-    the baselines that ask the model before the first step;
+    the baselines that ask the model before the first step; `keeps_ids`, true if the ids of training and validation
+    records are to go with the model;
     `look_ahead(data, base)`, which is called with a split before `baseline_outputs` is asked for each of its examples,
     and `prepared(rows)`, which gets all rows of a split and returns them as `summary` reads thousands of resamples of
     them the fastest.

@@ -26,7 +26,7 @@ from esmshard.tasks.marginals import log_probabilities
 from esmshard.tasks.protocol import Facts, Inputs, LossSum, Row, on_device_of
 from esmshard.tasks.scales import Scale, fit_scale
 from esmshard.tasks.variant_head import Pool, VariantHead
-from esmshard.vocab import RESIDUES, decode, encode
+from esmshard.vocab import RESIDUES, STANDARD, decode, encode
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
@@ -45,7 +45,8 @@ class VariantTask:
     """Values of variants. Outputs: standardised numbers [T].
 
     Facts: `targets` (names), `lower_is_better` (some of them), `scales` (see `esmshard.tasks.scales`), `protein` (the
-    wild type), and `first` and `length` of the part of it that the model sees, from residue 0.
+    wild type), `first` and `length` of the part of it that the model sees, from residue 0, and `offset`, which was
+    added to the positions of the table.
     """
 
     lower_is_better = False
@@ -53,6 +54,8 @@ class VariantTask:
     one_of_names = False
     baseline_records = 10_000
     """Training variants that the baselines learn from at most: as the model does, from all but the largest tables."""
+    keeps_ids = True
+    """A user predicts the table that the model was trained on as readily as another one."""
 
     def __init__(self, settings: VariantSettings, facts: Facts) -> None:
         self._settings = settings
@@ -104,6 +107,7 @@ class VariantTask:
             "protein": labels.protein,
             "first": labels.first,
             "length": labels.length,
+            "offset": labels.offset,
         }
         return VariantTask(self._settings, facts)
 
@@ -239,9 +243,12 @@ class VariantTask:
                 head.zero_shot.copy_(torch.from_numpy(model.weight_OF[:, seen]))
 
     def _zero_shot(self, example: Example, log_p_LA: npt.NDArray[np.float32]) -> float:
-        """Masked marginals: sum over the changes of log p(mutant) - log p(wild type)."""
-        sites = np.flatnonzero(example.tokens != self._tokens) - 1
+        """Masked marginals: sum over the changes of log p(mutant) - log p(wild type), where both are of the 20 amino
+        acids: of others, such as X, the model says nothing that compares.
+        """
         mutant, wild = decode(example.tokens[1:-1]), self.wild_type
+        changed = (np.flatnonzero(example.tokens != self._tokens) - 1).tolist()
+        sites = [s for s in changed if mutant[s] in STANDARD and wild[s] in STANDARD]
         return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
 
     def _frozen(self, examples: Sequence[Example], base: "FineTuner") -> npt.NDArray[np.float32]:

@@ -107,9 +107,14 @@ def width(dim: int, pool: Pool, *, zero_shot: bool) -> int:
 
 
 def log_odds(logits_MV: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Sum over the changes of each variant of log p(mutant) - log p(wild type), float32 [N]: wild-type marginals."""
+    """Sum over the changes of each variant of log p(mutant) - log p(wild type), float32 [N]: wild-type marginals.
+
+    Only of changes between two of the 20 amino acids: any of them is far likelier than X or U, whatever it does there.
+    """
     assert batch.changes_4M is not None
     record_M, letter_M, _, wild_M = batch.changes_4M
     both_M2 = torch.stack([letter_M, batch.tokens_T[wild_M]], 1)
     mutant, wild = logits_MV.float().gather(1, both_M2).unbind(1)  # the softmax has the same divisor in both
-    return mutant.new_zeros(batch.n_records).index_add(0, record_M, mutant - wild)
+    # The tokens of the 20 follow each other.
+    known_M = ((both_M2 >= min(AMINO_ACIDS)) & (both_M2 <= max(AMINO_ACIDS))).all(1)
+    return mutant.new_zeros(batch.n_records).index_add(0, record_M, (mutant - wild) * known_M)

@@ -7,16 +7,19 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.splits import LEFT_OUT
 from esmshard.data.substitutions import name_of
-from esmshard.data.variant_records import OUT_OF_FOLD, table_of
+from esmshard.data.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
+from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError
 from esmshard.settings import Recipe
 from esmshard.tasks import metrics
-from esmshard.train.metrics import LEAST, Interval, block_draws, difference, interval
+from esmshard.tasks.intervals import LEAST, Interval, block_draws, difference, interval
 from esmshard.train.repeats import SUMMARY, Repeat
 from esmshard.train.status import replace_text
 from esmshard.train.verdict import MAIN, verdict
@@ -43,9 +46,10 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     """Write what runs of a table say together to the recipe's `out`, and return it as text.
 
     `variants.csv`: the user's columns, then of each test variant its name, measured value, fold, the prediction of
-    the model that was tested on it (mean over seeds), its standard deviation over seeds, and every baseline's.
-    `summary.json` gets `pooled`: Spearman over all test variants with intervals, and `verdict`. `learning_curve.json`:
-    the same of the first test set against the number of training variants.
+    the model that was tested on it (mean over seeds), its standard deviation over seeds, and every baseline's; of a row
+    that was left out, why. `summary.json` gets `table`, what was done to the user's table; `pooled`, Spearman over all
+    test variants with intervals; and `verdict`. `learning_curve.json`: the same of the first test set against the
+    number of training variants.
 
     Args:
         recipe: of all.
@@ -70,6 +74,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     }  # [seeds, N, T]
     mean = {method: predicted_SNT.mean(0) for method, predicted_SNT in predicted.items()}
     samples = {method: _bootstrap(mean_NT, measured_NT, block) for method, mean_NT in mean.items()}
+    resamples = len(samples[MAIN]) - 1
     intervals = {method: interval(values) for method, values in samples.items()}
     gains = {method: difference(samples[MAIN], values) for method, values in samples.items() if method != MAIN}
     each = {method: [_spearman(one_NT, measured_NT) for one_NT in one_SNT] for method, one_SNT in predicted.items()}
@@ -82,6 +87,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "interval": "95% percentile bootstrap over positions; of differences, paired"
         if positions >= LEAST
         else f"none: of {positions} positions, and an interval takes {LEAST}",
+        "resamples": resamples,
         "variants": len(ids),
         "positions": positions,
         "split": recipe.data.split,
@@ -92,7 +98,8 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     }
     path = out / SUMMARY
     summary = json.loads(path.read_text(encoding="utf-8"))
-    more = {"recipe": recipe.model_dump(mode="json"), "pooled": pooled, "verdict": said}
+    table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
+    more = {"recipe": recipe.model_dump(mode="json"), "table": table, "pooled": pooled, "verdict": said}
     replace_text(path, json.dumps(summary | more, indent=1) + "\n")
     sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}
@@ -106,6 +113,22 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     if curve:
         _write_curve(out / CURVE, [_Run(run.out) for run in [*curve, runs[0]]])
     return f"{_as_text(intervals, gains, each)}\n{said}"
+
+
+def _table(data: DataSettings) -> dict[str, Any]:
+    """What was read of the user's table, and what was changed on the way; `data` is that of the runs, with folds."""
+    variants = table_of(data)
+    fold_N, left_out = divide(data)
+    return {
+        "path": str(variants.table.path),
+        "rows": len(variants.table),
+        "rows_left_out": len(variants.left_out),
+        "variants": len(variants),
+        "variants_averaged": sum(len(rows) > 1 for rows in variants.rows),
+        "variants_in_no_set": int((fold_N == LEFT_OUT).sum()),
+        "offset": variants.offset,
+        "notices": [*variants.notices, *left_out],
+    }
 
 
 class _Run:
@@ -186,12 +209,12 @@ def _write_variants(
     if len(names) > 1:
         measured["measured"] = 0
     table, prefix = variants.table, ""
-    while any(f"{prefix}{name}" in table.columns for name in ("variant", "fold", *columns)):
+    while any(f"{prefix}{name}" in table.columns for name in ("variant", "fold", *columns, LEFT_OUT_WHY)):
         prefix += "esmshard "  # the user's columns keep their names
     temporary = path.with_name(f".tmp-{path.name}")
     with open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns))])
+        writer.writerow([*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns, LEFT_OUT_WHY))])
         for row in range(len(table)):
             name, place, own = of_row.get(row, ("", None, None))
             values = dict.fromkeys(columns, math.nan)
@@ -201,7 +224,8 @@ def _write_variants(
                 values |= {key: float(column[place]) for key, column in columns.items()}
             told = ["" if math.isnan(value) else f"{value:.6g}" for value in values.values()]
             fold = "" if place is None else str(fold_N[place])
-            writer.writerow([*(cells[row] for cells in table.columns.values()), name, fold, *told])
+            why = variants.left_out.get(row, "")
+            writer.writerow([*(cells[row] for cells in table.columns.values()), name, fold, *told, why])
     temporary.replace(path)
 
 

@@ -23,9 +23,10 @@ from esmshard.parallel.mesh import World
 from esmshard.progress import Progress
 from esmshard.settings import Recipe
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned
+from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
 from esmshard.tasks.protocol import Row, Task, collate
-from esmshard.train.metrics import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
+from esmshard.train.status import replace_text
 from esmshard.train.verdict import MAIN, verdict
 
 BASELINE_RECORDS = 2000
@@ -84,6 +85,12 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> N
     with open(temporary, "wb") as file:
         np.savez(file, **known)  # type: ignore[arg-type]
     temporary.replace(path)
+
+
+def keep_seen(task: Task, train: Examples, valid: Examples, path: Path) -> None:
+    """Keep the ids of the training and validation records, one a line, where the task asks for it."""
+    if getattr(task, "keeps_ids", False):
+        replace_text(path, "".join(f"{one.id(n)}\n" for one in (train, valid) for n in range(len(one))))
 
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:

@@ -17,7 +17,7 @@ from esmshard.batch import TokenBatch
 from esmshard.checkpoint import card, manifest, sharded
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.checkpoint.saver import Saver
-from esmshard.data.loader import Examples, digests
+from esmshard.data.loader import SEEN, Examples, digests
 from esmshard.data.packing import MicroBatch, Plan, deal
 from esmshard.errors import InputError
 from esmshard.model import origin, recorded
@@ -130,6 +130,7 @@ def _evaluate(job: Job, trust: bool) -> None:
     recipe, out = job.recipe, job.out
     say(f"fitting the baselines, then scoring {len(job.test)} test records")
     evaluate.fit_baselines(job.task, job.train, load_base(recipe, job.task), out / evaluate.BASELINES)
+    evaluate.keep_seen(job.task, job.train, job.valid, out / SEEN)
     best = keeps_best(recipe) and manifest.pointed(out / "checkpoints", "BEST") is not None
     how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
     model = consolidate(out, out / "model", overwrite=True, warn=say, **how)

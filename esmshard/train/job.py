@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from esmshard.data.leakage import Records, check
-from esmshard.data.loader import Examples
+from esmshard.data.loader import SEEN, Examples
 from esmshard.data.packing import Plan
 from esmshard.errors import InputError, UsageError
 from esmshard.model.esm2 import ESM2
@@ -26,6 +26,7 @@ from esmshard.train.tracking import TRACKED, check_installed
 
 RUN_FILES = (
     *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv", "baselines.npz"),
+    SEEN,
     *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder", "report.html"),
     *TRACKED,
 )
@@ -137,13 +138,16 @@ def versions() -> dict[str, Any]:
 
 
 def provenance(job: Job) -> dict[str, Any]:
-    """Which data went in: path, records and the sha256 of the residues, split by split."""
+    """Which data went in, split by split: path, records, the sha256 of the residues, and in sentences what was changed,
+    averaged or left out on the way.
+    """
     return {
         split.name: {
             "path": str(split.path),
             "records": len(split),
             "residues": split.store.manifest["residues"],
             "tokens_sha256": split.digest,
+            "notices": list(split.notices),
         }
         for split in (job.train, job.valid, job.test)
     }

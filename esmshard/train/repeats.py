@@ -11,8 +11,8 @@ import numpy as np
 
 from esmshard.errors import InputError, UsageError
 from esmshard.settings import Recipe
+from esmshard.tasks.intervals import Interval
 from esmshard.train import status
-from esmshard.train.metrics import Interval
 from esmshard.train.status import replace_text
 from esmshard.train.verdict import MAIN, verdict
 

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 
+from esmshard.tasks.intervals import LEAST, Interval
 from esmshard.tasks.protocol import BEFORE
-from esmshard.train.metrics import LEAST, Interval
 
 MAIN = "fine-tuned"
 """The method that the others are compared with."""

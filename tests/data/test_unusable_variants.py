@@ -85,6 +85,13 @@ def test_the_shift_is_found_although_rows_do_not_fit() -> None:
         "v.csv: left out 2 rows with another residue than the wild type has: line 40 A27G (K is there), line 42 W28A "
         "(T is there)"
     )
+    assert found.offset == -25
+    assert found.names_in_table()[0] == f"{GOOD[0][0]}{int(GOOD[0][1:-1]) + 25}{GOOD[0][-1]}"
+    assert found.left_out == {
+        38: "A27G (K is there), another residue than the wild type has",
+        39: "'K2del' is a deletion",
+        40: "W28A (T is there), another residue than the wild type has",
+    }
 
 
 def test_a_shift_that_too_few_fit_is_refused() -> None:

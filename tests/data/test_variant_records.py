@@ -13,7 +13,7 @@ from esmshard.data.variant_records import VariantRecords, divide, open_variants
 from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
 from esmshard.settings import BatchSettings, Recipe
-from esmshard.train.metrics import block_draws
+from esmshard.tasks.intervals import block_draws
 from esmshard.train.splits import in_tokens, open_split
 from esmshard.vocab import decode
 

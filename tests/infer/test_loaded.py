@@ -400,6 +400,13 @@ def test_variants_of_the_protein_are_predicted(tmp_path: Path) -> None:
     assert found.embed([WT]).shape == (1, TINY.dim), "the trunk is there too"
 
 
+def test_a_table_that_was_numbered_otherwise_is_told(tmp_path: Path) -> None:
+    scale = fit_scale(np.array([0.0, 1.0, 3.0]), "none").as_json()
+    path, _ = consolidated(tmp_path / "model", {"name": "variant"}, VARIANT | {"scales": [scale] * 2, "offset": -23})
+    with pytest.warns(UserWarning, match="numbered as its wild type is, from 1; .* its positions -23 are these"):
+        load(path).predict(["Q9C"])
+
+
 def test_a_bad_sequence_is_named_by_predict_too(tmp_path: Path) -> None:
     path, _ = consolidated(tmp_path / "model", *HEADS["sequence"][:2])
     with pytest.raises(InputError, match=r"sequences\[1\] has '1' at position 3"):

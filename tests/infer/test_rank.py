@@ -9,25 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from model_files import TINY, fair_esm, ours, write_transformers
-from torch import nn
+from variant_models import NAMES, WT, facts, write_model, write_run
 
-from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.data.loader import Example
 from esmshard.data.substitutions import parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.infer.rank import batch, models_of, predict
-from esmshard.task_settings import VariantSettings
+from esmshard.infer import proposals
+from esmshard.infer.rank import models_of, predict
 from esmshard.tasks.finetuner import load_finetuned
 from esmshard.tasks.variant import VariantTask
 from esmshard.vocab import encode
 
-WT = "MKTAYIAKQRQISFVKSHFSRQLE"
-NAMES = [f"{WT[n]}{n + 1}{letter}" for n in range(12) for letter in "CW"]
-
+BESIDE = ("rank", "out-of-fold prediction", "seen in training")
 
 # Batches
+
+
+def batch(values_MN: np.ndarray, count: int, kappa: float = 1.0) -> list[int]:
+    """What is chosen where nothing but the predictions counts."""
+    return proposals.choose(values_MN, [()] * values_MN.shape[1], count, kappa, diversity=0)
 
 
 def dense(values_MN: np.ndarray, count: int, kappa: float) -> list[int]:
@@ -89,41 +89,6 @@ def test_models_that_agree_leave_the_means() -> None:
 # Models and tables
 
 
-def write_model(directory: Path, seed: int, facts: dict[str, Any], pool: str = "wild_type") -> Path:
-    """A consolidated model with a random head, as `consolidate` leaves it."""
-    settings = VariantSettings(name="variant", pool=pool, hidden=4, zero_shot=False)  # type: ignore[arg-type]
-    torch.manual_seed(seed)
-    head = VariantTask(settings, facts).head(TINY)
-    for parameter in head.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    write_transformers(directory, ours(fair_esm(TINY), TINY), TINY, head.state_dict())
-    about = {"format": FORMAT, "version": VERSION, "step": 2, "recipe": {"task": settings.model_dump()}}
-    (directory / "esmshard.json").write_text(json.dumps({**about, "facts": facts}))
-    return directory
-
-
-def facts(*targets: str, lower: Sequence[str] = (), first: int = 0, length: int = 24, protein: str = WT) -> Any:
-    unit = {"kind": "none", "mean": 10.0, "deviation": 2.0, "values": [], "scores": []}
-    return {
-        "targets": list(targets or ("y",)),
-        "lower_is_better": list(lower),
-        "scales": [unit] * len(targets or ("y",)),
-        "protein": protein,
-        "first": first,
-        "length": length,
-    }
-
-
-def write_run(directory: Path, count: int, known: dict[str, Any]) -> Path:
-    """A cross-validation of that many models."""
-    names = [f"seed-0-fold-{n}" for n in range(count)]
-    for n, name in enumerate(names):
-        write_model(directory / name / "model", n, known)
-    (directory / "summary.json").write_text(json.dumps({"task": "variant", "runs": names}))
-    return directory
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three models of one target, of one of which less is better, and of two targets."""
@@ -182,7 +147,7 @@ def numbers(rows: list[dict[str, str]], column: str) -> list[float]:
 def test_variants_stand_in_order_with_the_columns_of_their_table(runs: Path, name: str, sign: int) -> None:
     names = [*NAMES, "WT", "K2C:T3W"]
     rows = rank(runs / name, table(names))
-    assert list(rows[0]) == ["mutant", "note", "prediction", "sd", "rank"]
+    assert list(rows[0]) == ["mutant", "note", "prediction", "sd", *BESIDE, "not ranked because"]
     values = said(runs / name, names)[:, :, 0]
     mean, sd = values.mean(0), values.std(0, ddof=1)
     order = np.argsort(sign * mean, kind="stable")
@@ -199,14 +164,23 @@ def test_the_correlation_with_measured_values_is_said(runs: Path, capsys: pytest
     measured = [*np.argsort(np.argsort(values))[:-3], "", "", ""]
     rows = "".join(f"{name},{value}\n" for name, value in zip(NAMES, measured, strict=True))
     rank(runs / "higher", "mutant,y\n" + rows)
-    assert "Spearman 1.000 with y over 21 variants" in capsys.readouterr().err
+    assert "Spearman with y 1.000 [1.000, 1.000] (95% over positions) over 21 rows that no" in capsys.readouterr().err
     rank(runs / "higher", table(NAMES))
     assert "Spearman" not in capsys.readouterr().err
 
 
 def test_of_several_targets_the_first_is_ranked(runs: Path) -> None:
     rows = rank(runs / "two", table(NAMES))
-    assert list(rows[0]) == ["mutant", "note", "prediction y", "sd y", "prediction kd", "sd kd", "rank"]
+    assert list(rows[0]) == [
+        "mutant",
+        "note",
+        "prediction y",
+        "sd y",
+        "prediction kd",
+        "sd kd",
+        "rank",
+        *("out-of-fold prediction y", "out-of-fold prediction kd", "seen in training", "not ranked because"),
+    ]
     mean = said(runs / "two", [row["mutant"] for row in rows]).mean(0)
     assert numbers(rows, "prediction kd") == pytest.approx(mean[:, 1], abs=1e-3)
     assert numbers(rows, "prediction y") == sorted(numbers(rows, "prediction y"), reverse=True)
@@ -236,10 +210,10 @@ def test_residues_that_the_model_does_not_see_are_not_ranked(runs: Path, capsys:
     mean = said(runs / "part", [row["mutant"] for row in rows[:3]]).mean(0)[:, 0]
     assert numbers(rows[:3], "prediction") == pytest.approx(mean, abs=1e-3)
     assert (
-        "not ranked, as the model does not see the residue that they change: 3 rows (line 2" in capsys.readouterr().err
+        "not ranked, as the model does not see the residue that it changes: 3 rows (line 2" in capsys.readouterr().err
     )
     assert len(rank(runs / "part", None)) == 19 * 10
-    with pytest.raises(InputError, match="changes no residue that the model sees"):
+    with pytest.raises(InputError, match="no row can be ranked, as the model does not see the residue that it changes"):
         rank(runs / "part", table(["K2C"]))
 
 
@@ -248,7 +222,7 @@ def test_all_single_substitutions_have_what_was_measured(runs: Path) -> None:
         "mutant,variant,fold,measured,predicted\nk2c,K2C,0,1.5,9\nT3W,T3W,,,\n"
     )
     rows = rank(runs / "higher", None)
-    assert list(rows[0]) == ["mutant", "measured", "prediction", "sd", "rank"]
+    assert list(rows[0]) == ["mutant", "measured", "prediction", "sd", *BESIDE]
     assert len(rows) == len({row["mutant"] for row in rows}) == 19 * 24
     assert [(row["mutant"], row["measured"]) for row in rows if row["measured"]] == [("K2C", "1.5")]
     assert numbers(rows, "prediction") == sorted(numbers(rows, "prediction"), reverse=True)
@@ -261,10 +235,12 @@ def test_proposals_are_a_batch_of_what_was_not_measured(runs: Path) -> None:
         "mutant,variant,esmshard variant,esmshard fold,esmshard measured\n"
         + "".join(f"x,y,{name},0,2.5\n" for name in NAMES[:12])
     )
-    rows = rank(runs / "lower", table(names), propose=5, kappa=1.5)
+    rows = rank(runs / "lower", table(names), propose=5, kappa=1.5, diversity=0)
     free = NAMES[12:]
     values_MN = -said(runs / "lower", free)[:, :, 0]  # less is better
     assert [row["mutant"] for row in rows] == [free[n] for n in dense(values_MN, 5, 1.5)]
+    unlike = rank(runs / "lower", table(names), propose=5, kappa=1.5, diversity=9)
+    assert len({row["mutant"][1:-1] for row in unlike}) == 5, "no position twice"
     of_all = rank(runs / "lower", table(names))
     ranks = {row["mutant"]: row["rank"] for row in of_all}
     assert [row["rank"] for row in rows] == [ranks[row["mutant"]] for row in rows], "among all that were given"

@@ -1,6 +1,7 @@
 """Tables of variants with zero-shot scores beside them: what is kept, said and refused."""
 
 import csv
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from scipy import stats
 
 from esmshard.data.substitutions import parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.infer.score import score, score_table
+from esmshard.infer.score import METHODS, score, score_table
 from esmshard.model import weights
 from esmshard.model.esm2 import ESM2
 
@@ -62,7 +63,7 @@ def test_columns_are_kept_and_the_correlation_is_said(directory: Path, model: ES
     values = [0.5 * n for n in range(len(SINGLES))]
     cells = [f'{name},"a, {n}",{value}' for n, (name, value) in enumerate(zip(SINGLES, values, strict=True))]
     said, rows = run(directory, "\n".join(["mutant,note,DMS_score", *cells]) + "\n")
-    assert list(rows[0]) == ["mutant", "note", "DMS_score", "masked_marginals"]
+    assert list(rows[0]) == ["mutant", "note", "DMS_score", "masked_marginals", "not scored because"]
     assert [row["mutant"] for row in rows] == SINGLES
     assert rows[3]["note"] == "a, 3"
     scores = expected(model, SINGLES)
@@ -70,6 +71,46 @@ def test_columns_are_kept_and_the_correlation_is_said(directory: Path, model: ES
     rho = stats.spearmanr(scores, values).statistic
     assert said == f"out.csv: 22 variants; Spearman {rho:.3f} with DMS_score over 22 variants"
     assert abs(rho) > 0.01
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_residues_that_are_none_of_the_20_have_no_score(
+    directory: Path, method: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model finds any residue likelier than X, so that X11L would head every ranking."""
+    (tmp_path / "x.fasta").write_text(f">x\n{WT[:10]}X{WT[11:18]}U\n")
+    out, column = tmp_path / "x.csv", method.replace("-", "_")
+    said = score_table(str(directory / "model"), tmp_path / "x.fasta", None, out, method=method)
+    assert said == f"{out}: {17 * 19} variants"
+    with open(out, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["mutant"][:-1] for row in rows if not row[column]} == {"X11", "U19"}
+    why = {row["mutant"][:3]: row["not scored because"] for row in rows if not row[column]}
+    assert why["X11"] == "the wild type has X at residue 11, which is none of the 20 amino acids"
+    assert {row["not scored because"] for row in rows if row[column]} == {""}
+    told = json.loads((tmp_path / "x.json").read_text())
+    assert told["notices"] == [
+        "not scored: 40 variants, as the wild type has X at residue 11, which is none of the 20 amino acids, "
+        "the wild type has U at residue 19, which is none of the 20 amino acids"
+    ]
+    assert told["notices"][0] in capsys.readouterr().err
+    assert (told["rows"], told["scored"], told["method"]) == (19 * 19 + 2, 17 * 19, method)
+
+
+def test_a_row_says_why_it_has_no_score_and_the_shift_is_recorded(directory: Path) -> None:
+    names = [f"{WT[n]}{n + 101}W" for n in range(12)]
+    _, rows = run(directory, "mutant\n" + "\n".join([*names, "A104*", "A104U"]) + "\n")
+    assert rows[12]["not scored because"] == "a stop codon"
+    assert rows[13]["not scored because"] == "A4U puts U there, which is none of the 20 amino acids"
+    told = json.loads(Path("out.json").read_text())
+    assert told["offset"] == -100
+    assert any("when shifted by -100, which was done" in one for one in told["notices"])
+
+
+def test_a_wrong_offset_is_refused_with_the_option_that_mends_it(directory: Path) -> None:
+    names = [f"{WT[n]}{n + 101}W" for n in range(12)]
+    with pytest.raises(InputError, match=r"12 fit when shifted by -100; pass --offset -100, or mend line 2"):
+        run(directory, "mutant\n" + "\n".join(names) + "\n", offset=5)
 
 
 @pytest.mark.parametrize("method", ["wild-type-marginals", "pseudo-perplexity"])

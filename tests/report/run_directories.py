@@ -183,6 +183,7 @@ def make(
     run.mkdir(parents=True, exist_ok=True)
     (run / "recipe.yaml").write_text(RECIPE)
     data = {"path": "/data/train.fasta", "records": 776, "residues": 104429, "tokens_sha256": "9c61"}
+    data["notices"] = ["2 records over 1,022 residues left out (a, ...)"]
     (run / "versions.json").write_text(json.dumps({"esmshard": "0.1.0", "torch": "2.13.0", "data": {"train": data}}))
     if lines is not None:
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -17,7 +17,7 @@ from esmshard.data.loader import Example
 from esmshard.errors import InputError
 from esmshard.report import charts, plots, scores
 from esmshard.report.left import read
-from esmshard.train.metrics import Interval
+from esmshard.tasks.intervals import Interval
 
 
 @pytest.fixture

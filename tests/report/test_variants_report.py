@@ -15,10 +15,22 @@ from esmshard.errors import InputError
 from esmshard.report import charts, methods_text, variant_maps
 from esmshard.report.html import report
 from esmshard.report.variants_left import read_variants
-from esmshard.train.metrics import Interval
+from esmshard.tasks.intervals import Interval
 
 SECTIONS = [
-    *("compared", "predictions", "map", "curve", "positions", "ranked", "methods", "runs", "recipe", "reproduce"),
+    *(
+        "compared",
+        "table",
+        "predictions",
+        "map",
+        "curve",
+        "positions",
+        "ranked",
+        "methods",
+        "runs",
+        "recipe",
+        "reproduce",
+    ),
 ]
 
 
@@ -184,11 +196,14 @@ def test_the_methods_paragraph(done: Page) -> None:
         "and all biases were trained.",
         "AdamW (betas 0.9 and 0.98, weight decay 0.01) minimised the mean squared error",
         "peak learning rates of 2e-05 (language model) and 0.0002 (head)",
-        # 96 tokens are 32 variants, and 320 training variants 10 steps
-        "in at most 50 to 51 steps of up to 32 variants, about 5 passes over the training variants.",
-        "training ended when 5 validations in a row",
-        "Values of a variant that was measured several times were averaged.",
-        "5 variants were divided into three folds at random, so that all variants of a position are in one fold; those",
+        # 40 and 51 steps of 32 of 320 training variants, whatever the recipe planned
+        "in 40 to 51 of the planned 50 to 51 steps of up to 32 variants, 4 to 5.1 passes over the training variants.",
+        "training was to end when 5 validations in a row brought no better one, which 1 of 2 runs did,",
+        "and the model of the best validation was taken (step 40 to 41).",
+        "Positions in the table were shifted by -23, so that they count the residues of this protein from 1.",
+        "1 of 8 rows of the table could not be used. The values of 1 variant in several rows were averaged.",
+        "5 variants were divided into three folds at random, so that all variants of a position are in one fold;",
+        "; left out: 1 variant with changes in several folds.",
         "The random seed was 3.",
         "zero-shot score before fine-tuning (masked marginals; Meier et al. 2021)",
         "over all 5 test variants, each",
@@ -213,12 +228,12 @@ def test_the_methods_paragraph(done: Page) -> None:
             "Lin et al.",
         ),
         ("{name: variant}", "{name: variant, loss: ranking}", "normal scores of their ranks", "squared error"),
-        ("{name: variant}", "{name: variant, pool: sites}", "steps of up to 96 tokens.", "32 variants"),
+        ("{name: variant}", "{name: variant, pool: sites}", "changed residue the head takes the difference", "tokens"),
         ("{name: variant}", "{name: variant, zero_shot: false}", "the mutant letter; these vectors", "log odds"),
         ("method: lora", "method: head", "The language model itself was frozen.", "Hu et al."),
         ("method: lora", "method: full, freeze: [embedding]", "but those of embedding were trained", "LoRA"),
-        (", early_stop: 5", "", "in 50 to 51 steps", "validation set was computed"),
-        ("fold: 0", "fold: 0, split: random", "whatever positions they change", "left out"),
+        (", early_stop: 5", "", "in 40 to 51 of the planned 50 to 51 steps", "validation set was computed"),
+        ("fold: 0", "fold: 0, split: random", "whatever positions they change", "are in one fold"),
         ("fold: 0", "fold: 0, transform: log", "log-transformed and standardised", "normal scores"),
     ],
 )
@@ -231,6 +246,32 @@ def test_the_paragraph_follows_the_recipe(
     assert said in text
     assert unsaid not in text
     assert not drawn
+
+
+def test_what_was_done_to_the_table(done: Page, tmp_path: Path, drawn: dict[str, Any]) -> None:
+    text = words(done, "table")
+    assert "t.csv: 8 rows, of which 1 could not be used; variants.csv has them all, with the reason for each." in text
+    assert "t.csv: left out 1 row whose 'mutant' names no substitutions: line 7 'junk'" in text
+    for section in ("table", "map", "positions", "ranked"):
+        assert "its positions -23 are those of the wild type" in words(done, section), section
+    run = cross_validated(tmp_path / "v")
+    ranking = [["mutant", "mutant in table", *RANKED[0][1:]], *([row[0], "M24A", *row[1:]] for row in RANKED[1:])]
+    write(run / "ranked.csv", ranking)
+    assert page(run).row("ranked", "1", 6) == ["K2A", "M24A", "5", "0.25", "3"]
+    assert "How far to trust them: Fine-tuning was not clearly apart" in words(done, "ranked")
+
+
+def test_runs_of_earlier_versions_do_not_say_it(tmp_path: Path, drawn: dict[str, Any]) -> None:
+    run = cross_validated(tmp_path / "v")
+    summary = json.loads((run / "summary.json").read_text())
+    del summary["table"], summary["pooled"]["resamples"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    found = page(run)
+    assert "does not say what was done to it" in found.text["table"]
+    text = words(found, "methods")
+    assert "Values of a variant that was measured several times were averaged." in text
+    assert "are in one fold; those that change positions of several folds were left out." in text
+    assert "bootstrap of resamples of positions" in text
 
 
 def test_a_split_without_folds(tmp_path: Path) -> None:

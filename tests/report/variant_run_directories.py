@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from run_directories import evaluation, interval, make
+from run_directories import attempt, evaluation, interval, make, step
 
 from esmshard import recipe as recipes
 
@@ -89,7 +89,8 @@ def cross_validated(run: Path, recipe: str = RECIPE, **changes: Any) -> Path:
         tested = evaluation(
             task="variant", columns=COLUMNS, metrics=rows, differences={}, facts=facts, records=17 + n, step=40 + n
         )
-        make(run / name, tested=tested)
+        lines = [{**step(k, 1000.0 + k), "records": 32} for k in range(1, (40, 51)[n] + 1)]
+        make(run / name, [attempt(1, 1000.0), *lines], tested=tested)
         (run / name / "recipe.yaml").write_text(recipe.replace("steps: 50", f"steps: {50 + n}"))
         versions = {"esmshard": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
         versions |= {"data": {"train": {"records": 320}}}
@@ -105,11 +106,22 @@ def cross_validated(run: Path, recipe: str = RECIPE, **changes: Any) -> Path:
         "lower_is_better": False,
         "interval": "95% interval of the mean over runs",
         "metrics": {"fine-tuned": dict.fromkeys(COLUMNS, spread), "one-hot ridge": dict.fromkeys(COLUMNS, nothing)},
+        "table": {
+            "path": "t.csv",
+            "rows": 8,
+            "rows_left_out": 1,
+            "variants": 6,
+            "variants_averaged": 1,
+            "variants_in_no_set": 1,
+            "offset": -23,
+            "notices": ["t.csv: left out 1 row whose 'mutant' names no substitutions: line 7 'junk'"],
+        },
         "pooled": {
             "statistic": "Spearman over all test variants",
             "interval": "95% percentile bootstrap over positions",
             "variants": 5,
             "positions": 6,
+            "resamples": 2000,
             "split": "position",
             "seeds": [3],
             "metrics": METRICS,

@@ -187,6 +187,20 @@ def test_the_zero_shot_term_of_a_new_head(trunk: ESM2, pool: str) -> None:
     assert np.ptp(expected) > 0.1
 
 
+@pytest.mark.parametrize("pool", POOLS)
+def test_letters_other_than_the_20_have_no_log_odds(trunk: ESM2, pool: str) -> None:
+    """Of a change from or to such a letter, as in selenoproteins, the rest of the head and of the variant counts."""
+    made = task(pool=pool)
+    head = made.head(NANO)
+    nn.init.zeros_(head.out.weight)  # type: ignore[arg-type, union-attr]
+    outputs = say(FineTuner(trunk, head).eval(), made, "K2U", "K2U:Q9C", "Q9C")[:, 0]
+    assert outputs[0] == 0
+    assert outputs[1] == outputs[2] == pytest.approx(0.1 * log_odds(trunk, "Q9C"), abs=1e-5)
+    log_p_LA = np.random.default_rng(0).normal(size=(len(WT), 25)).astype(np.float32)
+    assert made._zero_shot(example("K2U"), log_p_LA) == 0
+    assert made._zero_shot(example("K2U:Q9C"), log_p_LA) == made._zero_shot(example("Q9C"), log_p_LA) != 0
+
+
 def test_the_zero_shot_term_needs_an_lm_head_that_has_learned() -> None:
     fresh, made, without = weights.fresh(NANO, 0), task(), task(zero_shot=False)
     with pytest.raises(InputError, match=r"has no trained LM head.*set task\.zero_shot=false"):
@@ -316,6 +330,7 @@ def test_facts_are_of_the_training_labels(tmp_path: Path) -> None:
     assert made.columns == ("Spearman", "Pearson", "R2", "Spearman y", "Spearman kd")
     assert made.facts["lower_is_better"] == ["kd"]
     assert (made.facts["protein"], made.facts["first"], made.facts["length"]) == (WT, 0, 24)
+    assert made.facts["offset"] == 0
     (y, kd) = made.facts["scales"]
     assert (y["mean"], y["deviation"], kd["mean"], kd["deviation"]) == (3, pytest.approx(2**0.5), 8, 1)
     target = made.inputs(split.get(2)).target

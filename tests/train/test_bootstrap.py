@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from esmshard.tasks.intervals import Interval, bootstrap, difference, draws, interval
 from esmshard.tasks.metrics import calibration, calibration_error
-from esmshard.train.metrics import Interval, bootstrap, difference, draws, interval
 
 NAN = math.nan
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from esmshard.tasks.intervals import Interval
 from esmshard.tasks.metrics import means
 from esmshard.train import evaluate
-from esmshard.train.metrics import Interval
 from esmshard.train.verdict import verdict
 
 NAN = math.nan

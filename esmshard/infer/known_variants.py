@@ -1,0 +1,209 @@
+"""What a run of variants knows of those that it is asked about: measured values, predictions by models that had not
+seen them, and which of them its models were trained on.
+"""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.loader import SEEN
+from esmshard.data.substitutions import parse_variant
+from esmshard.data.tables import counted
+from esmshard.data.variant_records import OUT_OF_FOLD
+from esmshard.errors import InputError
+from esmshard.tasks import metrics
+from esmshard.tasks.intervals import Interval, block_draws, interval
+
+SUMMARY, VARIANT = "summary.json", "variant"
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Known:
+    """By the names of variants, in the numbering of the wild type."""
+
+    measured: Mapping[str, str]
+    """Value of the first target, as text."""
+    out_of_fold: Mapping[str, Sequence[float]]
+    """Predictions of the T targets by the models that were not trained on the variant."""
+    baselines: Mapping[str, Mapping[str, float]]
+    """By the name of a baseline the same, of the first target."""
+    seen: frozenset[str] | None
+    """Variants that one of the models was trained on, or chosen by; None where that is not recorded."""
+    verdict: str | None
+    """Whether fine-tuning beat the best baseline, in the sentence of the run."""
+
+
+def read(run: Path, models: Sequence[Path], targets: Sequence[str]) -> Known:
+    """What a run and its models left.
+
+    Args:
+        run: a directory of a cross-validation, of a single run, or a model.
+        models: of the run.
+        targets: names.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    summary = json_of(run / SUMMARY) or {}
+    methods = list(summary.get("pooled", {}).get("differences", ()))
+    files = [model / SEEN for model in models]
+    seen = None
+    if all(file.is_file() for file in files):
+        seen = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
+    rows = _rows(run / OUT_OF_FOLD)
+    of = [f" {name}" for name in targets] if len(targets) > 1 else [""]
+    out_of_fold, baselines = {}, {method: dict[str, float]() for method in methods}
+    for row in rows:
+        if any(row.get(f"predicted{one}") for one in of):
+            out_of_fold[row[VARIANT]] = [float(row[f"predicted{one}"] or "nan") for one in of]
+        for method in methods:
+            if cell := row.get(f"{method}{of[0]}"):
+                baselines[method][row[VARIANT]] = float(cell)
+    measured = {row[VARIANT]: row["measured"] for row in rows if row["measured"]}
+    return Known(measured, out_of_fold, baselines, seen, summary.get("verdict"))
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    """Of `variants.csv`, its own columns only, by their names without a prefix; rows without a variant left out."""
+    if not path.is_file():
+        return []
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            head, *body = list(csv.reader(file))
+        # The columns of the user's table come first; had one of them a name of ours, all of ours carry a prefix.
+        prefix = ""
+        while f"esmshard {prefix}{VARIANT}" in head:
+            prefix += "esmshard "
+        first = len(head) - 1 - head[::-1].index(f"{prefix}{VARIANT}")
+        names = [name.removeprefix(prefix) for name in head[first:]]
+        found = [dict(zip(names, row[first:], strict=True)) for row in body]
+        return [row for row in found if row[VARIANT]]
+    except (ValueError, KeyError, csv.Error) as error:
+        raise InputError(
+            f"{path}: damaged ({error}); repeat its `esmshard finetune` command with --resume auto, which writes it "
+            "anew"
+        ) from None
+
+
+def json_of(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None where there is no such file.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: damaged ({error}); make it anew") from None
+    return found if isinstance(found, dict) else None
+
+
+def compared(
+    known: Known, names: Sequence[str], said_N: Array, measured_N: Array, target: str
+) -> tuple[dict[str, Any], list[str]]:
+    """How predictions agree with the measured values of a table, of variants that training has seen apart from others.
+
+    Args:
+        known: of the run.
+        names: of the N variants of the table, each row one.
+        said_N: by the mean of all models, which is no test of variants that these were trained on.
+        measured_N: NaN where the table has no value.
+        target: name of the values.
+
+    Returns:
+        What goes into a JSON file, and what to say.
+    """
+    has_N = ~np.isnan(measured_N)
+    rows = int(has_N.sum())
+    if known.seen is None:
+        why = (
+            f"Spearman with {target}: not given, because it is not recorded beside these models which of the "
+            f"{counted(rows, 'row')} with a value they were trained on"
+        )
+        return {"target": target, "rows_with_values": rows, "seen_in_training": None, "unseen": None, "why": why}, [why]
+    seen_N = np.array([name in known.seen for name in names], dtype=bool)
+    block_N = np.array([_first_position(name) for name in names])
+    facts: dict[str, Any] = {"target": target, "rows_with_values": rows, "seen_in_training": None, "unseen": None}
+    told = []
+    if (mine_N := seen_N & has_N).any():
+        facts["seen_in_training"], sentence = _seen(known, names, mine_N, measured_N, block_N, target)
+        told.append(sentence)
+    if (others_N := ~seen_N & has_N).any():
+        places = {_first_position(name) for name in known.seen}
+        found, count = _spearman(said_N, measured_N, block_N, others_N), int(others_N.sum())
+        same = int(np.isin(block_N[others_N], sorted(places)).sum())
+        facts["unseen"] = {"rows": count, "at_positions_seen_in_training": same, "spearman": _finite(found)}
+        where = f"; {same:,} of them change a position that training has seen" if same else ""
+        told.append(f"{_sentence(found, target)} over {counted(count, 'row')} that no model was trained on{where}")
+    return facts, told
+
+
+def _seen(
+    known: Known,
+    names: Sequence[str],
+    mine_N: npt.NDArray[np.bool_],
+    measured_N: Array,
+    block_N: npt.NDArray[np.int64],
+    target: str,
+) -> tuple[dict[str, Any], str]:
+    """Rows of variants that training has seen: their out-of-fold predictions, beside those of the best baseline."""
+    count = int(mine_N.sum())
+    apart_N = np.array([known.out_of_fold.get(name, [np.nan])[0] for name in names])
+    tested_N = mine_N & ~np.isnan(apart_N)
+    tested = int(tested_N.sum())
+    facts: dict[str, Any] = {"rows": count, "rows_out_of_fold": tested, "spearman_out_of_fold": None}
+    facts["best_baseline"] = None
+    trained = f"{counted(count, 'row')} that the models were trained on"
+    if not tested:
+        return facts, (
+            f"Spearman with {target}: not given for {trained}, as there are no predictions of them by models that had "
+            "not seen them"
+        )
+    found = _spearman(apart_N, measured_N, block_N, tested_N)
+    facts["spearman_out_of_fold"] = _finite(found)
+    each = "each predicted by the models that had not seen it"
+    of = trained if tested == count else f"{tested:,} of {trained}"
+    said = f"{_sentence(found, target)} out of fold over {of}, {each}"
+    others: dict[str, float] = {}
+    for method, values in known.baselines.items():
+        theirs_N = np.array([values.get(name, np.nan) for name in names])
+        if not np.isnan(theirs_N[tested_N]).any():
+            others[method] = metrics.spearman(theirs_N[tested_N], measured_N[tested_N])
+    if best := max((method for method in others if not np.isnan(others[method])), key=others.__getitem__, default=""):
+        theirs_N = np.array([known.baselines[best].get(name, np.nan) for name in names])
+        theirs = _spearman(theirs_N, measured_N, block_N, tested_N)
+        facts["best_baseline"] = {"name": best, "spearman_out_of_fold": _finite(theirs)}
+        said += f"; the best baseline there, {best}, has {theirs}"
+    return facts, said
+
+
+def _sentence(found: Interval, target: str) -> str:
+    undefined = "undefined, as all values or all predictions are equal"
+    return f"Spearman with {target} {undefined if np.isnan(found.value) else f'{found} (95% over positions)'}"
+
+
+def _spearman(
+    said_N: Array, measured_N: Array, block_N: npt.NDArray[np.int64], rows_N: npt.NDArray[np.bool_]
+) -> Interval:
+    """With its 95% interval over positions."""
+    x_N, y_N, blocks = said_N[rows_N], measured_N[rows_N], block_N[rows_N]
+    values = [metrics.spearman(x_N[draw], y_N[draw]) for draw in block_draws(len(blocks), blocks)]
+    return interval([metrics.spearman(x_N, y_N), *values])
+
+
+def _first_position(name: str) -> int:
+    return min((one.position for one in parse_variant(name)), default=-1)
+
+
+def _finite(found: Interval) -> dict[str, float | None]:
+    return {name: None if np.isnan(value) else value for name, value in asdict(found).items()}
