@@ -62,7 +62,7 @@ def members(
         )
     edits = Edits()
     given = given_splits(tokens, fasta, source, id_column=data.id_column, surplus="drop", edits=edits)
-    counts = Counter(given)
+    counts: Counter[str | None] = Counter(given)
     if not counts[name]:
         there = listed([f"{count:,} of {split}" for split, count in counts.items()])
         raise InputError(
