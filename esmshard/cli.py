@@ -51,14 +51,19 @@ def finetune(
     overrides: Annotated[
         Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")
     ] = None,
-    nproc: Annotated[Optional[int], typer.Option(min=1, help="Local processes; all GPUs, or one, by default.")] = None,
+    nproc: Annotated[
+        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; all GPUs, or one, by default.")
+    ] = None,
     resume: Annotated[Optional[str], typer.Option(help="auto, never, or the path of a run or checkpoint.")] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, say what would be done, and stop.")
     ] = False,
     profile: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Record N steps with torch's profiler, and say where time goes.")
+        int,
+        typer.Option(
+            min=0, max=1_000_000, metavar="N", help="Record N steps with torch's profiler, and say where time goes."
+        ),
     ] = 0,
     stop_after: Annotated[
         Optional[str], typer.Option(metavar="TIME", help="Save and leave with exit code 75 after so long, as 3h50m.")
@@ -66,7 +71,10 @@ def finetune(
     max_restarts: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Start all processes again, up to N times, when one or a machine was lost."
+            min=0,
+            max=1_000_000,
+            metavar="N",
+            help="Start all processes again, up to N times, when one or a machine was lost.",
         ),
     ] = 0,
     nnodes: Annotated[
@@ -93,11 +101,12 @@ def finetune(
     local_addr: Annotated[
         Optional[str], typer.Option(metavar="ADDRESS", help="Of this machine for the others; found by default.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train N times, from as many seeds.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, max=1_000, metavar="N", help="Train N times, from as many seeds.")] = 1,
     folds: Annotated[
         Optional[int],
         typer.Option(
             min=3,
+            max=10_000,
             metavar="K",
             help="Cross-validate: K runs, each tested on another part of data.train; of variants 5 by default.",
         ),
@@ -177,13 +186,13 @@ def ingest(
     on_duplicate: Annotated[
         str, typer.Option(help="An id that comes again: error (unless it is the same record), first or suffix.")
     ] = "error",
-    max_length: Annotated[Optional[int], typer.Option(min=8, help="Residues; see --long.")] = None,
+    max_length: Annotated[Optional[int], typer.Option(min=8, max=1_000_000, help="Residues; see --long.")] = None,
     long: Annotated[
         str, typer.Option(help="Sequences over --max-length: full, crop, window, skip or error.", show_default=False)
     ] = "",
     a3m: Annotated[bool, typer.Option("--a3m", help="Lower-case letters are insertions; remove them.")] = False,
     keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=1_024, help="Processes.")] = 1,
     part: Annotated[
         Optional[str], typer.Option(metavar="I/N", help="Read the I-th of N parts, for array jobs; then --merge.")
     ] = None,
@@ -463,9 +472,12 @@ def embed(
     window: Annotated[int, typer.Option(help="Residues of a window, or that are left by truncate.")] = 1022,
     overlap: Annotated[int, typer.Option(help="Residues that neighbouring windows share.")] = 256,
     tokens: Annotated[
-        Optional[int], typer.Option(min=1, help="Computed at once; 2,048 on a CPU and 16,384 on a GPU by default.")
+        Optional[int],
+        typer.Option(min=1, max=1_000_000_000, help="Computed at once; 2,048 on a CPU and 16,384 on a GPU by default."),
     ] = None,
-    nproc: Annotated[Optional[int], typer.Option(min=1, help="Local processes; all GPUs, or one, by default.")] = None,
+    nproc: Annotated[
+        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; all GPUs, or one, by default.")
+    ] = None,
     reuse: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Take equal sequences from an earlier directory of parts.")
     ] = None,
@@ -547,7 +559,9 @@ def predict(
     ] = False,
     propose: Annotated[
         Optional[int],
-        typer.Option(min=1, metavar="N", help="Of variants: N to measure next, promising and unlike each other."),
+        typer.Option(
+            min=1, max=1_000_000, metavar="N", help="Of variants: N to measure next, promising and unlike each other."
+        ),
     ] = None,
     kappa: Annotated[
         float, typer.Option(min=0, help="Of --propose: standard deviations that uncertainty is worth.")
@@ -613,7 +627,9 @@ def score(
     offset: Annotated[
         Optional[int], typer.Option(help="Added to the positions of the table; what fits the wild type by default.")
     ] = None,
-    window: Annotated[int, typer.Option(min=1, help="Residues of a long protein that the model sees at once.")] = 1022,
+    window: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Residues of a long protein that the model sees at once.")
+    ] = 1022,
     overwrite: Overwrite = False,
 ) -> None:
     """Score variants with the language model alone (zero-shot), higher being more natural."""
@@ -702,16 +718,16 @@ def launch(
         typer.Option(metavar="N|MIN:MAX", help="Machines, 1 by default; 1:2 also runs, and goes on, with fewer."),
     ] = None,
     gpus_per_node: Annotated[
-        Optional[int], typer.Option(min=0, metavar="N", help="By default those of the site profile.")
+        Optional[int], typer.Option(min=0, max=1_024, metavar="N", help="By default those of the site profile.")
     ] = None,
     nproc: Annotated[
-        Optional[int], typer.Option(min=1, help="Processes of a machine; one a GPU by default, or one.")
+        Optional[int], typer.Option(min=1, max=1_024, help="Processes of a machine; one a GPU by default, or one.")
     ] = None,
     time_limit: Annotated[
         Optional[str], typer.Option("--time", metavar="TIME", help="Of Slurm, as 24:00:00; by default the profile's.")
     ] = None,
     array: Annotated[
-        Optional[int], typer.Option(min=1, metavar="N", help="Of embed: workers, each with a GPU.")
+        Optional[int], typer.Option(min=1, max=1_000_000, metavar="N", help="Of embed: workers, each with a GPU.")
     ] = None,
     name: Annotated[Optional[str], typer.Option(help="Of the job; the recipe's by default.")] = None,
     out: Annotated[
@@ -773,7 +789,8 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything for programs.")] = False,
     nproc: Annotated[
-        Optional[int], typer.Option(min=1, help="Processes to measure between; all GPUs, or two, by default.")
+        Optional[int],
+        typer.Option(min=1, max=1_024, help="Processes to measure between; all GPUs, or two, by default."),
     ] = None,
     nnodes: Annotated[
         Optional[str], typer.Option(metavar="N", help="Machines; start the same command on each of them.")

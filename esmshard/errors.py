@@ -4,6 +4,9 @@ The command line prints the message of an `InputError` as one sentence and leave
 catch it as a `ValueError`. The message says what is wrong, where (file, line, record) and the mend.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """Data, weights or a checkpoint that cannot be used. Exit code 1."""
@@ -26,3 +29,27 @@ class UsageError(InputError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+@contextmanager
+def reading(what: str, fix: str) -> Iterator[None]:
+    """Turn what goes wrong in a `with` block into one sentence, where the block reads values that a file may lack.
+
+    It is for files that we write ourselves and somebody may have altered: not each value of theirs is checked for its
+    type before it is used, so that one of another type raises whatever its use raises.
+
+    Args:
+        what: the file, for the message.
+        fix: what to do about it.
+
+    Raises:
+        InputError: instead of the errors that a missing or foreign value causes.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except KeyError as error:
+        raise InputError(f"{what}: damaged ({error} is missing in it); {fix}") from error
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, StopIteration) as error:
+        raise InputError(f"{what}: damaged ({' '.join(str(error).split())}); {fix}") from error

@@ -1,8 +1,98 @@
-"""Files: their sha256, and where esmshard keeps what it can make again. No torch."""
+"""Files: what is read whole, with bounds, their sha256, and where esmshard keeps what it can make again. No torch."""
 
 import hashlib
+import json
 import os
+import re
+import stat
 from pathlib import Path
+from typing import Any
+
+MAX_JSON_BYTES = 256 * 2**20
+"""Size of a JSON file above which none is read. The longest of ours, plans of embeddings, have some 10 MiB."""
+MAX_JSON_DEPTH = 60
+"""How many lists and objects of a JSON file may lie in one another. Ours have less than ten."""
+MAX_DIGITS = 100
+"""Of a whole number in a JSON file: the state of a random generator has 39. More than 308 digits fit no float."""
+
+
+def read_text(path: Path, most_bytes: int) -> str:
+    """The text of a file in UTF-8.
+
+    Args:
+        path: of a regular file: a device or a pipe may never come to an end.
+        most_bytes: a larger file is refused, and not read.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no regular file, too large, or not UTF-8.
+    """
+    about = path.stat()  # before it is opened: opening a pipe waits for whoever writes into it
+    if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # reading a directory says what it is
+        raise ValueError("it is not a regular file")
+    if about.st_size > most_bytes:
+        raise ValueError(f"it has {about.st_size:,} bytes, and at most {most_bytes:,} are read")
+    return path.read_bytes().decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. The one place where files of JSON are read.
+
+    Raises:
+        OSError: it cannot be read; `FileNotFoundError` if it is missing.
+        ValueError: it is not JSON, or beyond the bounds of `parse_json`.
+    """
+    return parse_json(read_text(path, MAX_JSON_BYTES))
+
+
+def parse_json(text: str) -> Any:
+    r"""What a text of JSON says, such as a line of `metrics.jsonl`.
+
+    Raises:
+        ValueError: it is not JSON, nested deeper than `MAX_JSON_DEPTH`, or holds a number of more than `MAX_DIGITS`
+            digits, a NUL, or half of a surrogate pair, which no file of UTF-8 can hold.
+
+    >>> parse_json('{"step": 1}')
+    {'step': 1}
+    >>> parse_json("[" * 100_000)
+    Traceback (most recent call last):
+    ValueError: lists or objects lie in one another more than 60 deep
+    >>> parse_json('{"id": "a\\u0000b"}')
+    Traceback (most recent call last):
+    ValueError: a text holds a NUL character
+    """
+    try:
+        found = json.loads(text, parse_int=_whole_number)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level = [found]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        level = [one for part in level if isinstance(part, list | dict) for one in _parts(part)]
+        if not level:
+            break
+    else:
+        raise ValueError(_TOO_DEEP)
+    if "\\u0000" in text:
+        raise ValueError("a text holds a NUL character")
+    if re.search(r"\\u[dD][89a-fA-F]", text):
+        try:
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("a text holds half of a surrogate pair") from None
+    return found
+
+
+_TOO_DEEP = f"lists or objects lie in one another more than {MAX_JSON_DEPTH} deep"
+
+
+def _parts(found: list[Any] | dict[str, Any]) -> list[Any]:
+    return list(found.values()) if isinstance(found, dict) else found
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits, and at most {MAX_DIGITS} are read")
+    return int(digits)
 
 
 def sha256(path: Path) -> str:

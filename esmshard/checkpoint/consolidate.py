@@ -20,7 +20,7 @@ from esmshard import __version__
 from esmshard.checkpoint import adapted, card, manifest, sharded
 from esmshard.checkpoint.compare import Model, compare
 from esmshard.checkpoint.whole import settle, whole_directory
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, reading
 from esmshard.model import adapted_weights, export, recorded, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source, Target
@@ -32,6 +32,7 @@ FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
 NewHead = Callable[[TaskSettings, Mapping[str, Any], EsmConfig], nn.Module]
 """Makes the head of a task that has learned facts of its labels. Handed in, for nothing here knows the tasks."""
+_AGAIN = "consolidate the run again, or take another checkpoint"
 BASELINES = "baselines.npz"
 """What the baselines of a run learned; goes with the model, so that it can be scored beside them."""
 
@@ -124,7 +125,8 @@ def consolidate(
             about = opened.about | {"dtype": dtype} | recorded.entries(digests)
             (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             if "recipe" in about:
-                card.write(work, about, opened.evaluation)
+                with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
+                    card.write(work, about, opened.evaluation)
         if opened.baselines is not None and opened.baselines.is_file() and to == "hf":
             shutil.copyfile(opened.baselines, work / BASELINES)
     return out
@@ -200,6 +202,8 @@ def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> 
     path = weights.place(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
+    if not isinstance(about, dict):
+        raise InputError(f"{directory / 'esmshard.json'}: damaged (not a JSON object); {_AGAIN}")
     about |= {"format": FORMAT} if about else {}  # an adapter says another
     evaluation = _evaluation(directory.parent)
     if evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256"):
@@ -296,7 +300,8 @@ def _head_of(opened: Opened, source: Path | str, new_head: NewHead | None) -> Ca
         raise InputError(f"{source}: the task in its recipe cannot be read; it is of another version") from None
 
     def make() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):  # its first values are never used
+        facts_of = f"{source}: what it says of its labels"
+        with reading(facts_of, _AGAIN), torch.random.fork_rng(devices=[]):  # the first values are never used
             head = new_head(settings, facts, opened.config)
         given = {name: size for name, size in opened.sizes.items() if name.startswith("head.")}
         if given != {f"head.{name}": tensor.shape for name, tensor in head.state_dict().items()}:
@@ -316,7 +321,7 @@ def _source_of(found: weights.Weights) -> Source:
 def _evaluation(run: Path) -> dict[str, Any] | None:
     """`evaluation.json` of a run, if there is a readable one."""
     try:
-        found = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+        found = read_json(run / "evaluation.json")
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -39,7 +39,7 @@ from esmshard.data.store import (
 )
 from esmshard.data.symbols import Edits, Rules
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory
+from esmshard.files import cache_directory, read_json
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
 
@@ -287,7 +287,7 @@ def _plan(fastas: Sequence[Path], rules: Rules, on_duplicate: str) -> dict[str, 
 
 def _read_plan(work: Path) -> dict[str, Any]:
     try:
-        plan: dict[str, Any] = json.loads((work / "plan.json").read_text(encoding="utf-8"))
+        plan: dict[str, Any] = read_json(work / "plan.json")
     except (OSError, ValueError):
         raise InputError(f"{work}/plan.json: cannot be read; delete {work} and ingest again") from None
     return plan
@@ -331,7 +331,7 @@ def _assemble(work: Path, plan: dict[str, Any], fastas: Sequence[Path], whole: P
     edits = Edits()
     pieces = [piece_directory(work, k) for k in range(len(plan["pieces"]))]
     for piece in pieces:
-        report = json.loads((piece / "piece.json").read_text(encoding="utf-8"))
+        report = read_json(piece / "piece.json")
         edits.extend(Edits(report["counts"], report["first"]))
         for k, shard in enumerate(report["shards"]):
             for old, new in ((token_shard(k), token_shard(len(shards))), (header_shard(k), header_shard(len(shards)))):

@@ -19,7 +19,7 @@ from esmshard.data.labels import UNRESOLVED
 from esmshard.data.store import is_store
 from esmshard.data.structure_files import ENDINGS, Reader, default_reader, is_structure_name
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory
+from esmshard.files import cache_directory, read_json
 from esmshard.progress import Progress
 
 VERSION = 1
@@ -70,7 +70,7 @@ def cached_split(source: Path) -> Path:
 
 def notices(fasta: Path) -> list[str]:
     """What was changed and left out when `cached_split` made this file, one sentence each."""
-    found: list[str] = json.loads((fasta.parent / "manifest.json").read_text(encoding="utf-8"))["notices"]
+    found: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
     return found
 
 
@@ -230,7 +230,7 @@ def _write(found: Iterable[tuple[Path, Chain, npt.NDArray[np.uint16]]], fasta: P
 
 def _is_whole(out: Path) -> bool:
     try:
-        manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json(out / "manifest.json")
         return all((out / name).stat().st_size == size for name, size in manifest["bytes"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

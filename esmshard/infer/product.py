@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import sha256
+from esmshard.files import read_json, sha256
 from esmshard.infer.outputs import About, Row, as_float
 from esmshard.infer.parts import DamagedError, Layout, PartReader
 from esmshard.infer.product_index import Index
@@ -50,7 +50,7 @@ def note_file(directory: Path, part: int) -> Path:
 def read_note(path: Path) -> dict[str, Any] | None:
     """The note of a part; None if it is not finished."""
     try:
-        note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        note: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
@@ -292,7 +292,7 @@ def _removed(directory: Path) -> Path:
 def _manifest(directory: Path) -> dict[str, Any]:
     path = directory / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = read_json(path)
         if manifest["format"] != FORMAT:
             raise InputError(f"{directory}: is no directory of embeddings")
         if manifest["version"] != VERSION:

@@ -1,7 +1,6 @@
 """Variants in the order of what fine-tuned models say of them, with how far these disagree; and which to make next."""
 
 import csv
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from esmshard.data.mutations import Variants
 from esmshard.data.substitutions import Mutation, name_of
 from esmshard.data.tables import counted, first_three
 from esmshard.data.variant_records import OUT_OF_FOLD, VariantRecords
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, reading
+from esmshard.files import read_json
 from esmshard.infer import variant_tables
 from esmshard.infer.score import all_singles
 from esmshard.infer.variant_tables import text
@@ -41,15 +41,17 @@ def models_of(run: str) -> list[Path]:
     path = Path(run)
     summary = _json(path / "summary.json")
     if summary is not None and summary.get("task") == "variant":
-        found = [path / name / "model" for name in summary["runs"]]
+        with reading(f"{path / 'summary.json'}", "go on with finetune --resume auto"):
+            found = [path / name / "model" for name in summary["runs"]]
         missing = [model for model in found if not (model / "esmshard.json").is_file()]
         if missing:
             raise InputError(f"{missing[0]}: there is no model; go on with finetune --resume auto")
         return found
     for model in (path / "model", path):
         about = _json(model / "esmshard.json")
-        if about is not None and about.get("recipe", {}).get("task", {}).get("name") == "variant":
-            return [model]
+        with reading(f"{model / 'esmshard.json'}", "consolidate the run again"):
+            if about is not None and about.get("recipe", {}).get("task", {}).get("name") == "variant":
+                return [model]
     return []
 
 
@@ -239,7 +241,7 @@ def _measured(run: Path) -> dict[str, str]:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:

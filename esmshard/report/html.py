@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from esmshard import __version__
-from esmshard.errors import InputError
+from esmshard.errors import InputError, reading
 from esmshard.progress import duration, rate
 from esmshard.report import scores, training, variants
 from esmshard.report.left import Left, read
@@ -35,14 +35,16 @@ def report(run: Path, out: Path | None = None) -> Path:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
         raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
-    if is_cross_validated(run):
-        several = read_variants(run)
-        about, state, facts = variants.about(several), variants.verdict(several), variants.facts(several)
-        sections = [tell(several) for tell in variants.SECTIONS]
-    else:
-        left = read(run)
-        about, state, facts = _about(left), _state(left), _facts(left)
-        sections = [part(left) for part in SECTIONS]
+    files = f"{run}: one of its files (evaluation.json, status.json, versions.json, metrics.jsonl, summary.json)"
+    with reading(files, "remove it, or make it anew with `esmshard evaluate MODEL DATA -o DIR`, to see the rest"):
+        if is_cross_validated(run):
+            several = read_variants(run)
+            about, state, facts = variants.about(several), variants.verdict(several), variants.facts(several)
+            sections = [tell(several) for tell in variants.SECTIONS]
+        else:
+            left = read(run)
+            about, state, facts = _about(left), _state(left), _facts(left)
+            sections = [part(left) for part in SECTIONS]
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(source).render(

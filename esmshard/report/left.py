@@ -1,7 +1,6 @@
 """What a run left in its directory, read for a report. A run that is still going has left less than a finished one."""
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from esmshard import recipe as recipes
 from esmshard.errors import InputError, UsageError
+from esmshard.files import parse_json
 from esmshard.settings import Recipe
 from esmshard.tasks import TASKS
 from esmshard.train import goodput, status
@@ -215,7 +215,7 @@ def json_object(path: Path) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from esmshard.data.substitutions import name_of
 from esmshard.data.variant_records import OUT_OF_FOLD, table_of
 from esmshard.errors import InputError
+from esmshard.files import read_json
 from esmshard.settings import Recipe
 from esmshard.tasks import metrics
 from esmshard.train.evaluate import MAIN
@@ -87,7 +88,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "of_each_seed": {m: [None if math.isnan(v) else v for v in values] for m, values in each.items()},
     }
     path = out / SUMMARY
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    summary = read_json(path)
     more = {"recipe": recipe.model_dump(mode="json"), "pooled": pooled, "verdict": verdict}
     replace_text(path, json.dumps(summary | more, indent=1) + "\n")
     sd_NT = said[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
@@ -110,10 +111,10 @@ class _Run:
     def __init__(self, run: Path) -> None:
         path = run / "per_protein.csv"
         try:
-            evaluation = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+            evaluation = read_json(run / "evaluation.json")
             with open(path, encoding="utf-8", newline="") as file:
                 rows = list(csv.DictReader(file))
-            versions = json.loads((run / "versions.json").read_text(encoding="utf-8"))
+            versions = read_json(run / "versions.json")
             data = evaluation["recipe"]["data"]
             self.seed, self.fold = int(evaluation["recipe"]["train"]["seed"]), int(data["fold"])
             self.targets: list[str] = evaluation["facts"]["targets"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from esmshard.errors import InputError
+from esmshard.files import read_json
 from esmshard.parallel import worker
 from esmshard.train.lease import abandoned, job_id
 
@@ -121,7 +122,7 @@ def _replace(out: Path, status: Status) -> None:
 
 def _read(out: Path) -> Status | None:
     try:
-        found = json.loads((out / NAME).read_text(encoding="utf-8"))
+        found = read_json(out / NAME)
     except FileNotFoundError:
         return None
     except ValueError:
