@@ -31,6 +31,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, sha256
 from esmshard.infer.outputs import About, Row, as_float
@@ -225,8 +226,8 @@ def failures(product: Product) -> Iterator[tuple[str, int, str]]:
 
 def failed_table(product: Product) -> str:
     """What `failed.tsv` holds; nothing if every record has values."""
-    lines = [f"{record_id}\t{length}\t{reason}\n" for record_id, length, reason in failures(product)]
-    return "".join(["id\tlength\treason\n", *lines]) if lines else ""
+    lines = [spreadsheet.tab_line(failure) for failure in failures(product)]
+    return "".join([spreadsheet.tab_line(("id", "length", "reason")), *lines]) if lines else ""
 
 
 def write_failed(product: Product, path: Path) -> None:

@@ -1,6 +1,5 @@
 """Variants in the order of what fine-tuned models say of them, with how far these disagree; and which to make next."""
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.data.loader import Examples
 from esmshard.data.mutations import Variants
 from esmshard.data.substitutions import Mutation, name_of
@@ -232,7 +232,7 @@ def _measured(run: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     with open(path, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+        rows = spreadsheet.named_rows(file)
     own = ""
     while rows and f"esmshard {own}{VARIANT}" in rows[0]:  # the table had such a column itself
         own += "esmshard "

@@ -1,6 +1,5 @@
 """Tables of variants that come in, and go out with a few columns more."""
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -8,6 +7,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.data.mutations import Variants, read_variants
 from esmshard.data.tables import counted
 from esmshard.errors import InputError
@@ -56,7 +56,7 @@ def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Seq
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".tmp-{out.name}")
     with open(temporary, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+        writer = spreadsheet.writer(file)
         writer.writerow([*columns, *new])
         writer.writerows(zip(*columns.values(), *new.values(), strict=True))
     temporary.replace(out)

@@ -4,7 +4,6 @@ A writer takes one array a record, in input order, and is a context manager: lea
 in place, leaving it with one removes what was written.
 """
 
-import csv
 import io
 import os
 import zipfile
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.errors import InputError, UsageError
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
@@ -109,9 +109,9 @@ class CsvWriter(TableWriter):
         super().__init__(out)
         self._names, self._per_residue, self._choose = names, per_residue, choose
         self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # closed in `close`
-        self._csv = csv.writer(self._file, lineterminator="\n")
+        self._rows = spreadsheet.writer(self._file)
         first, numbers = columns(names, per_residue=per_residue, choose=choose)
-        self._csv.writerow([*first, *numbers])
+        self._rows.writerow([*first, *numbers])
 
     def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
         """See `TableWriter`."""
@@ -119,7 +119,7 @@ class CsvWriter(TableWriter):
         for n, row in enumerate(rows):
             place = [n + 1, residues[n]] if self._per_residue else []
             chosen = [self._names[int(row.argmax())]] if self._choose else []
-            self._csv.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
+            self._rows.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
 
     def close(self) -> None:
         """Flush to disk."""

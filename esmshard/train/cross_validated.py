@@ -1,6 +1,5 @@
 """What the folds and seeds of a table of variants say together: every test variant once, methods beside each other."""
 
-import csv
 import json
 import math
 from collections import defaultdict, deque
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.data.substitutions import name_of
 from esmshard.data.variant_records import OUT_OF_FOLD, table_of
 from esmshard.errors import InputError
@@ -113,7 +113,7 @@ class _Run:
         try:
             evaluation = read_json(run / "evaluation.json")
             with open(path, encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
+                rows = spreadsheet.named_rows(file)
             versions = read_json(run / "versions.json")
             data = evaluation["recipe"]["data"]
             self.seed, self.fold = int(evaluation["recipe"]["train"]["seed"]), int(data["fold"])
@@ -203,7 +203,7 @@ def _write_variants(
         prefix += "esmshard "  # the user's columns keep their names
     temporary = path.with_name(f".tmp-{path.name}")
     with open(temporary, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+        writer = spreadsheet.writer(file)
         writer.writerow([*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns))])
         for row in range(len(table)):
             name, place, own = of_row.get(row, ("", None, None))
@@ -214,7 +214,7 @@ def _write_variants(
                 values |= {key: float(column[place]) for key, column in columns.items()}
             told = ["" if math.isnan(value) else f"{value:.6g}" for value in values.values()]
             fold = "" if place is None else str(fold_N[place])
-            writer.writerow([*(cells[row] for cells in table.columns.values()), name, fold, *told])
+            writer.writerow([*(column[row] for column in table.columns.values()), name, fold, *told])
     temporary.replace(path)
 
 

@@ -1,6 +1,5 @@
 """Scores of a model on a split: per record, gathered, each record once; metrics with intervals beside baselines."""
 
-import csv
 import json
 import math
 import zipfile
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from esmshard import spreadsheet
 from esmshard.data.loader import Examples
 from esmshard.data.packing import deal
 from esmshard.errors import InputError
@@ -201,11 +201,11 @@ def write(
     lines = [["id", "length", *blocks, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
         values = [*(row[key] for key in numbers), *(table[name][n][key] for name, key in others)]
-        cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
-        lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *cells])
+        told = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
+        lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *told])
     temporary = directory / ".tmp-per_protein.csv"
     with open(temporary, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(lines)
+        spreadsheet.writer(file).writerows(lines)
     temporary.replace(directory / "per_protein.csv")
     return intervals
 

@@ -42,6 +42,16 @@ class Status(TypedDict):
     updated: float
 
 
+_KINDS = {
+    **dict.fromkeys(("state", "message", "host"), str),
+    **dict.fromkeys(("step", "steps", "attempt"), int),
+    **dict.fromkeys(("checkpoint", "job", "launch"), str | None),
+    **dict.fromkeys(("started", "updated"), int | float),
+    "exit_code": int | None,
+}
+"""Of what type each value of the file is."""
+
+
 def write(
     out: Path,
     *,
@@ -127,6 +137,6 @@ def _read(out: Path) -> Status | None:
         return None
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not found.keys() >= Status.__required_keys__:
+    if not isinstance(found, dict) or not all(isinstance(found.get(key, ...), kind) for key, kind in _KINDS.items()):
         raise InputError(f"{out / NAME}: damaged; remove it, the run itself does not read it")
     return cast(Status, found)
