@@ -144,7 +144,7 @@ class OptimSettings(Settings):
     """Share of all steps during which the learning rate rises from 0."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls to 0 after the warm-up."""
-    clip: float = Field(1.0, gt=0, le=1e12)
+    clip: float = Field(1.0, gt=0, le=10**9)
     """Longest allowed gradient: a longer one is scaled to this norm."""
 
 
