@@ -127,6 +127,32 @@ def remembered_sha256(path: Path) -> str:
     return digest
 
 
+def shared_place(path: str, directory: Path) -> str:
+    """How a file that is meant for others names the place of another one: no absolute path, and nobody's home.
+
+    Args:
+        path: of a model; a name without directories, such as that of a released model, stays as it is.
+        directory: in which the file lies that names it.
+
+    Returns:
+        The path relative to `directory`, beginning with `./` or `../`. Where the two have only the root or the
+        directory of all homes in common, `./NAME`, and whoever has the file says where it lies.
+    """
+    if not Path(path).is_absolute():
+        return path
+    here = os.path.abspath(directory)  # noqa: PTH100  # not resolve(): what a link leads to is not told
+    common = Path(os.path.commonpath([path, here]))
+    if common == Path(common.anchor) or common in Path.home().parents:
+        return f"./{Path(path).name}"
+    relative = os.path.relpath(path, here)
+    return relative if relative.startswith("..") else f"./{relative}"
+
+
+def found_place(name: str, directory: Path) -> str:
+    """The path that `shared_place` named; any other name as it is."""
+    return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
+
+
 def cache_directory() -> Path:
     """Where stores, hashes and the like are kept between runs."""
     if "ESMSHARD_CACHE" in os.environ:

@@ -21,11 +21,13 @@ from esmshard.checkpoint import adapted, card, manifest, sharded
 from esmshard.checkpoint.compare import Model, compare
 from esmshard.checkpoint.whole import settle, whole_directory
 from esmshard.errors import InputError, UsageError, reading
+from esmshard.files import found_place, shared_place
 from esmshard.model import adapted_weights, export, recorded, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source, Target
 from esmshard.model.files import read_json
 from esmshard.model.layouts import TIED
+from esmshard.recipe import for_others
 from esmshard.task_settings import TaskSettings
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
@@ -122,7 +124,7 @@ def consolidate(
             what = ", ".join(f"{name} by {100 * share:.2g}%" for name, share in differences.items())
             warn(f"{out}: {dtype} moves {what} of their size")
         if opened.about:
-            about = opened.about | {"dtype": dtype} | recorded.entries(digests)
+            about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
             (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             if "recipe" in about:
                 with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
@@ -163,8 +165,8 @@ def consolidate_adapter(
         raise UsageError(f"{source}: is no run; --adapter is for a run with adapt.method lora")
     found = _open_checkpoint(source, warn, best, trust)
     with whole_directory(out) as work:
-        digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base)
-        about = _about(found.state) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
+        digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base, out)
+        about = _for_others(_about(found.state), out) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
         (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         baselines = found.path.parent.parent / BASELINES
         if baselines.is_file():
@@ -205,6 +207,10 @@ def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> 
     if not isinstance(about, dict):
         raise InputError(f"{directory / 'esmshard.json'}: damaged (not a JSON object); {_AGAIN}")
     about |= {"format": FORMAT} if about else {}  # an adapter says another
+    with reading(f"{directory / 'esmshard.json'}", _AGAIN):
+        for said, key in ((about.get("recipe", {}).get("model"), "name"), (about.get("base"), "name")):
+            if said:  # relative to that directory
+                said[key] = found_place(said[key], directory)
     evaluation = _evaluation(directory.parent)
     if evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256"):
         evaluation = None
@@ -259,7 +265,9 @@ def _open_run(
     run = checkpoint.parent.parent
     evaluation = _evaluation(run)
     if evaluation is not None and (
-        any(evaluation.get(key) != about[key] for key in ("step", "recipe"))
+        evaluation.get("step") != about["step"]
+        or not isinstance(evaluation.get("recipe"), dict)
+        or for_others(evaluation["recipe"], run) != for_others(about["recipe"], run)
         or (run / "evaluation.json").stat().st_mtime < (checkpoint / "state.json").stat().st_mtime
     ):
         evaluation = None
@@ -272,6 +280,21 @@ def _about(state: Mapping[str, Any]) -> dict[str, Any]:
     return about | {
         key: state[key] for key in ("config", "data", "world_size", "versions", "unlearned", "base") if key in state
     }
+
+
+def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """What stands in `esmshard.json`, which is shared: data by their names and hashes, and no place on this machine."""
+    told = dict(about)
+    if "recipe" in told:
+        told["recipe"] = for_others(told["recipe"], out)
+    if told.get("base"):
+        told["base"] = told["base"] | {"name": shared_place(told["base"]["name"], out)}
+    if "data" in told:
+        told["data"] = {
+            split: facts | ({"path": Path(facts["path"]).name} if "path" in facts else {})
+            for split, facts in told["data"].items()
+        }
+    return told
 
 
 def _account(checkpoint: Path, config: EsmConfig, sizes: Mapping[str, torch.Size]) -> None:

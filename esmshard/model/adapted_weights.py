@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from esmshard.errors import InputError, reading
+from esmshard.files import found_place
 from esmshard.model import files, hub, origin, weights
 from esmshard.model.adapter import PREFIX
 from esmshard.model.config import EsmConfig
@@ -149,7 +150,9 @@ def _base(directory: Path, settings: Mapping[str, Any], about: Mapping[str, Any]
         with reading(f"{directory / 'esmshard.json'}", "consolidate the run again"):
             return weights.fresh(EsmConfig(**known["config"]), known["seed"])
     name = str(settings["base_model_name_or_path"])
-    path = weights.place(name)
+    path = weights.place(found_place(name, directory))
+    if not path.exists():
+        path = weights.place(name)  # PEFT means it from the working directory
     if not path.exists() and not path.is_absolute() and (directory / path).exists():
         path = directory / path
     of_hub = {repository: released for released, repository in hub.RELEASED.items()}

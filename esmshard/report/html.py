@@ -2,18 +2,20 @@
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from esmshard import __version__
-from esmshard.errors import InputError, reading
+from esmshard import recipe as recipes
+from esmshard.errors import InputError, UsageError, reading
 from esmshard.progress import duration, rate
 from esmshard.report import scores, training, variants
-from esmshard.report.left import Left, read
+from esmshard.report.left import Left, json_object, read
 from esmshard.report.page import Section, Table, bytes_text, range_text, value_text
+from esmshard.report.places import Places
 from esmshard.report.variants_left import is_cross_validated, read_variants
 from esmshard.train.status import replace_text
 
@@ -45,14 +47,15 @@ def report(run: Path, out: Path | None = None) -> Path:
             left = read(run)
             about, state, facts = _about(left), _state(left), _facts(left)
             sections = [part(left) for part in SECTIONS]
+    hidden = Places(run, *_named(run))
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(source).render(
         title=run.resolve().name,
-        about=about,
-        state=state,
-        facts=facts,
-        sections=sections,
+        about=hidden.text(about),
+        state=hidden.text(state),
+        facts=[tuple(map(hidden.text, fact)) for fact in facts],
+        sections=[hidden.section(section) for section in sections],
         version=__version__,
     )
     out = out or run / "report.html"
@@ -60,6 +63,25 @@ def report(run: Path, out: Path | None = None) -> Path:
         raise InputError(f"{out}: there is no directory {out.parent}; make it first")
     replace_text(out, page)
     return out
+
+
+def _named(run: Path) -> Iterator[str]:
+    """The paths that the files of a run name."""
+    for name in ("versions.json", "evaluation.json", "summary.json"):
+        found = json_object(run / name) or {}
+        yield from _paths(found)
+    try:
+        yield from _paths(recipes.load(run / "recipe.yaml").model_dump())
+    except UsageError:  # of a cross-validation, which has none, or of another version
+        pass
+
+
+def _paths(found: object) -> Iterator[str]:
+    if isinstance(found, str) and found.startswith("/"):
+        yield found
+    elif isinstance(found, dict | list | tuple):
+        for part in found.values() if isinstance(found, dict) else found:
+            yield from _paths(part)
 
 
 def _about(left: Left) -> str:
@@ -155,16 +177,18 @@ def _reproduce(left: Left) -> Section:
     section = ("reproduce", "Command to reproduce")
     if left.recipe_text is None:
         return Section(*section, missing="recipe.yaml is missing, so there is none.")
-    run = left.path.absolute()
+    run = Path(left.path.resolve().name)
     processes = left.versions.get("processes", 1)
     nproc = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
     commands = [["esmshard", "finetune", str(run / "recipe.yaml"), *nproc, f"out={run}-again"]]
     if left.evaluation is not None and left.evaluation.raw.get("data"):
         data, out = str(left.evaluation.raw["data"]), f"{run}-test"
+        data = data if data.startswith("sample:") else Path(data).name
         commands.append(["esmshard", "evaluate", str(run / "model"), data, "-o", out])
     text = (
-        "Training again, and the test alone. The same versions, data and number of processes give the same model on a "
-        "CPU; on GPUs the same up to rounding."
+        "Training again, and the test alone, from the directory in which that of the run lies. Files are named here "
+        "without their directories; recipe.yaml has them. The same versions, data and number of processes give the "
+        "same model on a CPU; on GPUs the same up to rounding."
     )
     return Section(*section, [text], code="\n".join(map(shlex.join, commands)))
 

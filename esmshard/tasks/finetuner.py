@@ -13,7 +13,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.errors import InputError, UsageError, reading
-from esmshard.files import read_json
+from esmshard.files import found_place, read_json
 from esmshard.model import recorded, weights
 from esmshard.model.config import SIZES
 from esmshard.model.convolutions import exact_convolutions
@@ -166,6 +166,7 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
         about: dict[str, Any] = read_json(path)
         settings: TaskSettings = TypeAdapter(TaskSettings).validate_python(about["recipe"]["task"])
         facts = about.get("facts", {})
+        about["recipe"]["model"]["name"] = found_place(about["recipe"]["model"]["name"], path.parent)
     except (FileNotFoundError, NotADirectoryError):
         weights.read(model)  # says so if it is no model at all
         raise InputError(
