@@ -101,14 +101,22 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def remembered_sha256(path: Path) -> str:
-    """The same, remembered in the user's cache by path, size and time of change.
+def state(path: Path) -> tuple[int, int, int, int]:
+    """What tells whether a file is still the one that was read: number, size, and times of writing and of change in ns.
 
-    A model of 60 GB is then read once, and not by each process that opens it. A file that was changed and given its old
-    time again is not noticed; whoever must notice that calls `sha256`.
+    A file that was altered and given its old time again has another time of change.
     """
-    stat = path.stat()
-    name = f"{path.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
+    about = path.stat()
+    return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+
+
+def remembered_sha256(path: Path) -> str:
+    """The same, remembered in the user's cache by path and `state`.
+
+    A model of 60 GB is then read once, and not by each process that opens it. Whoever must notice what somebody changed
+    on the disk itself calls `sha256`.
+    """
+    name = f"{path.resolve()}/{state(path)}"
     known = cache_directory() / "hashes" / hashlib.sha256(name.encode()).hexdigest()[:32]
     try:
         text = known.read_text(encoding="ascii")

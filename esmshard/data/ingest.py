@@ -39,7 +39,7 @@ from esmshard.data.store import (
 )
 from esmshard.data.symbols import Edits, Rules
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory, read_json
+from esmshard.files import cache_directory, read_json, state
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
 
@@ -194,18 +194,18 @@ def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:
 def cached(source: Path) -> TokenStore:
     """The store of a data path: a store itself, or of a FASTA file, ingested on first use and kept in the user's cache.
 
-    The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path, size and
-    modification time, so an edited file is read anew. Of several processes one reads, the others wait.
+    The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path and
+    `files.state`, so an edited file is read anew. Of several processes one reads, the others wait.
     """
     if is_store(source):
         return TokenStore(source)
     try:
-        stat = source.stat()
+        now = state(source)
     except OSError as error:
         raise InputError(f"{source}: {(error.strerror or 'cannot be read').lower()}") from None
     from filelock import FileLock  # slow to import
 
-    name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
+    name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{now}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "stores" / digest, cache_directory() / "locks"
     locks.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from esmshard.data.labels import UNRESOLVED
 from esmshard.data.store import is_store
 from esmshard.data.structure_files import ENDINGS, Reader, default_reader, is_structure_name
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory, read_json
+from esmshard.files import cache_directory, read_json, state
 from esmshard.progress import Progress
 
 VERSION = 1
@@ -36,16 +36,16 @@ def holds_structures(path: Path) -> bool:
 def cached_split(source: Path) -> Path:
     """The FASTA file of a directory of structures, or of one file, made on first use and kept in the user's cache.
 
-    Its `.npz` lies beside it; `notices` tells what was changed. The key is the path and the names, sizes and
-    modification times of all files, so a changed directory is read anew. Processes that ask at the same time wait for
+    Its `.npz` lies beside it; `notices` tells what was changed. The key is the path and the names and
+    `files.state` of all files, so a changed directory is read anew. Processes that ask at the same time wait for
     the one that reads.
 
     Raises:
         InputError: see `to_split`.
     """
     findings = Findings()
-    stats = [(path.name, path.stat()) for path in _files(source, findings)]
-    key = json.dumps([VERSION, str(source.resolve()), [(name, s.st_size, s.st_mtime_ns) for name, s in stats]])
+    files = [(path.name, *state(path)) for path in _files(source, findings)]
+    key = json.dumps([VERSION, str(source.resolve()), files])
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "structures" / digest, cache_directory() / "locks"
     fasta = out / "structures.fasta"
