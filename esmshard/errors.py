@@ -4,8 +4,11 @@ The command line prints the message of an `InputError` as one sentence and leave
 catch it as a `ValueError`. The message says what is wrong, where (file, line, record) and the mend.
 """
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -53,3 +56,37 @@ def reading(what: str, fix: str) -> Iterator[None]:
         raise InputError(f"{what}: damaged ({error} is missing in it); {fix}") from error
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, StopIteration) as error:
         raise InputError(f"{what}: damaged ({' '.join(str(error).split())}); {fix}") from error
+
+
+def unwritable(error: BaseException) -> str | None:
+    """Why a disk takes no more, or nothing at all, in a few words; None if the error is of another kind.
+
+    A missing permission is of another kind: it may be one to read, and its own message has the path.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        return os.strerror(number).lower()
+    # numpy, zip archives, HDF5, safetensors and torch say it in words only.
+    words = ("No space left", "File too large", "Disk quota exceeded", " requested and ", "iostream error")
+    return "no space left on device" if any(text in str(error) for text in words) else None
+
+
+@contextmanager
+def writing(out: Path, fix: str = "make room, or choose another place, and run the command again") -> Iterator[None]:
+    """Turn what a full or read-only disk makes of a `with` block that writes into one sentence with the path.
+
+    Args:
+        out: what is written.
+        fix: what to do about it.
+
+    Raises:
+        InputError: the disk is full, or takes nothing.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if (why := unwritable(error)) is None:
+            raise
+        raise InputError(f"{getattr(error, 'filename', None) or out}: cannot be written ({why}); {fix}") from error

@@ -5,8 +5,10 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 MAX_JSON_BYTES = 256 * 2**20
 """Size of a JSON file above which none is read. The longest of ours, plans of embeddings, have some 10 MiB."""
@@ -93,6 +95,24 @@ def _whole_number(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number has {len(digits):,} digits, and at most {MAX_DIGITS} are read")
     return int(digits)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[str]]:
+    """A text file to write, which takes its name when the block ends well and is on disk, and is gone otherwise.
+
+    What has the name already is there until then.
+    """
+    work = path.with_name(f".tmp-{path.name}")
+    try:
+        with open(work, "w", encoding="utf-8", newline="") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        work.replace(path)
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
 
 
 def sha256(path: Path) -> str:

@@ -197,10 +197,10 @@ def _check_bounds(text: str) -> None:
     An alias counts as much as what it stands for, so that a few lines cannot stand for billions of values.
     """
     total = 0
-    open_at: list[tuple[int, str | None]] = []  # where a collection began, in values so far, and its anchor
+    open_at: list[tuple[int, str]] = []  # where a collection began, in values so far, and its anchor
     sizes: dict[str, int | None] = {}  # of anchors; None while the collection is open
     for event in YAML(typ="rt").parse(text):
-        anchor = getattr(event, "anchor", None)
+        anchor: str = getattr(event, "anchor", None) or ""
         if isinstance(event, AliasEvent):
             size = sizes.get(anchor, 1)
             if size is None:

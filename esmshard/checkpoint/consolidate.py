@@ -20,7 +20,7 @@ from esmshard import __version__
 from esmshard.checkpoint import adapted, card, manifest, sharded
 from esmshard.checkpoint.compare import Model, compare
 from esmshard.checkpoint.whole import settle, whole_directory
-from esmshard.errors import InputError, UsageError, reading
+from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.files import found_place, shared_place
 from esmshard.model import adapted_weights, export, recorded, weights
 from esmshard.model.config import SIZES, EsmConfig
@@ -34,6 +34,7 @@ FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
 NewHead = Callable[[TaskSettings, Mapping[str, Any], EsmConfig], nn.Module]
 """Makes the head of a task that has learned facts of its labels. Handed in, for nothing here knows the tasks."""
+_NO_ROOM = "nothing of it was kept: make room, or choose another place with -o, and consolidate again"
 _AGAIN = "consolidate the run again, or take another checkpoint"
 BASELINES = "baselines.npz"
 """What the baselines of a run learned; goes with the model, so that it can be scored beside them."""
@@ -95,7 +96,8 @@ def consolidate(
             weight is not finite or too large for `dtype`, or what was written does not read back equal.
         UsageError: if `out` exists, or is where the source lies.
     """
-    settle(out)
+    for leftover in settle(out):
+        warn(leftover)
     _check_out(out, source, overwrite)
     if best and _is_model(source):
         raise UsageError(f"{source}: is a model and has no checkpoints to choose the best of; leave --best out")
@@ -106,7 +108,7 @@ def consolidate(
         raise UsageError(f"{source}: is {known}; leave --base out")
     opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, trust, base)
     sizes = {n: s for n, s in opened.sizes.items() if to == "hf" or not n.startswith("head.")}
-    with whole_directory(out) as work:
+    with writing(out, _NO_ROOM), whole_directory(out) as work:
         try:
             if to == "hf":
                 digests = export.write_transformers(
@@ -159,12 +161,13 @@ def consolidate_adapter(
         InputError: if there is no good checkpoint, or it does not hold what its recipe says.
         UsageError: if the run has no LoRA, or `out` exists.
     """
-    settle(out)
+    for leftover in settle(out):
+        warn(leftover)
     _check_out(out, source, overwrite)
     if _is_model(source):
         raise UsageError(f"{source}: is no run; --adapter is for a run with adapt.method lora")
     found = _open_checkpoint(source, warn, best, trust)
-    with whole_directory(out) as work:
+    with writing(out, _NO_ROOM), whole_directory(out) as work:
         digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base, out)
         about = _for_others(_about(found.state), out) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
         (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -38,7 +38,7 @@ from esmshard.data.store import (
     token_shard,
 )
 from esmshard.data.symbols import Edits, Rules
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, unwritable, writing
 from esmshard.files import cache_directory, read_json, state
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
@@ -47,6 +47,8 @@ SHARD = 1 << 26
 """Bytes of FASTA text that become one shard of the store, give or take a record."""
 
 Say = Callable[[str], None]
+
+_ROOM = "make room, and run the same command again"
 
 
 def ingest(
@@ -86,7 +88,8 @@ def ingest(
         else:
             say(f"{work}: going on with an interrupted ingest")
     count = _counter(say)
-    _claim(work, plan)
+    with writing(out, _ROOM):
+        _claim(work, plan)
     try:
         missing = [] if is_store(work / "store") else _missing_pieces(work, plan)
         if workers > 1 and len(missing) > 1 and STDIN not in fastas:  # which other processes do not have
@@ -115,6 +118,11 @@ def ingest(
             with suppress(OSError):  # somebody else may have put something there
                 directory.rmdir()
         raise
+    except OSError as error:
+        if unwritable(error) is None:
+            raise
+        with writing(out, f"{_ROOM}; it goes on with what is in {work}"):
+            raise
 
 
 def ingest_part(
@@ -141,11 +149,12 @@ def ingest_part(
     if STDIN in fastas:
         raise UsageError("--part: the standard input cannot be read in parts; name files")
     work, plan = _partial(out), _plan(fastas, rules, on_duplicate)
-    _claim(work, plan)
     mine = range(part - 1, len(plan["pieces"]), parts)
-    for k in mine:
-        if not piece_directory(work, k).exists():
-            read_piece(work, plan, fastas, k)
+    with writing(out, _ROOM):
+        _claim(work, plan)
+        for k in mine:
+            if not piece_directory(work, k).exists():
+                read_piece(work, plan, fastas, k)
     return len(mine), len(plan["pieces"])
 
 
@@ -163,7 +172,8 @@ def merge(out: Path, overwrite: bool = False) -> TokenStore:
     plan = _read_plan(work)
     if (plan["version"], plan["alphabet"]) != (VERSION, ALPHABET_HASH):
         raise UsageError(f"{work}: its parts were read by another version; delete it and read them again")
-    return _merge(out, [Path(source["path"]) for source in plan["sources"]], overwrite)
+    with writing(out, _ROOM):
+        return _merge(out, [Path(source["path"]) for source in plan["sources"]], overwrite)
 
 
 def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from esmshard import spreadsheet
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json, sha256
+from esmshard.files import read_json, replacing, sha256
 from esmshard.infer.outputs import About, Row, as_float
 from esmshard.infer.parts import DamagedError, Layout, PartReader
 from esmshard.infer.product_index import Index
@@ -233,9 +233,8 @@ def failed_table(product: Product) -> str:
 def write_failed(product: Product, path: Path) -> None:
     """`failed.tsv`, if there is anything to write."""
     if text := failed_table(product):
-        scratch = path.with_name(f".tmp-{path.name}")
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        with replacing(path) as file:
+            file.write(text)
 
 
 def seal(directory: Path) -> Product:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from esmshard import spreadsheet
 from esmshard.data.mutations import Variants, read_variants
 from esmshard.data.tables import counted
-from esmshard.errors import InputError
+from esmshard.errors import InputError, writing
+from esmshard.files import replacing
 from esmshard.tasks import metrics
 
 
@@ -54,12 +55,10 @@ def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Seq
     if twice:
         raise InputError(f"{out}: the table has a column '{twice[0]}' already; rename it in the input")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".tmp-{out.name}")
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
+    with writing(out), replacing(out) as file:
         writer = spreadsheet.writer(file)
         writer.writerow([*columns, *new])
         writer.writerows(zip(*columns.values(), *new.values(), strict=True))
-    temporary.replace(out)
 
 
 def spearman(said_N: npt.NDArray[np.floating], measured_N: npt.NDArray[np.float64], name: str) -> str:

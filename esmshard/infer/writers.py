@@ -6,6 +6,8 @@ in place, leaving it with one removes what was written.
 
 import io
 import os
+import re
+import socket
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard import spreadsheet
+from esmshard.checkpoint.whole import lives
 from esmshard.errors import InputError, UsageError
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
@@ -28,8 +31,12 @@ class Writer(ABC):
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.work = out.with_name(f".tmp-{os.getpid()}-{out.name}")
+        self.work = out.with_name(f".tmp-{socket.gethostname()}-{os.getpid()}-{out.name}")
         out.parent.mkdir(parents=True, exist_ok=True)
+        left = re.compile(re.escape(f".tmp-{socket.gethostname()}-") + r"(\d+)" + re.escape(f"-{out.name}"))
+        for path in out.parent.iterdir():  # of a process that was killed
+            if (maker := left.fullmatch(path.name)) and not lives(int(maker[1])):
+                path.unlink(missing_ok=True)
 
     @abstractmethod
     def add(self, record_id: str, values: npt.NDArray[np.float32]) -> None:
@@ -53,6 +60,9 @@ class Writer(ABC):
             self.close()
             if kind is None:
                 self.commit()
+        except OSError:
+            if kind is None:  # otherwise what went wrong before is to be told
+                raise
         finally:
             self.work.unlink(missing_ok=True)
 

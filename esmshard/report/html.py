@@ -10,7 +10,7 @@ import numpy as np
 
 from esmshard import __version__
 from esmshard import recipe as recipes
-from esmshard.errors import InputError, UsageError, reading
+from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.progress import duration, rate
 from esmshard.report import scores, training, variants
 from esmshard.report.left import Left, json_object, read
@@ -61,7 +61,8 @@ def report(run: Path, out: Path | None = None) -> Path:
     out = out or run / "report.html"
     if not out.parent.is_dir():
         raise InputError(f"{out}: there is no directory {out.parent}; make it first")
-    replace_text(out, page)
+    with writing(out, "make room, or choose another place with -o FILE"):
+        replace_text(out, page)
     return out
 
 

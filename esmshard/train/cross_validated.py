@@ -14,7 +14,7 @@ from esmshard import spreadsheet
 from esmshard.data.substitutions import name_of
 from esmshard.data.variant_records import OUT_OF_FOLD, table_of
 from esmshard.errors import InputError
-from esmshard.files import read_json
+from esmshard.files import read_json, replacing
 from esmshard.settings import Recipe
 from esmshard.tasks import metrics
 from esmshard.train.evaluate import MAIN
@@ -201,8 +201,7 @@ def _write_variants(
     table, prefix = variants.table, ""
     while any(f"{prefix}{name}" in table.columns for name in ("variant", "fold", *columns)):
         prefix += "esmshard "  # the user's columns keep their names
-    temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
+    with replacing(path) as file:
         writer = spreadsheet.writer(file)
         writer.writerow([*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns))])
         for row in range(len(table)):
@@ -215,7 +214,6 @@ def _write_variants(
             told = ["" if math.isnan(value) else f"{value:.6g}" for value in values.values()]
             fold = "" if place is None else str(fold_N[place])
             writer.writerow([*(column[row] for column in table.columns.values()), name, fold, *told])
-    temporary.replace(path)
 
 
 def _write_curve(path: Path, runs: Sequence[_Run]) -> None:

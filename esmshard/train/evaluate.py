@@ -17,6 +17,7 @@ from esmshard import spreadsheet
 from esmshard.data.loader import Examples
 from esmshard.data.packing import deal
 from esmshard.errors import InputError
+from esmshard.files import replacing
 from esmshard.model import weights
 from esmshard.parallel.mesh import World
 from esmshard.progress import Progress
@@ -203,10 +204,8 @@ def write(
         values = [*(row[key] for key in numbers), *(table[name][n][key] for name, key in others)]
         told = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
         lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *told])
-    temporary = directory / ".tmp-per_protein.csv"
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
+    with replacing(directory / "per_protein.csv") as file:
         spreadsheet.writer(file).writerows(lines)
-    temporary.replace(directory / "per_protein.csv")
     return intervals
 
 

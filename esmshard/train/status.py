@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from esmshard.errors import InputError
-from esmshard.files import read_json
+from esmshard.files import read_json, replacing
 from esmshard.parallel import worker
 from esmshard.train.lease import abandoned, job_id
 
@@ -118,12 +118,8 @@ def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file that holds, whatever happens meanwhile, its old text or the new one."""
-    work = path.with_name(f".tmp-{path.name}")
-    with open(work, "w", encoding="utf-8") as file:
+    with replacing(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    work.replace(path)
 
 
 def _replace(out: Path, status: Status) -> None:
