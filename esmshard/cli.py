@@ -51,14 +51,19 @@ def finetune(
     overrides: Annotated[
         Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")
     ] = None,
-    nproc: Annotated[Optional[int], typer.Option(min=1, help="Local processes; all GPUs, or one, by default.")] = None,
+    nproc: Annotated[
+        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; all GPUs, or one, by default.")
+    ] = None,
     resume: Annotated[Optional[str], typer.Option(help="auto, never, or the path of a run or checkpoint.")] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, say what would be done, and stop.")
     ] = False,
     profile: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Record N steps with torch's profiler, and say where time goes.")
+        int,
+        typer.Option(
+            min=0, max=1_000_000, metavar="N", help="Record N steps with torch's profiler, and say where time goes."
+        ),
     ] = 0,
     stop_after: Annotated[
         Optional[str], typer.Option(metavar="TIME", help="Save and leave with exit code 75 after so long, as 3h50m.")
@@ -66,7 +71,10 @@ def finetune(
     max_restarts: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Start all processes again, up to N times, when one or a machine was lost."
+            min=0,
+            max=1_000_000,
+            metavar="N",
+            help="Start all processes again, up to N times, when one or a machine was lost.",
         ),
     ] = 0,
     nnodes: Annotated[
@@ -93,11 +101,12 @@ def finetune(
     local_addr: Annotated[
         Optional[str], typer.Option(metavar="ADDRESS", help="Of this machine for the others; found by default.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train N times, from as many seeds.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, max=1_000, metavar="N", help="Train N times, from as many seeds.")] = 1,
     folds: Annotated[
         Optional[int],
         typer.Option(
             min=3,
+            max=10_000,
             metavar="K",
             help="Cross-validate: K runs, each tested on another part of data.train; of variants 5 by default.",
         ),
@@ -183,13 +192,13 @@ def ingest(
     on_nucleotides: Annotated[
         str, typer.Option(help="Records that look like DNA or RNA: error, or keep, as they are proteins nevertheless.")
     ] = "error",
-    max_length: Annotated[Optional[int], typer.Option(min=8, help="Residues; see --long.")] = None,
+    max_length: Annotated[Optional[int], typer.Option(min=8, max=1_000_000, help="Residues; see --long.")] = None,
     long: Annotated[
         str, typer.Option(help="Sequences over --max-length: full, crop, window, skip or error.", show_default=False)
     ] = "",
     a3m: Annotated[bool, typer.Option("--a3m", help="Lower-case letters are insertions; remove them.")] = False,
     keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=1_024, help="Processes.")] = 1,
     part: Annotated[
         Optional[str], typer.Option(metavar="I/N", help="Read the I-th of N parts, for array jobs; then --merge.")
     ] = None,
@@ -470,9 +479,12 @@ def embed(
     window: Annotated[int, typer.Option(help="Residues of a window, or that are left by truncate.")] = 1022,
     overlap: Annotated[int, typer.Option(help="Residues that neighbouring windows share.")] = 256,
     tokens: Annotated[
-        Optional[int], typer.Option(min=1, help="Computed at once; 2,048 on a CPU and 16,384 on a GPU by default.")
+        Optional[int],
+        typer.Option(min=1, max=1_000_000_000, help="Computed at once; 2,048 on a CPU and 16,384 on a GPU by default."),
     ] = None,
-    nproc: Annotated[Optional[int], typer.Option(min=1, help="Local processes; all GPUs, or one, by default.")] = None,
+    nproc: Annotated[
+        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; all GPUs, or one, by default.")
+    ] = None,
     reuse: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Take equal sequences from an earlier directory of parts.")
     ] = None,
@@ -561,7 +573,9 @@ def predict(
     ] = False,
     propose: Annotated[
         Optional[int],
-        typer.Option(min=1, metavar="N", help="Of variants: N to measure next, promising and not all of one kind."),
+        typer.Option(
+            min=1, max=1_000_000, metavar="N", help="Of variants: N to measure next, promising and not all of one kind."
+        ),
     ] = None,
     kappa: Annotated[
         float, typer.Option(min=0, help="Of --propose: standard deviations that uncertainty is worth.")
@@ -637,7 +651,9 @@ def score(
     offset: Annotated[
         Optional[int], typer.Option(help="Added to the positions of the table; what fits the wild type by default.")
     ] = None,
-    window: Annotated[int, typer.Option(min=1, help="Residues of a long protein that the model sees at once.")] = 1022,
+    window: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Residues of a long protein that the model sees at once.")
+    ] = 1022,
     overwrite: Overwrite = False,
 ) -> None:
     """Score variants with the language model alone (zero-shot), higher being more natural."""
@@ -673,7 +689,6 @@ def evaluate(
     from esmshard.settings import Recipe
     from esmshard.tasks.finetuner import load_finetuned
     from esmshard.train.evaluate import report
-    from esmshard.train.set_members import marked_otherwise
     from esmshard.train.splits import open_tested
 
     for name in ("evaluation.json", "per_protein.csv"):
@@ -691,13 +706,8 @@ def evaluate(
     if png is not None and found.task.names:
         raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
     examples = open_tested(data, labels, recipe, found.task.labels)
-    for notice in examples.store.notices:
+    for notice in examples.notices:
         say(f"{examples.path}: {notice}")
-    if others := marked_otherwise("test", examples.path, examples.store):
-        say(
-            f"{examples.path}: all its records are scored, whatever SET= in its headers says ({others}); "
-            f"`esmshard split {examples.path} -o DIR --by given` writes those of the test set to DIR/test.fasta"
-        )
     out.mkdir(parents=True, exist_ok=True)
     print(report(model, examples, out, warn=say, labels=labels))
     if png is not None:
@@ -755,10 +765,10 @@ def launch(
         typer.Option(metavar="N|MIN:MAX", help="Machines, 1 by default; 1:2 also runs, and goes on, with fewer."),
     ] = None,
     gpus_per_node: Annotated[
-        Optional[int], typer.Option(min=0, metavar="N", help="By default those of the site profile.")
+        Optional[int], typer.Option(min=0, max=1_024, metavar="N", help="By default those of the site profile.")
     ] = None,
     nproc: Annotated[
-        Optional[int], typer.Option(min=1, help="Processes of a machine; one a GPU by default, or one.")
+        Optional[int], typer.Option(min=1, max=1_024, help="Processes of a machine; one a GPU by default, or one.")
     ] = None,
     time_limit: Annotated[
         Optional[str], typer.Option("--time", metavar="TIME", help="Of Slurm, as 24:00:00; by default the profile's.")
@@ -766,7 +776,10 @@ def launch(
     array: Annotated[
         Optional[int],
         typer.Option(
-            min=1, metavar="N", help="Of embed: workers, each with a GPU. Of a recipe: runs, from as many seeds."
+            min=1,
+            max=1_000_000,
+            metavar="N",
+            help="Of embed: workers, each with a GPU. Of a recipe: runs, from as many seeds.",
         ),
     ] = None,
     name: Annotated[Optional[str], typer.Option(help="Of the job; the recipe's by default.")] = None,
@@ -829,7 +842,8 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything for programs.")] = False,
     nproc: Annotated[
-        Optional[int], typer.Option(min=1, help="Processes to measure between; all GPUs, or two, by default.")
+        Optional[int],
+        typer.Option(min=1, max=1_024, help="Processes to measure between; all GPUs, or two, by default."),
     ] = None,
     nnodes: Annotated[
         Optional[str], typer.Option(metavar="N", help="Machines; start the same command on each of them.")

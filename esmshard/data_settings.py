@@ -1,7 +1,7 @@
 """The `data` section of a recipe, and which task reads what of it. No torch."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -65,7 +65,7 @@ class DataSettings(Settings):
     """FASTA file with that protein."""
     mutant: str | None = None
     """Column with the mutations; found by its name by default."""
-    offset: int | Literal["auto"] | None = None
+    offset: Annotated[int, Field(ge=-(10**6), le=10**6)] | Literal["auto"] | None = None
     """Added to the positions of the table; by default `auto`, which finds the shift that fits the wild type."""
     unusable: Literal["drop", "error"] | None = None
     """What becomes of rows that cannot be used: no substitution, a stop codon, a synonymous change, another residue
@@ -84,7 +84,7 @@ class DataSettings(Settings):
     positions that were never seen; `contiguous` and `modulo` are ProteinGym's; `random` flatters. `mutations` and
     `given` make one split of the table, without folds: up to `train_max` mutations to learn from and the rest to test
     on, or as its column `set` (or `split`) says."""
-    train_max: int | None = Field(None, ge=1)
+    train_max: int | None = Field(None, ge=1, le=10**6)
     """Most mutations of a variant to learn from, of split `mutations`; 1 by default."""
     train_share: float | None = Field(None, gt=0, le=1)
     """Share of the training variants that are learned from, for learning curves; a smaller share is a part of a larger
@@ -98,7 +98,7 @@ class DataSettings(Settings):
     """Column of the table with the ids; found by its name by default."""
     mask: str | None = None
     """FASTA file of 0 and 1: residues under a 0 have no label. For task `residue`."""
-    folds: int | None = Field(None, ge=3)
+    folds: int | None = Field(None, ge=3, le=10**4)
     """Cross-validation: `train`, or `table`, is divided into so many parts, one of which is the test set; of a table,
     another one is the validation set. `--folds` sets it and `fold`, run by run; without that `fold` is wanted too."""
     fold: int = Field(0, ge=0)
@@ -111,7 +111,7 @@ class DataSettings(Settings):
     `window` makes as few windows as cover it, each an example; `full` takes it whole; `skip` leaves it out, counted;
     `error` refuses it. Validation, test and prediction always see whole chains. For task `sequence` `full` is the
     default, and `crop` is refused: it may cut away what the label comes from."""
-    max_length: int = Field(1022, ge=8)
+    max_length: int = Field(1022, ge=8, le=10**6)
     """Residues of the longest training record."""
 
     @field_validator("fold")

@@ -4,6 +4,12 @@ The command line prints the message of an `InputError` as one sentence and leave
 catch it as a `ValueError`. The message says what is wrong, where (file, line, record) and the mend.
 """
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class InputError(ValueError):
     """Data, weights or a checkpoint that cannot be used. Exit code 1."""
@@ -30,3 +36,61 @@ class UsageError(InputError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+@contextmanager
+def reading(what: str, fix: str) -> Iterator[None]:
+    """Turn what goes wrong in a `with` block into one sentence, where the block reads values that a file may lack.
+
+    It is for files that we write ourselves and somebody may have altered: not each value of theirs is checked for its
+    type before it is used, so that one of another type raises whatever its use raises.
+
+    Args:
+        what: the file, for the message.
+        fix: what to do about it.
+
+    Raises:
+        InputError: instead of the errors that a missing or foreign value causes.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except KeyError as error:
+        raise InputError(f"{what}: damaged ({error} is missing in it); {fix}") from error
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, StopIteration) as error:
+        raise InputError(f"{what}: damaged ({' '.join(str(error).split())}); {fix}") from error
+
+
+def unwritable(error: BaseException) -> str | None:
+    """Why a disk takes no more, or nothing at all, in a few words; None if the error is of another kind.
+
+    A missing permission is of another kind: it may be one to read, and its own message has the path.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        return os.strerror(number).lower()
+    # numpy, zip archives, HDF5, safetensors and torch say it in words only.
+    words = ("No space left", "File too large", "Disk quota exceeded", " requested and ", "iostream error")
+    return "no space left on device" if any(text in str(error) for text in words) else None
+
+
+@contextmanager
+def writing(out: Path, fix: str = "make room, or choose another place, and run the command again") -> Iterator[None]:
+    """Turn what a full or read-only disk makes of a `with` block that writes into one sentence with the path.
+
+    Args:
+        out: what is written.
+        fix: what to do about it.
+
+    Raises:
+        InputError: the disk is full, or takes nothing.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if (why := unwritable(error)) is None:
+            raise
+        raise InputError(f"{getattr(error, 'filename', None) or out}: cannot be written ({why}); {fix}") from error

@@ -1,8 +1,118 @@
-"""Files: their sha256, and where esmshard keeps what it can make again. No torch."""
+"""Files: what is read whole, with bounds, their sha256, and where esmshard keeps what it can make again. No torch."""
 
 import hashlib
+import json
 import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
+
+MAX_JSON_BYTES = 256 * 2**20
+"""Size of a JSON file above which none is read. The longest of ours, plans of embeddings, have some 10 MiB."""
+MAX_JSON_DEPTH = 60
+"""How many lists and objects of a JSON file may lie in one another. Ours have less than ten."""
+MAX_DIGITS = 100
+"""Of a whole number in a JSON file: the state of a random generator has 39. More than 308 digits fit no float."""
+
+
+def read_text(path: Path, most_bytes: int) -> str:
+    """The text of a file in UTF-8.
+
+    Args:
+        path: of a regular file: a device or a pipe may never come to an end.
+        most_bytes: a larger file is refused, and not read.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no regular file, too large, or not UTF-8.
+    """
+    about = path.stat()  # before it is opened: opening a pipe waits for whoever writes into it
+    if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # reading a directory says what it is
+        raise ValueError("it is not a regular file")
+    if about.st_size > most_bytes:
+        raise ValueError(f"it has {about.st_size:,} bytes, and at most {most_bytes:,} are read")
+    return path.read_bytes().decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. The one place where files of JSON are read.
+
+    Raises:
+        OSError: it cannot be read; `FileNotFoundError` if it is missing.
+        ValueError: it is not JSON, or beyond the bounds of `parse_json`.
+    """
+    return parse_json(read_text(path, MAX_JSON_BYTES))
+
+
+def parse_json(text: str) -> Any:
+    r"""What a text of JSON says, such as a line of `metrics.jsonl`.
+
+    Raises:
+        ValueError: it is not JSON, nested deeper than `MAX_JSON_DEPTH`, or holds a number of more than `MAX_DIGITS`
+            digits, a NUL, or half of a surrogate pair, which no file of UTF-8 can hold.
+
+    >>> parse_json('{"step": 1}')
+    {'step': 1}
+    >>> parse_json("[" * 100_000)
+    Traceback (most recent call last):
+    ValueError: lists or objects lie in one another more than 60 deep
+    >>> parse_json('{"id": "a\\u0000b"}')
+    Traceback (most recent call last):
+    ValueError: a text holds a NUL character
+    """
+    try:
+        found = json.loads(text, parse_int=_whole_number)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level = [found]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        level = [one for part in level if isinstance(part, list | dict) for one in _parts(part)]
+        if not level:
+            break
+    else:
+        raise ValueError(_TOO_DEEP)
+    if "\\u0000" in text:
+        raise ValueError("a text holds a NUL character")
+    if re.search(r"\\u[dD][89a-fA-F]", text):
+        try:
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("a text holds half of a surrogate pair") from None
+    return found
+
+
+_TOO_DEEP = f"lists or objects lie in one another more than {MAX_JSON_DEPTH} deep"
+
+
+def _parts(found: list[Any] | dict[str, Any]) -> list[Any]:
+    return list(found.values()) if isinstance(found, dict) else found
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits, and at most {MAX_DIGITS} are read")
+    return int(digits)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[str]]:
+    """A text file to write, which takes its name when the block ends well and is on disk, and is gone otherwise.
+
+    What has the name already is there until then.
+    """
+    work = path.with_name(f".tmp-{path.name}")
+    try:
+        with open(work, "w", encoding="utf-8", newline="") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        work.replace(path)
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
 
 
 def sha256(path: Path) -> str:
@@ -11,14 +121,22 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def remembered_sha256(path: Path) -> str:
-    """The same, remembered in the user's cache by path, size and time of change.
+def state(path: Path) -> tuple[int, int, int, int]:
+    """What tells whether a file is still the one that was read: number, size, and times of writing and of change in ns.
 
-    A model of 60 GB is then read once, and not by each process that opens it. A file that was changed and given its old
-    time again is not noticed; whoever must notice that calls `sha256`.
+    A file that was altered and given its old time again has another time of change.
     """
-    stat = path.stat()
-    name = f"{path.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
+    about = path.stat()
+    return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+
+
+def remembered_sha256(path: Path) -> str:
+    """The same, remembered in the user's cache by path and `state`.
+
+    A model of 60 GB is then read once, and not by each process that opens it. Whoever must notice what somebody changed
+    on the disk itself calls `sha256`.
+    """
+    name = f"{path.resolve()}/{state(path)}"
     known = cache_directory() / "hashes" / hashlib.sha256(name.encode()).hexdigest()[:32]
     try:
         text = known.read_text(encoding="ascii")
@@ -35,6 +153,32 @@ def remembered_sha256(path: Path) -> str:
     except OSError:  # a cache that cannot be written to costs time only
         pass
     return digest
+
+
+def shared_place(path: str, directory: Path) -> str:
+    """How a file that is meant for others names the place of another one: no absolute path, and nobody's home.
+
+    Args:
+        path: of a model; a name without directories, such as that of a released model, stays as it is.
+        directory: in which the file lies that names it.
+
+    Returns:
+        The path relative to `directory`, beginning with `./` or `../`. Where the two have only the root or the
+        directory of all homes in common, `./NAME`, and whoever has the file says where it lies.
+    """
+    if not Path(path).is_absolute():
+        return path
+    here = os.path.abspath(directory)  # noqa: PTH100  # not resolve(): what a link leads to is not told
+    common = Path(os.path.commonpath([path, here]))
+    if common == Path(common.anchor) or common in Path.home().parents:
+        return f"./{Path(path).name}"
+    relative = os.path.relpath(path, here)
+    return relative if relative.startswith("..") else f"./{relative}"
+
+
+def found_place(name: str, directory: Path) -> str:
+    """The path that `shared_place` named; any other name as it is."""
+    return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
 
 
 def cache_directory() -> Path:

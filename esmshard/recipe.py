@@ -11,7 +11,7 @@ those given as an override and `out` to the working directory. `~` and `${VAR}` 
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from esmshard.errors import InputError, UsageError
+from esmshard.files import shared_place
 from esmshard.settings import Recipe
 from esmshard.shipped import shipped
 from esmshard.task_settings import TaskSettings
@@ -117,6 +118,26 @@ def dump(recipe: Recipe) -> str:
     yaml.width = 1000
     yaml.dump(recipe.model_dump(mode="json"), out)
     return out.getvalue()
+
+
+def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """A resolved recipe for a file that is shared: data and `out` by their names, a model by where it lies from there.
+
+    Args:
+        recipe: as `model_dump` makes it.
+        directory: of that file.
+    """
+    told = {key: dict(part) if isinstance(part, Mapping) else part for key, part in recipe.items()}
+    for keys in (*PATH_KEYS, ("out",)):
+        section: Any = told
+        for key in keys[:-1]:
+            section = section.get(key)
+        value = section.get(keys[-1]) if isinstance(section, dict) else None
+        if not isinstance(value, str) or value.startswith("sample:"):
+            continue
+        model = keys == ("model", "name")
+        section[keys[-1]] = shared_place(value, directory) if model else Path(value).name or value
+    return told
 
 
 def schema() -> dict[str, Any]:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from esmshard import command
 from esmshard.errors import InputError, UsageError
+from esmshard.files import parse_json, read_json
 from esmshard.parallel.preemption import Preempted
+from esmshard.yaml_keys import parse_yaml
 
 if TYPE_CHECKING:
     from esmshard.infer.loaded import Model
@@ -74,7 +75,7 @@ class Run:
             if not line.endswith("\n"):
                 break  # it is being written
             try:
-                found.append(json.loads(line))
+                found.append(parse_json(line))
             except ValueError as error:
                 raise InputError(f"{path}:{n + 1}: damaged ({error})") from None
         return found
@@ -108,7 +109,7 @@ class Run:
     def _json(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            found: dict[str, Any] = read_json(path)
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -208,8 +209,8 @@ def _written(key: str, value: Any) -> str:
         return text
     path = os.fspath(value)
     try:
-        return path if path == path.strip() and YAML().load(path) == path else text
-    except YAMLError:
+        return path if path == path.strip() and parse_yaml(path) == path else text
+    except (YAMLError, ValueError):
         return text
 
 

@@ -21,6 +21,9 @@ from esmshard.task_settings import (
     as_list,
 )
 
+MOST_STEPS, MOST_TOKENS, MOST_PROCESSES, MOST_SECONDS = 10**8, 10**9, 10**6, 10**8
+"""Far beyond any run. A number with a few digits too many is refused here, and not after days, or by the memory."""
+
 
 class ModelSettings(Settings):
     """The language model that is fine-tuned."""
@@ -55,7 +58,7 @@ class AdaptSettings(Settings):
     from 0."""
     rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
     """Of the adapter's matrices; 4 by default. For `lora` only, as the keys below."""
-    alpha: float | None = Field(None, gt=0, validate_default=True)
+    alpha: float | None = Field(None, gt=0, le=1e6, validate_default=True)
     """What the adapter adds is scaled by alpha / rank; 1 by default."""
     targets: Targets | None = Field(None, strict=False, validate_default=True)
     """Layers with an adapter, of q, k, v, out, fc1 and fc2; all by default. `transformers` calls the last three
@@ -70,7 +73,7 @@ class AdaptSettings(Settings):
         if freeze and method not in ("full", None):
             raise ValueError(f"is for adapt.method full, and the recipe has {method}; remove it, or change the method")
         for part in freeze:
-            layers = re.fullmatch(r"layers\.([0-9]+)(?:-([0-9]+))?", part)
+            layers = re.fullmatch(r"layers\.([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
             if layers is None and part not in ("embedding", "norms", "biases"):
                 raise ValueError(
                     f"'{part}' is no part of the model; name embedding, norms, biases, or layers as layers.0-10"
@@ -110,12 +113,12 @@ class AdaptSettings(Settings):
 class BatchSettings(Settings):
     """How much goes into one optimizer step."""
 
-    global_tokens: int = Field(16384, ge=3)
+    global_tokens: int = Field(16384, ge=3, le=MOST_TOKENS)
     """Most tokens of one optimizer step over all processes, and nearly what each step has: the same set of records
     whatever the number of processes."""
-    sequences: int | None = Field(None, ge=1)
+    sequences: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """Records of a step, in place of `global_tokens`: so many of the longest training record."""
-    tokens_per_rank: int | Literal["auto"] = "auto"
+    tokens_per_rank: Annotated[int, Field(ge=3, le=MOST_TOKENS)] | Literal["auto"] = "auto"
     """Most tokens that one process takes through the model at once; a larger share is cut into micro-batches whose
     gradients add up. `auto` estimates what the free memory allows and takes the least over all processes."""
 
@@ -137,28 +140,28 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class OptimSettings(Settings):
     """AdamW and its schedule."""
 
-    lr: float = Field(2.0e-5, gt=0)
+    lr: float = Field(2.0e-5, gt=0, le=10)
     """Peak learning rate of the language model."""
-    head_lr: float = Field(2.0e-4, gt=0)
+    head_lr: float = Field(2.0e-4, gt=0, le=10)
     """Peak learning rate of the head."""
     betas: tuple[Decay, Decay] = Field((0.9, 0.98), strict=False)
     """Decay of the running means of gradient and squared gradient; ESM-2 was trained with these."""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(0.01, ge=0, le=100)
     """Decoupled weight decay. None on biases, LayerNorms and embeddings."""
     warmup: float = Field(0.05, ge=0, le=1)
     """Share of all steps during which the learning rate rises from 0."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls to 0 after the warm-up."""
-    clip: float = Field(1.0, gt=0)
+    clip: float = Field(1.0, gt=0, le=10**9)
     """Longest allowed gradient: a longer one is scaled to this norm."""
 
 
 class TrainSettings(Settings):
     """How long, from which seed, watched how often."""
 
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, le=MOST_STEPS)
     """Optimizer steps; 400 if `epochs` is not given either."""
-    epochs: float | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0, le=1e6)
     """Passes over the training records, in place of `steps`."""
 
     @field_validator("epochs")
@@ -172,15 +175,17 @@ class TrainSettings(Settings):
             )
         return epochs
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """Fixes the new weights, the order of the records and the crops."""
-    eval_every: Annotated[int, Field(ge=1)] | Literal["epoch"] = 50
+    eval_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | Literal["epoch"] = 50
     """Steps between two validations, or `epoch`."""
-    early_stop: int | None = Field(None, ge=1)
+    early_stop: int | None = Field(None, ge=1, le=MOST_STEPS)
     """Stop after so many validations in a row without a better headline metric, and take the model of the best."""
 
 
-After = Annotated[Literal["full_shard", "shard_grad_op"] | Annotated[int, Field(ge=2)] | None, Field()]
+After = Annotated[
+    Literal["full_shard", "shard_grad_op"] | Annotated[int, Field(ge=2, le=MOST_PROCESSES)] | None, Field()
+]
 
 
 class ParallelSettings(Settings):
@@ -190,7 +195,7 @@ class ParallelSettings(Settings):
     """`full_shard` frees each layer's gathered weights after use (ZeRO 3); `shard_grad_op` keeps them from the forward
     to the backward pass (ZeRO 2): less traffic, more memory; `hybrid_shard` shards within groups of processes and
     keeps a copy in each; `no_shard` keeps a copy in every process (DDP)."""
-    group_size: int | None = Field(None, ge=2)
+    group_size: int | None = Field(None, ge=2, le=MOST_PROCESSES)
     """Processes that share one copy of the weights under `hybrid_shard`; those of one machine by default."""
     layers: After = None
     """What becomes of the layers' gathered weights after the forward pass, if not what the strategy says: `full_shard`
@@ -218,18 +223,18 @@ class ParallelSettings(Settings):
     keeps all of them in every process and does so once: less traffic, as much memory as the whole model."""
     compile: bool = False
     """Compile each layer, once for all lengths. A minute at the start; on a CPU it does not pay (docs/devices.md)."""
-    start_timeout: int = Field(1800, ge=1)
+    start_timeout: int = Field(1800, ge=1, le=MOST_SECONDS)
     """Seconds that a process waits for the others until the first step is done, such as while weights are read."""
-    step_timeout: int = Field(600, ge=1)
+    step_timeout: int = Field(600, ge=1, le=MOST_SECONDS)
     """The same after that. Then the run ends and names the process that did not come."""
 
 
 class CheckpointSettings(Settings):
     """Sharded checkpoints, from which a run goes on."""
 
-    every: int = Field(100, ge=1)
+    every: int = Field(100, ge=1, le=MOST_STEPS)
     """Steps between two checkpoints. The last step always leaves one."""
-    keep: int = Field(3, ge=1)
+    keep: int = Field(3, ge=1, le=MOST_STEPS)
     """How many of the newest ones stay."""
     keep_best: bool = False
     """Save whenever a validation is the best so far, and keep that one too, for `esmshard consolidate --best`."""
@@ -258,6 +263,16 @@ class Recipe(Settings):
     Biases, by its own environment variables). docs/watching.md."""
     out: str
     """Directory of the run, relative to the working directory."""
+
+    @field_validator("out")
+    @classmethod
+    def _no_device(cls, out: str) -> str:
+        if re.match(r"/(dev(?!/shm/.)|proc|sys)(/|$)", out):
+            raise ValueError(
+                f"{out} belongs to the system and is no place for a run; write out: runs/NAME, or another "
+                "directory of yours"
+            )
+        return out
 
     @field_validator("track")
     @classmethod

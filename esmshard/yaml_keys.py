@@ -18,12 +18,19 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
 from ruamel.yaml.reader import ReaderError
 
 from esmshard.data_settings import Clash, listed
 from esmshard.errors import UsageError
+from esmshard.files import MAX_DIGITS, read_text
 
 M = TypeVar("M", bound=BaseModel)
+
+MAX_YAML_BYTES, MAX_YAML_DEPTH, MAX_YAML_VALUES = 2**20, 20, 10_000
+"""Of a file: its size, how many lists and mappings may lie in one another, and how many values there may be. Those that
+are shipped have at most 10 kB, four and 100."""
+_LIKE_A_NUMBER = re.compile(r"[-+.0-9][-+.0-9_:xoa-fA-F]*")
 
 Sections = Mapping[str, type[BaseModel]]
 """The sections that one key may have, by their `name`."""
@@ -65,9 +72,12 @@ class Tree:
             self.problems.append(f"{text}: an override is KEY=VALUE, such as optim.lr=1e-4")
             return
         try:
-            value = YAML().load(raw) if raw.strip() else ""
+            value = parse_yaml(raw) if raw.strip() else ""
         except YAMLError:
             value = raw
+        except ValueError as error:
+            self.problems.append(f"{dotted.strip()}: {error}")
+            return
         self.overrides[keys] = text
         node: Any = self.node
         for key in keys[:-1]:
@@ -132,7 +142,7 @@ def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool =
         UsageError: it cannot be read, is not YAML, or no mapping.
     """
     try:
-        node = YAML().load(path.read_text(encoding="utf-8"))
+        node = parse_yaml(read_text(path, MAX_YAML_BYTES))
     except DuplicateKeyError as error:
         mark = error.problem_mark
         key = re.search(r'duplicate key "([^"]*)"', str(error.problem))
@@ -146,11 +156,81 @@ def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool =
         raise UsageError(f"{path}: not a text file") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except _Beyond as error:
+        raise UsageError(f"{path}:{error.line}: {error}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: cannot be read as YAML: {error}") from None
     if node is None and may_be_empty:
         node = CommentedMap()
     if not isinstance(node, CommentedMap):
         raise UsageError(f"{path}:1:1: {called} is a YAML mapping with the keys {', '.join(root.model_fields)}")
     return Tree(node, str(path), called)
+
+
+class _Beyond(ValueError):
+    """A text of YAML is beyond the bounds of `parse_yaml`; `line` says where, as `4:3`."""
+
+    def __init__(self, mark: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.line = f"{mark.line + 1}:{mark.column + 1}"
+
+
+def parse_yaml(text: str) -> Any:
+    """What a text of YAML says, as `ruamel.yaml` gives it back. The one place where YAML is read.
+
+    Raises:
+        YAMLError: it is no YAML.
+        ValueError: it is larger than a person writes, or says what no value is, such as a date in a 13th month.
+    """
+    _check_bounds(text)
+    try:
+        return YAML().load(text)
+    except (YAMLError, ValueError):
+        raise
+    except Exception as error:  # tags such as !!omap on what is none raise whatever they like
+        raise ValueError(f"a tag does not fit its value ({type(error).__name__}: {error})") from None
+
+
+def _check_bounds(text: str) -> None:
+    """Refuse nesting, sizes and numbers that would take the memory or the time of a machine. Nothing is built for that.
+
+    An alias counts as much as what it stands for, so that a few lines cannot stand for billions of values.
+    """
+    total = 0
+    open_at: list[tuple[int, str]] = []  # where a collection began, in values so far, and its anchor
+    sizes: dict[str, int | None] = {}  # of anchors; None while the collection is open
+    for event in YAML(typ="rt").parse(text):
+        anchor: str = getattr(event, "anchor", None) or ""
+        if isinstance(event, AliasEvent):
+            size = sizes.get(anchor, 1)
+            if size is None:
+                raise _Beyond(event.start_mark, f"*{anchor} stands for what it is a part of; write it out")
+            total += size
+        elif isinstance(event, CollectionStartEvent):
+            total += 1
+            open_at.append((total, anchor))
+            if anchor:
+                sizes[anchor] = None
+            if len(open_at) > MAX_YAML_DEPTH:
+                raise _Beyond(event.start_mark, f"lists or mappings lie in one another more than {MAX_YAML_DEPTH} deep")
+        elif isinstance(event, CollectionEndEvent):
+            began, name = open_at.pop()
+            if name:
+                sizes[name] = total - began + 1
+        elif isinstance(event, ScalarEvent):
+            total += 1
+            if anchor:
+                sizes[anchor] = 1
+            if re.search("[\0\ud800-\udfff]", event.value):
+                raise _Beyond(event.start_mark, "a text holds a NUL or half of a surrogate pair; remove it")
+            if len(event.value) > MAX_DIGITS and _LIKE_A_NUMBER.fullmatch(event.value):
+                raise _Beyond(event.start_mark, f"a number has {len(event.value):,} characters; write a shorter one")
+        if total > MAX_YAML_VALUES:
+            raise _Beyond(
+                event.start_mark,
+                f"there are more than {MAX_YAML_VALUES:,} values, each alias counted as what it stands for; "
+                "write a shorter file",
+            )
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

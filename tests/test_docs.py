@@ -235,7 +235,9 @@ def test_generated_pages_follow_the_source():
     keys, commands = made.recipe_keys(), made.commands()
     titles = re.findall(r"^#+ (\S+)$", keys, re.MULTILINE)
     assert set(titles) == {key for key in _keys() if key != "task.name"}
-    assert "### optim.clip\n\na number, above 0; default `1.0`\n\nLongest allowed gradient" in keys
+    assert (
+        "### optim.clip\n\na number, above 0 and at most 1000000000; default `1.0`\n\nLongest allowed gradient" in keys
+    )
     assert "### checkpoint.async_save\n\n`auto` or `true` or `false`; default `auto`" in keys
     assert "### model.name\n\ntext; required" in keys
     assert "### slurm.grace\n\nan integer, at least 10 and at most 65535; default `180`" in made.site_keys()

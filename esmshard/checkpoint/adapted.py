@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from esmshard.errors import InputError, UsageError
+from esmshard.files import shared_place
 from esmshard.model import adapter, origin, weights
 from esmshard.model.config import EsmConfig
 from esmshard.model.esm2 import ESM2
@@ -57,19 +58,26 @@ def on_base(
 
 
 def write_adapter(
-    directory: Path, checkpoint: Path, state: Mapping[str, Any], sizes: Sizes, read: Source, base: str | None = None
+    directory: Path,
+    checkpoint: Path,
+    state: Mapping[str, Any],
+    sizes: Sizes,
+    read: Source,
+    base: str | None = None,
+    out: Path | None = None,
 ) -> dict[str, str]:
     """Write what was trained as a PEFT adapter and a head; see `esmshard.model.adapter`. The base is not read.
 
-    Arguments and errors as of `on_base`; `UsageError` for a checkpoint without a LoRA. Returns the sha256 of
-    each file of weights, by name.
+    Arguments and errors as of `on_base`; `base` is written as it is, else the base's place as seen from `out`, which
+    `directory` is going to be, if it is not that already. `UsageError` for a checkpoint without a LoRA. Returns the
+    sha256 of each file of weights, by name.
     """
     config, settings = EsmConfig(**state["config"]), AdaptSettings.model_validate(state["recipe"].get("adapt", {}))
     if settings.method != "lora":
         raise UsageError(f"{checkpoint}: has no LoRA (adapt.method is {settings.method}); leave --adapter out")
     _account(checkpoint, config, settings, sizes, weights.shapes(config))
     rank, alpha, targets = settings.lora
-    name = base or state["base"]["name"]
+    name = base or shared_place(state["base"]["name"], out or directory)
     written = adapter.adapter_config(name, config.n_layers, rank, alpha, targets, str(settings.bias))
     tensors = read(sorted(sizes))
     for part, tensor in tensors.items():

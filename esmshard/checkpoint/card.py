@@ -4,8 +4,10 @@ It says what is known and names what is not. A model is never called ESM-2 becau
 asked for by a released name are.
 """
 
+import html
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ def text(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any
     recipe, fair_esm = about["recipe"], not (directory / "config.json").is_file()
     parts = [
         _front_matter(recipe, fair_esm),
-        f"# {_name(recipe['out'])}\n\n{_base(about)}",
+        f"# {_text(_name(recipe['out']))}\n\n{_base(about)}",
         _use(directory, recipe, fair_esm),
         _data(about),
         _training(about),
@@ -77,15 +79,15 @@ def _front_matter(recipe: Mapping[str, Any], fair_esm: bool) -> str:
 def _base(about: Mapping[str, Any]) -> str:
     recipe = about["recipe"]
     name, task = recipe["model"]["name"], recipe["task"]
-    options = ", ".join(f"{key} {value}" for key, value in task.items() if key != "name")
+    options = _text(", ".join(f"{key} {value}" for key, value in task.items() if key != "name"))
     kind = "A protein language model" if task["name"] == "mlm" else "A protein language model with a head"
-    lines = [f"{kind} for the task `{task['name']}` ({options})."]
+    lines = [f"{kind} for the task {_code(task['name'])} ({options})."]
     if base := _released(recipe):
         lines.append(f"It was fine-tuned from `{base}` ([{RELEASED[base]}](https://huggingface.co/{RELEASED[base]})).")
     elif recipe["init"] == "random":
         lines.append(
             f"**It is not ESM-2**: it was trained from random weights (seed {recipe['train']['seed']}) in the shape of "
-            f"`{_name(name)}`, and on nothing but the data below."
+            f"{_code(_name(name))}, and on nothing but the data below."
         )
     elif name == STARTER:
         lines.append(
@@ -94,18 +96,18 @@ def _base(about: Mapping[str, Any]) -> str:
         )
     else:
         lines.append(
-            f"It was fine-tuned from the weights in `{_name(name)}`, which were given as a file: whether they are "
+            f"It was fine-tuned from the weights in {_code(_name(name))}, which were given as a file: whether they are "
             "those of a released ESM-2 is not known here."
         )
     if method := recipe.get("adapt", {}).get("method"):
-        lines.append(f"Adaptation: `{method}`.")
+        lines.append(f"Adaptation: {_code(method)}.")
     if "config" in about:
         config = EsmConfig(**about["config"])
         same = [size for size, shape in SIZES.items() if shape == config]
         shape = f", the shape of `{same[0]}`" if same else ""
         lines.append(
             f"{config.n_layers} layers, width {config.dim}, {config.n_heads} heads, {config.n_parameters:,} parameters "
-            f"without the head{shape}; weights in {about['dtype']}."
+            f"without the head{shape}; weights in {_text(about['dtype'])}."
         )
     return " ".join(lines)
 
@@ -113,7 +115,7 @@ def _base(about: Mapping[str, Any]) -> str:
 def _use(directory: Path, recipe: Mapping[str, Any], fair_esm: bool) -> str:
     if fair_esm:
         file = next(p.name for p in sorted(directory.glob("*.pt")) if not p.stem.endswith("-contact-regression"))
-        code = f'import esm\nmodel, alphabet = esm.pretrained.load_model_and_alphabet_local("{file}")'
+        code = f"import esm\nmodel, alphabet = esm.pretrained.load_model_and_alphabet_local({json.dumps(file)})"
         return (
             "## Use\n\nThe language model, without the head, for [fair-esm](https://github.com/facebookresearch/esm):"
             f"\n\n```python\n{code}\n```"
@@ -137,17 +139,18 @@ def _data(about: Mapping[str, Any]) -> str:
     for split in ("train", "valid", "test"):
         facts = about.get("data", {}).get(split, {})
         numbers = [f"{facts[key]:,}" if key in facts else "not recorded" for key in ("records", "residues")]
-        digest = f"`{facts['tokens_sha256']}`" if "tokens_sha256" in facts else "not recorded"
+        digest = _code(facts["tokens_sha256"]) if "tokens_sha256" in facts else "not recorded"
         named = given[split] if given.get("table") is None else given["table"]
-        rows.append([split, f"`{_name(named)}`", *numbers, digest])
+        rows.append([split, _code(_name(named)), *numbers, digest])
     table = _table(["split", "given as", "records", "residues", "sha256 of the tokens"], rows)
     if given.get("table") is not None:
         fold = f", fold {given['fold']} of {given['folds']}" if given["folds"] else ""
         offset = about.get("facts", {}).get("offset", 0)
         numbering = f" The table counts residues in its own way: its positions {offset:+d} are the wild type's."
         return (
-            f"## Data\n\n{table}\n\nVariants of one protein, divided by `{given['split']}`{fold}: only a division by "
-            f"positions tests what the model knows of positions without a measurement.{numbering if offset else ''}"
+            f"## Data\n\n{table}\n\nVariants of one protein, divided by {_code(given['split'])}{_text(fold)}: only a "
+            "division by positions tests what the model knows of positions without a measurement."
+            f"{numbering if offset else ''}"
         )
     return (
         "## Data\n\n"
@@ -155,7 +158,7 @@ def _data(about: Mapping[str, Any]) -> str:
         + "\n\nThe splits are as they were given. How they were divided, and how much alike training and test proteins "
         "are, is for whoever publishes this model to say; `esmshard split` divides by clusters and tells what they "
         "share. "
-        f"Training records of more than {given['max_length']:,} residues: `{given['long']}`."
+        f"Training records of more than {given['max_length']:,} residues: {_code(given['long'])}."
     )
 
 
@@ -171,11 +174,11 @@ def _training(about: Mapping[str, Any]) -> str:
         ["tokens a step, at most", f"{recipe['batch']['global_tokens']:,}"],
         ["optimizer", f"AdamW, betas {_pair(optim['betas'])}, weight decay {optim['weight_decay']:g}"],
         ["learning rate", f"{optim['lr']:g}, head {optim['head_lr']:g}"],
-        ["schedule", f"{optim['schedule']}, {100 * optim['warmup']:g}% warm-up"],
+        ["schedule", f"{_text(optim['schedule'])}, {100 * optim['warmup']:g}% warm-up"],
         ["gradient norm, at most", f"{optim['clip']:g}"],
-        ["seed", str(recipe["train"]["seed"])],
-        ["precision", f"{parallel['precision']}, weights and optimizer state in fp32"],
-        ["processes", f"{about.get('world_size', 'not recorded')}, {parallel['strategy']}"],
+        ["seed", _text(recipe["train"]["seed"])],
+        ["precision", f"{_text(parallel['precision'])}, weights and optimizer state in fp32"],
+        ["processes", _text(f"{about.get('world_size', 'not recorded')}, {parallel['strategy']}")],
         ["software", _software(about)],
     ]
     return "## Training\n\n" + _table(["", ""], rows)
@@ -183,7 +186,7 @@ def _training(about: Mapping[str, Any]) -> str:
 
 def _software(about: Mapping[str, Any]) -> str:
     torch = about.get("versions", {}).get("torch")
-    return f"esmshard {about['esmshard']}" + (f", torch {torch}" if torch else "")
+    return _text(f"esmshard {about['esmshard']}" + (f", torch {torch}" if torch else ""))
 
 
 def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
@@ -191,20 +194,20 @@ def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> s
         return "## Metrics\n\nNot scored yet. `esmshard evaluate` scores a model beside its baselines."
     metrics: Mapping[str, Mapping[str, Any]] = evaluation["metrics"]
     columns = list(evaluation.get("columns") or next(iter(metrics.values())))
-    rows = [[name, *(_interval(row.get(column)) for column in columns)] for name, row in metrics.items()]
+    rows = [[_text(name), *(_interval(row.get(column)) for column in columns)] for name, row in metrics.items()]
     lines = [
-        f"Over the {evaluation['records']:,} records of `{_name(evaluation['data'])}` "
-        f"({evaluation['split']}), with {evaluation['interval']}."
+        f"Over the {evaluation['records']:,} records of {_code(_name(evaluation['data']))} "
+        f"({_text(evaluation['split'])}), with {_text(evaluation['interval'])}."
     ]
-    if missing := [f"{count} without {name}" for name, count in evaluation["without_value"].items() if count]:
+    if missing := [_text(f"{count} without {name}") for name, count in evaluation["without_value"].items() if count]:
         lines.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
-    if few := [f"{name} ({reason})" for name, reason in evaluation.get("without_interval", {}).items()]:
+    if few := [_text(f"{name} ({reason})") for name, reason in evaluation.get("without_interval", {}).items()]:
         lines.append(f"No interval, for too few records: {'; '.join(few)}.")
     if said := evaluation.get("verdict"):
-        lines.append(said)
+        lines.append(_text(said))
     if evaluation["weights_sha256"] != about["weights_sha256"]:
         lines.append("Scored before the weights were written in this layout and precision.")
-    return "## Metrics\n\n" + " ".join(lines) + "\n\n" + _table(["", *columns], rows)
+    return "## Metrics\n\n" + " ".join(lines) + "\n\n" + _table(["", *map(_text, columns)], rows)
 
 
 def _interval(value: Mapping[str, float | None] | None) -> str:
@@ -249,19 +252,37 @@ def _licence(recipe: Mapping[str, Any]) -> str:
 
 
 def _made(about: Mapping[str, Any], fair_esm: bool) -> str:
-    processes = f" --nproc {about['world_size']}" if about.get("world_size", 1) > 1 else ""
+    processes = f" --nproc {int(about['world_size'])}" if about.get("world_size", 1) > 1 else ""
+    layout, dtype = "fair-esm" if fair_esm else "hf", "".join(re.findall(r"\w", str(about["dtype"])))
     return (
         "## How it was made\n\n```\n"
         f"esmshard finetune recipe.yaml{processes}\n"
-        f"esmshard consolidate RUN -o MODEL --to {'fair-esm' if fair_esm else 'hf'} --dtype {about['dtype']}\n"
+        f"esmshard consolidate RUN -o MODEL --to {layout} --dtype {dtype}\n"
         "```\n\n`recipe.yaml` is what `esmshard.json` holds under `recipe`. sha256 of the weights, as `esmshard.json` "
-        f"has it: `{about['weights_sha256']}`."
+        f"has it: {_code(about['weights_sha256'])}."
     )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table. Cells are what `_text` or `_code` gives back, or our own words."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in line) + " |" for line in lines)
+
+
+def _text(value: object) -> str:
+    r"""What a user or a file says, in the text of the card, where its HTML and Markdown mean nothing.
+
+    >>> print(_text("my <b>run</b> [1] *two_words*"))
+    my &lt;b&gt;run&lt;/b&gt; \[1\] \*two_words\*
+    """
+    plain = html.escape(" ".join(str(value).split()), quote=False)
+    return re.sub(r"[\\`*\[\]|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", plain)
+
+
+def _code(value: object) -> str:
+    """The same between backticks, unless it holds HTML, from which not every reader of Markdown keeps away there."""
+    shown = " ".join(str(value).replace("`", "'").split())
+    return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
 
 
 def _pair(betas: Sequence[float]) -> str:
@@ -270,5 +291,4 @@ def _pair(betas: Sequence[float]) -> str:
 
 def _name(given: str) -> str:
     """A path without the directories it lies in; `sample:...` and names of models as they are."""
-    shown = given if given.startswith("sample:") else os.path.basename(given.rstrip("/")) or given  # noqa: PTH119
-    return shown.replace("`", "'").replace("\n", " ")
+    return given if given.startswith("sample:") else os.path.basename(given.rstrip("/")) or given  # noqa: PTH119

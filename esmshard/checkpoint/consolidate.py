@@ -21,18 +21,22 @@ from esmshard.checkpoint import adapted, card, manifest, sharded
 from esmshard.checkpoint.compare import Model, compare
 from esmshard.checkpoint.whole import settle, whole_directory
 from esmshard.data.loader import SEEN
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, reading, writing
+from esmshard.files import found_place, shared_place
 from esmshard.model import adapted_weights, export, recorded, weights
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source, Target
 from esmshard.model.files import read_json
 from esmshard.model.layouts import TIED
+from esmshard.recipe import for_others
 from esmshard.task_settings import TaskSettings
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
 NewHead = Callable[[TaskSettings, Mapping[str, Any], EsmConfig], nn.Module]
 """Makes the head of a task that has learned facts of its labels. Handed in, for nothing here knows the tasks."""
+_NO_ROOM = "nothing of it was kept: make room, or choose another place with -o, and consolidate again"
+_AGAIN = "consolidate the run again, or take another checkpoint"
 BASELINES = "baselines.npz"
 """What the baselines of a run learned; goes with the model, so that it can be scored beside them."""
 
@@ -93,7 +97,8 @@ def consolidate(
             weight is not finite or too large for `dtype`, or what was written does not read back equal.
         UsageError: if `out` exists, or is where the source lies, or `best` is asked of what kept none.
     """
-    settle(out)
+    for leftover in settle(out):
+        warn(leftover)
     _check_out(out, source, overwrite)
     if best and _is_model(source):
         raise UsageError(f"{source}: is a model and has no checkpoints to choose the best of; leave --best out")
@@ -104,7 +109,7 @@ def consolidate(
         raise UsageError(f"{source}: is {known}; leave --base out")
     opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, trust, base)
     sizes = {n: s for n, s in opened.sizes.items() if to == "hf" or not n.startswith("head.")}
-    with whole_directory(out) as work:
+    with writing(out, _NO_ROOM), whole_directory(out) as work:
         try:
             if to == "hf":
                 digests = export.write_transformers(
@@ -122,10 +127,11 @@ def consolidate(
             what = ", ".join(f"{name} by {100 * share:.2g}%" for name, share in differences.items())
             warn(f"{out}: {dtype} moves {what} of their size")
         if opened.about:
-            about = opened.about | {"dtype": dtype} | recorded.entries(digests)
+            about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
             (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             if "recipe" in about:
-                card.write(work, about, opened.evaluation)
+                with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
+                    card.write(work, about, opened.evaluation)
         if opened.beside is not None and to == "hf":
             _copy_beside(opened.beside, work)
     return out
@@ -156,14 +162,15 @@ def consolidate_adapter(
         InputError: if there is no good checkpoint, or it does not hold what its recipe says.
         UsageError: if the run has no LoRA, or `out` exists.
     """
-    settle(out)
+    for leftover in settle(out):
+        warn(leftover)
     _check_out(out, source, overwrite)
     if _is_model(source):
         raise UsageError(f"{source}: is no run; --adapter is for a run with adapt.method lora")
     found = _open_checkpoint(source, warn, best, trust)
-    with whole_directory(out) as work:
-        digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base)
-        about = _about(found.state) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
+    with writing(out, _NO_ROOM), whole_directory(out) as work:
+        digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base, out)
+        about = _for_others(_about(found.state), out) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
         (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         _copy_beside(found.path.parent.parent, work)
     return out
@@ -205,7 +212,13 @@ def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> 
     path = weights.place(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
+    if not isinstance(about, dict):
+        raise InputError(f"{directory / 'esmshard.json'}: damaged (not a JSON object); {_AGAIN}")
     about |= {"format": FORMAT} if about else {}  # an adapter says another
+    with reading(f"{directory / 'esmshard.json'}", _AGAIN):
+        for said, key in ((about.get("recipe", {}).get("model"), "name"), (about.get("base"), "name")):
+            if said:  # relative to that directory
+                said[key] = found_place(said[key], directory)
     evaluation = _evaluation(directory.parent)
     if evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256"):
         evaluation = None
@@ -260,7 +273,9 @@ def _open_run(
     run = checkpoint.parent.parent
     evaluation = _evaluation(run)
     if evaluation is not None and (
-        any(evaluation.get(key) != about[key] for key in ("step", "recipe"))
+        evaluation.get("step") != about["step"]
+        or not isinstance(evaluation.get("recipe"), dict)
+        or for_others(evaluation["recipe"], run) != for_others(about["recipe"], run)
         or (run / "evaluation.json").stat().st_mtime < (checkpoint / "state.json").stat().st_mtime
     ):
         evaluation = None
@@ -273,6 +288,21 @@ def _about(state: Mapping[str, Any]) -> dict[str, Any]:
     return about | {
         key: state[key] for key in ("config", "data", "world_size", "versions", "unlearned", "base") if key in state
     }
+
+
+def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """What stands in `esmshard.json`, which is shared: data by their names and hashes, and no place on this machine."""
+    told = dict(about)
+    if "recipe" in told:
+        told["recipe"] = for_others(told["recipe"], out)
+    if told.get("base"):
+        told["base"] = told["base"] | {"name": shared_place(told["base"]["name"], out)}
+    if "data" in told:
+        told["data"] = {
+            split: facts | ({"path": Path(facts["path"]).name} if "path" in facts else {})
+            for split, facts in told["data"].items()
+        }
+    return told
 
 
 def _account(checkpoint: Path, config: EsmConfig, sizes: Mapping[str, torch.Size]) -> None:
@@ -301,7 +331,8 @@ def _head_of(opened: Opened, source: Path | str, new_head: NewHead | None) -> Ca
         raise InputError(f"{source}: the task in its recipe cannot be read; it is of another version") from None
 
     def make() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):  # its first values are never used
+        facts_of = f"{source}: what it says of its labels"
+        with reading(facts_of, _AGAIN), torch.random.fork_rng(devices=[]):  # the first values are never used
             head = new_head(settings, facts, opened.config)
         given = {name: size for name, size in opened.sizes.items() if name.startswith("head.")}
         if given != {f"head.{name}": tensor.shape for name, tensor in head.state_dict().items()}:
@@ -321,7 +352,7 @@ def _source_of(found: weights.Weights) -> Source:
 def _evaluation(run: Path) -> dict[str, Any] | None:
     """`evaluation.json` of a run, if there is a readable one."""
     try:
-        found = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+        found = read_json(run / "evaluation.json")
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any
 
+from esmshard import files
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
 
@@ -237,7 +238,7 @@ def locate(
 def read_json(path: Path) -> Any:
     """A file of a checkpoint. `InputError` if it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return files.read_json(path)
     except FileNotFoundError:
         raise InputError(f"{path}: missing; the checkpoint is not complete") from None
     except (OSError, ValueError):

@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.manifest import Entry, read_json
-from esmshard.errors import InputError
+from esmshard.errors import InputError, reading
+from esmshard.model.config import EsmConfig
 
 T = TypeVar("T")
 
@@ -134,11 +135,27 @@ def index(path: Path, reader: "Reader | None" = None) -> dict[str, TensorStorage
     return cast(dict[str, TensorStorageMetadata], entries)  # `_read_index` refuses any other kind
 
 
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("recipe", "facts", "config", "data", "versions"), dict),
+    "unlearned": list,
+    "step": int,
+}
+"""Of what type some values of `state.json` are, where they are there."""
+
+
 def read_state(path: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint."""
+    """`state.json` of a checkpoint. `InputError` if it is of another version, or a value of it of another kind."""
     state: dict[str, Any] = read_json(path / "state.json")
+    if not isinstance(state, dict):
+        raise InputError(f"{path / 'state.json'}: damaged (not a JSON object); take another checkpoint")
     if state.get("format") != FORMAT or state.get("version") != VERSION:
         raise InputError(f"{path}: written by another version of esmshard; go on with that one, or start again")
+    with reading(f"{path / 'state.json'}", "take another checkpoint"):
+        wrong = [key for key, kind in _KINDS.items() if not isinstance(state.get(key, kind()), kind)]
+        wrong += [key for key, facts in state.get("data", {}).items() if not isinstance(facts, dict)]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is not what a run writes there")
+        EsmConfig(**state["config"])
     return state
 
 

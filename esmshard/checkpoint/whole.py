@@ -37,11 +37,15 @@ def whole_directory(out: Path) -> Iterator[Path]:
         settle(out)
 
 
-def settle(out: Path) -> None:
-    """Put right what a call for `out` left beside it that is over, here or in a process that was killed."""
+def settle(out: Path) -> list[str]:
+    """Put right what a call for `out` left beside it that is over, here or in a process that was killed.
+
+    Returns:
+        A sentence for each directory of a process on another machine, of which this one cannot tell whether it lives.
+    """
     out = _absolute(out)
     if not out.parent.is_dir():
-        return
+        return []
     old, mine = _old(out), _work(out)
     if os.path.lexists(old) and not os.path.lexists(out):
         old.rename(out)
@@ -49,10 +53,17 @@ def settle(out: Path) -> None:
     if os.path.lexists(old):  # under another name first: half of it must not come back as the model
         old.rename(mine)
         _remove(mine)
-    for leftover in out.parent.iterdir():
-        pid = re.fullmatch(re.escape(_prefix(out)) + r"(\d+)", leftover.name)
-        if pid and not _lives(int(pid[1])):
+    unknown = []
+    for leftover in sorted(out.parent.iterdir()):
+        maker = re.fullmatch(re.escape(f".tmp-{out.name}-") + r"(.+)-(\d+)", leftover.name)
+        if maker and maker[1] != socket.gethostname():
+            unknown.append(
+                f"{leftover}: is being made, or was left half made, by process {maker[2]} of {maker[1]}; remove it if "
+                "that process is over"
+            )
+        elif maker and not lives(int(maker[2])):
             _remove(leftover)
+    return unknown
 
 
 def _absolute(out: Path) -> Path:
@@ -79,7 +90,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether a process of this machine is there."""
     if os.name != "posix":  # where signal 0 is a real one
         return True
     try:

@@ -34,7 +34,7 @@ from esmshard.cluster.drivers import WHEELS, version_of
 from esmshard.cluster.own_wheel import own_wheel
 from esmshard.cluster.wheelhouse import Index, Package, Target
 from esmshard.errors import InputError, UsageError
-from esmshard.files import sha256
+from esmshard.files import read_json, sha256
 from esmshard.model import hub
 from esmshard.progress import Progress, say
 
@@ -141,7 +141,7 @@ class _Partial:
             UsageError: something else was asked for.
         """
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found = read_json(self.path)
             packages = wheelhouse.from_json(found["packages"])
             asked, sums, own = found["asked"], dict(found["sums"]), str(found["own"])
         except (ValueError, KeyError, TypeError):  # cut off in the middle of its first writing

@@ -32,7 +32,7 @@ from esmshard import recipe as recipes
 from esmshard.cluster import fit, gpus, host, links, ranks, storage, versions
 from esmshard.cluster.findings import LEVELS, Finding, guarded
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory
+from esmshard.files import cache_directory, read_json
 from esmshard.parallel import allowed
 from esmshard.parallel.worker import environment
 from esmshard.progress import say
@@ -160,7 +160,7 @@ def _started(request: Request, recipe: Recipe | None) -> Report:
             words = [path.read_text(encoding="utf-8") for path in sorted(folder.glob(f"{ranks.FAILED}*"))]
             said = "; ".join(dict.fromkeys(words)) or f"they ended with exit code {code}, and have said why on stderr"
             return _alone([*own, _not_joined(InputError(said))])
-        shared = json.loads(answer.read_text(encoding="utf-8"))
+        shared = read_json(answer)
     return _all(own, shared)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from esmshard.cluster import collectives, fit, gpus, links
 from esmshard.cluster.findings import Finding
 from esmshard.errors import InputError
+from esmshard.files import read_json
 from esmshard.progress import say
 from esmshard.settings import Recipe
 
@@ -147,7 +148,7 @@ def child(recipe: Recipe | None) -> None:
     """What a process that `esmshard doctor` started does: it leaves the answer in the directory of its machine."""
     os.dup2(sys.stderr.fileno(), 1)  # libraries that speak on stdout would spoil the report
     folder = Path(os.environ[FOLDER])
-    own = json.loads((folder / OWN).read_text(encoding="utf-8"))
+    own = read_json(folder / OWN)
     is_first_here = os.environ.get("LOCAL_RANK") == "0"
     try:
         found = together(recipe, own["findings"] if is_first_here else [], own["driver"], folder)

@@ -28,7 +28,7 @@ OF_THE_JOB = r"SLURM_\w+"
 """Variables of `scratch` that have a value in the job only."""
 
 _WORD = re.compile(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", re.ASCII)
-_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}", re.ASCII)
+_TIME = re.compile(r"\d{1,6}(:\d\d){0,2}|\d{1,5}-\d{1,2}(:\d\d){0,2}", re.ASCII)
 _GPUS = "gpus_per_node and slurm.gpu_type of the profile, or esmshard launch --gpus-per-node"
 _LAUNCH, _SCRIPT = "esmshard launch {}", "the script itself, which relies on it"
 _OURS = {
@@ -44,6 +44,10 @@ _OURS = {
     **dict.fromkeys(("wrap", "test-only"), _SCRIPT),
 }
 """Options of sbatch that something else sets, or that would break what the script relies on; and what that is."""
+
+_AS_ANOTHER = ("uid", "gid", "get-user-env", "chdir", "export", "export-file", "prolog", "epilog", "bcast", "clusters")
+"""Options of sbatch or srun that run the job as somebody else, in another place or on another cluster, or with other
+variables than the script relies on. A profile serves all users of a site and must not decide that for them."""
 
 
 def directive(value: str) -> str:
@@ -102,7 +106,7 @@ class SlurmSite(Settings):
     constraint: str | None = None
     time: str | None = None
     """Time limit of a job, as 24:00:00."""
-    cpus_per_gpu: int | None = Field(None, ge=1)
+    cpus_per_gpu: int | None = Field(None, ge=1, le=4096)
     memory: str | None = None
     """Of a node, as 480G."""
     gpu_type: str | None = None
@@ -116,7 +120,8 @@ class SlurmSite(Settings):
     modules: tuple[str, ...] = Field((), strict=False)
     """Loaded by `module load`, after `setup`."""
     options: tuple[str, ...] = Field((), strict=False)
-    """Further options of sbatch, each as --mail-type=END."""
+    """Further options of sbatch, each as --mail-type=END. Refused are those that other keys say, and those that run a
+    job as somebody else or elsewhere (--uid, --gid, --chdir, --clusters, --export, --prolog and their like)."""
     grace: int = Field(180, ge=10, le=65535)
     """Seconds before the time limit at which the run is asked to save (--signal=USR1@N)."""
     port: int = Field(29400, ge=1024, le=65535)
@@ -150,7 +155,7 @@ class SlurmSite(Settings):
     @field_validator("memory")
     @classmethod
     def _size(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"\d+[KMGT]?", value, re.ASCII):
+        if value is not None and not re.fullmatch(r"\d{1,9}[KMGT]?", value, re.ASCII):
             raise ValueError(f"must be a size such as 480G, not {value!r}")
         return value
 
@@ -173,6 +178,11 @@ class SlurmSite(Settings):
                 raise ValueError(f"{option} is set by {_GPUS}, with gpu_option: gres; remove it from the options")
             if name[1] in _OURS:
                 raise ValueError(f"--{name[1]} is set by {_OURS[name[1]]}; remove it from the options")
+            if any(one.startswith(name[1]) for one in _AS_ANOTHER):  # Slurm takes --ui for --uid
+                raise ValueError(
+                    f"--{name[1]} would run jobs as somebody else, elsewhere, or with other variables than the script "
+                    "relies on; remove it (variables belong under exports)"
+                )
             directive(option)
         return options
 
@@ -202,7 +212,7 @@ class KubernetesSite(Settings):
     """Secret with which images are pulled."""
     secret: str | None = None
     """Secret whose keys become environment variables of the job, such as WANDB_API_KEY."""
-    user: int = Field(1000, ge=1)
+    user: int = Field(1000, ge=1, lt=2**31)
     """User id in the container; never 0."""
     port: int = Field(29400, ge=1024, le=65535)
 
@@ -210,7 +220,7 @@ class KubernetesSite(Settings):
 class Site(Settings):
     """The whole profile."""
 
-    gpus_per_node: int | None = Field(None, ge=0)
+    gpus_per_node: int | None = Field(None, ge=0, le=1024)
     """0 for machines without GPUs."""
     python: str | None = None
     """Interpreter of the environment in which esmshard is installed, on the nodes; by default the one that renders."""

@@ -7,7 +7,6 @@ for by name, and what the target does not need is left out.
 """
 
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -25,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from esmshard.errors import InputError
-from esmshard.files import sha256
+from esmshard.files import read_json, sha256
 
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 """The Python that runs this."""
@@ -169,7 +168,7 @@ def _asked_of_pip(requirements: list[str], target: Target, index: Index) -> dict
         done = run_pip([*command, *requirements])
         if done.returncode:
             raise _refused(done, target)
-        found = json.loads(report.read_text(encoding="utf-8"))
+        found = read_json(report)
     packages: dict[str, Package] = {}
     for entry in found["install"]:
         meta, source = entry["metadata"], entry["download_info"]

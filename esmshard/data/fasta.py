@@ -340,6 +340,8 @@ class _Reader:
         else:  # one of these '>' is inside a line
             pieces = re.split(rb"^>", text, flags=re.M)[1:]
         headers, _, bodies = map(list, zip(*[piece.partition(b"\n") for piece in pieces], strict=True))
+        if b"\0" in chunk:
+            self._check_headers(at, chunk, headers)
         try:
             ids = [header.split(None, 1)[0] for header in headers]
         except IndexError:  # '>' alone
@@ -411,6 +413,16 @@ class _Reader:
             raise InputError(
                 f"{place}; {refused.fix}, or {instead([self._path], '--on-unknown drop', self._rules)}"
             ) from None
+
+    def _check_headers(self, at: int, chunk: bytes, headers: list[bytes]) -> None:
+        """Refuse a NUL in a header: no file name, HDF5 string or environment variable can hold one."""
+        for header, mark in zip(headers, _marks(chunk).tolist(), strict=True):
+            if b"\0" in header:
+                name = shown(header.decode().strip())
+                raise InputError(
+                    f"{self._path}:{self.line(at, chunk, mark)}: the header '{name}' holds a NUL character, so the "
+                    "file is damaged; remove it, as with `tr -d '\\000' < FILE > NEW`"
+                )
 
     def _check_text(self, at: int, chunk: bytes, whole: bool = True) -> None:
         if not chunk.isascii():

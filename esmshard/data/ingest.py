@@ -41,8 +41,8 @@ from esmshard.data.store import (
 )
 from esmshard.data.symbols import Edits, Rules
 from esmshard.data.tables import counted
-from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory
+from esmshard.errors import InputError, UsageError, unwritable, writing
+from esmshard.files import cache_directory, read_json, state
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
 
@@ -50,6 +50,8 @@ SHARD = 1 << 26
 """Bytes of FASTA text that become one shard of the store, give or take a record."""
 
 Say = Callable[[str], None]
+
+_ROOM = "make room, and run the same command again"
 
 
 def ingest(
@@ -89,7 +91,8 @@ def ingest(
         else:
             say(f"{work}: going on with an interrupted ingest")
     count = _counter(say)
-    _claim(work, plan)
+    with writing(out, _ROOM):
+        _claim(work, plan)
     try:
         missing = [] if is_store(work / "store") else _missing_pieces(work, plan)
         if workers > 1 and len(missing) > 1 and STDIN not in fastas:  # which other processes do not have
@@ -118,6 +121,11 @@ def ingest(
             with suppress(OSError):  # somebody else may have put something there
                 directory.rmdir()
         raise
+    except OSError as error:
+        if unwritable(error) is None:
+            raise
+        with writing(out, f"{_ROOM}; it goes on with what is in {work}"):
+            raise
 
 
 def ingest_part(
@@ -144,11 +152,12 @@ def ingest_part(
     if STDIN in fastas:
         raise UsageError("--part: the standard input cannot be read in parts; name files")
     work, plan = _partial(out), _plan(fastas, rules, on_duplicate)
-    _claim(work, plan)
     mine = range(part - 1, len(plan["pieces"]), parts)
-    for k in mine:
-        if not piece_directory(work, k).exists():
-            read_piece(work, plan, fastas, k)
+    with writing(out, _ROOM):
+        _claim(work, plan)
+        for k in mine:
+            if not piece_directory(work, k).exists():
+                read_piece(work, plan, fastas, k)
     return len(mine), len(plan["pieces"])
 
 
@@ -166,7 +175,8 @@ def merge(out: Path, overwrite: bool = False) -> TokenStore:
     plan = _read_plan(work)
     if (plan["version"], plan["alphabet"]) != (VERSION, ALPHABET_HASH):
         raise UsageError(f"{work}: its parts were read by another version; delete it and read them again")
-    return _merge(out, [Path(source["path"]) for source in plan["sources"]], overwrite)
+    with writing(out, _ROOM):
+        return _merge(out, [Path(source["path"]) for source in plan["sources"]], overwrite)
 
 
 def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:
@@ -203,18 +213,18 @@ def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:
 def cached(source: Path) -> TokenStore:
     """The store of a data path: a store itself, or of a FASTA file, ingested on first use and kept in the user's cache.
 
-    The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path, size and
-    modification time, so an edited file is read anew. Of several processes one reads, the others wait.
+    The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path and
+    `files.state`, so an edited file is read anew. Of several processes one reads, the others wait.
     """
     if is_store(source):
         return TokenStore(source)
     try:
-        stat = source.stat()
+        now = state(source)
     except OSError as error:
         raise InputError(f"{source}: {(error.strerror or 'cannot be read').lower()}") from None
     from filelock import FileLock  # slow to import
 
-    name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
+    name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{now}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "stores" / digest, cache_directory() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
@@ -296,7 +306,7 @@ def _plan(fastas: Sequence[Path], rules: Rules, on_duplicate: str) -> dict[str, 
 
 def _read_plan(work: Path) -> dict[str, Any]:
     try:
-        plan: dict[str, Any] = json.loads((work / "plan.json").read_text(encoding="utf-8"))
+        plan: dict[str, Any] = read_json(work / "plan.json")
     except (OSError, ValueError):
         raise InputError(f"{work}/plan.json: cannot be read; delete {work} and ingest again") from None
     return plan
@@ -340,7 +350,7 @@ def _assemble(work: Path, plan: dict[str, Any], fastas: Sequence[Path], whole: P
     edits = Edits()
     pieces = [piece_directory(work, k) for k in range(len(plan["pieces"]))]
     for piece in pieces:
-        report = json.loads((piece / "piece.json").read_text(encoding="utf-8"))
+        report = read_json(piece / "piece.json")
         edits.extend(Edits(report["counts"], report["first"]))
         for k, shard in enumerate(report["shards"]):
             for old, new in ((token_shard(k), token_shard(len(shards))), (header_shard(k), header_shard(len(shards)))):

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from esmshard import spreadsheet
 from esmshard.data.leakage import MOST, Leakage
 from esmshard.data.split_method import Method
 from esmshard.data.splits import LEFT_OUT, SETS, Numbers, sets_of_fold
@@ -149,9 +150,9 @@ def _write_list(data: Data, path: Path, number_N: Numbers, names: Sequence[str],
     columns = data.columns()
     (first, ids), *others = columns.items()
     with open(path, "w", encoding="utf-8") as file:
-        file.write("\t".join([first, what, *(name for name, _ in others)]) + "\n")
-        for record_id, number, *rest in zip(ids, number_N.tolist(), *(cells for _, cells in others), strict=True):
-            file.write("\t".join(map(str, (record_id, names[number], *rest))) + "\n")  # -1 is `none`, the last name
+        file.write(spreadsheet.tab_line([first, what, *(name for name, _ in others)]))
+        for record_id, number, *rest in zip(ids, number_N.tolist(), *(column for _, column in others), strict=True):
+            file.write(spreadsheet.tab_line([record_id, names[number], *rest]))  # -1 is `none`, the last name
 
 
 def _rename(work: Path, out: Path) -> None:

@@ -17,7 +17,6 @@ are first read, in the process that reads them.
 import bisect
 import functools
 import hashlib
-import json
 import tokenize
 import zlib
 from collections import OrderedDict
@@ -29,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError
-from esmshard.files import sha256
+from esmshard.files import read_json, sha256
 from esmshard.vocab import ALPHABET_HASH
 
 FORMAT, VERSION = "esmshard-tokens", 2
@@ -200,7 +199,7 @@ def is_store(path: Path) -> bool:
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = read_json(path / "manifest.json")
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{path}: not a token store (it has no manifest.json)") from None
     except (OSError, ValueError):

@@ -19,7 +19,7 @@ from esmshard.data.labels import UNRESOLVED
 from esmshard.data.store import is_store
 from esmshard.data.structure_files import ENDINGS, Reader, default_reader, is_structure_name
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory
+from esmshard.files import cache_directory, read_json, state
 from esmshard.progress import Progress
 
 VERSION = 1
@@ -36,16 +36,16 @@ def holds_structures(path: Path) -> bool:
 def cached_split(source: Path) -> Path:
     """The FASTA file of a directory of structures, or of one file, made on first use and kept in the user's cache.
 
-    Its `.npz` lies beside it; `notices` tells what was changed. The key is the path and the names, sizes and
-    modification times of all files, so a changed directory is read anew. Processes that ask at the same time wait for
+    Its `.npz` lies beside it; `notices` tells what was changed. The key is the path and the names and
+    `files.state` of all files, so a changed directory is read anew. Processes that ask at the same time wait for
     the one that reads.
 
     Raises:
         InputError: see `to_split`.
     """
     findings = Findings()
-    stats = [(path.name, path.stat()) for path in _files(source, findings)]
-    key = json.dumps([VERSION, str(source.resolve()), [(name, s.st_size, s.st_mtime_ns) for name, s in stats]])
+    files = [(path.name, *state(path)) for path in _files(source, findings)]
+    key = json.dumps([VERSION, str(source.resolve()), files])
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "structures" / digest, cache_directory() / "locks"
     fasta = out / "structures.fasta"
@@ -70,7 +70,7 @@ def cached_split(source: Path) -> Path:
 
 def notices(fasta: Path) -> list[str]:
     """What was changed and left out when `cached_split` made this file, one sentence each."""
-    found: list[str] = json.loads((fasta.parent / "manifest.json").read_text(encoding="utf-8"))["notices"]
+    found: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
     return found
 
 
@@ -230,7 +230,7 @@ def _write(found: Iterable[tuple[Path, Chain, npt.NDArray[np.uint16]]], fasta: P
 
 def _is_whole(out: Path) -> bool:
     try:
-        manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json(out / "manifest.json")
         return all((out / name).stat().st_size == size for name, size in manifest["bytes"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from xopen import xopen
 
+from esmshard import spreadsheet
 from esmshard.errors import InputError, NotANumber
 
 MISSING = frozenset(
@@ -302,7 +303,7 @@ def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str],
             ) from None
         if row is None:
             return
-        row = [cell.strip() for cell in row]
+        row = [spreadsheet.plain(cell.strip()) for cell in row]
         if any(row):
             yield row, line
         line = reader.line_num + 1

@@ -19,6 +19,7 @@ from esmshard.data.tables import counted, first_three
 from esmshard.data.variant_split import given_sets
 from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
+from esmshard.files import sha256
 from esmshard.vocab import encode_residues
 
 FOLDS = 5
@@ -133,7 +134,7 @@ def open_variants(data: DataSettings, name: str, *, alone: bool) -> Examples:
 
 
 @functools.lru_cache(maxsize=2)
-def _read(data: DataSettings) -> Variants:
+def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
     assert data.table is not None
     assert data.wild_type is not None
     lenient = data.unusable == "drop"
@@ -164,8 +165,10 @@ def _read(data: DataSettings) -> Variants:
 
 
 def table_of(data: DataSettings) -> Variants:
-    """The table of a recipe, read once."""
-    return _read(data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None}))
+    """The table of a recipe, read once as long as table and wild type hold what they held."""
+    same = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None})
+    paths = [recipes.sample(name) for name in (data.table, data.wild_type) if name is not None]
+    return _read(same, tuple(sha256(path) if path.is_file() else "" for path in paths))
 
 
 _IN_RECIPE = {

@@ -1,11 +1,11 @@
 """Splits of the variants of one protein, and the tables of their sets."""
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from esmshard import spreadsheet
 from esmshard.data import leakage, splits
 from esmshard.data.headers import split_of
 from esmshard.data.mutations import read_variants
@@ -122,7 +122,7 @@ class VariantRows:
         """Write `STEM.csv`, with all columns of the table."""
         cells = list(self._table.columns.values())
         with open(stem.with_name(f"{stem.name}.csv"), "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
+            writer = spreadsheet.writer(file)
             writer.writerow(self._table.columns)
             writer.writerows([column[self._rows[n]] for column in cells] for n in number_M.tolist())
 

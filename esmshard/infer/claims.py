@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from esmshard.files import read_json
 from esmshard.parallel.alive import machine, process_lives, process_start
 
 BEAT = 5.0
@@ -238,7 +239,7 @@ def _notes(directory: Path) -> Iterator[dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        note: dict[str, Any] = read_json(path)
     except (OSError, ValueError):
         return None
     return note

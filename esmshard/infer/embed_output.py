@@ -8,6 +8,7 @@ from pathlib import Path
 
 from esmshard.data.symbols import shown
 from esmshard.errors import InputError, UsageError
+from esmshard.files import read_json
 from esmshard.infer import product_plan
 from esmshard.infer.claims import Worker, workers
 from esmshard.infer.embed_request import PARTS, Request
@@ -139,7 +140,7 @@ def finished(asked: Request, fasta: Path) -> Report:
         said = report_of(product, asked)
     else:
         try:
-            known = json.loads(_beside(out).read_text(encoding="utf-8"))
+            known = read_json(_beside(out))
             spec, failed, records = Spec.of(known), int(known["failed"]), int(known["records"])
             known["model"], known["input"], known["source"]["path"]
         except (OSError, ValueError, KeyError, TypeError):

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from esmshard import spreadsheet
+from esmshard.files import replacing
+
 COLUMNS = ("id", "length", "reason")
 
 
@@ -34,6 +37,5 @@ def write(out: Path, failures: Sequence[Failure]) -> None:
         return
     # Ids hold no white space; reasons come from libraries, and may hold anything.
     rows = [COLUMNS, *((one.id, str(one.length), " ".join(one.reason.split())) for one in failures)]
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.writelines(map(spreadsheet.tab_line, rows))

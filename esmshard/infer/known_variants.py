@@ -3,7 +3,6 @@ seen them, and which of them its models were trained on.
 """
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,11 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.data.loader import SEEN
 from esmshard.data.substitutions import parse_variant
 from esmshard.data.tables import counted
 from esmshard.data.variant_records import OUT_OF_FOLD
 from esmshard.errors import InputError
+from esmshard.files import read_json
 from esmshard.tasks import metrics
 from esmshard.tasks.intervals import Interval, block_draws, interval
 
@@ -77,7 +78,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return []
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            head, *body = list(csv.reader(file))
+            head, *body = list(spreadsheet.reader(file))
         # The columns of the user's table come first; had one of them a name of ours, all of ours carry a prefix.
         prefix = ""
         while f"esmshard {prefix}{VARIANT}" in head:
@@ -100,7 +101,7 @@ def json_of(path: Path) -> dict[str, Any] | None:
         InputError: it is damaged.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:

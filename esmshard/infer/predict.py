@@ -18,7 +18,7 @@ from esmshard.data.loader import Examples
 from esmshard.data.packing import by_length
 from esmshard.data.store import TokenStore, is_store
 from esmshard.data.structure_splits import cached_split, holds_structures, notices
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, writing
 from esmshard.infer import failures, map_png
 from esmshard.infer.failures import Failure, failures_file
 from esmshard.infer.writers import CsvWriter, NpzWriter, ParquetWriter, TableWriter, check, pyarrow
@@ -94,8 +94,9 @@ def predict(
         map_png.check(png, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model: a bad record at the end costs seconds, not a night.
-        read = cached_split(fasta) if holds_structures(fasta) else fasta
-        store = TokenStore(read) if is_store(read) else ingest([read], Path(scratch) / "store")
+        with writing(Path(scratch), "make room there, or set TMPDIR to a directory that has room"):
+            read = cached_split(fasta) if holds_structures(fasta) else fasta
+            store = TokenStore(read) if is_store(read) else ingest([read], Path(scratch) / "store")
         for notice in [*(notices(read) if read != fasta else ()), *store.notices]:
             say(f"{fasta}: {notice}")
         found = load_finetuned(model)
@@ -105,6 +106,7 @@ def predict(
         failed: list[Failure] = []
         began, residues = time.monotonic(), 0
         with (
+            writing(out, "make room, or choose another place with -o; nothing of it was kept"),
             _writer(out, found, model) as writer,
             nullcontext() if png is None else map_png.MapFolder(png) as pictures,
             Progress("predict", len(store)) as progress,

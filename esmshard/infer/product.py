@@ -31,8 +31,9 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.errors import InputError, UsageError
-from esmshard.files import sha256
+from esmshard.files import read_json, replacing, sha256
 from esmshard.infer.outputs import About, Row, as_float
 from esmshard.infer.parts import DamagedError, Layout, PartReader
 from esmshard.infer.product_index import Index
@@ -50,7 +51,7 @@ def note_file(directory: Path, part: int) -> Path:
 def read_note(path: Path) -> dict[str, Any] | None:
     """The note of a part; None if it is not finished."""
     try:
-        note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        note: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
@@ -226,16 +227,15 @@ def failures(product: Product) -> Iterator[tuple[str, int, str]]:
 
 def failed_table(product: Product) -> str:
     """What `failed.tsv` holds; nothing if every record has values."""
-    lines = [f"{record_id}\t{length}\t{reason}\n" for record_id, length, reason in failures(product)]
-    return "".join(["id\tlength\treason\n", *lines]) if lines else ""
+    lines = [spreadsheet.tab_line(failure) for failure in failures(product)]
+    return "".join([spreadsheet.tab_line(("id", "length", "reason")), *lines]) if lines else ""
 
 
 def write_failed(product: Product, path: Path) -> None:
     """`failed.tsv`, if there is anything to write."""
     if text := failed_table(product):
-        scratch = path.with_name(f".tmp-{path.name}")
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        with replacing(path) as file:
+            file.write(text)
 
 
 def seal(directory: Path) -> Product:
@@ -293,7 +293,7 @@ def _removed(directory: Path) -> Path:
 def _manifest(directory: Path) -> dict[str, Any]:
     path = directory / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = read_json(path)
         if manifest["format"] != FORMAT:
             raise InputError(f"{directory}: is no directory of embeddings")
         if manifest["version"] != VERSION:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from esmshard import __version__
 from esmshard.data.store import TokenStore, is_store
 from esmshard.errors import InputError, UsageError
+from esmshard.files import read_json
 from esmshard.infer.claims import Worker, publish
 from esmshard.infer.outputs import Dtype, Long, Output
 from esmshard.infer.parts import Kind
@@ -173,7 +174,7 @@ def begin(
 def read_plan(work: Path) -> dict[str, Any]:
     """`plan.json` of a product that is being made."""
     try:
-        plan: dict[str, Any] = json.loads((work / "plan.json").read_text(encoding="utf-8"))
+        plan: dict[str, Any] = read_json(work / "plan.json")
         if (plan["format"], plan["version"]) != (FORMAT, VERSION):
             raise UsageError(f"{work}: was begun by another version of esmshard; --overwrite starts over")
         if plan["digest"] != digest(plan):

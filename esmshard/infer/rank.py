@@ -13,7 +13,7 @@ from esmshard.data.numbering import Misnumbered
 from esmshard.data.substitutions import Mutation, name_of, renumbered
 from esmshard.data.tables import counted, first_three
 from esmshard.data.variant_records import VariantRecords
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, reading
 from esmshard.infer import known_variants, proposals, variant_tables
 from esmshard.infer.known_variants import Known
 from esmshard.infer.proposals import DIVERSITY, KAPPA
@@ -61,15 +61,17 @@ def models_of(run: str) -> list[Path]:
     path = Path(run)
     summary = known_variants.json_of(path / known_variants.SUMMARY)
     if summary is not None and summary.get("task") == "variant":
-        found = [path / name / "model" for name in summary["runs"]]
+        with reading(f"{path / 'summary.json'}", "go on with finetune --resume auto"):
+            found = [path / name / "model" for name in summary["runs"]]
         missing = [model for model in found if not (model / "esmshard.json").is_file()]
         if missing:
             raise InputError(f"{missing[0]}: there is no model; go on with finetune --resume auto")
         return found
     for model in (path / "model", path):
         about = known_variants.json_of(model / "esmshard.json")
-        if about is not None and about.get("recipe", {}).get("task", {}).get("name") == "variant":
-            return [model]
+        with reading(f"{model / 'esmshard.json'}", "consolidate the run again"):
+            if about is not None and about.get("recipe", {}).get("task", {}).get("name") == "variant":
+                return [model]
     return []
 
 

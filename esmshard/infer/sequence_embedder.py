@@ -10,6 +10,7 @@ import numpy.typing as npt
 from sklearn.base import BaseEstimator, TransformerMixin
 
 from esmshard.errors import UsageError
+from esmshard.files import state
 from esmshard.infer.outputs import Output, choose
 from esmshard.model import weights
 
@@ -85,14 +86,13 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return found
 
 
-Version = tuple[str | tuple[str, int, int], ...]
+Version = tuple[str | tuple[str, int, int, int, int], ...]
 
 
 def _version(model: str) -> Version:
     """What tells whether a model is still the one that was read: another fine-tuning may have written the same path."""
     found = weights.read(model)
-    stats = [(file, Path(file).stat()) for file in found.files]
-    return (found.made, *((str(file), stat.st_mtime_ns, stat.st_size) for file, stat in stats))
+    return (found.made, *((str(file), *state(Path(file))) for file in found.files))
 
 
 @lru_cache(maxsize=2)

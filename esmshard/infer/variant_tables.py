@@ -1,6 +1,5 @@
 """Tables of variants that come in, and go out with a few columns more."""
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +8,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.data.mutations import Variants, read_variants
 from esmshard.data.tables import counted
-from esmshard.errors import InputError
+from esmshard.errors import InputError, writing
+from esmshard.files import replacing
 from esmshard.tasks import metrics
 
 
@@ -61,9 +62,8 @@ def facts_file(out: Path) -> Path:
 def write_facts(out: Path, facts: Mapping[str, Any]) -> None:
     """Write what was done to make a table, and how far it can be trusted, beside it; NaN becomes null."""
     path = facts_file(out)
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with writing(path), replacing(path) as file:
+        file.write(json.dumps(facts, indent=1, allow_nan=False) + "\n")
 
 
 def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> None:
@@ -76,12 +76,10 @@ def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Seq
     if twice:
         raise InputError(f"{out}: the table has a column '{twice[0]}' already; rename it in the input")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".tmp-{out.name}")
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+    with writing(out), replacing(out) as file:
+        writer = spreadsheet.writer(file)
         writer.writerow([*columns, *new])
         writer.writerows(zip(*columns.values(), *new.values(), strict=True))
-    temporary.replace(out)
 
 
 def spearman(said_N: npt.NDArray[np.floating], measured_N: npt.NDArray[np.float64], name: str) -> str:

@@ -4,9 +4,10 @@ A writer takes one array a record, in input order, and is a context manager: lea
 in place, leaving it with one removes what was written.
 """
 
-import csv
 import io
 import os
+import re
+import socket
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
+from esmshard.checkpoint.whole import lives
 from esmshard.errors import InputError, UsageError
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
@@ -28,8 +31,12 @@ class Writer(ABC):
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.work = out.with_name(f".tmp-{os.getpid()}-{out.name}")
+        self.work = out.with_name(f".tmp-{socket.gethostname()}-{os.getpid()}-{out.name}")
         out.parent.mkdir(parents=True, exist_ok=True)
+        left = re.compile(re.escape(f".tmp-{socket.gethostname()}-") + r"(\d+)" + re.escape(f"-{out.name}"))
+        for path in out.parent.iterdir():  # of a process that was killed
+            if (maker := left.fullmatch(path.name)) and not lives(int(maker[1])):
+                path.unlink(missing_ok=True)
 
     @abstractmethod
     def add(self, record_id: str, values: npt.NDArray[np.float32]) -> None:
@@ -53,6 +60,9 @@ class Writer(ABC):
             self.close()
             if kind is None:
                 self.commit()
+        except OSError:
+            if kind is None:  # otherwise what went wrong before is to be told
+                raise
         finally:
             self.work.unlink(missing_ok=True)
 
@@ -109,9 +119,9 @@ class CsvWriter(TableWriter):
         super().__init__(out)
         self._names, self._per_residue, self._choose = names, per_residue, choose
         self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # closed in `close`
-        self._csv = csv.writer(self._file, lineterminator="\n")
+        self._rows = spreadsheet.writer(self._file)
         first, numbers = columns(names, per_residue=per_residue, choose=choose)
-        self._csv.writerow([*first, *numbers])
+        self._rows.writerow([*first, *numbers])
 
     def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
         """See `TableWriter`."""
@@ -119,7 +129,7 @@ class CsvWriter(TableWriter):
         for n, row in enumerate(rows):
             place = [n + 1, residues[n]] if self._per_residue else []
             chosen = [self._names[int(row.argmax())]] if self._choose else []
-            self._csv.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
+            self._rows.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
 
     def close(self) -> None:
         """Flush to disk."""

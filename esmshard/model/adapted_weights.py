@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from esmshard.errors import InputError
+from esmshard.errors import InputError, reading
+from esmshard.files import found_place
 from esmshard.model import files, hub, origin, weights
 from esmshard.model.adapter import PREFIX
 from esmshard.model.config import EsmConfig
@@ -123,19 +124,35 @@ def _about(directory: Path) -> dict[str, Any]:
     """`esmshard.json`, which adapters of PEFT do not have: the base as it was recorded, and what never learned."""
     path = directory / "esmshard.json"
     about = files.read_json(path) if path.is_file() else {}
-    known = about.get("base") if isinstance(about, dict) else None
-    if not isinstance(about, dict) or (about and not (known and known.keys() >= {"name", "config", "seed", "files"})):
+    if not isinstance(about, dict) or (about and not _says_its_base(about)):
         raise InputError(f"{path}: damaged (it does not say which base was adapted); consolidate the run again")
     return about
+
+
+def _says_its_base(about: Mapping[str, Any]) -> bool:
+    base, unlearned = about.get("base"), about.get("unlearned", [])
+    if not isinstance(base, dict) or not base.keys() >= {"name", "config", "seed", "files"}:
+        return False
+    entries = list(base["files"].values()) if isinstance(base["files"], dict) else [None]
+    kinds = isinstance(base["name"], str) and isinstance(base["config"], dict) and isinstance(base["seed"], int | None)
+    return (
+        kinds
+        and all(isinstance(entry, dict) and isinstance(entry.get("sha256"), str) for entry in entries)
+        and isinstance(unlearned, list)
+        and all(isinstance(part, str) for part in unlearned)
+    )
 
 
 def _base(directory: Path, settings: Mapping[str, Any], about: Mapping[str, Any], above: tuple[Path, ...]) -> Weights:
     """The model that was adapted, compared with the one that was recorded, if one was."""
     known = about.get("base")
     if known and known["seed"] is not None:
-        return weights.fresh(EsmConfig(**known["config"]), known["seed"])
+        with reading(f"{directory / 'esmshard.json'}", "consolidate the run again"):
+            return weights.fresh(EsmConfig(**known["config"]), known["seed"])
     name = str(settings["base_model_name_or_path"])
-    path = weights.place(name)
+    path = weights.place(found_place(name, directory))
+    if not path.exists():
+        path = weights.place(name)  # PEFT means it from the working directory
     if not path.exists() and not path.is_absolute() and (directory / path).exists():
         path = directory / path
     of_hub = {repository: released for released, repository in hub.RELEASED.items()}

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from esmshard.vocab import PAD, VOCAB_SIZE
 
+MOST = {"n_layers": 1000, "dim": 65536, "n_heads": 4096, "max_positions": 10**7}
+"""What no ESM model comes near (the largest has 48 layers of width 5120): a damaged number must not make a model that
+fills the memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EsmConfig:
@@ -27,8 +31,10 @@ class EsmConfig:
             value = getattr(self, name)
             if name == "max_positions" and value is None:
                 continue
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+            if value > MOST[name]:
+                raise ValueError(f"{name} is {value}, and at most {MOST[name]:,} can be read")
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads}): rotary turns pairs")
 

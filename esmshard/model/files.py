@@ -1,7 +1,6 @@
 """Open weight files without running anything that is in them, and say what a wrong file is."""
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from esmshard import files
 from esmshard.errors import InputError
 
 ALL = slice(None)
@@ -37,7 +37,7 @@ class Reader:
 def read_json(path: Path) -> Any:
     """What a JSON file holds; `InputError` if it is missing or something else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return files.read_json(path)
     except FileNotFoundError:
         raise InputError(f"{path}: missing; the directory is not a complete model") from None
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import sha256
+from esmshard.files import read_json, sha256
 from esmshard.progress import say
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _weights(directory: Path) -> list[str]:
     if layout is None or not layout.endswith(".index.json"):
         return [layout] if layout else []
     try:
-        index = json.loads((directory / layout).read_text(encoding="utf-8"))
+        index = read_json(directory / layout)
         shards = sorted({str(shard) for shard in index["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
@@ -232,7 +232,7 @@ def _verify(name: str, path: Path, announced: str | None, *, binary: bool) -> No
         fault = f"has sha256 {str(digest)[:12]}..., and {str(announced)[:12]}... was announced"
     elif path.suffix == ".json":
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            read_json(path)
         except ValueError:
             fault = "is not JSON"
     if fault:

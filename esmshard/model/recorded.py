@@ -1,14 +1,13 @@
 """The sha256 of weight files as `esmshard.json` beside them records it, and whether the files still have it."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from esmshard.files import remembered_sha256
+from esmshard.files import read_json, remembered_sha256
 
 ABOUT = "esmshard.json"
 
@@ -62,7 +61,7 @@ def compared(files: Sequence[Path], tell: Callable[[str], object]) -> Iterator[N
 def _recorded(folder: Path) -> dict[str, Any]:
     """What is recorded in a directory; empty where nothing is. A damaged file is for those to say who need it."""
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        about = read_json(folder / ABOUT)
     except (OSError, ValueError):
         return {}
     if not isinstance(about, dict):

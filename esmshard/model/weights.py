@@ -293,6 +293,7 @@ def _without_mask_row(table: torch.Tensor, rows: slice) -> torch.Tensor:
 
 def _complete(config: EsmConfig, source: str, found: dict[str, Reader], head: dict[str, Reader]) -> Weights:
     """Account for every key. An LM head or contact regression may be missing: it is named and drawn anew."""
+    _compare_sizes(config, source, found)  # before a model of the size that is claimed is built, if only without memory
     wanted = shapes(config)
     found.pop(TIED, None)
     unexpected = sorted(found.keys() - wanted.keys())
@@ -325,6 +326,24 @@ def _complete(config: EsmConfig, source: str, found: dict[str, Reader], head: di
     tensors = {name: finite(name, reader) for name, reader in found.items()} | added
     head = {name: finite(f"head.{name}", reader) for name, reader in head.items()}
     return Weights(config, source, tensors, head, tuple(parts))
+
+
+_LAYER = re.compile(r"layers\.(\d{1,9})\.")
+
+
+def _compare_sizes(config: EsmConfig, source: str, found: Mapping[str, Reader]) -> None:
+    """The sizes that a configuration claims are not larger than those of the tensors beside it."""
+    layers = 1 + max((int(match[1]) for name in found if (match := _LAYER.match(name))), default=-1)
+    if layers < config.n_layers:
+        raise InputError(
+            f"{source}: its configuration says {config.n_layers:,} layers and its weights have {layers:,}, so "
+            f"layers.{layers}.* are missing; the file is not a complete model, or the configuration is another model's"
+        )
+    table = found.get("embed_tokens.weight")
+    if table is not None and table.shape != (VOCAB_SIZE, config.dim):
+        raise InputError(
+            f"{source}: embed_tokens.weight is {list(table.shape)}, {[VOCAB_SIZE, config.dim]} was expected"
+        )
 
 
 def _some(names: Iterable[str], most: int = 3) -> str:

@@ -2,18 +2,20 @@
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from esmshard import __version__
-from esmshard.errors import InputError
+from esmshard import recipe as recipes
+from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.progress import duration, rate
 from esmshard.report import scores, training, variants
-from esmshard.report.left import Left, read
+from esmshard.report.left import Left, json_object, read
 from esmshard.report.page import Section, Table, bytes_text, range_text, value_text
+from esmshard.report.places import Places
 from esmshard.report.variants_left import is_cross_validated, read_variants
 from esmshard.train import goodput
 from esmshard.train.status import replace_text
@@ -37,31 +39,54 @@ def report(run: Path, out: Path | None = None) -> Path:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
         raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
-    if is_cross_validated(run):
-        several = read_variants(run)
-        about, facts = variants.about(several), variants.facts(several)
-        states = [variants.verdict(several)]
-        sections = [tell(several) for tell in variants.SECTIONS]
-    else:
-        left = read(run)
-        about, facts = _about(left), _facts(left)
-        states = [text for text in (scores.verdict(left), _state(left)) if text]
-        sections = [part(left) for part in SECTIONS]
+    files = f"{run}: one of its files (evaluation.json, status.json, versions.json, metrics.jsonl, summary.json)"
+    with reading(files, "remove it, or make it anew with `esmshard evaluate MODEL DATA -o DIR`, to see the rest"):
+        if is_cross_validated(run):
+            several = read_variants(run)
+            about, facts = variants.about(several), variants.facts(several)
+            states = [variants.verdict(several)]
+            sections = [tell(several) for tell in variants.SECTIONS]
+        else:
+            left = read(run)
+            about, facts = _about(left), _facts(left)
+            states = [text for text in (scores.verdict(left), _state(left)) if text]
+            sections = [part(left) for part in SECTIONS]
+    hidden = Places(run, *_named(run))
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(source).render(
         title=run.resolve().name,
-        about=about,
-        states=states,
-        facts=facts,
-        sections=sections,
+        about=hidden.text(about),
+        states=list(map(hidden.text, states)),
+        facts=[tuple(map(hidden.text, fact)) for fact in facts],
+        sections=[hidden.section(section) for section in sections],
         version=__version__,
     )
     out = out or run / "report.html"
     if not out.parent.is_dir():
         raise InputError(f"{out}: there is no directory {out.parent}; make it first")
-    replace_text(out, page)
+    with writing(out, "make room, or choose another place with -o FILE"):
+        replace_text(out, page)
     return out
+
+
+def _named(run: Path) -> Iterator[str]:
+    """The paths that the files of a run name."""
+    for name in ("versions.json", "evaluation.json", "summary.json"):
+        found = json_object(run / name) or {}
+        yield from _paths(found)
+    try:
+        yield from _paths(recipes.load(run / "recipe.yaml").model_dump())
+    except UsageError:  # of a cross-validation, which has none, or of another version
+        pass
+
+
+def _paths(found: object) -> Iterator[str]:
+    if isinstance(found, str) and found.startswith("/"):
+        yield found
+    elif isinstance(found, dict | list | tuple):
+        for part in found.values() if isinstance(found, dict) else found:
+            yield from _paths(part)
 
 
 def _about(left: Left) -> str:
@@ -162,16 +187,18 @@ def _reproduce(left: Left) -> Section:
         return Section(*section, ["The test of a model that is there already."], code=shlex.join(command))
     if left.recipe_text is None:
         return Section(*section, missing="recipe.yaml is missing, so there is none.")
-    run = left.path.absolute()
+    run = Path(left.path.resolve().name)
     processes = left.versions.get("processes", 1)
     nproc = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
     commands = [["esmshard", "finetune", str(run / "recipe.yaml"), *nproc, f"out={run}-again"]]
     if left.evaluation is not None and left.evaluation.raw.get("data"):
         data, out = str(left.evaluation.raw["data"]), f"{run}-test"
+        data = data if data.startswith("sample:") else Path(data).name
         commands.append(["esmshard", "evaluate", str(run / "model"), data, "-o", out])
     text = (
-        "Training again, and the test alone. The same versions, data and number of processes give the same model on a "
-        "CPU; on GPUs the same up to rounding."
+        "Training again, and the test alone, from the directory in which that of the run lies. Files are named here "
+        "without their directories; recipe.yaml has them. The same versions, data and number of processes give the "
+        "same model on a CPU; on GPUs the same up to rounding."
     )
     return Section(*section, [text], code="\n".join(map(shlex.join, commands)))
 

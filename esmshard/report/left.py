@@ -1,7 +1,5 @@
 """What a run left in its directory, read for a report. A run that is still going has left less than a finished one."""
 
-import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard import recipe as recipes
+from esmshard import spreadsheet
 from esmshard.errors import InputError, UsageError
+from esmshard.files import parse_json
 from esmshard.settings import Recipe
 from esmshard.tasks import TASKS
 from esmshard.tasks.intervals import Interval
@@ -199,7 +199,7 @@ def _proteins(path: Path) -> Proteins | None:
     if not path.is_file():
         return None
     with open(path, encoding="utf-8", newline="") as file:
-        rows = csv.reader(file)
+        rows = spreadsheet.reader(file)
         head, body = next(rows, []), list(rows)
     if head[:2] != ["id", "length"] or any(len(row) != len(head) for row in body):
         raise InputError(f"{path}: damaged (not a table that begins with id and length); evaluate the model again")
@@ -218,7 +218,7 @@ def json_object(path: Path) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -1,7 +1,6 @@
 """Figures of a run, drawn with matplotlib (extra `plots`)."""
 
 import base64
-import csv
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.data.loader import Example, Examples
 from esmshard.data.structures import MIN_SEPARATION
 from esmshard.errors import InputError
@@ -120,7 +120,7 @@ def _draw(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.NDA
 
 def _median(table: Path, metric: str) -> tuple[str, float]:
     with open(table, encoding="utf-8", newline="") as file:
-        rows = [(float(row[metric]), row["id"]) for row in csv.DictReader(file) if row[metric]]
+        rows = [(float(row[metric]), row["id"]) for row in spreadsheet.named_rows(file) if row[metric]]
     if not rows:
         raise InputError(f"{table}: no protein has a value for {metric}, so there is none to draw")
     value, record_id = sorted(rows)[len(rows) // 2]

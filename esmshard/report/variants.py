@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -282,7 +283,7 @@ def reproduce(found: CrossValidated) -> Section:
     name, first = next(iter(found.runs.items()), ("", None))
     if first is None or first.recipe_text is None:
         return Section(*section, missing="The recipe.yaml of the first run is missing, so there is none.")
-    run, folds, pooled = found.path.absolute(), found.raw.get("folds"), found.pooled
+    run, folds, pooled = Path(found.path.resolve().name), found.raw.get("folds"), found.pooled
     processes = first.versions.get("processes", 1)
     options = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
     options += ["--folds", str(folds)] if folds else []
@@ -290,8 +291,8 @@ def reproduce(found: CrossValidated) -> Section:
     # The recipe of a run is of one fold; without that it is of all.
     changes = ["data.folds=null", "data.fold=0", f"out={run}-again"]
     texts = [
-        "All runs again. The same versions, data and number of processes give the same models on a CPU; on GPUs the "
-        "same up to rounding."
+        "All runs again, from the directory in which theirs lies. The same versions, data and number of processes give "
+        "the same models on a CPU; on GPUs the same up to rounding."
     ]
     if len(steps := _steps(found)) > 1:
         texts.append(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from esmshard import spreadsheet
 from esmshard.data.substitutions import Mutation, parse_variant
 from esmshard.data.variant_records import OUT_OF_FOLD
 from esmshard.errors import InputError
@@ -231,7 +232,7 @@ def _table(path: Path) -> tuple[list[str], list[list[str]]] | None:
         return None
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            rows = csv.reader(file, strict=True)
+            rows = spreadsheet.reader(file, strict=True)
             head, body = next(rows, []), list(rows)
     except (csv.Error, UnicodeDecodeError):
         raise _damaged(path, "not a CSV table") from None

@@ -1,6 +1,5 @@
 """Trunk and task head as one module: made from a recipe, or opened from a consolidated directory."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, reading
+from esmshard.files import found_place, read_json
 from esmshard.model import recorded, weights
 from esmshard.model.config import SIZES
 from esmshard.model.convolutions import exact_convolutions
@@ -163,9 +163,10 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
     """
     path = weights.place(model) / "esmshard.json"
     try:
-        about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        about: dict[str, Any] = read_json(path)
         settings: TaskSettings = TypeAdapter(TaskSettings).validate_python(about["recipe"]["task"])
         facts = about.get("facts", {})
+        about["recipe"]["model"]["name"] = found_place(about["recipe"]["model"]["name"], path.parent)
     except (FileNotFoundError, NotADirectoryError):
         weights.read(model)  # says so if it is no model at all
         raise InputError(
@@ -175,8 +176,9 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: damaged ({reason}); consolidate the run again") from None
     found = weights.read(model)
-    task = TASKS[settings.name](settings, facts)
-    head = task.head(found.config)
+    with reading(f"{path}", "consolidate the run again"):
+        task = TASKS[settings.name](settings, facts)
+        head = task.head(found.config)
     tensors = {name: read() for name, read in found.head.items()}
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in head.state_dict().items()}:
         raise InputError(f"{model}: its head does not fit the task in esmshard.json; consolidate the run again")

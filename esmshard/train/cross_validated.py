@@ -1,6 +1,5 @@
 """What the folds and seeds of a table of variants say together: every test variant once, methods beside each other."""
 
-import csv
 import json
 import math
 from collections import defaultdict, deque
@@ -12,11 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import spreadsheet
 from esmshard.data.splits import LEFT_OUT
 from esmshard.data.substitutions import name_of
 from esmshard.data.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
 from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError
+from esmshard.files import read_json, replacing
 from esmshard.settings import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.intervals import LEAST, Interval, block_draws, difference, interval
@@ -97,7 +98,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "of_each_seed": {m: [None if math.isnan(v) else v for v in values] for m, values in each.items()},
     }
     path = out / SUMMARY
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    summary = read_json(path)
     table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
     more = {"recipe": recipe.model_dump(mode="json"), "table": table, "pooled": pooled, "verdict": said}
     replace_text(path, json.dumps(summary | more, indent=1) + "\n")
@@ -137,10 +138,10 @@ class _Run:
     def __init__(self, run: Path) -> None:
         path = run / "per_protein.csv"
         try:
-            evaluation = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+            evaluation = read_json(run / "evaluation.json")
             with open(path, encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
-            versions = json.loads((run / "versions.json").read_text(encoding="utf-8"))
+                rows = spreadsheet.named_rows(file)
+            versions = read_json(run / "versions.json")
             data = evaluation["recipe"]["data"]
             self.seed, self.fold = int(evaluation["recipe"]["train"]["seed"]), int(data["fold"])
             self.targets: list[str] = evaluation["facts"]["targets"]
@@ -211,9 +212,8 @@ def _write_variants(
     table, prefix = variants.table, ""
     while any(f"{prefix}{name}" in table.columns for name in ("variant", "fold", *columns, LEFT_OUT_WHY)):
         prefix += "esmshard "  # the user's columns keep their names
-    temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+    with replacing(path) as file:
+        writer = spreadsheet.writer(file)
         writer.writerow([*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns, LEFT_OUT_WHY))])
         for row in range(len(table)):
             name, place, own = of_row.get(row, ("", None, None))
@@ -226,7 +226,6 @@ def _write_variants(
             fold = "" if place is None else str(fold_N[place])
             why = variants.left_out.get(row, "")
             writer.writerow([*(cells[row] for cells in table.columns.values()), name, fold, *told, why])
-    temporary.replace(path)
 
 
 def _write_curve(path: Path, runs: Sequence[_Run]) -> None:

@@ -1,6 +1,5 @@
 """Scores of a model on a split: per record, gathered, each record once; metrics with intervals beside baselines."""
 
-import csv
 import json
 import math
 import zipfile
@@ -14,10 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from esmshard import spreadsheet
 from esmshard.data.loader import Examples
 from esmshard.data.packing import deal
 from esmshard.data_settings import listed
 from esmshard.errors import InputError
+from esmshard.files import replacing
 from esmshard.model import weights
 from esmshard.parallel.mesh import World
 from esmshard.progress import Progress
@@ -250,12 +251,10 @@ def write(
     lines = [["id", "length", *blocks, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
         values = [*(row[key] for key in numbers), *(table[name][n][key] for name, key in others)]
-        cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
-        lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *cells])
-    temporary = directory / ".tmp-per_protein.csv"
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(lines)
-    temporary.replace(directory / "per_protein.csv")
+        told = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
+        lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *told])
+    with replacing(directory / "per_protein.csv") as file:
+        spreadsheet.writer(file).writerows(lines)
     return "\n".join([as_text(intervals, task.columns), *without_interval(without), said])
 
 

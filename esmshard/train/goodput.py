@@ -20,10 +20,10 @@ Goodput is useful over allocated (as in Google's ML Goodput Measurement, whose "
 hour, on however many processes.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from esmshard.files import parse_json
 from esmshard.progress import duration
 
 Line = Mapping[str, Any]
@@ -54,7 +54,7 @@ def parse(text: str) -> list[dict[str, Any]]:
     lines = []
     for line in text.splitlines():
         try:
-            found = json.loads(line)
+            found = parse_json(line)
         except ValueError:
             continue
         if isinstance(found, dict):

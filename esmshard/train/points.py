@@ -1,11 +1,12 @@
 """What lines of metrics.jsonl and evaluation.json say to a tracker: named numbers and a step (docs/watching.md)."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from esmshard.files import parse_json, read_json
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def complete(file: IO[str]) -> Iterator[dict[str, Any]]:
             file.seek(place)
             return
         try:
-            found = json.loads(text)
+            found = parse_json(text)
         except ValueError:  # cut off by a crash
             continue
         if isinstance(found, dict):
@@ -88,5 +89,5 @@ def on_test_split(out: Path) -> dict[str, float]:
     """Metrics of the fine-tuned model on the test split."""
     from esmshard.train.verdict import MAIN
 
-    found = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))["metrics"][MAIN]
+    found = read_json(out / "evaluation.json")["metrics"][MAIN]
     return {f"test/{metric}": one["value"] for metric, one in found.items() if one["value"] is not None}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from esmshard.errors import InputError, UsageError
+from esmshard.files import read_json
 from esmshard.settings import Recipe
 from esmshard.tasks.intervals import Interval
 from esmshard.train import status
@@ -136,7 +137,7 @@ def _cell(found: dict[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; go on with --resume auto") from None
     except ValueError as error:

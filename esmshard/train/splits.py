@@ -18,7 +18,7 @@ from esmshard.data.variant_records import open_variants
 from esmshard.data_settings import DataSettings
 from esmshard.settings import Recipe
 from esmshard.task_settings import VariantSettings
-from esmshard.train.set_members import members
+from esmshard.train.set_members import marked_otherwise, members
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
@@ -68,7 +68,13 @@ def open_tested(source: str, file: str | None, recipe: Recipe, labels: OpenLabel
     path = recipes.sample(source)
     fasta, tokens = _records(path)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
-    return Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
+    examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
+    if others := marked_otherwise("test", path, tokens):
+        examples.notices.append(
+            f"all its records are scored, whatever SET= in its headers says ({others}); `esmshard split {path} -o DIR "
+            "--by given` writes those of the test set to DIR/test.fasta"
+        )
+    return examples
 
 
 def _records(path: Path) -> tuple[Path, TokenStore]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from esmshard import recipe as recipes
 from esmshard.checkpoint import manifest, sharded
 from esmshard.data.tables import counted
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, reading
 from esmshard.model import origin
 from esmshard.parallel.mesh import World
 from esmshard.progress import say
@@ -95,9 +95,11 @@ def check_start(job: Job, resume: str | None, trust: bool) -> Path | None:
 def _check_same(job: Job, start: Path) -> None:
     state = sharded.read_state(start)
     now = resolved(job, job.recipe.batch.tokens_per_rank)
-    changed = recipes.differences(Recipe.model_validate(state["recipe"]), now)
+    with reading(f"{start / 'state.json'}", "take another checkpoint, or start again with --overwrite"):
+        changed = recipes.differences(Recipe.model_validate(state["recipe"]), now)
+        before = state["data"]["train"]["tokens_sha256"]
     changed = [line for line in changed if not line.startswith(_FREE)]
-    before, here = state["data"]["train"]["tokens_sha256"], provenance(job)["train"]["tokens_sha256"]
+    here = provenance(job)["train"]["tokens_sha256"]
     if before != here:  # the order of records and the crops follow from them
         changed.append(f"data.train ({job.train.path} holds other sequences than it did)")
     if changed:

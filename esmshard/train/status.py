@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from esmshard.errors import InputError
+from esmshard.files import read_json, replacing
 from esmshard.parallel import worker
 from esmshard.train.lease import abandoned, job_id
 
@@ -39,6 +40,16 @@ class Status(TypedDict):
     started: float
     """Begin of this attempt."""
     updated: float
+
+
+_KINDS = {
+    **dict.fromkeys(("state", "message", "host"), str),
+    **dict.fromkeys(("step", "steps", "attempt"), int),
+    **dict.fromkeys(("checkpoint", "job", "launch"), str | None),
+    **dict.fromkeys(("started", "updated"), int | float),
+    "exit_code": int | None,
+}
+"""Of what type each value of the file is."""
 
 
 def write(
@@ -112,12 +123,8 @@ def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file that holds, whatever happens meanwhile, its old text or the new one."""
-    work = path.with_name(f".tmp-{path.name}")
-    with open(work, "w", encoding="utf-8") as file:
+    with replacing(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    work.replace(path)
 
 
 def _replace(out: Path, status: Status) -> None:
@@ -127,11 +134,11 @@ def _replace(out: Path, status: Status) -> None:
 def as_written(out: Path) -> Status | None:
     """The file as it is, whether it is still true or not. `InputError` if it is damaged."""
     try:
-        found = json.loads((out / NAME).read_text(encoding="utf-8"))
+        found = read_json(out / NAME)
     except FileNotFoundError:
         return None
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not found.keys() >= Status.__required_keys__:
+    if not isinstance(found, dict) or not all(isinstance(found.get(key, ...), kind) for key, kind in _KINDS.items()):
         raise InputError(f"{out / NAME}: damaged; remove it, the run itself does not read it")
     return cast(Status, found)

@@ -26,6 +26,7 @@ from typing import IO, Any, Protocol
 
 from ruamel.yaml import YAML
 
+from esmshard.files import read_json
 from esmshard.train.points import Point, Reader, complete, on_test_split
 from esmshard.train.tracking import BOOKS
 
@@ -54,7 +55,7 @@ class Books:
     def read(self, say: Say) -> None:
         """Once, at the start."""
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found = read_json(self.path)
             self._content = found if isinstance(found, dict) else {}
         except FileNotFoundError:
             pass

@@ -1,6 +1,7 @@
 """The model card says what is known, never more; nothing but ESM-2 is called so, and no path of a machine is told."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,19 @@ def test_a_card_is_replaced_in_one_go(model: Path) -> None:
     assert (model / "README.md").stat().st_ino != before
     assert sorted(p.name for p in model.iterdir()) == ["README.md", "config.json"]
     assert json.dumps(about()), "plain JSON, as in esmshard.json"
+
+
+def test_names_of_others_are_neither_html_nor_markdown(model: Path) -> None:
+    bad = "<img src=x onerror=alert(1)>[click](javascript:x)`|"
+    scores = EVALUATION | {"split": bad, "data": bad, "interval": bad, "without_value": {bad: 2}, "columns": [bad]}
+    scores["metrics"] = {bad: {bad: {"value": 0.5, "low": None, "high": None}}}
+    given = about(out=f"runs/{bad}", data__train=bad, model__name=f"a/{bad}", task__head=bad, adapt__method=bad)
+    given |= {"dtype": bad, "weights_sha256": bad, "world_size": 1, "versions": {"torch": bad}}
+    _, text = written(model, given, scores)
+    assert "<" not in text
+    assert re.search(r"(?<!\\)\]\(javascript", text) is None
+    assert len(text.split("\n\n")) == len(written(model, about(), EVALUATION)[1].split("\n\n"))
+
+
+def test_a_name_without_marks_is_written_as_it_is(model: Path) -> None:
+    assert "\n# my_run-2.b\n" in f"\n{written(model, about(out='runs/my_run-2.b'))[1]}"

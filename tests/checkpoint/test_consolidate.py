@@ -23,6 +23,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model import export, weights
 from esmshard.model.config import EsmConfig
 from esmshard.model.layouts import TIED
+from esmshard.recipe import for_others
 from esmshard.settings import Recipe
 from esmshard.tasks import head_of
 
@@ -120,6 +121,7 @@ def test_what_lies_beside_the_weights(run: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in out.iterdir()) == sorted([*names, "tokenizer_config.json", "vocab.txt"])
     about = json.loads((out / "esmshard.json").read_text())
     state = state_of(TINY)
+    state["recipe"] = for_others(state["recipe"], out)
     assert {key: about[key] for key in state} == state
     assert (about["step"], about["format"], about["dtype"]) == (7, "esmshard-model", "bf16")
     stored = keys(out)

@@ -133,6 +133,17 @@ kubernetes: {labels: [a]}
         ),
         ("partition: gpu", "gpu_type: 'a100:4'", "slurm.gpu_type: must be the name of a type of GPU, such as a100"),
         ("partition: gpu", 'setup: ["a\\nb"]', "slurm.setup: 'a\\nb' must be one line of bash"),
+        *(
+            (
+                "partition: gpu",
+                f"options: [{option}]",
+                f"slurm.options: {option.split('=')[0]} would run jobs as somebody",
+            )
+            for option in ("--uid=0", "--ui=0", "--gid=0", "--chdir=/etc", "--export=NONE", "--clusters=other")
+        ),
+        ("partition: gpu", "cpus_per_gpu: 99999999999", "slurm.cpus_per_gpu: must be less than or equal to 4096"),
+        ("partition: gpu", f"memory: {'9' * 30}G", "slurm.memory: must be a size such as 480G"),
+        ("gpus_per_node: ", f"gpus_per_node: {10**27} #", "gpus_per_node: must be less than or equal to 1024"),
         ("partition: gpu", "options: ['--comment=a b']", "slurm.options: '--comment=a b' cannot stand in an #SBATCH"),
         ("${SHARED}/venv", "venv", "python: must be an absolute path, not 'venv/bin/python'"),
         ("[/data,", "[/a:b,", "container.mounts: '/a:b' must be a directory"),

@@ -334,3 +334,11 @@ def test_a_directory_is_refused() -> None:
 def test_edits_need_not_be_collected() -> None:
     Path("x.fasta").write_text(">a\nmk\n")
     assert [r.sequence for r in read_fasta(Path("x.fasta"))] == ["MK"]
+
+
+@pytest.mark.parametrize("header", ["a\0b", "a x\0y", "\0"])
+def test_a_nul_in_a_header_is_refused(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.fasta"
+    path.write_text(f">ok\nMK\n\n>{header}\nMKT\n")
+    with pytest.raises(InputError, match=r"x\.fasta:4: the header '.*' holds a NUL character"):
+        list(read_fasta(path))

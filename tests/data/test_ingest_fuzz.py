@@ -194,7 +194,7 @@ def counted(edits: list[tuple[str, str]]) -> dict[str, tuple[int, list[str]]]:
 def odd_name(draw: random.Random) -> str:
     return draw.choice([
         f"r{draw.randrange(12)}", f"r{draw.randrange(1000)}", "a", "a_2", "a/1-6", "../../etc/passwd", "x/y", "a>b",
-        "é", "\x1b[31m", "\0", "\x1c", "\u2028", "\xa0", "sp|P1|N_ECOLI", "i" * 61, "i" * 10_000, "", "seqnum000000000",
+        "é", "\x1b[31m", "\x1c", "\u2028", "\xa0", "sp|P1|N_ECOLI", "i" * 61, "i" * 10_000, "", "seqnum000000000",
     ])  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def test_calibration_error(done: Page) -> None:
 
 
 def test_data_recipe_and_command(done: Page) -> None:
-    assert done.row("data", "train", 5) == ["/data/train.fasta", "776", "104,429", "9c61"]
+    assert done.row("data", "train", 5) == ["train.fasta", "776", "104,429", "9c61"]
     assert "\n2 of 12 test records are identical to training records" in done.text["data"]
     assert "Changed or left out: 2 records over 1,022 residues left out (a, ...)" in done.text["data"]
     assert "global_tokens:" in done.text["recipe"]

@@ -1,0 +1,201 @@
+"""Files that would take the time or the memory of a machine, and numbers with digits too many, are refused at once."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from command import esmshard
+
+from esmshard import recipe as recipes
+from esmshard.errors import InputError, UsageError
+from esmshard.files import read_json
+from esmshard.model import weights
+from esmshard.model.config import SIZES
+from esmshard.model.files import read_json as read_model_json
+from esmshard.model.layouts import transformers_config
+
+NOT_FOR_ANYBODY = {
+    "brackets": ("a: " + "[" * 50_000, "deep"),
+    "closed brackets": ("a: " + "[" * 50_000 + "]" * 50_000, "deep"),
+    "dashes": ("- " * 50_000 + "a", "deep"),
+    "aliases of aliases": (
+        "a: &a [x,x,x,x,x,x,x,x,x]\n"
+        + "".join(
+            f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
+        "more than 10,000 values",
+    ),
+    "merged aliases": (
+        "a: &a {x: 1}\n"
+        + "".join(
+            f"{new}: &{new} {{<<: [{','.join(['*' + old] * 9)}], y: 1}}\n"
+            for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
+        "more than 10,000 values",
+    ),
+    "an alias of itself": ("a: &a [*a]", "a part of"),
+    "a long number": ("train: {steps: " + "9" * 5_000 + "}", "a number has 5,000 characters"),
+    "a long hexadecimal number": ("train: {steps: 0x" + "f" * 5_000 + "}", "a number has 5,002 characters"),
+    "five million digits": ("train: {steps: " + "9" * 5_000_000 + "}", "at most 1,048,576 are read"),
+    "a NUL": ('out: "runs/a\\0b"', "NUL"),
+    "a 13th month": ("out: 2020-13-40", "month must be"),
+    "text that is to be a number": ("train: {steps: !!int many}", "invalid literal"),
+    "a tag on what it is not for": ("out: !!omap x", "a tag does not fit"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FOR_ANYBODY)
+def test_yaml_beyond_the_bounds_is_one_sentence(case: str, tmp_path: Path) -> None:
+    text, reason = NOT_FOR_ANYBODY[case]
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(text)
+    with pytest.raises(UsageError, match=reason) as error:
+        recipes.load(recipe)
+    assert str(error.value).startswith(f"{recipe}:")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_override_beyond_the_bounds_is_one_sentence() -> None:
+    for value in ("[" * 50_000, "9" * 5_000):
+        with pytest.raises(UsageError, match=r"^train\.steps: ") as error:
+            recipes.load(recipes.resolve("contact"), [f"train.steps={value}"])
+        assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("command", [("finetune",), ("plan", "--gpus", "A100-40GB"), ("recipes", "validate")])
+def test_commands_answer_a_recipe_of_brackets(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("task: " + "[" * 50_000)
+    result = esmshard(*command, "my.yaml", cwd=tmp_path)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("error: my.yaml:1:")
+
+
+def test_a_site_profile_of_brackets_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site.yaml").write_text("slurm: " + "[" * 50_000)
+    monkeypatch.setenv("ESMSHARD_SITE", str(tmp_path / "site.yaml"))
+    result = esmshard("launch", "contact", "--target", "slurm", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {tmp_path / 'site.yaml'}:1:")
+
+
+ODD_JSON = {
+    "deep": ("[" * 100_000, "deep"),
+    "deep and closed": ("[" * 500 + "]" * 500, "deep"),
+    "long number": ('{"step": ' + "9" * 5_000_000 + "}", "5,000,000 digits"),
+    "a number that no float holds": ('{"step": ' + "9" * 400 + "}", "400 digits"),
+    "NUL": ('{"name": "/a\\u0000b"}', "NUL"),
+    "half a surrogate pair": ('{"name": "\\ud800"}', "surrogate"),
+}
+
+
+@pytest.mark.parametrize("case", ODD_JSON)
+def test_json_beyond_the_bounds(case: str, tmp_path: Path) -> None:
+    text, reason = ODD_JSON[case]
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=reason) as error:
+        read_model_json(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_what_looks_odd_and_is_not_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    for value in ({"state": 2**127}, {"name": "🧬"}, [[[[1]]]], {"loss": 1e300}):
+        path.write_text(json.dumps(value))
+        assert read_json(path) == value
+
+
+def test_json_is_read_from_files_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", Path("/dev/zero")):
+        with pytest.raises(ValueError, match="not a regular file"):
+            read_json(path)
+    large = tmp_path / "large.json"
+    with open(large, "wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(ValueError, match="at most"):
+        read_json(large)
+
+
+def test_the_package_reads_json_in_one_place() -> None:
+    package = Path(recipes.__file__).parent
+    wrong = [
+        f"{path.name}:{n}"
+        for path in package.rglob("*.py")
+        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if ("json.load" in line and "read_text" in line and path.name != "agent.py") or "YAML().load" in line
+    ]
+    assert wrong == [f"yaml_keys.py:{wrong[0].split(':')[1]}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("num_hidden_layers", 1_000_000_000, "at most 1,000"),
+        ("num_hidden_layers", 900, "its configuration says 900 layers and its weights have 2"),
+        ("num_hidden_layers", True, "positive whole number"),
+        ("hidden_size", 10**15, "at most 65,536"),
+        ("hidden_size", 64_000, "embed_tokens.weight is"),
+    ],
+)
+def test_a_configuration_that_the_weights_do_not_bear_out(
+    key: str, value: object, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from embed_runs import write_model
+
+    model = write_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config |= {key: value} | ({"intermediate_size": 4 * value} if key == "hidden_size" else {})  # type: ignore[operator]
+    (model / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(weights, "ESM2", None)  # nothing of that size is built
+    with pytest.raises(InputError, match=reason):
+        weights.read(str(model))
+
+
+def test_no_size_is_near_the_bounds() -> None:
+    from esmshard.model.layouts import config_of_transformers
+
+    for config in SIZES.values():
+        assert config_of_transformers(transformers_config(config)) == config
+
+
+TOO_MUCH = {
+    "train.steps=99999999999": "100000000",
+    "train.epochs=1e9": "1000000",
+    "train.seed=99999999999": "4294967296",
+    "train.eval_every=99999999999": "100000000",
+    "optim.lr=65536": "10",
+    "optim.head_lr=65536": "10",
+    "optim.weight_decay=1e9": "100",
+    "optim.clip=1e300": "1000000000",
+    "batch.global_tokens=99999999999": "1000000000",
+    "batch.tokens_per_rank=-5": "3",
+    "checkpoint.every=99999999999": "100000000",
+    "parallel.step_timeout=99999999999": "100000000",
+    "data.max_length=99999999999": "1000000",
+    "data.folds=99999999999": "10000",
+    "out=/dev/zero": "belongs to the system",
+    "out=/proc/self/x": "belongs to the system",
+}
+
+
+@pytest.mark.parametrize("override", TOO_MUCH)
+def test_numbers_and_places_that_no_run_has(override: str) -> None:
+    with pytest.raises(UsageError) as error:
+        recipes.load(recipes.resolve("contact"), [override])
+    said = str(error.value)
+    assert said.startswith(f"{override}: {override.partition('=')[0]}: ")
+    assert TOO_MUCH[override] in said
+    assert len(said.splitlines()) == 1
+
+
+def test_shared_memory_is_a_place_for_a_run() -> None:
+    assert recipes.load(recipes.resolve("contact"), ["out=/dev/shm/run"]).out == "/dev/shm/run"
+
+
+@pytest.mark.parametrize("option", ["--nproc", "--seeds", "--folds", "--profile"])
+def test_options_are_bounded_too(option: str, tmp_path: Path) -> None:
+    result = esmshard("finetune", "contact", option, "99999999999", cwd=tmp_path)
+    assert result.returncode == 2
+    assert f"Invalid value for '{option}'" in result.stderr
