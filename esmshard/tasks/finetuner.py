@@ -166,13 +166,14 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
         about: dict[str, Any] = read_json(path)
         settings: TaskSettings = TypeAdapter(TaskSettings).validate_python(about["recipe"]["task"])
         facts = about.get("facts", {})
-        about["recipe"]["model"]["name"] = found_place(about["recipe"]["model"]["name"], path.parent)
+        if base := about["recipe"].get("model"):
+            base["name"] = found_place(base["name"], path.parent)
     except (FileNotFoundError, NotADirectoryError):
         weights.read(model)  # says so if it is no model at all
         raise InputError(
             f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: damaged ({reason}); consolidate the run again") from None
     found = weights.read(model)
