@@ -52,7 +52,7 @@ LORA = ("adapt.method=lora",)
 CLASSES = ("task.kind=class", "data.target=[kind]")
 REPEAT = "MKTAYIAKQR"
 """A table that fits its first part fits the second as well, ten residues further on."""
-SCORED = ("task={name: variant}", "data={table: variants.csv, wild_type: repeat.fasta, folds: 3}")
+SCORED = ("task={name: variant}", "data={table: variants.csv, wild_type: repeat.fasta, folds: 3, fold: 0}")
 VARIANT = (*SCORED, "task.zero_shot=false")
 WHOLE = ("task={name: variant, zero_shot: false}", "data={table: variants.csv, wild_type: repeat.fasta}")
 

@@ -51,10 +51,9 @@ def join() -> None:
     """Take part in the step of srun that started this process, if it is one: from here on its variables say so.
 
     Raises:
-        UsageError: the variables of a launcher are there in part.
+        UsageError: srun left out what is needed.
     """
     os.environ.update(variables())
-    check()
 
 
 def check(environ: Mapping[str, str] = os.environ) -> None:

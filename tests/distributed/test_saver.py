@@ -93,5 +93,5 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(whole: Path, tmp_path: Path) 
     assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], abs=1e-4)
     state = sharded.read_state(out / "checkpoints" / "step_000006")
     assert state["world_size"] == 3
-    index = sharded.index(out / "checkpoints" / "step_000006")
-    assert {name for name in index if name.startswith("rng.")} == {f"rng.{rank}.cpu" for rank in range(3)}
+    names = {name.partition(".")[0] for name in sharded.index(out / "checkpoints" / "step_000006")}
+    assert names == {"model", "optim"}, "nothing is of one rank alone, such as a random state"
