@@ -273,6 +273,12 @@ def split(
             "ratio, given. The first of each by default."
         ),
     ] = None,
+    sets: Annotated[
+        Optional[Path],
+        typer.Option(
+            metavar="FILE", help="With --by given: a table (set, validation) or label FASTA (SET=) that gives the sets."
+        ),
+    ] = None,
     clusters: Annotated[
         Optional[list[Path]],
         typer.Option(metavar="FILE.tsv", help="MMseqs2's _cluster.tsv; without it mmseqs is run. May come again."),
@@ -310,6 +316,8 @@ def split(
     method = chosen(
         known, by, ratios=parts, folds=folds, seed=seed, clusters=clusters, train_max=train_max, target=target
     )
+    if sets is not None and (method.by != "given" or wild_type is not None):
+        raise UsageError("--sets is read by --by given for sequences; pass --by given, or leave --sets out")
     may_write(out, overwrite)
     if wild_type is not None:
         targets = None if method.by != "low-to-high" else (target,) if target else ()
@@ -317,7 +325,7 @@ def split(
     elif mutant is not None or offset is not None:
         raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta too")
     else:
-        found = divide(FastaRecords(data), method, out, overwrite, say)
+        found = divide(FastaRecords(data, sets), method, out, overwrite, say)
     for notice in found.notices:
         say(notice)
     print(f"{out}\n{counts_table(found.counts, 'set' if folds is None else 'fold')}")

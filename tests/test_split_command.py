@@ -395,6 +395,42 @@ def test_rows_of_one_variant_stay_together(run: Run, table: Path, tmp_path: Path
                 assert len({line[1] for line in lines if line[0] in ("WT", "M1M")}) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "labels.fasta",
+            ">c SET=test\nCCHHH\n>b SET=train VALIDATION=True\nHHHHH\n>a SET=train\nCCCC\n>z SET=test\nC\n",
+        ),
+        ("x.csv", "sequence,target,set,validation\nMKTAY,1,train,\nAGVWY,2,train,True\nWYWYA,3,test,\nMMMMM,3,test,\n"),
+        ("x.tsv", "id\tset\na\ttrain\nb\tvalid\nc\ttest\nz\ttest\n"),
+    ],
+)
+def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "x.fasta").write_text(">a\nMKTAY\n>b\nAGVWY\n>c\nWYWYA\n>d\nGGGGG\n")
+    (tmp_path / name).write_text(text)
+    code, _, err = run("x.fasta", "-o", "out", "--by", "given", "--sets", name)
+    assert code == 0
+    found = {name: ids(tmp_path / "out" / f"{name}.fasta") for name in SETS}
+    assert found == {"train": ["a"], "valid": ["b"], "test": ["c"]}
+    assert listed(tmp_path / "out")["d"] == ["none"], "in no set, and said"
+    assert "(d)" in err
+    assert json.loads((tmp_path / "out" / "split.json").read_text())["sets"] == name
+
+
+def test_a_file_of_sets_is_refused_where_nothing_reads_it(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "x.fasta").write_text(">a\nMKTAY\n")
+    (tmp_path / "x.csv").write_text("id,target\na,1\n")
+    assert run("x.fasta", "-o", "out", "--sets", "x.csv")[::2] == (
+        2,
+        "error: --sets is read by --by given for sequences; pass --by given, or leave --sets out\n",
+    )
+    code, _, err = run("x.fasta", "-o", "out", "--by", "given", "--sets", "x.csv")
+    assert code == 1
+    assert err.startswith("error: x.csv")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_column_can_give_the_sets(run: Run, table: Path, tmp_path: Path) -> None:
     rows = [row for row in cells(table)[1:] if row[0] != "M101*"]
     given = [("train", ""), ("train", "True"), ("test", "")]

@@ -13,6 +13,7 @@ from esmshard.data import leakage, splits
 from esmshard.data.clusters import read_clusters, run_mmseqs
 from esmshard.data.given_splits import given_splits
 from esmshard.data.ingest import cached
+from esmshard.data.label_sources import table_or_fasta
 from esmshard.data.labels import CoordinateLabels
 from esmshard.data.split_method import Method
 from esmshard.data.splits import LEFT_OUT, SETS, Numbers, check_given
@@ -28,19 +29,23 @@ class FastaRecords:
 
     Args:
         source: FASTA file, plain or compressed, or token store.
+        sets: table or label FASTA that says the set of each record, where the headers of `source` do not.
 
     Raises:
-        InputError: it, or the `.npz` of coordinates beside it, cannot be read.
+        InputError: one of them, or the `.npz` of coordinates beside it, cannot be read.
     """
 
     sizes = ("records", "residues", "clusters")
     """What `count` counts; clusters are the last, where there are any."""
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, source: Path, sets: Path | None = None) -> None:
         self.source, self._store = source, cached(source)
+        self._sets = None if sets is None else table_or_fasta(sets)
         self.notices = [f"{source}: {notice}" for notice in self._store.notices]
         self.ids = [self._store.id(n) for n in range(len(self._store))]
         self.facts: dict[str, str] = {"source": str(source.resolve())}
+        if sets is not None:
+            self.facts["sets"] = str(sets)
         self._length_N = self._store.lengths.astype(np.int64)
         self._clusters: list[str] = []
         self._coordinates = self._read_coordinates()
@@ -49,7 +54,7 @@ class FastaRecords:
         """Set or fold of each record, int64 [N]. Records of one sequence go together, whatever their clusters are.
 
         Args:
-            method: by cluster, ratio, or as the headers say.
+            method: by cluster, ratio, or as the headers or the file of sets say.
             directory: for files of MMseqs2, which is run where no clusters are given.
             say: is told before that.
 
@@ -58,10 +63,11 @@ class FastaRecords:
         """
         if method.by == "given":
             edits = Edits()
-            names = given_splits(self._store, self.source, missing="drop", edits=edits)
-            self.notices += [f"{self.source}: {notice}" for notice in edits.notices()]
+            names = given_splits(self._store, self.source, self._sets, missing="drop", surplus="drop", edits=edits)
+            said_by = self.facts.get("sets", self.source)
+            self.notices += [f"{said_by}: {notice}" for notice in edits.notices()]
             number_N = np.array([LEFT_OUT if name is None else SETS.index(name) for name in names], dtype=np.int64)
-            check_given(number_N, self.source)
+            check_given(number_N, Path(said_by))
             return number_N
         count = len(self._store)
         same = [hashlib.blake2b(self._store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]

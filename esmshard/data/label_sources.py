@@ -32,12 +32,17 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
         if data.target and path.exists() and data.target[0] in (table := read_npz(path)).columns:
             source = table
     else:
-        path = recipes.sample(data.labels)
-        read = read_npz if path.suffix == ".npz" else read_table
-        source = path if _FASTA.search(path.name) else read(path)
+        source = table_or_fasta(recipes.sample(data.labels))
     if data.id_column is not None and not isinstance(source, Table):
         raise UsageError(f"data.id_column: {source or fasta} is no table; remove it, or name a table in data.labels")
     return source
+
+
+def table_or_fasta(path: Path) -> Table | Path:
+    """A table or an `.npz` as a table, a FASTA file as its path. `InputError` if a table cannot be read."""
+    if _FASTA.search(path.name):
+        return path
+    return read_npz(path) if path.suffix == ".npz" else read_table(path)
 
 
 def read_npz(path: Path) -> Table:
