@@ -275,7 +275,9 @@ def _one_sentence(directory: Path) -> Iterator[None]:
     """A full or read-only disk is no traceback; what is finished stays."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, InputError) as caught:
+        # Reading the input may have said so already, and knows nothing of --resume.
+        error = caught.__cause__ if isinstance(caught, InputError) else caught
         # numpy, HDF5 and torch say it in words only.
         number, words = getattr(error, "errno", None), ("No space left", " requested and ", "iostream error")
         if number in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in words):
