@@ -155,7 +155,8 @@ def read_state(path: Path) -> dict[str, Any]:
         wrong += [key for key, facts in state.get("data", {}).items() if not isinstance(facts, dict)]
         if wrong:
             raise ValueError(f"{wrong[0]} is not what a run writes there")
-        EsmConfig(**state["config"])
+        if "config" in state:
+            EsmConfig(**state["config"])
     return state
 
 

@@ -159,7 +159,10 @@ def test_a_part_that_is_running_when_time_is_up_is_ended(toy: Path, tmp_path: Pa
 def test_an_interrupt_is_a_sentence_and_nothing_stays_behind(toy: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, str(toy), "--rehearse", "--out", str(out), "--stage", "toy"]
+    # A job in the background of a shell is born deaf to SIGINT, and so would be the process that it starts.
+    hearing = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, hearing)
     assert process.stderr is not None
     lines = []
     for line in process.stderr:
