@@ -352,7 +352,7 @@ def test_odd_files(seed: int, directory: Path, monkeypatch: pytest.MonkeyPatch) 
 @given(
     records=st.lists(
         st.tuples(
-            st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=12),
+            st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]), max_size=12),
             st.text("ACDEFGHIKLMNPQRSTVWYXBUZOJacdj-. \n", max_size=30),
         ),
         min_size=1,

@@ -43,7 +43,8 @@ class Table:
         self.path.write_text("\n".join(map(",".join, rows)) + "\n")
 
     def data(self, **given: Any) -> DataSettings:
-        """As a recipe has it, with the defaults of the task."""
+        """As a recipe has it, with the defaults of the task; of several folds the first."""
+        given = {"fold": 0, **given} if given.get("folds") else given
         sections = {
             "task": {"name": "variant"},
             "model": {"name": "nano"},
