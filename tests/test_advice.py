@@ -19,8 +19,9 @@ from esmshard.recipe import TASK_SECTIONS
 from esmshard.settings import Recipe
 
 SOURCE = Path(esmshard.__file__).parent
-OF_SLURM = """bind container-env container-image container-mounts container-workdir cpu-bind cpus-per-task gres input
-    kill-on-bad-exit mail-type mem mpi no-container-mount-home no-kill ntasks ntasks-per-node requeue signal wait"""
+OF_SLURM = """bind container-env container-image container-mounts container-workdir cpu-bind cpus-per-task gres
+    gpus-per-task input kill-on-bad-exit mail-type mem mpi no-container-mount-home no-kill ntasks ntasks-per-node
+    requeue signal wait"""
 OF_CONTAINERS = "cpus device ipc memory nv pwd shm-size ulimit"
 OF_PIP = """dest extra-index-url force-reinstall hash ignore-installed implementation index-url no-build-isolation
     no-deps only-binary python-version quiet requirement upgrade wheel-dir yes"""

@@ -71,7 +71,7 @@ def test_a_dry_run_refuses_and_tells_what_the_command_does(tiny_recipe: Path) ->
             "data.labels is still sample:contact/labels.csv, of other proteins; give data.labels=FILE too. ",
         ),
         (("mlm", "data.train=mine.fasta", "--folds", "3"), "give data.valid=FILE too. "),
-        (("mlm", "data.train=mine.fasta", "data.folds=3"), "give data.valid=FILE too. "),
+        (("mlm", "data.train=mine.fasta", "data.folds=3", "data.fold=0"), "give data.valid=FILE too. "),
         (
             ("variants", "data.table=mine.csv"),
             "data.table: is yours, and data.wild_type is still sample:variants/wild_type.fasta, of other proteins; "

@@ -157,7 +157,7 @@ def test_processes_that_fail_are_an_exception(tiny_recipe: Path, tmp_path: Path)
             tiny_recipe,
             nproc=2,
             report=False,
-            optim={"lr": 1e30, "head_lr": 1e30},
+            optim={"lr": 10.0, "head_lr": 10.0},
             train={"steps": 40, "eval_every": 40},
         )
     assert caught.value.exit_code == 1

@@ -19,7 +19,7 @@ from esmshard.data.variant_records import OUT_OF_FOLD
 from esmshard.errors import InputError
 from esmshard.files import read_json
 from esmshard.tasks import metrics
-from esmshard.tasks.intervals import Interval, block_draws, interval
+from esmshard.tasks.intervals import LEAST, Interval, block_draws, interval
 
 SUMMARY, VARIANT = "summary.json", "variant"
 
@@ -189,8 +189,10 @@ def _seen(
 
 
 def _sentence(found: Interval, target: str) -> str:
-    undefined = "undefined, as all values or all predictions are equal"
-    return f"Spearman with {target} {undefined if np.isnan(found.value) else f'{found} (95% over positions)'}"
+    if np.isnan(found.value):
+        return f"Spearman with {target} undefined, as all values or all predictions are equal"
+    of = f"no interval, for an interval takes {LEAST} positions" if np.isnan(found.low) else "95% over positions"
+    return f"Spearman with {target} {found} ({of})"
 
 
 def _spearman(

@@ -94,9 +94,9 @@ def test_marks_that_do_not_suffice_are_refused() -> None:
     with pytest.raises(
         UsageError, match=r"data\.folds: divides .*z.fasta, which SET= in its headers divides too; leave"
     ):
-        open_split(recipe("mlm", "z.fasta", "z.fasta", "z.fasta", ", folds: 3"), "train", None)
+        open_split(recipe("mlm", "z.fasta", "z.fasta", "z.fasta", ", folds: 3, fold: 0"), "train", None)
     write("v.fasta", {"v": ""})
-    assert len(open_split(recipe("mlm", "z.fasta", "v.fasta", "z.fasta", ", folds: 3"), "train", None)) == 4
+    assert len(open_split(recipe("mlm", "z.fasta", "v.fasta", "z.fasta", ", folds: 3, fold: 0"), "train", None)) == 4
 
 
 def test_marks_that_are_not_used_are_told() -> None:
