@@ -53,7 +53,7 @@ def members(
     source = label_source(fasta, data) if data.labels is not None else None
     if isinstance(source, Table) and only_column(source, ("set", "split"), "data.labels") is None:
         source = None
-    if source is None and not any(b"SET=" in tokens.header(n).upper() for n in range(len(tokens))):
+    if source is None and not any(_has_set(tokens, n, path) for n in range(len(tokens))):
         return None, []
     where = "SET= in its headers" if source is None else f"{source.path if isinstance(source, Table) else source}"
     if data.folds is not None:
@@ -76,7 +76,7 @@ def marked_otherwise(name: str, path: Path, tokens: TokenStore) -> str | None:
     """How many records of a file that is one split say in their headers that they are of another, in a clause; None if
     none does.
     """
-    if not any(b"SET=" in tokens.header(n).upper() for n in range(min(_LOOKED_AT, len(tokens)))):
+    if not any(_says_set(tokens, n) for n in range(min(_LOOKED_AT, len(tokens)))):
         return None
     others: Counter[str] = Counter()
     for n in range(len(tokens)):
@@ -87,3 +87,13 @@ def marked_otherwise(name: str, path: Path, tokens: TokenStore) -> str | None:
             continue
         others[split] += split != name
     return listed([f"{count:,} say {split}" for split, count in others.items() if count]) if others.total() else None
+
+
+def _says_set(tokens: TokenStore, n: int) -> bool:
+    """Whether SET= is anywhere in a header: in DATASET= or OFFSET= too. Quicker than `_has_set`."""
+    return b"SET=" in tokens.header(n).upper()
+
+
+def _has_set(tokens: TokenStore, n: int, path: Path) -> bool:
+    """Whether a header has the attribute SET."""
+    return _says_set(tokens, n) and "SET" in attributes(tokens.description(n), ("SET",), str(path))

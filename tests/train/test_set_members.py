@@ -54,6 +54,17 @@ def test_set_in_the_headers_divides_one_file(task: str) -> None:
     assert test.digest not in (test.store.digest, open_split(one, "train", None).digest), "a resume sees other marks"
 
 
+def test_another_attribute_that_ends_in_set_divides_nothing() -> None:
+    Path("x.fasta").write_text(
+        "".join(f">{record} DATASET=uniprot offset=3 TARGET=0.5\nMKT{record.upper()}\n" for record in "acdefg")
+    )
+    shared = recipe("sequence", "x.fasta", "x.fasta", "x.fasta")
+    assert ids(shared) == {name: list("acdefg") for name in SPLITS}
+    assert all(open_split(shared, name, None).notices == [] for name in SPLITS)
+    with_folds = recipe("sequence", "x.fasta", "x.fasta", "x.fasta", ", folds: 3, fold: 0")
+    assert sorted(record for split in ids(with_folds).values() for record in split)
+
+
 def test_two_splits_may_share_a_file() -> None:
     write("x.fasta", {record: where for record, where in SETS.items() if record not in "cf"})
     write("t.fasta", {"c": "", "f": ""})
