@@ -62,6 +62,8 @@ def parse_json(text: str) -> Any:
     >>> parse_json('{"id": "a\\u0000b"}')
     Traceback (most recent call last):
     ValueError: a text holds a NUL character
+    >>> print(parse_json('"C:\\\\u0000"'))
+    C:\u0000
     """
     try:
         found = json.loads(text, parse_int=_whole_number)
@@ -74,7 +76,7 @@ def parse_json(text: str) -> Any:
             break
     else:
         raise ValueError(_TOO_DEEP)
-    if "\\u0000" in text:
+    if re.search(r"(?<!\\)(?:\\\\)*\\u0000", text):  # after an escaped backslash it is five letters
         raise ValueError("a text holds a NUL character")
     if re.search(r"\\u[dD][89a-fA-F]", text):
         try:

@@ -101,8 +101,9 @@ def check_companions(path: Path, resolved: Recipe, overrides: Sequence[str], fol
         return
     samples = ", ".join(f"data.{key} is still {now[key]}" for key in left)
     typed = " ".join(f"data.{key}=FILE" for key in left)
+    in_headers = ", or, if your headers have TARGET=, data.labels=null data.target=null" if "labels" in left else ""
     raise UsageError(
-        f"data.{own[0]}: is yours, and {samples}, of other proteins; give {typed} too"
+        f"data.{own[0]}: is yours, and {samples}, of other proteins; give {typed} too{in_headers}"
         + (
             ""
             if variants

@@ -68,7 +68,8 @@ def test_a_dry_run_refuses_and_tells_what_the_command_does(tiny_recipe: Path) ->
         (("residue", "data.train=mine.fasta", "data.valid=mine.fasta"), "give data.test=FILE too. "),
         (
             ("sequence", "data.train=mine.fasta", "data.valid=mine.fasta", "data.test=mine.fasta"),
-            "data.labels is still sample:contact/labels.csv, of other proteins; give data.labels=FILE too. ",
+            "data.labels is still sample:contact/labels.csv, of other proteins; give data.labels=FILE too, or, if your "
+            "headers have TARGET=, data.labels=null data.target=null. ",
         ),
         (("mlm", "data.train=mine.fasta", "--folds", "3"), "give data.valid=FILE too. "),
         (("mlm", "data.train=mine.fasta", "data.folds=3", "data.fold=0"), "give data.valid=FILE too. "),

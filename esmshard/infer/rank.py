@@ -271,7 +271,8 @@ def _proposed(
     first = {one: n for n, one in reversed(list(enumerate(asked.mutations)))}  # a table may have it in several rows
     free = sorted(n for one, n in first.items() if one and name_of(one) not in known.measured)
     if len(free) < count:
-        raise UsageError(f"--propose {count}: {counted(len(free), 'variant')} not measured yet")
+        fix = f"pass --propose {len(free)}" if free else "give others, or all with --all-singles"
+        raise UsageError(f"--propose {count}: of those asked for {len(free):,} have not been measured yet; {fix}")
     variants = [asked.mutations[n] for n in free]
     chosen = proposals.choose(values_MN[:, free], variants, count, kappa, diversity)
     how: dict[str, Any] = {"count": count, "candidates": len(free), "kappa": kappa, "diversity": diversity}
