@@ -88,6 +88,9 @@ def score_table(
             say(notice)
         protein, columns = found.wild_type, dict(found.table.columns)
         notices, offset_used, left_out = found.notices, found.offset, dict(found.left_out)
+        # A second method goes beside the first: the reason why a row has no score is written anew, for both.
+        columns.pop(NOT_SCORED, None)
+        variant_tables.check_new(out, columns, [method.replace("-", "_")])
         places = [rows[0] for rows in found.rows]
         mutations = [tuple(m for m in one if m.mutant != m.wild) for one in found.mutations]
         if target or (len(names) == 1 and _has_numbers(found.table.columns[names[0]])):

@@ -1,7 +1,7 @@
 """Tables of variants that come in, and go out with a few columns more."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,15 +66,20 @@ def write_facts(out: Path, facts: Mapping[str, Any]) -> None:
         file.write(json.dumps(facts, indent=1, allow_nan=False) + "\n")
 
 
+def check_new(out: Path, columns: Iterable[str], new: Iterable[str]) -> None:
+    """Refuse a table that has a column of a new name already."""
+    known = set(columns)
+    if twice := [name for name in new if name in known]:
+        raise InputError(f"{out}: the table has a column '{twice[0]}' already; rename it in the input")
+
+
 def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> None:
     """Write a table of R rows with new columns at its end, whole or not at all.
 
     Raises:
         InputError: it has a column of such a name already.
     """
-    twice = [name for name in new if name in columns]
-    if twice:
-        raise InputError(f"{out}: the table has a column '{twice[0]}' already; rename it in the input")
+    check_new(out, columns, new)
     out.parent.mkdir(parents=True, exist_ok=True)
     with writing(out), replacing(out) as file:
         writer = spreadsheet.writer(file)

@@ -225,3 +225,15 @@ def test_mistakes(directory: Path) -> None:
     Path("out.csv").write_text("mine")
     refuse(UsageError, "out.csv: exists already")
     assert Path("out.csv").read_text() == "mine"
+
+
+def test_a_second_method_goes_beside_the_first(directory: Path) -> None:
+    run(directory, "mutant,note\nK2A,x\nK2*,y\nT3C,z\nA4C,z\nY5C,z\nI6C,z\nA7C,z\nK8C,z\nQ9C,z\nR10C,z\n")
+    first = Path("out.csv").read_text(encoding="utf-8")
+    _, rows = run(directory, first, method="wild-type-marginals", overwrite=True)
+    assert list(rows[0]) == ["mutant", "note", "masked_marginals", "wild_type_marginals", "not scored because"]
+    assert [row["not scored because"] for row in rows] == ["", "a stop codon", *[""] * 8]
+    both = Path("out.csv").read_text(encoding="utf-8")
+    with pytest.raises(InputError, match="has a column 'masked_marginals' already; rename it in the input"):
+        run(directory, both, model="no-such-model", overwrite=True)  # before any model is read
+    assert Path("out.csv").read_text(encoding="utf-8") == both
