@@ -230,7 +230,7 @@ def test_nothing_at_all_fits() -> None:
 
 
 def test_settings_that_no_strategy_can_have_are_refused() -> None:
-    with pytest.raises(UsageError, match="parallel.accumulate: unsharded keeps all gradients on the device"):
+    with pytest.raises(UsageError, match=r"parallel\.accumulate: unsharded keeps all gradients on the device"):
         planned("4xA100-40GB", "parallel.cpu_offload=true", "parallel.accumulate=unsharded")
 
 
