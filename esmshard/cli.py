@@ -792,7 +792,7 @@ def launch(
     ] = None,
     name: Annotated[Optional[str], typer.Option(help="Of the job; the recipe's by default.")] = None,
     out: Annotated[
-        Optional[Path], typer.Option("-o", "--out", help="File to write; NAME.sbatch or NAME.yaml by default.")
+        Optional[Path], typer.Option("-o", "--out", help="File to write; NAME.sbatch or NAME.job.yaml by default.")
     ] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, and stop.")] = False,
@@ -835,7 +835,7 @@ def launch(
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         return
     place = out or jobs.default_file(job, options.target)
-    write(text, place, overwrite)
+    write(text, place, overwrite, job.reads)
     print(place)
     print(submit(place, options.target))
 

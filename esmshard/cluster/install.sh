@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs esmshard from the bundle in which this file lies, on a machine without network.
-# Written by `esmshard bundle`; needs bash, coreutils and the Python named below.
+# Written by `esmshard bundle`; needs bash, coreutils, awk and the Python named below.
 set -euo pipefail
 
 version='@version@'

@@ -16,7 +16,8 @@ from esmshard.settings import Recipe
 
 Target = Literal["slurm", "kubernetes"]
 
-ENDINGS: dict[Target, str] = {"slurm": ".sbatch", "kubernetes": ".yaml"}
+ENDINGS: dict[Target, str] = {"slurm": ".sbatch", "kubernetes": ".job.yaml"}
+"""Of the file that is written. It is named for the recipe, and must not be the recipe itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 A YAML file, named by $ESMSHARD_SITE, else `esmshard/site.yaml` in the user's configuration directory
 ($XDG_CONFIG_HOME, by default ~/.config). Without a file all keys have their defaults. Options of `esmshard launch` come
-before it. docs/cluster.md explains each key with an example.
+before it. docs/cluster.md has examples; docs/site.md lists the keys.
 
-`~` and `${VAR}` expand where the profile is read, in python, scratch, container.image, container.mounts and exports.
-In scratch, `${SLURM_...}` is left for the job: `/scratch/${SLURM_JOB_ID}`.
+`${VAR}` expands where the profile is read, in python, scratch, container.image, container.mounts and exports; `~` does
+so in all of these but exports. In scratch, `${SLURM_...}` is left for the job: `/scratch/${SLURM_JOB_ID}`.
 """
 
 import os

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
@@ -11,17 +12,25 @@ COMMANDS = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
 """By the target. The file comes last."""
 
 
-def write(text: str, path: Path, overwrite: bool) -> None:
+def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
     """Write the file. One that is there already stays if it says the same, and is else refused.
 
+    Args:
+        text: of the file.
+        path: where to.
+        overwrite: whether another file may be replaced.
+        reads: what the job reads, its recipe among it; these are never replaced.
+
     Raises:
-        UsageError: something else lies there.
+        UsageError: something else lies there, or the job reads it.
         InputError: it cannot be written.
     """
     raw = text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
     try:
         if path.is_dir():
             raise UsageError(f"{path}: is a directory; name a file with -o")
+        if path.exists() and any(Path(one).exists() and path.samefile(one) for one in reads):
+            raise UsageError(f"{path}: is what the job reads; choose another file with -o")
         if path.exists() and path.read_bytes() != raw and not overwrite:
             raise UsageError(f"{path}: exists already; choose another one with -o, or pass --overwrite")
         path.write_bytes(raw)

@@ -88,6 +88,7 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
 
     Raises:
         InputError: the training data or the model cannot be read, or there are fewer records than GPUs.
+        UsageError: the settings of `parallel` cannot be under any strategy.
     """
     head = HEADS[recipe.task.name](recipe.task)
     train = open_split(recipe, "train", None)
@@ -112,6 +113,8 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
         ]
 
     found = options(recipe.parallel.cpu_offload)
+    if all(option.impossible for option in found):
+        raise UsageError(found[0].impossible)
     if not any(option.fits for option in found) and not recipe.parallel.cpu_offload:
         found += options(True)
     return Plan(recipe, machines, numbers, lengths, precision, room, found, _best(found))

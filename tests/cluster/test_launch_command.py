@@ -224,6 +224,28 @@ def test_the_kubernetes_file_is_rendered(here: Path) -> None:
     assert (job["kind"], container["image"], container["args"][:2]) == ("Job", "esmshard:1", ["finetune", "contact"])
 
 
+def test_the_file_for_kubernetes_lies_beside_the_recipe_and_never_replaces_it(
+    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = {"gpus_per_node": 1, "container": {"image": "esmshard:1"}, "kubernetes": {"claim": "shared"}}
+    folder = Path(os.environ["XDG_CONFIG_HOME"]) / "esmshard"
+    folder.mkdir(parents=True)
+    (folder / "site.yaml").write_text(json.dumps(profile))
+    recipe, text = tiny_recipe.parent / "tiny.yaml", tiny_recipe.read_text()
+    given = ("launch", "tiny.yaml", "--target", "kubernetes")
+    monkeypatch.setenv("PATH", "/nowhere")  # without kubectl
+    done = esmshard(*given, cwd=recipe.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "tiny.job.yaml"
+    assert "kind: Job" in (recipe.parent / "tiny.job.yaml").read_text()
+    done = esmshard(*given, "-o", "tiny.yaml", "--overwrite", cwd=recipe.parent)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "error: tiny.yaml: is what the job reads; choose another file with -o",
+    )
+    assert recipe.read_text() == text
+
+
 def test_a_target_has_to_be_named(here: Path) -> None:
     done = esmshard("launch", "contact", cwd=here)
     assert (done.returncode, done.stderr) == (2, "error: --target: slurm or kubernetes is expected\n")

@@ -229,6 +229,11 @@ def test_nothing_at_all_fits() -> None:
     assert "take      " not in as_text(found)
 
 
+def test_settings_that_no_strategy_can_have_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"parallel\.accumulate: unsharded keeps all gradients on the device"):
+        planned("4xA100-40GB", "parallel.cpu_offload=true", "parallel.accumulate=unsharded")
+
+
 def test_older_gpus_pad() -> None:
     assert planned("V100-16GB").precision == "fp16"
     new, old = (option(planned(gpu, *THREE_B), "full_shard") for gpu in ("8xA100-40GB", "8xV100-32GB"))
