@@ -146,7 +146,12 @@ def test_a_model_without_checkpoints_is_not_lost_to_resume_auto(
 
 def test_resuming_under_another_recipe_is_refused(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     directory, _ = finished
+    files = [directory / "run" / name for name in ("status.json", "metrics.jsonl")]
+    before = [file.read_bytes() for file in files]
     done = esmshard("finetune", directory / "tiny.yaml", "optim.lr=1e-5", "--resume", "auto")
+    assert [file.read_bytes() for file in files] == before, (
+        "a finished run is no failed one because a command was refused"
+    )
     assert done.returncode == 2
     assert "optim.lr (1e-05, was 0.003)" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from esmshard.checkpoint import manifest
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.parallel.preemption import Preempted
 from esmshard.progress import say
 from esmshard.train import goodput, status
@@ -22,7 +22,7 @@ class Attempt:
     """Holds the run directory and writes `metrics.jsonl` and `status.json`, on the first rank; on others, nothing.
 
     Used as `with Attempt(...) as attempt:` around the whole run; whatever ends it becomes the attempt's last line and
-    the run's status.
+    the run's status, unless the command was refused before anything began.
 
     Args:
         out: directory of the run.
@@ -32,7 +32,7 @@ class Attempt:
     def __init__(self, out: Path, started: float) -> None:
         self._out, self._steps, self._started = out, 0, started
         self._lease: Lease | None = None
-        self._step, self._number, self._first_step = 0, 0, True
+        self._step, self._number, self._first_step, self._begun = 0, 0, True, False
 
     def __enter__(self) -> "Attempt":
         return self
@@ -96,6 +96,7 @@ class Attempt:
         """Write status.json."""
         if self._lease is None:
             return
+        self._begun = True
         newest = manifest.pointed(self._out / "checkpoints", "LATEST")
         status.write(
             self._out,
@@ -130,10 +131,13 @@ class Attempt:
         else:
             ended = ("failed", f"{type(error).__name__}: {error}".splitlines()[0], 1)
         state, message, exit_code = ended
+        # A command that is refused, such as --resume with another learning rate, changes nothing of how the run stands.
+        refused = isinstance(error, UsageError) and not self._begun and self._before() is not None
         try:
             self._lease.check()
-            self.write(event="end", state=state)
-            self.tell(state, message, exit_code)
+            if not refused:
+                self.write(event="end", state=state)
+                self.tell(state, message, exit_code)
         except (InputError, OSError):  # the directory is another run's now, or full: the error on its way says more
             if error is None:
                 raise
