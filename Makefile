@@ -7,7 +7,7 @@ NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ' | sed 's/^0$$/2/')
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: finetune gpu test suite lint docs format clean lock sbom audit image-steps gpu-kit
+.PHONY: finetune gpu test check quick suite lint static docs format clean lock sbom audit image-steps gpu-kit
 
 finetune: $(READY)
 	$(BIN)/esmshard finetune recipes/contact.yaml out=$(RUN) --nproc $(NPROC) --resume auto $(ARGUMENTS)
@@ -17,14 +17,23 @@ finetune: $(READY)
 test: $(READY)
 	$(MAKE) --jobs 2 lint suite
 
+# The quick half of `make test`, between two edits: no test that starts processes or takes long, and no HTML.
+check: $(READY)
+	$(MAKE) --jobs 2 static quick
+
+quick: $(READY)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not slow and not processes and not lengthy"
+
 suite: $(READY)
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-lint: $(READY)
+static: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+lint: static
 	$(BIN)/hadolint Dockerfile
 	$(MAKE) docs
 

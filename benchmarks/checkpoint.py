@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor, Shard
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.saver import Saver
 from esmshard.files import sha256
-from esmshard.model import weights
+from esmshard.launch.process_group import World, world
 from esmshard.model.config import SIZES
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import local
+from esmshard.model.weights import open_weights
+from esmshard.sharding.shard import local
 
 STATES = ("model", "exp_avg", "exp_avg_sq")
 
@@ -38,7 +38,7 @@ STATES = ("model", "exp_avg", "exp_avg_sq")
 def state(name: str, ranks: World) -> dict[str, torch.Tensor]:
     """Random weights and both moments, each tensor cut by rows over the ranks."""
     tensors: dict[str, torch.Tensor] = {}
-    for parameter, shape in weights.shapes(SIZES[name]).items():
+    for parameter, shape in open_weights.shapes(SIZES[name]).items():
         if parameter == "lm_head.weight":  # tied
             continue
         rows = -(-shape[0] // ranks.size) if shape else 1

@@ -20,11 +20,11 @@ import torch
 
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate
-from esmshard.model import weights
 from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.layouts import TIED
-from esmshard.settings import Recipe
-from esmshard.tasks import head_of
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.key_maps import TIED
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks.registry import head_of
 
 SHORT = {"8M": "esm2_t6_8M_UR50D", "650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D"}
 CASES = (("hf", "fp32"), ("hf", "bf16"), ("fair-esm", "fp32"))
@@ -47,20 +47,20 @@ def write_run(run: Path, name: str) -> None:
             "out": run.name,
         }
     )
-    shapes = {key: shape for key, shape in weights.shapes(config).items() if key != TIED}
+    shapes = {key: shape for key, shape in open_weights.shapes(config).items() if key != TIED}
     flat = run / "flat"
     memory = torch.from_file(str(flat), shared=True, size=sum(shape.numel() for shape in shapes.values()))
     parts = memory.split([shape.numel() for shape in shapes.values()])
     tensors = {f"model.trunk.{key}": part.view(shape) for part, (key, shape) in zip(parts, shapes.items(), strict=True)}
     for key, shape in shapes.items():
-        fill(tensors[f"model.trunk.{key}"], key, shape, weights.fresh(config, 0))
+        fill(tensors[f"model.trunk.{key}"], key, shape, open_weights.fresh(config, 0))
     tensors |= {f"model.head.{key}": tensor for key, tensor in head_of(recipe.task, {}, config).state_dict().items()}
     state = {"recipe": recipe.model_dump(mode="json"), "config": asdict(config), "world_size": 1, "facts": {}}
     sharded.write(run / "checkpoints", 1, tensors, state, keep=1)
     flat.unlink()
 
 
-def fill(tensor: torch.Tensor, key: str, shape: torch.Size, fresh: weights.Weights) -> None:
+def fill(tensor: torch.Tensor, key: str, shape: torch.Size, fresh: open_weights.Weights) -> None:
     """As new weights are, in distribution; drawing gigabytes one name after the other would take minutes."""
     if len(shape) == 2 and key.startswith("layers."):
         tensor.uniform_(-1, 1).mul_((6 / sum(shape)) ** 0.5)
@@ -112,7 +112,7 @@ def resident(pid: int) -> int:
 
 def largest(config: EsmConfig) -> tuple[int, int]:
     """Bytes of the largest tensor and of a layer, in fp32."""
-    shapes = weights.shapes(config)
+    shapes = open_weights.shapes(config)
     layer = sum(shape.numel() for key, shape in shapes.items() if key.startswith("layers.0."))
     return 4 * max(shape.numel() for shape in shapes.values()), 4 * layer
 

@@ -25,12 +25,12 @@ from peers import flops, protein_lengths
 from process_tree import Watched, watch
 from sharding import markdown
 
-from esmshard.infer.embed_plan import forecast
-from esmshard.infer.embed_request import request
-from esmshard.infer.formats import FORMATS
-from esmshard.infer.product import Product
-from esmshard.model import export, weights
+from esmshard.embed.formats.format_registry import FORMATS
+from esmshard.embed.job.embed_plan import forecast
+from esmshard.embed.job.embed_request import request
+from esmshard.embed.store.embedding_store import EmbeddingStore
 from esmshard.model.config import SIZES
+from esmshard.model.weights import export, open_weights
 from esmshard.vocab import STANDARD
 
 PARTS = ("peers", "fixed", "scaling", "formats", "memory", "reuse", "forecast")
@@ -83,8 +83,8 @@ class Bench:
         """Random weights of a shape: a directory of `transformers`, which esmshard reads too, and fair-esm's file."""
         directory, stem = self.folder / name, f"esm2_{name}"
         if not directory.exists():
-            found = weights.fresh(SIZES[name], 0)
-            sizes = weights.shapes(found.config)
+            found = open_weights.fresh(SIZES[name], 0)
+            sizes = open_weights.shapes(found.config)
             for place in (directory, directory / "fair-esm"):
                 place.mkdir()
             export.write_transformers(directory, found.config, sizes, lambda some: {n: found[n] for n in some})
@@ -351,7 +351,7 @@ def reuse(bench: Bench, name: str, records: int) -> Found:
             found, note = bench.run("esmshard", directory, *arguments)
             raw[each].append(found.seconds)
             raw[f"{each}, work"].append(note["work"])
-        taken = sum(note["reused"] for note in Product(bench.out / "e").manifest["parts"])
+        taken = sum(note["reused"] for note in EmbeddingStore(bench.out / "e").manifest["parts"])
         if taken != records - -(-records // NEW_SHARE):
             raise RuntimeError(f"{taken} of {records} sequences were reused, and not nine of ten")
         say(f"reuse: turn {turn + 1} of {bench.rounds}: {raw['first'][-1]:.0f} s and {raw['second'][-1]:.0f} s")

@@ -40,13 +40,13 @@ def _status(key: str) -> int:
 
 def esmshard(note: Note, arguments: list[str]) -> None:
     """The command itself, told when the model is there and timed where rows come out of it."""
-    from esmshard import cli
-    from esmshard.infer import embed
-    from esmshard.infer.compute import Embedder
+    from esmshard.cli import app
+    from esmshard.embed.compute.embedder import Embedder
+    from esmshard.embed.job import embed_job
 
-    whole, make, compute = embed.embed, embed.make_embedder, Embedder.compute
+    whole, make, compute = embed_job.embed, embed_job.make_embedder, Embedder.compute
 
-    def worked(*given: Any, **more: Any) -> embed.Report:
+    def worked(*given: Any, **more: Any) -> embed_job.EmbedReport:
         began = time.perf_counter()
         found = whole(*given, **more)
         note["work"] = time.perf_counter() - began - note.get("loading", 0.0)
@@ -69,9 +69,9 @@ def esmshard(note: Note, arguments: list[str]) -> None:
                 return
             yield one
 
-    embed.embed, embed.make_embedder, Embedder.compute = worked, made, timed  # type: ignore[method-assign]
+    embed_job.embed, embed_job.make_embedder, Embedder.compute = worked, made, timed  # type: ignore[method-assign]
     sys.argv = ["esmshard", "embed", *arguments]
-    cli.main()
+    app.main()
 
 
 def fair_esm(note: Note, model_file: str, fasta: str, out: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from esmshard.cluster.findings import Unanswered, ask, gib
-from esmshard.cluster.gpus import parse_processes
+from esmshard.cluster.doctor.findings import Unanswered, ask, gib
+from esmshard.cluster.doctor.gpus import parse_processes
 
 TAKEN = 2 * 2**30
 """Bytes. A GPU of which more is taken before a stage begins is in use: figures from it would be of two programs."""

@@ -52,9 +52,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from esmshard import __version__
-from esmshard.cluster import wheelhouse
-from esmshard.cluster.own_wheel import own_wheel
-from esmshard.cluster.wheelhouse import Index, Package, Target
+from esmshard.cluster.bundle import wheelhouse
+from esmshard.cluster.bundle.own_wheel import own_wheel
+from esmshard.cluster.bundle.wheelhouse import Package, Target, WheelIndex
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
 from esmshard.progress import say
@@ -244,7 +244,7 @@ def collect(work: Path, request: Request) -> tuple[list[Package], dict[str, Any]
     fetched = work / "fetched"
     fetched.mkdir()
     (work / "wheels").mkdir()
-    index = Index(None, (f"torch=={request.torch}",))
+    index = WheelIndex(None, (f"torch=={request.torch}",))
     own = own_wheel(fetched)
     say(f"asking pip what esmshard {__version__} needs for {request.target.words()}")
     resolved = wheelhouse.resolve(own, EXTRAS, request.target, index)

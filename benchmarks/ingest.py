@@ -17,10 +17,10 @@ import measure
 import numpy as np
 import torch
 
-from esmshard.data.index import Shard, write_index
-from esmshard.data.packing import Plan
-from esmshard.data.store import header_shard, keys, token_shard
-from esmshard.data.symbols import Edits
+from esmshard.data.batching.packing import StepPlan
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.store.store_index import Shard, write_index
+from esmshard.data.store.token_store import header_shard, keys, token_shard
 
 PEER_RECORDS = 4000
 """The Python peers read this many records of the same file: their speed does not depend on it, their patience does."""
@@ -188,14 +188,14 @@ def plan(count: int, global_tokens: int) -> dict[str, float]:
 
     def walk() -> None:
         began = time.perf_counter()
-        steps = Plan(lengths, global_tokens, seed=0)
+        steps = StepPlan(lengths, global_tokens, seed=0)
         steps.step(0)
         result["first step, s"] = time.perf_counter() - began
         began = time.perf_counter()
         steps.step(steps.steps_per_epoch // 2)
         result["a step in the middle, s"] = time.perf_counter() - began
         began = time.perf_counter()
-        Plan(lengths, global_tokens, seed=0).step(7 * steps.steps_per_epoch + 5)
+        StepPlan(lengths, global_tokens, seed=0).step(7 * steps.steps_per_epoch + 5)
         result["first step after resuming in epoch 7, s"] = time.perf_counter() - began
         began = time.perf_counter()
         tokens = [int(lengths[steps.step(k)[1]].sum()) for k in range(steps.steps_per_epoch)]
@@ -232,7 +232,7 @@ def reads(directory: Path, count: int) -> dict[str, float]:
     del columns, names
     script = (
         "import sys, time, json, random\n"
-        "from pathlib import Path; from esmshard.data.store import TokenStore\n"
+        "from pathlib import Path; from esmshard.data.store.token_store import TokenStore\n"
         "status = lambda: Path('/proc/self/status').read_text()\n"
         "peak = lambda: int(status().split('VmHWM:')[1].split()[0]) / 1e3\n"
         "before = peak(); began = time.perf_counter(); store = TokenStore(Path(sys.argv[1]))\n"

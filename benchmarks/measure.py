@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from esmshard.planner.machines import data_sheet
+
 CEILING_SECONDS = 1.0
 """Of matrix products before each run: long enough that a processor's short-lived top speed is over."""
 
@@ -23,9 +25,6 @@ GO_ON = False
 """Whether a variant that fails, perhaps for want of memory, becomes a note under the table of the others."""
 
 RESULTS = Path(__file__).parent / "results"
-
-# Dense bf16 tensor-core FLOP/s of data sheets, by a part of the device's name.
-DATA_SHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "L4": 121e12}
 
 
 @dataclass
@@ -205,10 +204,16 @@ def _cpu_name() -> str:
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
+def half_flops(about: Mapping[str, Any]) -> float | None:
+    """Dense bf16 FLOP/s in the data sheet of the device of `facts`; None for a device without one."""
+    gpu = data_sheet(str(about["device"]))
+    return gpu.half_flops if gpu else None
+
+
 def markdown(tables: list[Table], about: Mapping[str, Any], command: str) -> str:
     """The tables as they are printed and stored."""
     lines = [f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
-    sheet = next((v for k, v in DATA_SHEET.items() if k in str(about["device"])), None)
+    sheet = half_flops(about)
     for table in tables:
         lines += [f"### {table.title}", ""]
         head = ["", "residues/s", "time / ours, median [min, max]", "share of matrix product", "peak MB above model"]

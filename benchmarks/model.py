@@ -14,8 +14,8 @@ from peers import Variant, flops, in_file_order, protein_lengths, sequences
 from random_models import SHORT
 
 from esmshard.model.config import SIZES
-from esmshard.parallel.layout import Layout
-from esmshard.tasks.variant_head import Pool
+from esmshard.sharding.layout import Layout
+from esmshard.tasks.variants.variant_head import Pool
 from esmshard.vocab import encode
 
 WORK = ("embed", "mlm", "contacts", "fixed", "variants")

@@ -1,4 +1,4 @@
-"""Peak memory of real training steps on CPU ranks, beside which `esmshard.parallel.plan` is checked.
+"""Peak memory of real training steps on CPU ranks, beside which `esmshard.planner.memory_model` is checked.
 
 `measure` starts its own ranks, each a process of one thread that trains on synthetic proteins. The peak is the kernel's
 high-water mark of resident memory (VmHWM) above what the process held before the model was made; glibc is told to give
@@ -19,19 +19,18 @@ from pathlib import Path
 import torch
 
 from esmshard.batch import TokenBatch, pack
+from esmshard.launch.process_group import World, world
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.esm2 import ESM2
-from esmshard.parallel import plan
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.load import materialise
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import shard, trainable
-from esmshard.settings import AdaptSettings
-from esmshard.task_settings import ContactSettings
-from esmshard.tasks import TASKS
+from esmshard.model.trunk import ESM2
+from esmshard.planner import memory_model
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.load import materialise
+from esmshard.sharding.shard import shard, trainable
+from esmshard.tasks.contact.contact_settings import ContactSettings
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.numbers import HEADS
+from esmshard.tasks.registry import new_task
 from esmshard.train.step import train_step
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -86,19 +85,19 @@ def measure(
     return [int(output.split()[-1]) for output in outputs]
 
 
-def numbers(model_name: str, adapt: AdaptSettings = FULL) -> plan.ModelNumbers:
+def numbers(model_name: str, adapt: AdaptSettings = FULL) -> memory_model.ModelNumbers:
     """Of the model that `measure` trains."""
-    return plan.of_model(_meta(SIZES[model_name], adapt), SIZES[model_name].dim, SIZES[model_name].n_heads)
+    return memory_model.of_model(_meta(SIZES[model_name], adapt), SIZES[model_name].dim, SIZES[model_name].n_heads)
 
 
 def head_bytes(tokens: int, length: int = 256) -> int:
     """What the head of `measure` keeps of a micro-batch."""
-    return tokens // length * HEADS[TASK.name](TASK).head_bytes(length)
+    return tokens // length * TASK.head_bytes(length)
 
 
 def _meta(config: EsmConfig, adapt: AdaptSettings) -> FineTuner:
     with torch.device("meta"):
-        model = FineTuner(ESM2(config), TASKS[TASK.name](TASK, {}).head(config))
+        model = FineTuner(ESM2(config), new_task(TASK, {}).head(config))
     model.adapt(adapt, 0)
     return model
 
@@ -144,7 +143,7 @@ def _train(
     for _ in range(steps):
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         work = [(batch, targets, False)] * micro_batches
-        train_step(model, TASKS[TASK.name](TASK, {}), optimizer, work, 1.0, ranks, layout)
+        train_step(model, new_task(TASK, {}), optimizer, work, 1.0, ranks, layout)
         peak = max(peak, _resident("VmHWM"))
     return peak
 

@@ -22,19 +22,19 @@ import torch
 import torch.nn.functional as F
 
 from esmshard.batch import TokenBatch, pack, pack_variants
-from esmshard.data.packing import by_length
-from esmshard.model import export, weights
+from esmshard.data.batching.packing import by_length
+from esmshard.launch.process_group import World
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.esm2 import ESM2
-from esmshard.model.layouts import to_transformers, transformers_config
 from esmshard.model.threads import packs_at_once, side_by_side
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.mesh import World
-from esmshard.parallel.shard import shard
-from esmshard.settings import AdaptSettings
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import export, open_weights
+from esmshard.model.weights.key_maps import to_transformers, transformers_config
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.shard import shard
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.variant_head import Pool, VariantHead
+from esmshard.tasks.variants.variant_head import Pool, VariantHead
 from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 
 Tokens = npt.NDArray[np.uint8]
@@ -108,7 +108,7 @@ def faesm(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 def _as_source(model: ESM2) -> tuple[dict[str, torch.Size], export.Source]:
     state = {key: value.cpu() for key, value in model.state_dict().items()}
-    return weights.shapes(model.config), lambda names: {key: state[key] for key in names}
+    return open_weights.shapes(model.config), lambda names: {key: state[key] for key in names}
 
 
 # Batches

@@ -17,10 +17,10 @@ import torch
 from scipy.stats import spearmanr
 
 from esmshard.batch import pack
-from esmshard.data.mutations import read_variants
-from esmshard.data.substitutions import Mutation
-from esmshard.infer.proposals import DIVERSITY, KAPPA, choose
-from esmshard.model import weights
+from esmshard.data.variants.mutations import read_variants
+from esmshard.data.variants.substitutions import Mutation
+from esmshard.model.weights import open_weights
+from esmshard.predict.proposals import DIVERSITY, KAPPA, choose
 from esmshard.vocab import STANDARD, encode
 
 DRAWS, TRAINED_ON, FOLDS, CHOSEN = 20, 300, 5, 24
@@ -73,7 +73,7 @@ def main() -> None:
 
 def features(wild_type: str, mutations: list[Mutation]) -> np.ndarray:
     """[N, F]: what is there in the wild type, and both letters."""
-    trunk = weights.build(weights.read("starter"), torch.device("cpu")).eval()
+    trunk = open_weights.build(open_weights.read("starter"), torch.device("cpu")).eval()
     with torch.no_grad():
         x_LD = trunk(pack([encode(wild_type)])).representations[trunk.config.n_layers][1:-1].float().numpy()
     x_LD = (x_LD - x_LD.mean(0)) / (x_LD.std(0) + 1e-6) / np.sqrt(x_LD.shape[1])

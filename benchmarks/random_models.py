@@ -8,7 +8,7 @@ from torch import nn
 
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import SIZES
-from esmshard.model.esm2 import ESM2
+from esmshard.model.trunk import ESM2
 from esmshard.tasks.finetuner import FineTuner
 
 SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}

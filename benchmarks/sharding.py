@@ -1,7 +1,7 @@
 """Memory per rank and step time of every way to shard, loading, and what the planner makes of it.
 
 Everything is measured on CPU ranks of this machine; `gpu.py`, stage `large`, measures every option on one GPU. The
-projection to clusters that nobody here has comes from `esmshard.parallel.cost`, after it has been held against
+projection to clusters that nobody here has comes from `esmshard.planner.cost`, after it has been held against
 published runs.
 """
 
@@ -23,23 +23,23 @@ from typing import Any
 import measure
 import peaks
 import torch
+from published import RUNS, esm2
 from random_models import SHORT
 
-from esmshard.model import weights
+from esmshard.launch.process_group import World, world
 from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.esm2 import ESM2
-from esmshard.model.export import write_transformers
-from esmshard.parallel import plan
-from esmshard.parallel.cost import Work, cost
-from esmshard.parallel.layout import STRATEGIES, Layout, layout
-from esmshard.parallel.load import materialise
-from esmshard.parallel.machines import parse
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.published import RUNS, esm2
-from esmshard.parallel.shard import groups, local, shard
-from esmshard.settings import OptimSettings, ParallelSettings
-from esmshard.tasks import TASKS
-from esmshard.train.optim import adamw, set_learning_rate
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.export import write_transformers
+from esmshard.planner import memory_model
+from esmshard.planner.cost import Work, cost
+from esmshard.planner.machines import parse
+from esmshard.recipe.sections import OptimSettings, ParallelSettings
+from esmshard.sharding.layout import STRATEGIES, Layout, layout
+from esmshard.sharding.load import materialise
+from esmshard.sharding.shard import groups, local, shard
+from esmshard.tasks.registry import new_task
+from esmshard.train.optimizer import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 MIB = 2**20
@@ -71,7 +71,7 @@ def memory(model: str, tokens: int, sizes: Sequence[int]) -> Table:
                     continue
                 how = laid(size, strategy=strategy, **settings)
                 measured = max(peaks.measure(SHORT[model], how, tokens))
-                planned = plan.memory(numbers, how, tokens, peaks.head_bytes(tokens), "cpu")
+                planned = memory_model.memory(numbers, how, tokens, peaks.head_bytes(tokens), "cpu")
                 name = "one process" if size == 1 else strategy
                 row = [str(size), f"{name} {option}".strip(), f"{measured / MIB:,.0f}", f"{planned.total / MIB:,.0f}"]
                 table.append([*row, f"{planned.total / measured:.2f}", planned.when])
@@ -88,7 +88,7 @@ def checkpointing(model: str, tokens: int) -> Table:
         ((kept,),) = ranks_of("forward", [SHORT[model], asdict(how), tokens], 1, os.cpu_count() or 1, whole=True)
         first = first or kept
         numbers = peaks.numbers(SHORT[model])
-        planned = tokens * numbers.n_layers * plan.layer_bytes(numbers, how, "cpu").kept
+        planned = tokens * numbers.n_layers * memory_model.layer_bytes(numbers, how, "cpu").kept
         table.append([mode, f"{kept / MIB:,.0f}", f"{first / kept:.1f}", f"{planned / MIB:,.0f}"])
         print("  " + " | ".join(table[-1]), file=sys.stderr, flush=True)
     return table
@@ -136,8 +136,8 @@ def loading(models: Sequence[str], size: int) -> Table:
 
 def write_random(folder: Path, config: EsmConfig) -> None:
     """A model of random weights, fp32, as `consolidate` writes it."""
-    base = weights.fresh(config, 0)
-    write_transformers(folder, config, weights.shapes(config), lambda names: {name: base[name] for name in names})
+    base = open_weights.fresh(config, 0)
+    write_transformers(folder, config, open_weights.shapes(config), lambda names: {name: base[name] for name in names})
 
 
 def fake(model: str, sizes: Iterable[tuple[int, dict[str, Any]]]) -> Table:
@@ -181,7 +181,7 @@ def projection() -> Table:
                 for mode in ("none", "selective", "full"):
                     settings = ParallelSettings.model_validate({"strategy": strategy, "activation_checkpointing": mode})
                     how = layout(settings, machines.world_size, 8, "bf16")
-                    need = plan.memory(numbers, how, tokens, 33 * 4 * tokens, "cuda").total
+                    need = memory_model.memory(numbers, how, tokens, 33 * 4 * tokens, "cuda").total
                     if need < 0.9 * machines.room:
                         spent = cost(numbers, how, Work(tokens=tokens, attended=attended), machines)
                         found.append((spent.seconds, f"{strategy}, checkpointing {mode}", need, spent))
@@ -222,8 +222,8 @@ def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
     with world(alone_too=settings.cpu_offload) as ranks:
         model = peaks._meta(config, peaks.FULL)
         shard(model, settings, ranks)
-        base = weights.fresh(config, 0)
-        task = TASKS[peaks.TASK.name](peaks.TASK, {})
+        base = open_weights.fresh(config, 0)
+        task = new_task(peaks.TASK, {})
         materialise(model, model.rows_of(base, seeded(lambda: task.head(config))), settings, ranks)
         optimizer = adamw(model.train(), OptimSettings())  # type: ignore[call-arg]
         set_learning_rate(optimizer, 1.0)
@@ -261,7 +261,7 @@ def forward_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
 def load_rank(folder: str) -> list[float]:
     """Seconds, bytes of this rank's share, and its peak above what it held before."""
     with world() as ranks:
-        found = weights.read(folder)
+        found = open_weights.read(folder)
         with torch.device("meta"):
             model = ESM2(found.config)
         how = Layout(world_size=ranks.size, group=ranks.size)

@@ -9,41 +9,41 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "ESM2": "esmshard.model.esm2",
+    "ESM2": "esmshard.model.trunk",
     "SIZES": "esmshard.model.config",
     "EsmConfig": "esmshard.model.config",
     "InputError": "esmshard.errors",
-    "Model": "esmshard.infer.loaded",
-    "Run": "esmshard.runs",
-    "RunFailed": "esmshard.command",
-    "SequenceEmbedder": "esmshard.infer.sequence_embedder",
+    "Model": "esmshard.api.model",
+    "Run": "esmshard.api.runs",
+    "RunFailed": "esmshard.api.start_run",
+    "SequenceEmbedder": "esmshard.api.sequence_embedder",
     "TokenBatch": "esmshard.batch",
     "UsageError": "esmshard.errors",
     "encode": "esmshard.vocab",
-    "finetune": "esmshard.runs",
-    "load": "esmshard.infer.loaded",
-    "load_model": "esmshard.model.weights",
-    "open": "esmshard.infer.product:Product",
+    "finetune": "esmshard.api.runs",
+    "load": "esmshard.api.model",
+    "load_model": "esmshard.model.weights.open_weights",
+    "open": "esmshard.embed.store.embedding_store:EmbeddingStore",
     "pack": "esmshard.batch",
     "predict_contacts": "esmshard.model.contacts",
-    "read_fasta": "esmshard.data.fasta",
+    "read_fasta": "esmshard.data.fasta.fasta_reader",
 }
 
 __all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # strings, all of them
 
 if TYPE_CHECKING:
+    from esmshard.api.model import Model, load
+    from esmshard.api.runs import Run, finetune
+    from esmshard.api.sequence_embedder import SequenceEmbedder
+    from esmshard.api.start_run import RunFailed
     from esmshard.batch import TokenBatch, pack
-    from esmshard.command import RunFailed
-    from esmshard.data.fasta import read_fasta
+    from esmshard.data.fasta.fasta_reader import read_fasta
+    from esmshard.embed.store.embedding_store import EmbeddingStore as open
     from esmshard.errors import InputError, UsageError
-    from esmshard.infer.loaded import Model, load
-    from esmshard.infer.product import Product as open
-    from esmshard.infer.sequence_embedder import SequenceEmbedder
     from esmshard.model.config import SIZES, EsmConfig
     from esmshard.model.contacts import predict_contacts
-    from esmshard.model.esm2 import ESM2
-    from esmshard.model.weights import load_model
-    from esmshard.runs import Run, finetune
+    from esmshard.model.trunk import ESM2
+    from esmshard.model.weights.open_weights import load_model
     from esmshard.vocab import encode
 
 

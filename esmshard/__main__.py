@@ -1,5 +1,5 @@
 """`python -m esmshard` is the command `esmshard`."""
 
-from esmshard.cli import main
+from esmshard.cli.app import main
 
 main()

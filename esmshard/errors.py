@@ -17,12 +17,19 @@ class InputError(ValueError):
     exit_code = 1
     shared = False
     """Raised on every rank alike, so that the first one alone should print it."""
-    transient = False
-    """Raised because another process is gone or stuck: the same run may go well if it is started again."""
 
 
 class NotANumber(InputError):
     """A label that was to be a number and is none."""
+
+
+class LostProcess(InputError):
+    """Another process of the run is gone or stuck, so that this one cannot go on. Exit code 69.
+
+    The same run may go well if it is started again, which launchers and job scripts see by the code (EX_UNAVAILABLE).
+    """
+
+    exit_code = 69
 
 
 class UsageError(InputError):

@@ -45,7 +45,7 @@ _LETTERS = bytes(ord(t) if len(t) == 1 else 0 for t in TOKENS).ljust(256, b"\0")
 def encode_residues(sequence: str) -> bytes:
     """Encode letters only, one byte a residue, without `<cls>` and `<eos>`.
 
-    The caller has applied the symbol rules (`esmshard.data.fasta`); any other letter raises `ValueError`.
+    The caller has applied the symbol rules (`esmshard.data.fasta.fasta_reader`); any other letter raises `ValueError`.
 
     >>> list(encode_residues("MKT"))
     [20, 15, 11]

@@ -21,11 +21,11 @@ from typing import NoReturn
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [
-        "esmshard.cli",
-        "esmshard.infer.embed",
-        "esmshard.infer.predict",
-        "esmshard.parallel.launch",
-        "esmshard.report.html",
+        "esmshard.cli.app",
+        "esmshard.embed.job.embed_job",
+        "esmshard.predict.predictions",
+        "esmshard.launch.local_processes",
+        "esmshard.report.text.html_report",
         "esmshard.train.evaluate",
         "esmshard.train.finetune",
         "h5py",
@@ -67,7 +67,7 @@ def _run(command: list[str], cwd: str, environment: Mapping[str, str], out: str,
 
 
 def _main(command: list[str], environment: Mapping[str, str]) -> int:
-    from esmshard.cli import main
+    from esmshard.cli.app import main
 
     os.environ.clear()
     os.environ.update(environment)

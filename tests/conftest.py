@@ -1,13 +1,15 @@
 """A small labelled data set cut from the shipped sample, and a recipe over it that trains in seconds."""
 
+import ast
 import os
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from esmshard.data.labels import UNRESOLVED
+from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.shipped import shipped
 
 torch.set_num_threads(1)  # ranks and tests share the cores
@@ -26,15 +28,65 @@ out: {out}
 """
 
 
-LONG = {"equality", "cli", "adapted_runs", "saver", "plan", "sharded_runs", "stuck", "attempts", "launch", "restarts"}
+LONG = {
+    "equality",
+    "cli",
+    "adapted_runs",
+    "saver",
+    "memory_model",
+    "sharded_runs",
+    "stuck_ranks",
+    "attempts",
+    "restarts",
+}
+LONG |= {"local_processes"}
 LONG |= {"variants_command", "landscape", "shipped_recipes"}
 LONG |= {"embed_drills", "embed_faults", "embed_verify"}
-LONG |= {"gpu_runner", "elastic", "launch_nodes", "slurm_run", "kubernetes", "doctor", "tracker", "bundle"}
+LONG |= {"gpu_runner", "elastic", "slurm_run", "kubernetes", "kubeflow", "doctor", "tracker", "bundle"}
+
+
+LENGTHY = {
+    "one_process": "whole runs, two of them with compiled layers",
+    "shipped_recipes": "a run of each recipe, with each kind of starting weights",
+    "sequence_embedder": "scikit-learn's own checks, which fit a model again and again",
+    "ingest_fuzz": "thousands of generated FASTA files",
+}
+"""Files that need no process of their own, and take longer than `make check` has time for. The reason stands beside."""
+STARTERS = {"subprocess", "multiprocessing", "esmshard.launch.local_processes", "nbclient"}
+"""Modules by which a test starts a process."""
+TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long files first: workers take a file at a time, and none should be left alone with one at the end."""
+    """Put the long files first and mark tests that `make check` leaves out.
+
+    Workers take a file at a time, and none should be left alone with a long one at the end.
+    """
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+    for item in items:
+        if TESTS in item.path.parents and starts_processes(item.path):  # else it is a doctest of the package
+            item.add_marker(pytest.mark.processes)
+        if item.path.stem.removeprefix("test_") in LENGTHY:
+            item.add_marker(pytest.mark.lengthy)
+
+
+@cache
+def starts_processes(path: Path) -> bool:
+    """Whether a file of tests, or a helper module that it imports, forks or imports one of `STARTERS`."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    forks = any(isinstance(node, ast.Attribute) and node.attr == "fork" for node in nodes)
+    own = [helpers()[name] for name in names if name in helpers() and name != "conftest"]
+    return forks or bool(names & STARTERS) or any(map(starts_processes, own))
+
+
+@cache
+def helpers() -> dict[str, Path]:
+    """The modules that tests import from each other, by name."""
+    return {path.stem: path for path in TESTS.rglob("*.py")}
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,7 +13,7 @@ import command
 import numpy as np
 from model_files import TINY, fair_esm, write_transformers
 
-from esmshard.infer import product_plan
+from esmshard.embed.store import part_plan
 from esmshard.vocab import RESIDUES
 
 
@@ -79,7 +79,7 @@ class Run:
             with contextlib.suppress(OSError):
                 fields = stat.read_text().rpartition(")")[2].split()
                 arguments = stat.with_name("cmdline").read_bytes()
-                if int(fields[1]) == self.pid and b"esmshard.infer.worker" in arguments:
+                if int(fields[1]) == self.pid and b"esmshard.embed.workers.embed_worker" in arguments:
                     found.append(int(stat.parent.name))
         return found
 
@@ -107,7 +107,7 @@ def _be(arguments: list[str], environment: Mapping[str, str], part_tokens: int, 
     os.setsid()
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    product_plan._part_tokens = lambda *_: part_tokens
+    part_plan._part_tokens = lambda *_: part_tokens
     sys.exit(command._main(arguments, environment))
 
 

@@ -77,7 +77,7 @@ class Answer(BaseHTTPRequestHandler):
             if name is not None:
                 self.server.asked.append(name)
                 if name.endswith(WEIGHTS):
-                    self.server.go.wait(60)
+                    self.server.go.wait(600)
                 self._answer(200, self.server.sent.get(name, self.server.files[name]))
 
     def _store(self) -> str:

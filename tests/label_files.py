@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from esmshard.data.ingest import ingest
-from esmshard.data.loader import Examples
-from esmshard.data_settings import DataSettings
-from esmshard.tasks.protocol import Task
+from esmshard.data.batching.loader import Examples
+from esmshard.data.store.ingestion import ingest
+from esmshard.recipe.data_section import DataSettings
+from esmshard.tasks.base import Task
 
 
 def data(**given: Any) -> DataSettings:

@@ -35,12 +35,13 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 from conftest import RECIPE, write_subset
 from ranks import free_port
 
-from esmshard import recipe as recipes
 from esmshard.checkpoint import manifest
 from esmshard.errors import InputError
-from esmshard.parallel.preemption import Preempted
-from esmshard.train import finetune, goodput, status
-from esmshard.train.lease import is_lease
+from esmshard.launch.preemption import Preempted
+from esmshard.recipe import recipe_file
+from esmshard.train import finetune
+from esmshard.train.records import goodput, status
+from esmshard.train.records.lease import is_lease
 
 STEPS, EVERY, KEEP = 40, 2, 2
 LEFT, REFUSED, CRASHED = Preempted.exit_code, 1, 99
@@ -101,7 +102,7 @@ def _run(recipe: Path, out: Path, background: bool) -> int:
     """The main job as the command runs it."""
     overrides = [f"out={out}", f"checkpoint.async_save={str(background).lower()}"]
     try:
-        finetune.run(recipes.load(recipe, overrides), resume="auto")
+        finetune.run(recipe_file.load(recipe, overrides), resume="auto")
     except Preempted as stop:
         print(stop, file=sys.stderr)
         return stop.exit_code

@@ -12,11 +12,11 @@ import typer.main
 from pydantic import BaseModel
 
 import esmshard
-from esmshard.cli import app
-from esmshard.cluster.site import Site
-from esmshard.data.variant_records import _IN_RECIPE
-from esmshard.recipe import TASK_SECTIONS
-from esmshard.settings import Recipe
+from esmshard.cli.app import app
+from esmshard.cluster.scripts.site import Site
+from esmshard.data.splits.variant_records import _IN_RECIPE
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks.registry import registered
 
 SOURCE = Path(esmshard.__file__).parent
 OF_SLURM = """bind container-env container-image container-mounts container-workdir cpu-bind cpus-per-task gres
@@ -25,8 +25,9 @@ OF_SLURM = """bind container-env container-image container-mounts container-work
 OF_CONTAINERS = "cpus device ipc memory nv pwd shm-size ulimit"
 OF_PIP = """dest extra-index-url force-reinstall hash ignore-installed implementation index-url no-build-isolation
     no-deps only-binary python-version quiet requirement upgrade wheel-dir yes"""
-OF_OTHERS = "cov-mode min-seq-id query-compute-apps query-gpu sort status"  # mmseqs, nvidia-smi, ps
-FOREIGN = {f"--{name}" for text in (OF_SLURM, OF_CONTAINERS, OF_PIP, OF_OTHERS) for name in text.split()}
+OF_TORCHRUN = "local-addr max-restarts nnodes nproc-per-node rdzv-backend rdzv-conf rdzv-endpoint rdzv-id"
+OF_OTHERS = "chdir cov-mode min-seq-id query-compute-apps query-gpu sort status"  # env, mmseqs, nvidia-smi, ps
+FOREIGN = {f"--{name}" for text in (OF_SLURM, OF_CONTAINERS, OF_PIP, OF_TORCHRUN, OF_OTHERS) for name in text.split()}
 """Options of other programs that the source calls or names."""
 
 
@@ -41,7 +42,7 @@ def sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 RECIPE_KEYS = {key for key, _ in sections(Recipe)} | {
-    f"task.{key}" for section in TASK_SECTIONS.values() for key in section.model_fields
+    f"task.{key}" for section in registered().settings.values() for key in section.model_fields
 }
 KEYS = RECIPE_KEYS | {key for key, _ in sections(Site)}
 TOP = "|".join(sorted({key.split(".")[0] for key in RECIPE_KEYS if "." in key}))

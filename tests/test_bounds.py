@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from command import esmshard
 
-from esmshard import recipe as recipes
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json
-from esmshard.model import weights
 from esmshard.model.config import SIZES
-from esmshard.model.files import read_json as read_model_json
-from esmshard.model.layouts import transformers_config
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.key_maps import transformers_config
+from esmshard.model.weights.weight_reader import read_json as read_model_json
+from esmshard.recipe import recipe_file
 
 NOT_FOR_ANYBODY = {
     "brackets": ("a: " + "[" * 50_000, "deep"),
@@ -51,7 +51,7 @@ def test_yaml_beyond_the_bounds_is_one_sentence(case: str, tmp_path: Path) -> No
     recipe = tmp_path / "my.yaml"
     recipe.write_text(text)
     with pytest.raises(UsageError, match=reason) as error:
-        recipes.load(recipe)
+        recipe_file.load(recipe)
     assert str(error.value).startswith(f"{recipe}:")
     assert len(str(error.value).splitlines()) == 1
 
@@ -59,7 +59,7 @@ def test_yaml_beyond_the_bounds_is_one_sentence(case: str, tmp_path: Path) -> No
 def test_an_override_beyond_the_bounds_is_one_sentence() -> None:
     for value in ("[" * 50_000, "9" * 5_000):
         with pytest.raises(UsageError, match=r"^train\.steps: ") as error:
-            recipes.load(recipes.resolve("contact"), [f"train.steps={value}"])
+            recipe_file.load(recipe_file.resolve("contact"), [f"train.steps={value}"])
         assert len(str(error.value)) < 200
 
 
@@ -119,7 +119,7 @@ def test_json_is_read_from_files_only(tmp_path: Path) -> None:
 
 
 def test_the_package_reads_json_in_one_place() -> None:
-    package = Path(recipes.__file__).parent
+    package = Path(recipe_file.__file__).parents[1]
     wrong = [
         f"{path.name}:{n}"
         for path in package.rglob("*.py")
@@ -148,13 +148,13 @@ def test_a_configuration_that_the_weights_do_not_bear_out(
     config = json.loads((model / "config.json").read_text())
     config |= {key: value} | ({"intermediate_size": 4 * value} if key == "hidden_size" else {})  # type: ignore[operator]
     (model / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(weights, "ESM2", None)  # nothing of that size is built
+    monkeypatch.setattr(open_weights, "ESM2", None)  # nothing of that size is built
     with pytest.raises(InputError, match=reason):
-        weights.read(str(model))
+        open_weights.read(str(model))
 
 
 def test_no_size_is_near_the_bounds() -> None:
-    from esmshard.model.layouts import config_of_transformers
+    from esmshard.model.weights.key_maps import config_of_transformers
 
     for config in SIZES.values():
         assert config_of_transformers(transformers_config(config)) == config
@@ -183,7 +183,7 @@ TOO_MUCH = {
 @pytest.mark.parametrize("override", TOO_MUCH)
 def test_numbers_and_places_that_no_run_has(override: str) -> None:
     with pytest.raises(UsageError) as error:
-        recipes.load(recipes.resolve("contact"), [override])
+        recipe_file.load(recipe_file.resolve("contact"), [override])
     said = str(error.value)
     assert said.startswith(f"{override}: {override.partition('=')[0]}: ")
     assert TOO_MUCH[override] in said
@@ -191,7 +191,7 @@ def test_numbers_and_places_that_no_run_has(override: str) -> None:
 
 
 def test_shared_memory_is_a_place_for_a_run() -> None:
-    assert recipes.load(recipes.resolve("contact"), ["out=/dev/shm/run"]).out == "/dev/shm/run"
+    assert recipe_file.load(recipe_file.resolve("contact"), ["out=/dev/shm/run"]).out == "/dev/shm/run"
 
 
 @pytest.mark.parametrize("option", ["--nproc", "--seeds", "--folds", "--profile"])

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.data.ingest import cached
-from esmshard.data.variant_records import table_of
-from esmshard.data_settings import DataSettings
+from esmshard.data.splits.variant_records import table_of
+from esmshard.data.store.ingestion import cached
 from esmshard.files import remembered_sha256, sha256
+from esmshard.recipe.data_section import DataSettings
 
 
 @pytest.fixture(autouse=True)

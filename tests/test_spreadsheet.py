@@ -11,7 +11,7 @@ from command import esmshard
 import esmshard as package
 from esmshard import spreadsheet
 from esmshard.data.tables import read_table
-from esmshard.infer import failures, variant_tables
+from esmshard.predict import failures, variant_tables
 
 FORMULAS = [
     '=HYPERLINK("http://example.org?"&A1)',

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import SIZES
-from esmshard.model.layouts import TIED, to_transformers, transformers_config
-from esmshard.model.weights import shapes
-from esmshard.parallel.layout import Layout
-from esmshard.settings import AdaptSettings
+from esmshard.model.weights.key_maps import TIED, to_transformers, transformers_config
+from esmshard.model.weights.open_weights import shapes
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.sharding.layout import Layout
 from esmshard.vocab import decode
 from gpu_stages import training
 from gpu_stages.stage import GIB, Context, FailedError, Figure, Found, Part, Stage, table

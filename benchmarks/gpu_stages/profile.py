@@ -11,10 +11,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from esmshard.batch import pack
-from esmshard.data.packing import by_length
+from esmshard.data.batching.packing import by_length
 from esmshard.model.config import SIZES
-from esmshard.parallel.communication import length
-from esmshard.parallel.layout import Layout
+from esmshard.monitor.communication import length
+from esmshard.sharding.layout import Layout
 from gpu_stages import training
 from gpu_stages.stage import Context, Figure, Found, Part, Stage, table
 

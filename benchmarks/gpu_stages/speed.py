@@ -32,7 +32,7 @@ def _measured(context: Context, short: str, work: str) -> Found:
     name = context.model(short)
     tables = model.tables_of(bench, work, name, short, context.amount(ROUNDS, 1))
     about = measure.facts(context.device)
-    sheet = next((v for k, v in measure.DATA_SHEET.items() if k in str(about["device"])), None)
+    sheet = measure.half_flops(about)
     figures: dict[str, Figure] = {}
     for table in tables:
         figures |= _figures(table, TARGETS.get((short, work)), sheet)

@@ -21,7 +21,7 @@ import measure
 import torch
 from random_models import SHORT
 
-from esmshard.model.esm2 import TransformerLayer
+from esmshard.model.trunk import TransformerLayer
 
 REHEARSED = "nano"
 """The model that stands for all others in a rehearsal."""

@@ -13,22 +13,21 @@ import random_models
 import torch
 
 from esmshard.batch import TokenBatch, pack
+from esmshard.launch.process_group import World, world
 from esmshard.model.attention import inverse_frequencies, kernel_name
 from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.esm2 import ESM2
-from esmshard.parallel import plan
-from esmshard.parallel.cost import training_flops
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.load import materialise
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import DTYPES, shard
-from esmshard.settings import AdaptSettings, OptimSettings
-from esmshard.task_settings import MlmSettings
-from esmshard.tasks import TASKS
+from esmshard.model.trunk import ESM2
+from esmshard.planner import memory_model
+from esmshard.planner.cost import training_flops
+from esmshard.planner.recipe_plan import head_bytes
+from esmshard.recipe.sections import AdaptSettings, OptimSettings
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.load import materialise
+from esmshard.sharding.shard import DTYPES, shard
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.numbers import HEADS
-from esmshard.train.optim import adamw, set_learning_rate
-from esmshard.train.planning import head_bytes
+from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.registry import new_task
+from esmshard.train.optimizer import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 TASK = MlmSettings(name="mlm")
@@ -45,7 +44,7 @@ class Trained:
     """Of each step after the warm-up."""
     peak: int | None
     """Bytes of the GPU that were allocated at the peak of these steps; None on a CPU, which does not count them."""
-    planned: plan.Memory
+    planned: memory_model.Memory
     tokens: int
     """Of a step; none of them is padding."""
     residues: int
@@ -76,7 +75,7 @@ def prepared(
     adapt: AdaptSettings = FULL,
     micro_batches: int = 1,
     longest: int = 1022,
-) -> Iterator[tuple[Callable[[], None], plan.Memory, list[TokenBatch], float]]:
+) -> Iterator[tuple[Callable[[], None], memory_model.Memory, list[TokenBatch], float]]:
     """A model laid out and an optimizer over it: gives a function that takes one step.
 
     Args:
@@ -92,18 +91,18 @@ def prepared(
         The step, the memory that the planner expects, the batches of a step, and the FLOPs that it needs.
     """
     config = SIZES[name]
-    task = TASKS["mlm"](TASK, {})
+    task = new_task(TASK, {})
     with torch.device("meta"):
         model = FineTuner(ESM2(config), task.head(config))
     model.adapt(adapt, 0)
-    numbers = plan.of_model(model, config.dim, config.n_heads)
+    numbers = memory_model.of_model(model, config.dim, config.n_heads)
     work = [_batch(tokens, longest, seed) for seed in range(micro_batches)]
-    kernels: dict[str, plan.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
-    planned = plan.memory(
+    kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
+    planned = memory_model.memory(
         numbers,
         layout,
         tokens,
-        head_bytes(HEADS["mlm"](TASK), np.array([longest + 2], np.int32), layout)(tokens),
+        head_bytes(TASK, np.array([longest + 2], np.int32), layout)(tokens),
         kernels[kernel_name(device, DTYPES[layout.precision])],
         micro_batches=micro_batches,
         padding=max(batch.max_seqlen * len(batch) / batch.bounds[-1] for batch, _ in work),

@@ -19,7 +19,7 @@ import torch
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.saver import Saver
 from esmshard.model.config import SIZES
-from esmshard.model.esm2 import ESM2
+from esmshard.model.trunk import ESM2
 from esmshard.shipped import shipped
 from esmshard.vocab import decode
 from gpu_stages import large

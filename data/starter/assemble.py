@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from esmshard.files import sha256
-from esmshard.model import recorded
+from esmshard.model.weights import recorded
 
 FROM = {
     "lm_head": ("lm_head.", "lm_head."),

@@ -12,7 +12,6 @@ render() { # FILE PROFILE ARGUMENTS of esmshard launch
 
 render one-node.sbatch site.yaml contact out=/shared/runs/contact
 render two-nodes.sbatch site.yaml contact model.name=esm2_t33_650M_UR50D out=/shared/runs/contact-650m --nodes 2
-render elastic.sbatch site.yaml contact model.name=esm2_t33_650M_UR50D out=/shared/runs/contact-650m --nodes 2:4 --time 3-00:00:00
 render pyxis.sbatch pyxis.yaml contact model.name=esm2_t33_650M_UR50D out=/shared/runs/contact-650m --nodes 2
 render apptainer.sbatch apptainer.yaml contact model.name=esm2_t33_650M_UR50D out=/shared/runs/contact-650m --nodes 2
 render embed-array.sbatch site.yaml embed --array 16 -- esm2_t33_650M_UR50D /shared/proteins.fasta.gz -o /shared/embeddings

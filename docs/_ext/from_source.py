@@ -15,8 +15,9 @@ import typer
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-from esmshard import cli, recipe
-from esmshard.cluster import site
+from esmshard.cli import app as cli
+from esmshard.cluster.scripts import site
+from esmshard.recipe import recipe_file
 
 _LINK = r"\[(?P<text>[^]]+)\]\((?P<target>[^)#:]+\.md)\)"
 _PYTHON = {
@@ -26,7 +27,7 @@ _PYTHON = {
         ("autoclass", "esmshard.Model"),
         ("autoclass", "esmshard.SequenceEmbedder"),
     ),
-    "Embeddings on disk": (("autoclass", "esmshard.infer.product.Product"),),
+    "Embeddings on disk": (("autoclass", "esmshard.embed.store.embedding_store.EmbeddingStore"),),
     "Parts": (
         ("autofunction", "esmshard.read_fasta"),
         ("autofunction", "esmshard.encode"),
@@ -42,7 +43,7 @@ _PYTHON = {
         ("autoexception", "esmshard.RunFailed"),
     ),
 }
-"""The public names by what they are for; `esmshard.open` is the class Product."""
+"""The public names by what they are for; `esmshard.open` is the class EmbeddingStore."""
 _CHILDREN = {
     "benchmarks/README": ["METHOD", "results/*"],
     "data/README": ["starter/model/README"],
@@ -66,7 +67,7 @@ def contents(text: str) -> str:
 
 def recipe_keys() -> str:
     """Every key of a recipe as Markdown."""
-    return _all_keys(recipe.schema())
+    return _all_keys(recipe_file.schema())
 
 
 def site_keys() -> str:

@@ -1,1 +1,1 @@
-"""Sharded checkpoints, and one model out of them."""
+"""Sharded checkpoints, and the consolidation of a checkpoint into a single model directory."""

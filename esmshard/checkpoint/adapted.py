@@ -1,4 +1,4 @@
-"""Checkpoints that hold what was trained and not its base: LoRA, biases, head."""
+"""Checkpoints that hold only the trained part and not the base model: LoRA, biases, head."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,13 +8,13 @@ import torch
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import shared_place
-from esmshard.model import adapter, origin, weights
 from esmshard.model.config import EsmConfig
-from esmshard.model.esm2 import ESM2
-from esmshard.model.export import Source
-from esmshard.model.layouts import TIED
 from esmshard.model.lora import add_lora, lora_names, merged
-from esmshard.settings import AdaptSettings
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import adapter, open_weights, origin
+from esmshard.model.weights.export import Source
+from esmshard.model.weights.key_maps import TIED
+from esmshard.recipe.sections import AdaptSettings
 
 Sizes = Mapping[str, torch.Size]
 
@@ -22,24 +22,25 @@ Sizes = Mapping[str, torch.Size]
 def on_base(
     checkpoint: Path, state: Mapping[str, Any], sizes: Sizes, read: Source, base: str | None = None
 ) -> tuple[Sizes, Source]:
-    """The whole model: the base, which is found and recognised, with what was trained put in; each LoRA is added to
-    its weight when that is read, so that no more than the tensors asked for is ever in memory.
+    """Read the whole model: the base model, found and identified, with the trained part inserted.
+
+    Each LoRA is added to its weight when this weight is read, so only requested tensors are in memory.
 
     Args:
-        checkpoint: for messages.
+        checkpoint: the checkpoint, for messages.
         state: its state.
-        sizes: shapes of what it holds, by our names.
-        read: reads it.
-        base: where the base model lies now; by default where it lay when the run began.
+        sizes: the shapes of its tensors, by our names.
+        read: reads its tensors.
+        base: the path of the base model; by default its path when the run began.
 
     Returns:
-        Shapes of the whole model, without the tied `lm_head.weight`, and what reads it.
+        The shapes of the whole model, without the tied `lm_head.weight`, and a function that reads its tensors.
 
     Raises:
-        InputError: if the base is not there or another, or the checkpoint does not hold what its recipe says.
+        InputError: if the base model is missing or different, or the checkpoint does not match its recipe.
     """
     config, settings = EsmConfig(**state["config"]), AdaptSettings.model_validate(state["recipe"]["adapt"])
-    whole = {name: size for name, size in weights.shapes(config).items() if name != TIED}
+    whole = {name: size for name, size in open_weights.shapes(config).items() if name != TIED}
     whole |= {name: size for name, size in sizes.items() if name.startswith("head.")}
     _account(checkpoint, config, settings, sizes, whole)
     found = origin.reopen(state["base"], str(checkpoint), base)
@@ -66,16 +67,16 @@ def write_adapter(
     base: str | None = None,
     out: Path | None = None,
 ) -> dict[str, str]:
-    """Write what was trained as a PEFT adapter and a head; see `esmshard.model.adapter`. The base is not read.
+    """Write the trained part as a PEFT adapter and a head; see `esmshard.model.weights.adapter`. The base is not read.
 
-    Arguments and errors as of `on_base`; `base` is written as it is, else the base's place as seen from `out`, which
-    `directory` is going to be, if it is not that already. `UsageError` for a checkpoint without a LoRA. Returns the
+    Arguments and errors are those of `on_base`. `base` is written unchanged; without it, the base's path is written as
+    seen from `out`, the final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA. Returns the
     sha256 of each file of weights, by name.
     """
     config, settings = EsmConfig(**state["config"]), AdaptSettings.model_validate(state["recipe"].get("adapt", {}))
     if settings.method != "lora":
         raise UsageError(f"{checkpoint}: has no LoRA (adapt.method is {settings.method}); leave --adapter out")
-    _account(checkpoint, config, settings, sizes, weights.shapes(config))
+    _account(checkpoint, config, settings, sizes, open_weights.shapes(config))
     rank, alpha, targets = settings.lora
     name = base or shared_place(state["base"]["name"], out or directory)
     written = adapter.adapter_config(name, config.n_layers, rank, alpha, targets, str(settings.bias))
@@ -89,7 +90,7 @@ def write_adapter(
 
 
 def _account(checkpoint: Path, config: EsmConfig, settings: AdaptSettings, sizes: Sizes, whole: Sizes) -> None:
-    """Every LoRA matrix is there in its shape, and besides them only biases of the trunk, and the head.
+    """Check that every LoRA matrix exists in its shape, with only biases of the trunk and the head besides.
 
     The head of masked-language-model training is the LM head.
     """

@@ -14,7 +14,8 @@ from typing import Any
 
 from esmshard.checkpoint.manifest import sync_directory, write_synced
 from esmshard.model.config import SIZES, STARTER, EsmConfig
-from esmshard.model.hub import RELEASED
+from esmshard.model.weights.hub import RELEASED
+from esmshard.tasks.registry import traits
 
 CITATION = """\
 @article{lin2023evolutionary,
@@ -80,7 +81,7 @@ def _base(about: Mapping[str, Any]) -> str:
     recipe = about["recipe"]
     name, task = recipe["model"]["name"], recipe["task"]
     options = _text(", ".join(f"{key} {value}" for key, value in task.items() if key != "name"))
-    kind = "A protein language model" if task["name"] == "mlm" else "A protein language model with a head"
+    kind = "A protein language model" if traits(task["name"]).trains_lm_head else "A protein language model with a head"
     lines = [f"{kind} for the task {_code(task['name'])} ({options})."]
     if base := _released(recipe):
         lines.append(f"It was fine-tuned from `{base}` ([{RELEASED[base]}](https://huggingface.co/{RELEASED[base]})).")
@@ -120,7 +121,7 @@ def _use(directory: Path, recipe: Mapping[str, Any], fair_esm: bool) -> str:
             "## Use\n\nThe language model, without the head, for [fair-esm](https://github.com/facebookresearch/esm):"
             f"\n\n```python\n{code}\n```"
         )
-    if recipe["task"]["name"] == "variant":
+    if traits(recipe["task"]["name"]).reads_table:
         return (
             "## Use\n\n```\nesmshard predict MODEL variants.csv -o ranked.csv    # or --all-singles\n```\n\nVariants "
             "of the wild type in `esmshard.json` only: substitutions, one or several."
@@ -226,7 +227,7 @@ def _limits(about: Mapping[str, Any], fair_esm: bool) -> str:
         "What it says is a prediction, and no ground for a medical decision.",
     ]
     parts = {"lm_head": "LM head", "contact_head": "contact regression (`predict_contacts`)"}
-    if recipe["task"]["name"] == "mlm":
+    if traits(recipe["task"]["name"]).trains_lm_head:
         del parts["lm_head"]
     never = [parts.pop(name) for name in about.get("unlearned", ()) if name in parts]
     if never:

@@ -9,11 +9,11 @@ from torch import nn
 
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.errors import InputError
-from esmshard.model import export
 from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import ContactAccumulators
-from esmshard.model.export import Source
-from esmshard.model.streamed import streamed
+from esmshard.model.weights import export
+from esmshard.model.weights.export import Source
+from esmshard.model.weights.streamed import streamed
 from esmshard.vocab import CLS, EOS, MASK, VOCAB_SIZE, encode
 
 TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -24,7 +24,7 @@ that it moves much further is a bad one to keep in that precision.
 """
 
 
-class Model(NamedTuple):
+class ComparedModel(NamedTuple):
     """Tensors to be compared."""
 
     source: Source
@@ -35,7 +35,9 @@ class Model(NamedTuple):
     """Makes the module that the tensors under `head.` belong to, if it is known."""
 
 
-def compare(config: EsmConfig, given: Model, written: Source, where: str, dtype: torch.dtype) -> dict[str, float]:
+def compare(
+    config: EsmConfig, given: ComparedModel, written: Source, where: str, dtype: torch.dtype
+) -> dict[str, float]:
     """Compare a model with what was read back of it.
 
     One layer of one of them is in memory at a time. All arithmetic is fp32, so what differs comes from the weights.
@@ -85,7 +87,9 @@ def compare(config: EsmConfig, given: Model, written: Source, where: str, dtype:
     return differences
 
 
-def _outputs(config: EsmConfig, model: Model, seen: Callable[[str, torch.Tensor], None]) -> dict[str, torch.Tensor]:
+def _outputs(
+    config: EsmConfig, model: ComparedModel, seen: Callable[[str, torch.Tensor], None]
+) -> dict[str, torch.Tensor]:
     """What a model says of two proteins that are always the same."""
     with torch.no_grad():
         trunk = streamed(config, model.source, lambda name, tensor: seen(name, tensor) if name in model.names else None)
@@ -125,7 +129,7 @@ def _outputs(config: EsmConfig, model: Model, seen: Callable[[str, torch.Tensor]
     return found
 
 
-def _head(model: Model, seen: Callable[[str, torch.Tensor], None]) -> nn.Module | None:
+def _head(model: ComparedModel, seen: Callable[[str, torch.Tensor], None]) -> nn.Module | None:
     """The task head with its tensors, if there is one and it is known what it computes."""
     own = sorted(name for name in model.names if name.startswith("head."))
     tensors = dict(model.source(own)) if own else {}

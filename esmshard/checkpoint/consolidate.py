@@ -1,7 +1,8 @@
-"""One model directory out of a sharded checkpoint, or out of a model of the other layout: one process, no GPU.
+"""The conversion of a sharded checkpoint, or of a model of the other layout, to one model directory: one process, no
+GPU.
 
-Tensors go from one to the other a few at a time, and what was written is read again and compared, layer by layer
-(`esmshard.checkpoint.compare`): the memory needed is that of a layer and a few tensors, whatever the model's size.
+Tensors are copied a few at a time, and the written files are read again and compared, layer by layer
+(`esmshard.checkpoint.compare`). So the memory needed is that of a layer and a few tensors, whatever the model's size.
 """
 
 import json
@@ -13,48 +14,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
 from esmshard import __version__
 from esmshard.checkpoint import adapted, card, manifest, sharded
-from esmshard.checkpoint.compare import Model, compare
-from esmshard.checkpoint.whole import settle, whole_directory
-from esmshard.data.loader import SEEN
+from esmshard.checkpoint.atomic_directory import settle, whole_directory
+from esmshard.checkpoint.compare import ComparedModel, compare
+from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.files import found_place, shared_place
-from esmshard.model import adapted_weights, export, recorded, weights
 from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source, Target
-from esmshard.model.files import read_json
-from esmshard.model.layouts import TIED
-from esmshard.recipe import for_others
-from esmshard.task_settings import TaskSettings
+from esmshard.model.weights import adapted_weights, export, open_weights, recorded
+from esmshard.model.weights.export import DTYPES, MAX_FILE_BYTES, Source, Target
+from esmshard.model.weights.key_maps import TIED
+from esmshard.model.weights.weight_reader import read_json
+from esmshard.recipe.recipe_file import for_others
+from esmshard.recipe.task_section import TaskSettings
+from esmshard.tasks import registry
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
 NewHead = Callable[[TaskSettings, Mapping[str, Any], EsmConfig], nn.Module]
-"""Makes the head of a task that has learned facts of its labels. Handed in, for nothing here knows the tasks."""
+"""Creates the head of a task that has learned facts of its labels. It is an argument, since this module knows no tasks.
+"""
 _NO_ROOM = "nothing of it was kept: make room, or choose another place with -o, and consolidate again"
 _AGAIN = "consolidate the run again, or take another checkpoint"
 BASELINES = "baselines.npz"
-"""What the baselines of a run learned; goes with the model, so that it can be scored beside them."""
+"""The file of the baselines' parameters. It is part of the model, so that the model can be scored beside them."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What is to be written."""
+    """An opened model that is to be written."""
 
     config: EsmConfig
     sizes: Mapping[str, torch.Size]
-    """By name, ours for the trunk and `head.*`. Without the tied `lm_head.weight`."""
+    """The shapes by name: our names for the trunk, and `head.*`. The tied `lm_head.weight` is left out."""
     read: Source
     about: dict[str, Any]
-    """`esmshard.json`; empty for a model that was not made here."""
+    """The content of `esmshard.json`; empty for a model of another program."""
     evaluation: Mapping[str, Any] | None = None
-    """`evaluation.json` of the same model, if there is one."""
+    """The content of `evaluation.json` of the same model, if it exists."""
     beside: Path | None = None
-    """Directory with BASELINES and SEEN of the same run, as far as there are such."""
+    """The directory with BASELINES and SEEN of the same run, if they exist."""
 
 
 def consolidate(
@@ -73,29 +75,30 @@ def consolidate(
 ) -> Path:
     """Write the model of a run (its newest good checkpoint), of one checkpoint, or of a model file to a directory.
 
-    A checkpoint that holds only what was trained is put on its base model, and a LoRA is added to the weights.
+    A checkpoint that holds only the trained part is combined with its base model, and a LoRA is added to the weights.
 
-    What was written is read back: every tensor must be the one that was to be written, to the last bit, and what both
-    compute on two proteins the same, but for the rounding of bf16 and fp16. The directory appears when that is so.
+    The written files are read back: every tensor must be equal to the last bit, and the outputs for two proteins must
+    be equal except for the rounding of bf16 and fp16. Only then does the directory appear.
 
     Args:
-        source: run directory, checkpoint directory, or any model that `esmshard.model.weights.read` knows.
-        out: directory to make; it appears only when it is whole.
-        to: `hf` for `transformers.EsmForMaskedLM` (and all commands here), `fair-esm` for its `.pt` loader.
-        dtype: of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
+        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.open_weights.read`
+            reads.
+        out: the directory to create. It appears only when it is complete.
+        to: `hf` for `transformers.EsmForMaskedLM` (and all commands of esmshard), `fair-esm` for its `.pt` loader.
+        dtype: dtype of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
         best: take the run's checkpoint of the best validation, which `checkpoint.keep_best` or early stopping keeps.
         trust: read a checkpoint that another user wrote.
-        base: where the base model of a LoRA or a head lies now, if not where it lay when the run began.
-        warn: called with a sentence for each damaged checkpoint that was passed over, for what a model lacks, and for
-            what bf16 or fp16 changed.
-        max_file_bytes: above this the weights are split over several files with an index.
-        new_head: makes the task head, whose output is then compared too and not only its tensors.
+        base: the path of the base model of a LoRA or a head, if it was moved since the run began.
+        warn: called with a sentence for each damaged checkpoint that is skipped, for parts that a model lacks, and for
+            the effect of bf16 or fp16.
+        max_file_bytes: larger weights are split over several files with an index.
+        new_head: creates the task head, so that its output is compared and not only its tensors.
 
     Raises:
-        InputError: if there is no good checkpoint, it does not hold a whole model, its base is missing or another, a
-            weight is not finite or too large for `dtype`, or what was written does not read back equal.
-        UsageError: if `out` exists, or is where the source lies, or `best` is asked of what kept none.
+        InputError: if there is no good checkpoint, it does not hold a whole model, its base is missing or different, a
+            weight is not finite or too large for `dtype`, or the written files differ.
+        UsageError: if `out` exists, or is the source, or `best` is requested and the run kept no best checkpoint.
     """
     for leftover in settle(out):
         warn(leftover)
@@ -115,13 +118,13 @@ def consolidate(
                 digests = export.write_transformers(
                     work, opened.config, sizes, opened.read, DTYPES[dtype], max_file_bytes
                 )
-                written = weights.read(str(work))
+                written = open_weights.read(str(work))
             else:
                 digests = export.write_fair_esm(work, out.name, opened.config, sizes, opened.read, DTYPES[dtype])
-                written = weights.read(str(export.fair_esm_file(work, out.name, opened.config)))
+                written = open_weights.read(str(export.fair_esm_file(work, out.name, opened.config)))
         except FloatingPointError as error:
             raise InputError(f"{source}: {error}") from None
-        given = Model(opened.read, frozenset(sizes), _head_of(opened, source, new_head))
+        given = ComparedModel(opened.read, frozenset(sizes), _head_of(opened, source, new_head))
         differences = compare(opened.config, given, _source_of(written), str(out), DTYPES[dtype])
         if any(differences.values()):
             what = ", ".join(f"{name} by {100 * share:.2g}%" for name, share in differences.items())
@@ -147,19 +150,19 @@ def consolidate_adapter(
     base: str | None = None,
     warn: Callable[[str], None] = lambda message: None,
 ) -> Path:
-    """Write what a LoRA run trained, without its base: an adapter that PEFT loads, `head.safetensors`, `esmshard.json`.
+    """Write the trained part of a LoRA run without its base: an adapter for PEFT, `head.safetensors`, `esmshard.json`.
 
     Args:
-        source: run directory or checkpoint directory.
-        out: directory to make; it appears only when it is whole.
-        overwrite: as for `consolidate`, and so are `best`, `trust` and `warn`.
-        best: see above.
-        trust: see above.
+        source: a run directory or a checkpoint directory.
+        out: the directory to create. It appears only when it is complete.
+        overwrite: see `consolidate`.
+        best: see `consolidate`.
+        trust: see `consolidate`.
         base: name or path of the base model for PEFT's configuration, if not the recipe's. It is not read.
-        warn: see above.
+        warn: see `consolidate`.
 
     Raises:
-        InputError: if there is no good checkpoint, or it does not hold what its recipe says.
+        InputError: if there is no good checkpoint, or it does not match its recipe.
         UsageError: if the run has no LoRA, or `out` exists.
     """
     for leftover in settle(out):
@@ -202,22 +205,22 @@ def _is_model(source: Path | str) -> bool:
 
 
 def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> Opened:
-    """A model as it is, its head and `esmshard.json` included. An adapter becomes the model that it stands for."""
-    found = weights.read(str(source))
+    """Open a model as it is, with its head and `esmshard.json`. An adapter is combined with its base model."""
+    found = open_weights.read(str(source))
     for notice in found.notices:
         warn(notice)
     head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
-    sizes = {name: size for name, size in weights.shapes(found.config).items() if name != TIED} | head
+    sizes = {name: size for name, size in open_weights.shapes(found.config).items() if name != TIED} | head
     sizes = _without(found.absent, sizes, to)
-    path = weights.place(source)
+    path = open_weights.place(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
     if not isinstance(about, dict):
         raise InputError(f"{directory / 'esmshard.json'}: damaged (not a JSON object); {_AGAIN}")
-    about |= {"format": FORMAT} if about else {}  # an adapter says another
+    about |= {"format": FORMAT} if about else {}  # an adapter has another format
     with reading(f"{directory / 'esmshard.json'}", _AGAIN):
         for said, key in ((about.get("recipe", {}).get("model"), "name"), (about.get("base"), "name")):
-            if said:  # relative to that directory
+            if said:  # the name is relative to that directory
                 said[key] = found_place(said[key], directory)
     evaluation = _evaluation(directory.parent)
     if evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256"):
@@ -230,13 +233,13 @@ class _Checkpoint:
     path: Path
     state: Mapping[str, Any]
     sizes: Mapping[str, torch.Size]
-    """Of what it holds, named as in `Opened`."""
+    """The shapes of its tensors, named as in `Opened`."""
     read: Source
 
 
 def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trust: bool) -> _Checkpoint:
     checkpoint = manifest.locate(source, warn, trust=trust, prefer_best=best)
-    reader = sharded.Reader(checkpoint)
+    reader = sharded.CheckpointReader(checkpoint)
     entries = {
         key.removeprefix("model.").removeprefix("trunk."): (key, entry)
         for key, entry in sharded.index(checkpoint, reader).items()
@@ -253,7 +256,7 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trus
 
 
 def _without(parts: Collection[str], sizes: Mapping[str, torch.Size], to: Target) -> dict[str, torch.Size]:
-    """What it lacks stays lacking, so that whoever reads it is told; fair-esm reads whole models only."""
+    """Leave out parts that the model lacks, so that readers get an error for them; fair-esm reads whole models only."""
     return {name: size for name, size in sizes.items() if to == "fair-esm" or name.split(".")[0] not in parts}
 
 
@@ -291,23 +294,23 @@ def _about(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """What stands in `esmshard.json`, which is shared: data by their names and hashes, and no place on this machine."""
-    told = dict(about)
-    if "recipe" in told:
-        told["recipe"] = for_others(told["recipe"], out)
-    if told.get("base"):
-        told["base"] = told["base"] | {"name": shared_place(told["base"]["name"], out)}
-    if "data" in told:
-        told["data"] = {
+    """Return `esmshard.json` for sharing: data by their names and hashes, and without paths of this machine."""
+    shared = dict(about)
+    if "recipe" in shared:
+        shared["recipe"] = for_others(shared["recipe"], out)
+    if shared.get("base"):
+        shared["base"] = shared["base"] | {"name": shared_place(shared["base"]["name"], out)}
+    if "data" in shared:
+        shared["data"] = {
             split: facts | ({"path": Path(facts["path"]).name} if "path" in facts else {})
-            for split, facts in told["data"].items()
+            for split, facts in shared["data"].items()
         }
-    return told
+    return shared
 
 
 def _account(checkpoint: Path, config: EsmConfig, sizes: Mapping[str, torch.Size]) -> None:
-    """Every tensor of the trunk is there, once, and no other: a name of a wrapper is not one of the model's."""
-    wanted = {name: size for name, size in weights.shapes(config).items() if name != TIED}
+    """Check that every tensor of the trunk exists once, and no other: names of wrappers are not names of the model."""
+    wanted = {name: size for name, size in open_weights.shapes(config).items() if name != TIED}
     trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
     for problem, names in (
         ("lacks", sorted(wanted.keys() - trunk.keys())),
@@ -325,14 +328,16 @@ def _head_of(opened: Opened, source: Path | str, new_head: NewHead | None) -> Ca
     if new_head is None or "recipe" not in opened.about:
         return None
     try:
-        settings: TaskSettings = TypeAdapter(TaskSettings).validate_python(opened.about["recipe"]["task"])
+        settings = registry.settings_of(opened.about["recipe"]["task"])
         facts = opened.about["facts"]
+    except registry.UnknownTask as error:
+        raise InputError(f"{source}: {error}") from None
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{source}: the task in its recipe cannot be read; it is of another version") from None
 
     def make() -> nn.Module:
         facts_of = f"{source}: what it says of its labels"
-        with reading(facts_of, _AGAIN), torch.random.fork_rng(devices=[]):  # the first values are never used
+        with reading(facts_of, _AGAIN), torch.random.fork_rng(devices=[]):  # the initial values are never used
             head = new_head(settings, facts, opened.config)
         given = {name: size for name, size in opened.sizes.items() if name.startswith("head.")}
         if given != {f"head.{name}": tensor.shape for name, tensor in head.state_dict().items()}:
@@ -342,7 +347,7 @@ def _head_of(opened: Opened, source: Path | str, new_head: NewHead | None) -> Ca
     return make
 
 
-def _source_of(found: weights.Weights) -> Source:
+def _source_of(found: open_weights.Weights) -> Source:
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
         return {n: found.head[n.removeprefix("head.")]() if n.startswith("head.") else found[n] for n in names}
 
@@ -350,7 +355,7 @@ def _source_of(found: weights.Weights) -> Source:
 
 
 def _evaluation(run: Path) -> dict[str, Any] | None:
-    """`evaluation.json` of a run, if there is a readable one."""
+    """Read `evaluation.json` of a run; None if there is no readable one."""
     try:
         found = read_json(run / "evaluation.json")
     except (OSError, ValueError):

@@ -1,13 +1,13 @@
-"""A directory of checkpoints: which are finished, whether they are what was written, which may go. No torch.
+"""A directory of checkpoints: which are finished, unchanged, or may be removed. No torch.
 
     checkpoints/step_000100/    finished: MANIFEST.json names every other file with its bytes and sha256
-    checkpoints/LATEST          name of the newest one
-    checkpoints/BEST            name of the one with the best validation, if `checkpoint.keep_best` asks for it
-    checkpoints/.tmp-*          being written or being removed; nobody reads it
-    checkpoints/step_000300.damaged, .abandoned     set aside on resume, see `set_aside`
+    checkpoints/LATEST           the name of the newest one
+    checkpoints/BEST             the name of the one with the best validation, if `checkpoint.keep_best` is set
+    checkpoints/.tmp-*           being written or removed; never read
+    checkpoints/step_000300.damaged, .abandoned    set aside on resume, see `set_aside`
 
-A checkpoint gets its name when every byte of it is on disk, so a run that dies while saving leaves nothing that could
-be mistaken for one.
+A checkpoint gets its name when all its bytes are on disk, so a run that is killed while saving leaves nothing that
+could be taken for a checkpoint.
 """
 
 import json
@@ -26,58 +26,60 @@ from esmshard.files import sha256
 MANIFEST, VERSION = "MANIFEST.json", 1
 _NAME = re.compile(r"step_(\d{6,})$")
 _READERS = 8
-"""Files hashed at once: sha256 keeps a core busy at 0.5 to 2 GB/s, and file systems give more to several readers."""
+"""The number of files hashed at once: sha256 takes a core for 0.5 to 2 GB/s, and file systems are faster with several
+readers.
+"""
 
 Entry = dict[str, Any]
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the path of the checkpoint of a step."""
     return directory / f"step_{step:06d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint by its name; None if it has not such a name."""
+    """Return the step of a checkpoint from its name; None for another name."""
     found = _NAME.match(path.name)
     return int(found[1]) if found else None
 
 
 def named(directory: Path) -> list[Path]:
-    """Directories with the name of a checkpoint, oldest first. It comes last, so one without a manifest is damaged."""
+    """Return directories with the name of a checkpoint, oldest first. One without a manifest is damaged."""
     found = [(step, path) for path in directory.glob("step_*") if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
 def complete(directory: Path) -> list[Path]:
-    """Checkpoints that were finished, oldest first. Their content is not looked at."""
+    """Return finished checkpoints, oldest first. Their files are not checked."""
     return [path for path in named(directory) if (path / MANIFEST).is_file()]
 
 
 def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
-    """Write the manifest of a finished directory, and give it its name. Once this returns, a power cut takes nothing.
+    """Write the manifest of a finished directory, and give it its name. After the return it survives a power cut.
 
     Args:
-        work: holds all files, each on disk.
-        final: beside it.
-        files: entry by name of every file.
+        work: the directory with all files, each on disk.
+        final: the new path, beside `work`.
+        files: the manifest's entry of every file, by name.
     """
     write_synced(work / MANIFEST, json.dumps({"version": VERSION, "files": dict(files)}, indent=1))
     sync_directory(work)
-    if final.exists():  # left by somebody else: whoever goes on with a run sets later checkpoints aside
+    if final.exists():  # a leftover of another process; a run that continues sets later checkpoints aside
         set_aside(final, "abandoned")
     work.rename(final)
     sync_directory(final.parent)
 
 
 def point(directory: Path, pointer: str, name: str) -> None:
-    """Let `LATEST` or `BEST` name another checkpoint, in one go."""
+    """Change the checkpoint that `LATEST` or `BEST` names, in one operation."""
     write_synced(directory / f".tmp-{pointer}", name + "\n")
     (directory / f".tmp-{pointer}").replace(directory / pointer)
     sync_directory(directory)
 
 
 def pointed(directory: Path, pointer: str) -> Path | None:
-    """What `LATEST` or `BEST` names; None if it names nothing that is there."""
+    """Return the checkpoint that `LATEST` or `BEST` names; None if there is none."""
     try:
         path = directory / PurePath((directory / pointer).read_text(encoding="utf-8").strip()).name
     except (OSError, ValueError):
@@ -86,7 +88,7 @@ def pointed(directory: Path, pointer: str) -> Path | None:
 
 
 def prune(directory: Path, newest: Path, keep: int) -> None:
-    """Remove what is older than the `keep` newest up to `newest`, but for `BEST`; and what was damaged before it."""
+    """Remove checkpoints older than the `keep` newest up to `newest`, except `BEST`, and earlier damaged ones."""
     step = step_of(newest) or 0
     before = [path for path in complete(directory) if (step_of(path) or 0) <= step]
     spared = {*before[-keep:], newest, pointed(directory, "BEST")}
@@ -95,9 +97,9 @@ def prune(directory: Path, newest: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory so that no half of it can be taken for a whole one, whenever this dies.
+    """Remove a directory so that no half of it can be taken for a complete one, even if this process is killed.
 
-    What cannot be removed stays under a hidden name, for `sweep`.
+    Files that cannot be removed stay under a hidden name, for `sweep`.
     """
     hidden = path.with_name(f".tmp-removed-{path.name}")
     if hidden.exists():
@@ -107,7 +109,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what an earlier run left while it was writing or removing."""
+    """Remove directories that an earlier run left while it was writing or removing them."""
     for leftover in directory.glob(".tmp-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -116,7 +118,7 @@ def sweep(directory: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint that a run will not go on from, to `step_000300.WHY`; where it then lies."""
+    """Rename a checkpoint from which a run will not continue, to `step_000300.WHY`, and return the new path."""
     aside = path.with_name(f"{path.name}.{why}")
     if aside.exists():
         shutil.rmtree(aside)
@@ -125,9 +127,9 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def damage(path: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint, a phrase for each bad one; sizes first, then sha256.
+    """Return what is wrong with the files of a checkpoint, a phrase for each bad file; sizes first, then sha256.
 
-    Files that the manifest does not name are nobody's business. A name in it that leads out of the directory is damage.
+    Files outside the manifest are ignored. A name in the manifest that leads out of the directory is damage.
     """
     try:
         files = read_json(path / MANIFEST)["files"]
@@ -160,13 +162,13 @@ def damage(path: Path) -> list[str]:
 
 
 def verify(path: Path) -> None:
-    """Compare every file with the manifest. Raises `InputError` naming all bad ones."""
+    """Compare every file with the manifest. Raises `InputError` with the names of all bad files."""
     if bad := damage(path):
         raise InputError("; ".join(bad))
 
 
 def check_owner(path: Path, trust: bool) -> None:
-    """Refuse a checkpoint that another user wrote, unless it is to be trusted (docs/checkpoints.md says why)."""
+    """Refuse a checkpoint that another user wrote, unless `trust` is set (docs/checkpoints.md explains why)."""
     if trust or os.name != "posix":
         return
     for file in (path, path / ".metadata"):
@@ -179,9 +181,9 @@ def check_owner(path: Path, trust: bool) -> None:
 
 
 def newest_good(directory: Path, warn: Callable[[str], None], *, trust: bool = False) -> Path | None:
-    """The newest checkpoint whose files are what was written; None if there never was one.
+    """Return the newest checkpoint whose files are unchanged; None if there never was a checkpoint.
 
-    A damaged one is passed over, with a warning that names its bad files. If all are damaged that is an error.
+    A damaged checkpoint is skipped, with a warning that names its bad files. `InputError` if all are damaged.
     """
     candidates = named(directory)
     for path in reversed(candidates):
@@ -198,10 +200,11 @@ def newest_good(directory: Path, warn: Callable[[str], None], *, trust: bool = F
 def locate(
     run_or_checkpoint: Path, warn: Callable[[str], None], *, trust: bool = False, prefer_best: bool = False
 ) -> Path:
-    """The checkpoint that a path means: itself, verified, or the newest good one of a run. `InputError` if none.
+    """Return the checkpoint of a path: the verified checkpoint itself, or the newest good one of a run. `InputError` if
+    none.
 
-    With `prefer_best` that of the best validation: `UsageError` if the run kept none, the newest good one, with a
-    warning, if it is damaged.
+    `prefer_best` chooses the one with the best validation: `UsageError` if the run kept none; if it is damaged, a
+    warning and the newest good one.
     """
     if step_of(run_or_checkpoint) is not None and run_or_checkpoint.is_dir():
         if prefer_best:
@@ -236,7 +239,7 @@ def locate(
 
 
 def read_json(path: Path) -> Any:
-    """A file of a checkpoint. `InputError` if it is missing or damaged."""
+    """Read a file of a checkpoint. `InputError` if it is missing or damaged."""
     try:
         return files.read_json(path)
     except FileNotFoundError:
@@ -246,7 +249,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file, and wait until the disk has it."""
+    """Write a file, and wait until it is on disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -254,7 +257,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make names in a directory survive a power cut. Windows cannot open directories, and has no need to."""
+    """Make names in a directory survive a power cut. Windows cannot open directories, and does not need this."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written while all wait, or in the background while training goes on."""
+"""The checkpoints of a run, written while all ranks wait, or in the background while training continues."""
 
 import threading
 from collections.abc import Mapping
@@ -13,29 +13,32 @@ from torch.distributed.tensor import DTensor
 from esmshard.checkpoint import sharded
 
 PATIENCE = 60.0
-"""Seconds that a run which ends by an error waits for what it is writing: the other ranks may be gone, or stuck."""
+"""Seconds for which a run that ends with an error waits for a checkpoint being written; other ranks may be gone or
+stuck.
+"""
 
 
 class Saver:
-    """Writes the checkpoints of one run; every rank makes one, and calls it at the same steps.
+    """The writer of one run's checkpoints. Every rank creates one, and calls it at the same steps.
 
-    Used as `with saver:`, for what is being written when an error ends the run is finished first.
+    Use it as `with saver:`, so that a checkpoint being written is finished first when an error ends the run.
 
-    In the background, `save` copies this rank's shards to the host and returns; a thread writes them, and talks to the
-    other ranks over a group of its own, for messages of two threads over one group get mixed up. There is one copy,
-    made at the first save and used again: a save waits for the one before it. So the host needs room for the shards of
-    its ranks once (weights and both moments: 12 bytes a trained parameter). With GPUs it is up to twice that, for
-    torch rounds each tensor of page-locked memory up to a power of two.
+    In the background mode, `save` copies this rank's shards to the host and returns. A thread writes them, and
+    communicates with the other ranks over a group of its own, because messages of two threads over one group would be
+    mixed up. There is one copy, which is created at the first save and used again, so a save waits for the save before
+    it. The host needs room for the shards of its ranks once (weights and both moments: 12 bytes for each trained
+    parameter). With GPUs it is up to twice that, because torch rounds each tensor of page-locked memory up to a power
+    of two.
 
     Args:
         directory: `checkpoints` of the run.
-        keep: how many of the newest checkpoints stay.
-        background: write while training goes on.
+        keep: the number of newest checkpoints to keep.
+        background: write while training continues.
     """
 
     def __init__(self, directory: Path, keep: int, background: bool) -> None:
         self._directory, self._keep, self._background = directory, keep, background
-        # Of its own for either way, so that both are the same code, and no check of one rank costs a GPU a kernel.
+        # Both modes use a group of their own, so they share their code, and no check of one rank costs a GPU a kernel.
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._staged: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -57,7 +60,7 @@ class Saver:
     ) -> None:
         """Write a checkpoint, after the one before it; see `esmshard.checkpoint.sharded.write`.
 
-        Raises what went wrong with the one before, too.
+        An error of the save before is raised here, too.
         """
         self.finish()
         if not self._background:
@@ -69,7 +72,7 @@ class Saver:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until nothing is being written. Raises what went wrong in the background, once."""
+        """Wait until nothing is being written. An error of the background thread is raised, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -83,22 +86,22 @@ class Saver:
     def _run(self, step: int, state: Mapping[str, Any], best: bool, gpu: int | None) -> None:
         try:
             if gpu is not None:
-                # DCP waits for the current GPU. That of a new thread is the machine's first one, on which each rank
+                # DCP waits for the current GPU. In a new thread this is the machine's first GPU, on which each rank
                 # would then take half a gigabyte.
                 torch.cuda.set_device(gpu)
             self._write(step, self._staged, state, best)
-        except BaseException as error:  # raised where the run can hear it
+        except BaseException as error:  # raised again in the main thread
             self._error = error
 
     def _stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy all shards into the host's buffers. From a GPU all copies are under way before the first is awaited."""
+        """Copy all shards into the host's buffers. From a GPU all copies start before the first one is awaited."""
         for name, tensor in tensors.items():
             shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             kept = self._staged.get(name)
             buffer = kept.to_local() if isinstance(kept, DTensor) else kept
             if buffer is None or buffer.shape != shard.shape or buffer.dtype != shard.dtype:
                 buffer = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
-                # Not `from_local`, which would move the buffer to the mesh's device.
+                # `from_local` is not used, since it would move the buffer to the mesh's device.
                 self._staged[name] = buffer
                 if isinstance(tensor, DTensor):
                     whole = DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]

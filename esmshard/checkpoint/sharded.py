@@ -1,10 +1,10 @@
-"""Sharded checkpoints through torch's DCP: written whole or not at all, loaded on any number of ranks.
+"""Sharded checkpoints through torch's DCP: written completely or not at all, loaded on any number of ranks.
 
-    step_000100/    __0_0.distcp ... .metadata     what DCP writes: tensors, and a pickled index of them
+    step_000100/    __0_0.distcp ... .metadata     written by DCP: tensors, and a pickled index of them
                     state.json                     step, recipe, configuration, world size, versions
                     MANIFEST.json                  bytes and sha256 of every other file
 
-DCP itself has no checksum and loads flipped bits without a word, so every file is hashed while it is written, and the
+DCP itself has no checksum and loads changed bits without an error. So every file is hashed while it is written, and the
 manifest is compared before anything is loaded (`esmshard.checkpoint.manifest`).
 """
 
@@ -51,19 +51,19 @@ def write(
     best: bool = False,
     group: Any = None,
 ) -> Path:
-    """Write the checkpoint of a step; every rank calls this with its own shards, or a process that has no group.
+    """Write the checkpoint of a step. Every rank calls this with its own shards, or a single process without a group.
 
     Args:
         directory: `checkpoints` of the run.
-        step: optimizer steps done.
-        tensors: DTensors and plain tensors by name; a plain one is equal on all ranks that have it.
-        state: what else is needed to go on; written as JSON.
-        keep: how many of the newest checkpoints stay; older ones are removed once this one is finished.
-        best: point `BEST` to it.
-        group: gloo group of all ranks; the default group by default.
+        step: the number of optimizer steps done.
+        tensors: DTensors and plain tensors by name. A plain tensor is equal on all ranks that have it.
+        state: other values that are needed to continue, written as JSON.
+        keep: the number of newest checkpoints to keep. Older ones are removed once this one is finished.
+        best: let `BEST` name this checkpoint.
+        group: a gloo group of all ranks; by default the default group.
 
     Raises:
-        InputError: on all ranks, if any could not write. Earlier checkpoints are as they were.
+        InputError: on all ranks, if any rank could not write. Earlier checkpoints are unchanged.
     """
     alone = not dist.is_initialized()
     first = alone or dist.get_rank(group) == 0
@@ -88,51 +88,53 @@ def write(
         _on_first(prepare, first, group)
         writer = _Writer(work)
         with _quick(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` asks for
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` intends this
             state_dict_saver.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
         files = {name: entry for part in _gather(writer.files.entries, group) for name, entry in part.items()}
         _on_first(lambda: finish(files), first, group)
-    except (CheckpointException, OSError) as error:  # the first is a BaseException: nothing else would catch it
+    except (CheckpointException, OSError) as error:  # the first is a BaseException and would not be caught otherwise
         if first:
             shutil.rmtree(work, ignore_errors=True)
         raise InputError(_unwritten(directory, step, error)) from None
     if first:
         try:
             manifest.prune(directory, final, keep)
-        except OSError:  # what is old takes room, and does no other harm; the next prune tries again
+        except OSError:  # an old checkpoint only takes room; the next prune tries again
             pass
     return final
 
 
-def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False, reader: "Reader | None" = None) -> None:
-    """Fill `tensors` in place with the checkpoint's values, resharding as needed. Every name must be there.
+def load(
+    path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False, reader: "CheckpointReader | None" = None
+) -> None:
+    """Fill `tensors` in place with the checkpoint's values, resharding as needed. Every name must exist.
 
     Args:
-        path: of a verified checkpoint.
-        tensors: DTensors, plain tensors, or part of either.
-        alone: read without the other ranks; a process without a group always does.
-        reader: of this path, for whoever loads a few tensors at a time: it reads the index once.
+        path: a verified checkpoint.
+        tensors: DTensors, plain tensors, or both.
+        alone: read without the other ranks. A process without a group always does.
+        reader: a reader of this path, for loading a few tensors at a time; it reads the index once.
     """
     alone = alone or not dist.is_initialized()
-    reader = reader or Reader(path)
-    # Before torch asks for it: where several ranks load, torch would log its own traceback of what is wrong.
+    reader = reader or CheckpointReader(path)
+    # This comes before torch reads the index: where several ranks load, torch would log its own traceback.
     for failure in [reader.unreadable()] if alone else _gather(reader.unreadable(), None):
         if failure is not None:
-            failure.shared = not alone  # each rank has it, and the first one says it
+            failure.shared = not alone  # each rank has this error, and the first rank reports it
             raise failure
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` asks for
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` intends this
             state_dict_loader.load(tensors, storage_reader=reader, planner=_TensorsOnly(), no_dist=alone)
     except CheckpointException as error:
         rank, cause = _cause(error)
         raise InputError(f"{path}: does not fit this model or is damaged (rank {rank}: {_phrase(cause)})") from None
 
 
-def index(path: Path, reader: "Reader | None" = None) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of every tensor of a verified checkpoint, by name."""
-    entries = (reader or Reader(path)).read_metadata().state_dict_metadata
-    return cast(dict[str, TensorStorageMetadata], entries)  # `_read_index` refuses any other kind
+def index(path: Path, reader: "CheckpointReader | None" = None) -> dict[str, TensorStorageMetadata]:
+    """Return shape and dtype of every tensor of a verified checkpoint, by name."""
+    entries = (reader or CheckpointReader(path)).read_metadata().state_dict_metadata
+    return cast(dict[str, TensorStorageMetadata], entries)  # `_read_index` refuses any other type
 
 
 _KINDS: Mapping[str, type] = {
@@ -140,11 +142,11 @@ _KINDS: Mapping[str, type] = {
     "unlearned": list,
     "step": int,
 }
-"""Of what type some values of `state.json` are, where they are there."""
+"""The types of some values of `state.json`, if these values exist."""
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint. `InputError` if it is of another version, or a value of it of another kind."""
+    """Read `state.json` of a checkpoint. `InputError` for another version or a value of another type."""
     state: dict[str, Any] = read_json(path / "state.json")
     if not isinstance(state, dict):
         raise InputError(f"{path / 'state.json'}: damaged (not a JSON object); take another checkpoint")
@@ -162,7 +164,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _quick() -> Iterator[None]:
-    """Let torch leave out the CRC32 of what it saves: as slow as sha256, which every byte gets anyway."""
+    """Switch off torch's CRC32 of saved data: it is as slow as sha256, which is computed for every byte anyway."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -172,7 +174,7 @@ def _quick() -> Iterator[None]:
 
 
 class _Hashed:
-    """A file open for writing whose bytes are counted and hashed on their way."""
+    """A file open for writing whose bytes are counted and hashed as they are written."""
 
     def __init__(self, stream: io.IOBase) -> None:
         self._stream, self._sha256, self._bytes = stream, hashlib.sha256(), 0
@@ -188,7 +190,7 @@ class _Hashed:
 
 
 class _HashedFiles(FileSystem):
-    """Files on disk; of those it writes it knows size and sha256, without reading them again."""
+    """Files on disk, with size and sha256 of each written file, computed without reading the file again."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
@@ -197,7 +199,7 @@ class _HashedFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with super().create_stream(path, mode) as stream:
             hashed = _Hashed(stream)
-            yield hashed  # type: ignore[misc]  # all that DCP and torch.save ask of it
+            yield hashed  # type: ignore[misc]  # it has all that DCP and torch.save use
         self.entries[PurePath(path).name] = hashed.entry()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -206,7 +208,7 @@ class _HashedFiles(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, one file a rank, each on disk when it returns."""
+    """DCP's writer, with one file for each rank, which is on disk when the writer returns."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, overwrite=False)
@@ -214,12 +216,12 @@ class _Writer(FileSystemWriter):
         self.fs = self.files
 
     def storage_meta(self) -> StorageMeta:
-        # DCP's own holds the path as a Path: a class whose name changes between Python versions, in a pickle.
+        # DCP's own metadata pickles a Path, a class whose name changes between Python versions.
         return StorageMeta(checkpoint_id=PurePath(self.path).name, save_id=self.save_id)
 
 
 class _Index(pickle.Unpickler):
-    """Reads `.metadata`, and refuses every class that has no business in it: a pickle can call anything."""
+    """A reader of `.metadata` that refuses every unexpected class, because a pickle can call any function."""
 
     _classes = {  # noqa: RUF012
         *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -234,7 +236,8 @@ class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._classes:
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # how early releases of Python 3.11 pickle the member of an Enum
+        # early releases of Python 3.11 pickle the member of an Enum in this way
+        if (module, name) == ("builtins", "getattr"):
             return self._member
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
             return found
@@ -248,17 +251,17 @@ class _Index(pickle.Unpickler):
 
 
 class _TensorsOnly(DefaultLoadPlanner):
-    """DCP's planner, which unpickles whatever the index calls bytes, without that way in."""
+    """DCP's planner without its loading of pickled objects: DCP unpickles all that the index calls bytes."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse: checkpoints of ours hold tensors, and torch would run what a pickle asks for."""
+        """Refuse bytes: our checkpoints hold tensors, and torch would run the code of a pickle."""
         raise pickle.UnpicklingError(
             f"{read_item.dest_index.fqn} is stored as a pickle, which no checkpoint of ours holds"
         )
 
 
-class Reader(FileSystemReader):
-    """DCP's reader, which never leaves the checkpoint's directory nor runs what a pickle asks for.
+class CheckpointReader(FileSystemReader):
+    """DCP's reader, limited to the checkpoint's directory and without running the code of a pickle.
 
     It reads the index once: with 64 ranks and the optimizer state of 600 tensors that takes seconds.
     """
@@ -266,14 +269,14 @@ class Reader(FileSystemReader):
     _read: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, read at the first call."""
+        """Return the index, which is read at the first call."""
         if self._read is None:
             self._read = _read_index(Path(self.path) / ".metadata")
         self._read.storage_meta = StorageMeta(load_id=self.load_id)
         return self._read
 
     def unreadable(self) -> InputError | None:
-        """Why the index cannot be read; None if it can."""
+        """Return why the index cannot be read; None if it can."""
         try:
             self.read_metadata()
         except InputError as error:
@@ -282,7 +285,7 @@ class Reader(FileSystemReader):
 
 
 def _read_index(path: Path) -> Metadata:
-    """The index of a checkpoint: tensors, all of them in files of its own directory."""
+    """Read the index of a checkpoint, and check that all tensors are in files of its own directory."""
     try:
         with open(path, "rb") as file:
             metadata: Metadata = _Index(file).load()
@@ -295,12 +298,12 @@ def _read_index(path: Path) -> Metadata:
         return metadata
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from None
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:  # a damaged pickle may raise any error
         raise InputError(f"{path}: not the index of a checkpoint ({_phrase(error)})") from None
 
 
 def _gather(value: Any, group: Any) -> list[Any]:
-    """The values of all ranks, on every rank."""
+    """Gather the values of all ranks, on every rank."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -309,7 +312,7 @@ def _gather(value: Any, group: Any) -> list[Any]:
 
 
 def _on_first(function: Callable[[], None], first: bool, group: Any) -> None:
-    """Call it on the first rank; all raise its `OSError`."""
+    """Call a function on the first rank; all ranks raise its `OSError`."""
     error = None
     try:
         if first:
@@ -322,11 +325,11 @@ def _on_first(function: Callable[[], None], first: bool, group: Any) -> None:
 
 
 def _unwritten(directory: Path, step: int, error: BaseException) -> str:
-    """What went wrong, where, what is left, and what to do."""
+    """Describe a failed save: the error, the path, the remaining checkpoints, and the fix."""
     rank, cause = _cause(error) if isinstance(error, CheckpointException) else (0, error)
     number = cause.errno if isinstance(cause, OSError) else None
     what = (os.strerror(number).lower() if number else _phrase(cause)) + (f", rank {rank}" if rank else "")
-    mend = {
+    fix = {
         errno.ENOSPC: "free some space, or lower checkpoint.keep",
         errno.EDQUOT: "free some of your quota, or lower checkpoint.keep",
         errno.EROFS: "make the directory writable",
@@ -335,14 +338,14 @@ def _unwritten(directory: Path, step: int, error: BaseException) -> str:
     }.get(number or 0, "look at the file system")
     left = manifest.complete(directory) if directory.is_dir() else []
     kept = f"the newest one is {left[-1].name}; " if left else ""
-    return f"{directory}: the checkpoint of step {step} could not be written ({what}); {kept}{mend}, then --resume auto"
+    return f"{directory}: the checkpoint of step {step} could not be written ({what}); {kept}{fix}, then --resume auto"
 
 
 def _cause(error: CheckpointException) -> tuple[int, BaseException]:
-    """The first failing rank and its own error: the `OSError` behind what torch made of it, if there is one.
+    """Return the first failing rank and its original error: the `OSError` behind torch's error, if there is one.
 
     Raises:
-        BaseException: what is no failure, such as Ctrl-C or a request to stop: DCP catches those too.
+        BaseException: for an exception that is no failure, such as Ctrl-C or a request to stop; DCP catches these, too.
     """
     for cause, _ in error.failures.values():
         if not isinstance(cause, Exception):

@@ -1,1 +1,1 @@
-"""Clusters: scripts for their schedulers, and what is wrong with a machine."""
+"""Jobs for schedulers, checks of machines, and installation without internet."""

@@ -1,1 +1,1 @@
-"""From FASTA to packed batches. No processes: rank and world size are two ints."""
+"""Everything between input files and packed batches, and the tables that its folders read, without a model."""

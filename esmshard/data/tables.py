@@ -1,8 +1,9 @@
-"""Tables as spreadsheets and programs write them: comma, tab or semicolon separated, plain or compressed, and Parquet.
+"""Tables as spreadsheets and programs write them: separated by commas, tabs or semicolons, plain or compressed, or
+Parquet.
 
-Every cell stays the text it is in the file until a column is asked for as numbers. A row keeps its line, so that every
-later complaint can name it. No data is lost without a word: what is dropped is empty (blank lines, rows of separators
-alone, the empty columns that Excel leaves at the right).
+Every cell stays text until a column is read as numbers. Every row keeps its line number for messages. Only empty parts
+are dropped without a message: blank lines, rows of separators alone, and the empty columns that Excel leaves at the
+right.
 """
 
 import csv
@@ -28,9 +29,9 @@ from esmshard.errors import InputError, NotANumber
 MISSING = frozenset(
     {"", "-", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "null", "none", "nd", "n.d.", "n.d", "n/d"}
 )
-"""Cells without a number, in lower case: empty, not available, not determined. docs/labels.md lists them."""
+"""Cells without a number, in lower case: empty, not available, or not determined. docs/labels.md lists them."""
 
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() takes 1_000 and Arabic digits too
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() accepts 1_000 and Arabic digits too
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?", re.ASCII)
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}", re.ASCII)
 _COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
@@ -49,30 +50,30 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Table:
-    """N rows of text cells."""
+    """A table of N rows of text cells."""
 
     path: Path
     columns: Mapping[str, list[str]]
-    """Cells of each column, stripped, '' where empty; columns in the order of the file."""
+    """The stripped cells of each column, '' where empty. Columns are in the order of the file."""
     lines: list[int]
-    """Line of each row in the file, the first line being 1; of a Parquet file the row, the first being 1."""
+    """Line of each row in the file, counted from 1; in a Parquet file, the number of the row, counted from 1."""
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def where(self, row: int) -> str:
-        """File and line of a row, as in `labels.csv:17`."""
+        """Return file and line of a row, as in `labels.csv:17`."""
         return f"{self.path}:{self.lines[row]}"
 
     def at(self, row: int) -> str:
-        """Place of a row inside a sentence that has named the file, as in `line 17`."""
+        """Return the line of a row for a sentence that has named the file, as in `line 17`."""
         return f"{'row' if _is_parquet(self.path) else 'line'} {self.lines[row]:,}"
 
     def column(self, name: str) -> list[str]:
-        """Cells of one column, N texts.
+        """Return the cells of one column, N texts.
 
         Raises:
-            InputError: there is no such column; the sentence lists those there are.
+            InputError: there is no such column; the message lists the columns.
         """
         if name in self.columns:
             return self.columns[name]
@@ -82,13 +83,13 @@ class Table:
         raise InputError(f"{self.path}: has no column {shown(name)}{meant} {listed(self.columns)}")
 
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
-        """One column as numbers, float64 [N]; NaN where a cell is one of MISSING.
+        """Read one column as numbers, float64 [N]; NaN where a cell is in MISSING.
 
-        Decimal commas (`1,5`) are read as such where the column leaves no doubt: no cell of it has a point, and not
-        every comma could separate thousands.
+        Decimal commas (`1,5`) are accepted only if they are unambiguous: no cell of the column has a point, and at
+        least one comma cannot separate thousands.
 
         Raises:
-            InputError: there is no such column, or a cell is not a finite number; the sentence names line and cell.
+            InputError: there is no such column, or a cell is not a finite number; the message names line and cell.
         """
         cells = self.column(name)
         values_N = np.full(len(cells), np.nan)
@@ -130,7 +131,7 @@ class Table:
 
 
 def shown(text: str, most: int = 40) -> str:
-    r"""A cell or a name inside a message: quoted, on one line, cut when long.
+    r"""Format a cell or a name for a message: quoted, on one line, cut when long.
 
     >>> print(shown("two\nlines"), shown("A" * 100))
     'two\nlines' 'AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA...'
@@ -139,7 +140,7 @@ def shown(text: str, most: int = 40) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number with its noun.
+    """Format a number with its noun.
 
     >>> print(counted(1, "row"), counted(2000, "row"))
     1 row 2,000 rows
@@ -148,7 +149,7 @@ def counted(number: int, what: str) -> str:
 
 
 def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
-    """The first three of many, by name.
+    """Format the names of the first three items.
 
     >>> first_three([1, 2, 3, 4], str)
     '1, 2, 3, ...'
@@ -157,7 +158,7 @@ def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
 
 
 def listed(names: Sequence[str] | Mapping[str, object]) -> str:
-    """The sentence that lists columns, at most twenty of them.
+    """Write the sentence that lists columns, at most twenty of them.
 
     >>> listed(["mutant", "score"])
     "its columns are 'mutant', 'score'"
@@ -168,15 +169,15 @@ def listed(names: Sequence[str] | Mapping[str, object]) -> str:
 
 
 def read_table(path: Path) -> Table:
-    """The table in a text file (plain, gz, bz2, xz or zst), or in a file whose name ends in `.parquet`.
+    """Read the table in a text file (plain, gz, bz2, xz or zst), or in a file whose name ends in `.parquet`.
 
-    The separator is what divides the header line: tab, semicolon or comma. Where several do, it is the one that divides
-    the first rows alike, and then the one that the file's ending says. Quoted cells may hold separators and line
-    breaks.
-    A column without a name is called `column 3` after its place if any of its cells holds something.
+    The separator of the header line is used: tab, semicolon or comma. If several of them divide the header, the one
+    that gives the first rows equal numbers of cells is used, and then the one that the file name suggests. Quoted cells
+    may hold separators and line breaks. A column without a name gets a name such as `column 3` if any of its cells
+    holds something.
 
     Raises:
-        InputError: naming file and line of what cannot be read, or that there are no rows.
+        InputError: the file cannot be read, or has no rows; the message names file and line.
     """
     try:
         if _is_parquet(path):
@@ -203,7 +204,7 @@ def read_table(path: Path) -> Table:
         if not named <= len(row) <= len(header):
             raise InputError(
                 f"{path}:{line}: has {counted(len(row), 'cell')}, but the header in line {first} has {len(header):,}, "
-                f"read as separated by {_SEPARATORS[separator]}; mend the line, or quote cells that hold a separator"
+                f"read as separated by {_SEPARATORS[separator]}; fix the line, or quote cells that hold a separator"
             )
         row.extend([""] * (len(header) - len(row)))
         cells.append(row)
@@ -226,7 +227,7 @@ def _read_parquet(path: Path) -> Table:
     data = path.read_bytes()
     try:
         table = parquet.ParquetFile(pa.BufferReader(data)).read()
-        # str() of a float is its repr: every digit that is needed to get the same number again
+        # str() of a float is its repr, which has all digits that are needed to get the same number again.
         columns = [["" if cell is None else str(cell).strip() for cell in column.to_pylist()] for column in table]
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())
@@ -241,7 +242,7 @@ def _bytes(path: Path) -> bytes:
     with xopen(path, "rb", threads=0) as handle:
         try:
             data: bytes = handle.read()
-        except Exception as error:  # each library has a ZstdError of its own, and which one is in use hangs on Python
+        except Exception as error:  # Each library has its own ZstdError, and Python's version decides which is used.
             damaged = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, OSError))
             if damaged or type(error).__name__ == "ZstdError":
                 raise InputError(f"{path}: cannot be read to its end ({error}); copy or download it again") from None
@@ -250,7 +251,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _text(path: Path, data: bytes) -> str:
-    """The bytes as UTF-8 without a byte-order mark."""
+    """Decode the bytes as UTF-8 without a byte-order mark."""
     for signature, what in _FOREIGN:
         if data.startswith(signature):
             raise InputError(f"{path}: is {what}")
@@ -262,7 +263,7 @@ def _text(path: Path, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        start = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)  # counted without the mark
+        start = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)  # `start` does not count the mark
         line = _line_of(data, start)
         raise InputError(f"{path}:{line}: is not UTF-8 (byte {start} of the file); save it as 'CSV UTF-8'") from None
 
@@ -281,7 +282,7 @@ def _separator(path: Path, text: str) -> str:
         try:
             widths = [len(row) for row in itertools.islice((row for row in reader if row), 20)]
         except csv.Error:
-            continue  # the reader of the whole file names the line
+            continue  # The reader of the whole file reports the line.
         if widths and widths[0] > 1:
             dividing[separator] = len(set(widths)) == 1
     alike = [separator for separator, same in dividing.items() if same]
@@ -290,8 +291,8 @@ def _separator(path: Path, text: str) -> str:
 
 
 def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str], int]]:
-    """Stripped cells of each record that has any, and the line on which it begins."""
-    # newline="": lines end as csv wants them, at \n, \r\n or \r, and a line break inside quotes stays as it is
+    """Yield the stripped cells of each record that has any, and the line at which the record begins."""
+    # With newline="" the csv module sees line ends \n, \r\n or \r as it expects, and keeps line breaks inside quotes.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     line = 1
     while True:
@@ -310,7 +311,7 @@ def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str],
 
 
 def _named(path: Path, header: list[str], columns: list[list[str]]) -> dict[str, list[str]]:
-    """Columns by name; those with neither name nor cells are left out."""
+    """Return the columns by name, without those that have neither a name nor cells."""
     named: dict[str, list[str]] = {}
     for place, (name, column) in enumerate(zip(header, columns, strict=True), 1):
         if not name and not any(column):

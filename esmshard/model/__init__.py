@@ -1,1 +1,1 @@
-"""ESM-2, written for one device. Sharding is applied to it from outside (`esmshard.parallel`)."""
+"""The network for one device, without recipes and without torch.distributed."""

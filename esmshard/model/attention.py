@@ -1,8 +1,9 @@
-"""Self-attention over packed sequences. Letters of tensor names: see `esmshard.batch`; E is 3 x H x K (q, k and v).
+"""Self-attention over packed sequences. `esmshard.batch` explains the letters of tensor names; E is 3 x H x K (q, k and
+v).
 
-Only `attend` knows kernels. Only `rotate` knows positions: the projections of query and key are read with their rows
-reordered, so that the two numbers which rotary turns together lie side by side. That is a complex number, one
-multiplication turns all of them in place, and scores, being sums over K, do not see the order.
+Only `attend` chooses kernels, and only `rotate` uses positions. The projections of query and key are read with their
+rows reordered, so that the two numbers which rotary rotates together are adjacent. Such a pair is a complex number, and
+one multiplication rotates all of them in place. Attention scores are sums over K, so the order does not change them.
 """
 
 from collections.abc import Callable
@@ -21,9 +22,9 @@ _EAGER = ("_attend_slices", "_attend_padded", "_hand_out")
 
 
 def keep_eager() -> None:
-    """Keep the compiler out of what goes through sequences one by one: it would compile a block anew for every new
-    tuple of lengths. `TransformerLayer.compile` calls this; doing it on import would import the compiler, two seconds
-    of every start.
+    """Exclude functions that loop over sequences from compilation, which would compile a block again for every new
+    tuple of lengths. `TransformerLayer.compile` calls this function, since a call on import would import the compiler
+    and cost two seconds of every start.
     """
     for name in _EAGER:
         function = globals()[name]
@@ -32,10 +33,10 @@ def keep_eager() -> None:
 
 
 OnAttention = Callable[[int, int, torch.Tensor, torch.Tensor], None]
-"""`on_attention(layer, sequence, q_THK, k_THK)`, turned already, `<cls>` and `<eos>` included.
+"""The type of `on_attention(layer, sequence, q_THK, k_THK)`, with rotated q and k, `<cls>` and `<eos>` included.
 
-Queries and keys and not their maps: H maps of L x L are what memory goes to, so whoever wants them makes them with
-`attention_map`, for as many heads at a time as it likes.
+The function gets queries and keys instead of attention maps, because H maps of L x L would fill the memory.
+`attention_map` makes maps, for as many heads at a time as the caller wants.
 """
 
 
@@ -43,11 +44,12 @@ Kernel = Literal["varlen", "slices", "padded"]
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype, *, padded: bool = False) -> Kernel:
-    """Which kernel `attend` takes for queries of this precision on this device.
+    """Return the kernel that `attend` uses for queries of this precision on this device.
 
-    - `varlen`: `varlen_attn` (FlashAttention over packed sequences); CUDA in half precision from capability 8.0 on.
-    - `slices`: one unmasked SDPA call per sequence; the CPU. Measured fastest there, and no other sequence can leak in.
-    - `padded`: a block padded to the longest sequence, SDPA under a key mask; elsewhere, or with `padded=True`.
+    - `varlen`: `varlen_attn` (FlashAttention over packed sequences), on CUDA in half precision from capability 8.0 on.
+    - `slices`: one unmasked SDPA call per sequence, on the CPU. It was measured to be the fastest there, and no other
+      sequence can leak in.
+    - `padded`: a block padded to the longest sequence, SDPA under a key mask, on other devices or with `padded=True`.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if half and device.type == "cuda" and not padded and torch.cuda.get_device_capability(device) >= (8, 0):
@@ -58,16 +60,16 @@ def kernel_name(device: torch.device, dtype: torch.dtype, *, padded: bool = Fals
 def attend(
     q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, *, padded: bool = False
 ) -> torch.Tensor:
-    """Softmax attention [T, H, K] in which every token sees its own sequence only.
+    """Compute softmax attention [T, H, K] in which every token sees its own sequence only.
 
-    Three kernels (`kernel_name`), one result.
+    The three kernels (`kernel_name`) give the same result.
     """
     kernel = kernel_name(q_THK.device, q_THK.dtype, padded=padded)
     if kernel == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
         cu, longest = batch.cu_seqlens, batch.max_seqlen
-        # Seven positional arguments only: the keywords changed between torch releases.
+        # Only seven positional arguments are used, since the keywords changed between torch releases.
         out_THK = varlen_attn(q_THK, k_THK, v_THK, cu, cu, longest, longest)
         assert isinstance(out_THK, torch.Tensor)
         return out_THK
@@ -78,7 +80,7 @@ def attend(
 
 def _attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     out = []
-    # split and not slices: the backward of N slices fills N gradients of the whole pack with zeros.
+    # split is used instead of slices: the backward pass of N slices fills N gradients of the whole pack with zeros.
     for q, k, v in zip(*(torch.split(x_THK, batch.token_counts) for x_THK in (q_THK, k_THK, v_THK)), strict=True):
         q_1HTK, k_1HTK, v_1HTK = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out.append(F.scaled_dot_product_attention(q_1HTK, k_1HTK, v_1HTK).squeeze(0).transpose(0, 1))
@@ -89,7 +91,7 @@ def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
     sequence_T = torch.repeat_interleave(torch.arange(n, device=q_THK.device), lengths_N, output_size=batch.bounds[-1])
-    # Each token's place in the padded block; not position_T, which a caller may shift.
+    # The place of each token in the padded block. position_T is not used, since a caller may shift it.
     column_T = torch.arange(batch.bounds[-1], device=q_THK.device) - batch.cu_seqlens[:-1].long()[sequence_T]
 
     def to_block(x_THK: torch.Tensor) -> torch.Tensor:
@@ -104,11 +106,11 @@ def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864), base 10000, pairs of GPT-NeoX and fair-esm.
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864), base 10000, with the pairs of GPT-NeoX and fair-esm.
 
-    `inv_freq` is a buffer that checkpoints carry: released ESM-2 holds values rounded to fp16 there, and computing them
-    anew moves representations by up to 1e-3. It stays fp32 whatever the model is cast to: in bf16 half of 1,024
-    positions coincide.
+    `inv_freq` is a buffer that checkpoints hold: in released ESM-2 its values are rounded to fp16, and computing them
+    anew changes representations by up to 1e-3. The buffer stays fp32 when the model is cast: in bf16, half of 1,024
+    positions would be equal.
     """
 
     inv_freq: torch.Tensor
@@ -125,24 +127,25 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
-        """fp32 [T, K / 2]: the angle of each token for each pair, in radians."""
-        # Made here and not passed in: mixed precision casts the inputs of a sharded layer, and angles must stay fp32.
+        """Return the angle of each token for each pair, in radians, fp32 [T, K / 2]."""
+        # The angles are computed here, since mixed precision casts the inputs of a sharded layer, and angles must stay
+        # fp32.
         return batch.position_T[:, None].to(torch.float32) * self.inv_freq
 
 
 def inverse_frequencies(head_dim: int) -> torch.Tensor:
-    """fp32 [head_dim / 2]: radians a token for each rotated pair."""
+    """Return the radians per token of each rotated pair, fp32 [head_dim / 2]."""
     with torch.device("cpu"):
         return 1.0 / (10000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
 def rotate(qkv_TE: torch.Tensor, angle_TK: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Turn the queries and keys of [T, 3 x H x K], whose pairs lie side by side, by the angles of their tokens.
+    """Rotate the queries and keys of [T, 3 x H x K], whose pairs are adjacent, by the angles of their tokens.
 
-    In place on the CPU in fp32 (but for selective checkpointing). Always computed in fp32.
+    Computed in fp32. On the CPU in fp32 the rotation is in place, except under selective activation checkpointing.
     """
     plain = qkv_TE.device.type == "cpu" and qkv_TE.dtype == torch.float32 and not torch.compiler.is_compiling()
-    # A dispatch mode may hold on to the product as it was: selective activation checkpointing does.
+    # A dispatch mode, such as selective activation checkpointing, may keep the unrotated matrix product.
     if plain and not is_in_torch_dispatch_mode():
         turn_T11K = torch.polar(torch.ones_like(angle_TK), angle_TK)[:, None, None, :]
         rotated: torch.Tensor = _RotateInPlace.apply(qkv_TE, turn_T11K, n_heads)  # type: ignore[no-untyped-call]
@@ -155,12 +158,14 @@ def rotate(qkv_TE: torch.Tensor, angle_TK: torch.Tensor, n_heads: int) -> torch.
 
 
 class _RotateInPlace(torch.autograd.Function):
-    """The linear layer before it does not need its own output for its gradient, so no copy of it has to live on."""
+    """A rotation in place. The linear layer before it does not need its output for the gradient, so no copy has to be
+    kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, qkv_TE: torch.Tensor, turn_T11K: torch.Tensor, n_heads: int) -> torch.Tensor:
         ctx.n_heads = n_heads
-        ctx.save_for_backward(turn_T11K)  # and not on ctx, where activation checkpointing could not free it
+        ctx.save_for_backward(turn_T11K)  # On ctx itself, activation checkpointing could not free it.
         ctx.mark_dirty(qkv_TE)
         _complex(qkv_TE, n_heads).mul_(turn_T11K)
         return qkv_TE
@@ -173,23 +178,23 @@ class _RotateInPlace(torch.autograd.Function):
 
 
 def _complex(qkv_TE: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """View of the queries and keys as complex [T, 2, H, K / 2]."""
+    """Return a view of the queries and keys as complex numbers [T, 2, H, K / 2]."""
     return torch.view_as_complex(qkv_TE.view(len(qkv_TE), 3, n_heads, -1, 2)[:, :2])
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention with biases; parameter names of fair-esm.
+    """Multi-head self-attention with biases; parameter names are those of fair-esm.
 
-    The three projections are parameters of their own, as in every checkpoint, and one matrix product: they are laid
-    together anew in each forward pass. That costs about 1% of a pack of 1,000 tokens and saves 5%, and it needs no
-    second layout that sharding, checkpoints or adapters would have to know.
+    The three projections are separate parameters, as in every checkpoint, but one matrix product: they are joined in
+    each forward pass. For a pack of 1,000 tokens, joining costs about 1% of the time and saves 5%, and sharding,
+    checkpoints and adapters need no second layout.
     """
 
     def __init__(self, dim: int, n_heads: int, *, rotary: bool = True) -> None:
         super().__init__()
         self.n_heads = n_heads
         self.padded = False
-        """Attend in a padded block wherever this runs, to compare the kernels with each other."""
+        """Whether to attend in a padded block on every device, to compare the kernels with each other."""
         self.k_proj = nn.Linear(dim, dim)
         self.v_proj = nn.Linear(dim, dim)
         self.q_proj = nn.Linear(dim, dim)
@@ -202,7 +207,7 @@ class SelfAttention(nn.Module):
         batch: TokenBatch,
         on_qk: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """[T, D] to [T, D]. `on_qk(sequence, q_THK, k_THK)` is called for each sequence where given."""
+        """Map x [T, D] to [T, D]. If `on_qk` is passed, `on_qk(sequence, q_THK, k_THK)` is called for each sequence."""
         qkv_TE = self._project(x_TD)
         if self.rot_emb is not None:
             qkv_TE = rotate(qkv_TE, self.rot_emb(batch), self.n_heads)
@@ -213,20 +218,21 @@ class SelfAttention(nn.Module):
         return self.out_proj(attend_them(q_THK, k_THK, v_THK, batch).flatten(1))  # type: ignore[no-any-return]
 
     def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values [T, E]: one matrix product, and one more where projections have a LoRA."""
+        """Compute queries, keys and values [T, E]: one matrix product, and one more if projections have a LoRA."""
         qkv_TE = self._project_base(x_TD)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         low_rank = [p for p in projections if isinstance(p, LoraLinear)]
         if not low_rank:
             return qkv_TE
-        # B of each in blocks along the diagonal. Many zeros, but R is small, and there is one sum over [T, E].
+        # The B matrices are blocks along the diagonal. This adds many zeros, but R is small, and there is one sum over
+        # [T, E].
         b = [p.lora_B.weight if isinstance(p, LoraLinear) else p.weight[:, :0] for p in projections]
         b_ER = _join(self.n_heads if self.rot_emb else None, *torch.block_diag(*b).chunk(3))  # type: ignore[no-untyped-call]
         h_TR = F.linear(x_TD, torch.cat([p.lora_A.weight for p in low_rank]))
         return torch.addmm(qkv_TE, h_TR, b_ER.t(), alpha=low_rank[0].scale)
 
     def _project_base(self, x_TD: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # the compiler decides for itself what to keep
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # The compiler chooses what to keep
             return F.linear(x_TD, self._joined("weight"), self._joined("bias"))
         q, k, v = self.q_proj, self.k_proj, self.v_proj
         qkv_TE: torch.Tensor = _Project.apply(  # type: ignore[no-untyped-call]
@@ -240,25 +246,27 @@ class SelfAttention(nn.Module):
 
 
 def _join(n_heads: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Weights or biases of the three projections, one below the other; q and k as `_paired`, if `n_heads` is given."""
+    """Join the weights or biases of the three projections along the rows. With `n_heads`, q and k are reordered by
+    `_paired`.
+    """
     return torch.cat((q, k, v) if n_heads is None else (_paired(q, n_heads), _paired(k, n_heads), v))
 
 
 def _paired(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Rows of each head, first half and second half, as pairs: 0, K/2, 1, K/2 + 1, ..."""
+    """Reorder the rows of each head from first and second half to pairs: 0, K/2, 1, K/2 + 1, ..."""
     return rows.view(n_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _unpaired(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Back from `_paired`."""
+    """Undo `_paired`."""
     return rows.view(n_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 class _Project(torch.autograd.Function):
-    """The joint matrix product, which keeps the three matrices as they are and not the joint one.
+    """The joint matrix product, which saves the three matrices for the backward pass instead of the joint matrix.
 
-    Kept until the backward pass, it would be 3 D^2 numbers a layer that no sharding cuts up: 7.5 GB on every GPU for
-    the 15B model in bf16.
+    The joint matrix would be 3 D^2 numbers a layer that no sharding divides: 7.5 GB on every GPU for the 15B model in
+    bf16.
     """
 
     @staticmethod
@@ -300,7 +308,9 @@ def _hand_out(
 
 
 def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Attention probabilities [H, T, T] of one sequence, `<cls>` and `<eos>` included, fp32 whatever q and k are."""
+    """Compute the attention probabilities of one sequence, `<cls>` and `<eos>` included, fp32 [H, T, T] for every type
+    of q and k.
+    """
     q_HTK, k_HKT = q_THK.float().transpose(0, 1), k_THK.float().permute(1, 2, 0)
     probabilities_HTT: torch.Tensor = ((q_HTK * q_THK.shape[-1] ** -0.5) @ k_HKT).softmax(dim=-1)
     return probabilities_HTT

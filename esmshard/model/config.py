@@ -1,17 +1,18 @@
-"""The numbers that define one of the ESM models, and the registry SIZES."""
+"""The numbers that define an ESM model, and the registry SIZES."""
 
 from dataclasses import dataclass
 
 from esmshard.vocab import PAD, VOCAB_SIZE
 
 MOST = {"n_layers": 1000, "dim": 65536, "n_heads": 4096, "max_positions": 10**7}
-"""What no ESM model comes near (the largest has 48 layers of width 5120): a damaged number must not make a model that
-fills the memory."""
+"""Limits far above every ESM model (the largest has 48 layers of width 5120), so that a damaged number cannot make a
+model that fills the memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EsmConfig:
-    """Architecture of one model: ESM-2, or ESM-1b and ESM-1v with `max_positions`.
+    """The architecture of one model: ESM-2, or ESM-1b and ESM-1v with `max_positions`.
 
     Everything else (vocabulary, 4 x feed-forward, exact gelu, LayerNorm before each part, eps 1e-5) is fixed.
     """
@@ -20,11 +21,15 @@ class EsmConfig:
     dim: int
     n_heads: int
     token_dropout: bool = True
-    """They were trained with `<mask>` embeddings zeroed and the rest rescaled; all released models have this on."""
+    """Whether `<mask>` embeddings are set to zero and the others rescaled, as in training. All
+    released models do this.
+    """
     max_positions: int | None = None
-    """Tokens that a table of learned positions has room for (ESM-1b, ESM-1v: 1024); None for rotary (ESM-2)."""
+    """Number of tokens that the table of learned positions covers (ESM-1b, ESM-1v: 1024); None for rotary positions
+    (ESM-2).
+    """
     emb_layer_norm_before: bool = False
-    """A LayerNorm on the embeddings, before the first layer."""
+    """Whether a LayerNorm follows the embeddings, before the first layer."""
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "dim", "n_heads", "max_positions"):
@@ -45,17 +50,17 @@ class EsmConfig:
 
     @property
     def rotary(self) -> bool:
-        """Whether positions are rotary (ESM-2) and not learned (ESM-1b, ESM-1v)."""
+        """Whether positions are rotary (ESM-2) instead of learned (ESM-1b, ESM-1v)."""
         return self.max_positions is None
 
     @property
     def position_rows(self) -> int:
-        """Rows of the table of learned positions: fairseq counts positions from `<pad>`'s number + 1."""
+        """Number of rows of the table of learned positions. fairseq counts positions from `<pad>`'s number + 1."""
         return (self.max_positions or 0) + PAD + 1
 
     @property
     def n_parameters(self) -> int:
-        """Parameters of trunk, LM head (its matrix is the embedding's) and contact regression."""
+        """Number of parameters of trunk, LM head (its matrix is the embedding's) and contact regression."""
         d, norm = self.dim, 2 * self.dim
         layer = 4 * (d * d + d) + (4 * d * d + 4 * d) + (4 * d * d + d) + 2 * norm
         lm_head = d * d + d + norm + VOCAB_SIZE
@@ -73,16 +78,16 @@ LINEAR = {
     "fc1": "fc1",
     "fc2": "fc2",
 }
-"""Linear layers of a block, as a recipe's `adapt.targets` calls them."""
+"""Linear layers of a block by their names in a recipe's `adapt.targets`."""
 
 STARTER = "starter"
-"""Name of the small model that comes with the package, trained weights included. It is not an ESM-2."""
+"""Name of the small trained model that comes with the package. It is not an ESM-2."""
 
 SIZES: dict[str, EsmConfig] = {
-    # Ours. For tests and for training from scratch on a laptop; nothing is released under these names.
+    # These are for tests and for training from scratch on a laptop; nothing is released under these names.
     "nano": EsmConfig(n_layers=2, dim=32, n_heads=4),
     "mini": EsmConfig(n_layers=6, dim=128, n_heads=8),
-    # Trained weights in data/starter.
+    # data/starter has its trained weights.
     STARTER: EsmConfig(n_layers=6, dim=192, n_heads=12),
     # Lin et al. 2023 (doi:10.1126/science.ade2574), as released in fair-esm.
     "esm2_t6_8M_UR50D": EsmConfig(n_layers=6, dim=320, n_heads=20),

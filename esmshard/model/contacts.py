@@ -1,12 +1,12 @@
 """ESM's contact regression over attention maps, accumulated layer by layer.
 
 The reference (`esm.modules.ContactPredictionHead`, Rao et al. 2021) stacks all maps: 2.6 GiB for one protein of 1,024
-residues in the 650M model. With P_c the map of head c, `<cls>` and `<eos>` stripped, and S_c = P_c + P_c^T, it computes
+residues in the 650M model. With P_c the map of head c without `<cls>` and `<eos>`, and S_c = P_c + P_c^T, it computes
 
     logit = b + sum_c w_c F_c,    F_c = S_c - a_c a_c^T / A_c,    a_c = row sums of S_c,    A_c = sum of a_c,
 
-which is linear in the maps: one [L, L] accumulator M = sum_c w_c P_c and the vectors a_c are enough. Maps are made for
-a few heads at a time and, in training, once more in the backward pass. Several regressions can share the maps.
+which is linear in the maps: one [L, L] accumulator M = sum_c w_c P_c and the vectors a_c are enough. Maps are computed
+for a few heads at a time and, in training, once more in the backward pass. Several regressions can share the maps.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from esmshard.batch import TokenBatch
 from esmshard.model.attention import attention_map
 
 if TYPE_CHECKING:
-    from esmshard.model.esm2 import ESM2
+    from esmshard.model.trunk import ESM2
 
 MAP_NUMBERS = 1 << 20
-"""Numbers of the maps that are alive at once (as many maps as regressions, if that is more): 4 MiB, which a cache may
-hold."""
+"""Numbers in the maps that exist at the same time: 4 MiB, which fit into a cache. There are never fewer maps than
+regressions.
+"""
 
 
 class ContactAccumulator:
-    """Sums A regressions of one sequence over heads and layers. Gradients flow through it.
+    """Sums A regressions of one sequence over heads and layers. Gradients flow through the sums.
 
-    Activation checkpointing runs a layer again in the backward pass, and with it `add`. By then `logits` has been
-    called: the same is computed once more, for autograd looks for its inputs there, and kept nowhere.
+    Activation checkpointing runs a layer again in the backward pass, and calls `add` again. By then `logits` has been
+    called. `add` computes the same once more, since autograd needs its inputs, and keeps nothing.
 
     Args:
-        weight_AC: of the regressions, `nn.Linear(C, A)`, in any precision; C maps, layer-major as in fair-esm.
-        bias_A: of the same.
+        weight_AC: weights of the regressions, `nn.Linear(C, A)`, in any precision, for C maps, layer-major as in
+            fair-esm.
+        bias_A: biases of the regressions.
     """
 
     def __init__(self, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
@@ -46,7 +48,7 @@ class ContactAccumulator:
         self._summed = False
 
     def add(self, layer: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """Add the H maps of one layer, layers in their order from 0. In fp32, whatever the precision of q and k."""
+        """Add the H maps of one layer, in fp32 for every precision of q and k. Layers come in their order from 0."""
         n_tokens, n_heads = q_THK.shape[:2]
         weight_AH = self._weight_AC[:, layer * n_heads : (layer + 1) * n_heads]
         at_once = max(len(weight_AH), MAP_NUMBERS // n_tokens**2)
@@ -69,7 +71,7 @@ class ContactAccumulator:
             self._row_sums.append(row_sums_HL)
 
     def logits(self) -> torch.Tensor:
-        """fp32 [A, L, L], each symmetric. Nothing can be added after that."""
+        """Return the logits, fp32 [A, L, L], each matrix symmetric. Nothing can be added after this call."""
         assert self._sum_ATT is not None, "no attention was added, or it was asked for twice"
         with torch.autocast(self._sum_ATT.device.type, enabled=False):
             a_CL, sum_ALL = torch.cat(self._row_sums), self._sum_ATT[:, 1:-1, 1:-1]
@@ -80,34 +82,36 @@ class ContactAccumulator:
 
 
 class ContactAccumulators:
-    """One `ContactAccumulator` for each of N sequences; `add` is what `ESM2.forward` calls `on_attention`."""
+    """One `ContactAccumulator` for each of N sequences. `ESM2.forward` takes `add` as its `on_attention`."""
 
     def __init__(self, n_sequences: int, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
         self._each = [ContactAccumulator(weight_AC, bias_A) for _ in range(n_sequences)]
 
     def add(self, layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """See `ContactAccumulator.add`."""
+        """Add the maps of one layer and sequence; see `ContactAccumulator.add`."""
         self._each[sequence].add(layer, q_THK, k_THK)
 
     def logits(self) -> list[torch.Tensor]:
-        """fp32 [A, L, L] of each sequence."""
+        """Return the logits of each sequence, fp32 [A, L, L]."""
         return [accumulator.logits() for accumulator in self._each]
 
 
 def _weighed_maps(
     q_THK: torch.Tensor, k_THK: torch.Tensor, weight_AH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maps of some heads as weighed sums [A, T, T], `<cls>` and `<eos>` still in it, and row sums of S_c [H, L]."""
+    """Return the weighted sums of the maps of some heads, [A, T, T], with `<cls>` and `<eos>`, and the row sums of S_c,
+    [H, L].
+    """
     maps_HTT = attention_map(q_THK, k_THK)
     return (weight_AH @ maps_HTT.flatten(1)).view(-1, *maps_HTT.shape[1:]), _row_sums(maps_HTT)
 
 
 def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
-    """[H, L]: row plus column sums of the residues' part of each map.
+    """Return row plus column sums of the residues' part of each map, [H, L].
 
-    The softmax ran over all tokens; both ends are cut off afterwards, without a new normalisation. Products with a
-    vector of ones are faster than sums over a part of each map. Not 1 less the two ends: heads that look at `<cls>`
-    only would leave nothing but rounding.
+    The softmax was over all tokens; the first and last token are removed afterwards, without normalising again.
+    Products with a vector of ones are faster than sums over a part of each map. The sums are not computed as 1 minus
+    the two ends: for heads that attend to `<cls>` only, nothing but rounding errors would remain.
     """
     inner_T = torch.ones(maps_HTT.shape[-1], device=maps_HTT.device)
     inner_T[0] = inner_T[-1] = 0
@@ -115,14 +119,16 @@ def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
 
 
 def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """F_c of the H maps of one layer and sequence, fp32 [H, L, L]: what the regression sees of a pair, map by map."""
+    """Return F_c of the H maps of one layer and sequence, fp32 [H, L, L]: the inputs of the
+    regression for each pair.
+    """
     maps_HTT = attention_map(q_THK, k_THK)
     a_HL, maps_HLL = _row_sums(maps_HTT), maps_HTT[:, 1:-1, 1:-1]
     return maps_HLL + maps_HLL.mT - a_HL[:, :, None] * (a_HL / a_HL.sum(-1, keepdim=True))[:, None, :]
 
 
 class ContactRegression(nn.Module):
-    """Holder of `contact_head.regression` under fair-esm's name: one weight per attention head of every layer."""
+    """The holder of `contact_head.regression`, fair-esm's name: one weight for each attention head of every layer."""
 
     def __init__(self, n_maps: int) -> None:
         super().__init__()
@@ -130,7 +136,9 @@ class ContactRegression(nn.Module):
 
 
 def predict_contacts(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
-    """Contact probabilities of each sequence by the model's own regression, fp32 [L, L]; with gradients if enabled."""
+    """Predict the contact probabilities of each sequence by the model's own regression, fp32 [L, L], with gradients if
+    enabled.
+    """
     regression = model.contact_head.regression
     sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
     model(batch, layers=(), on_attention=sums.add)

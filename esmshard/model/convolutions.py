@@ -9,20 +9,20 @@ import torch
 
 @contextmanager
 def exact_convolutions(device: torch.device) -> Iterator[None]:
-    """Keep cuDNN from rounding the inputs of fp32 convolutions for the length of a `with` block.
+    """Keep cuDNN from rounding the inputs of fp32 convolutions during a `with` block.
 
-    From Ampere on cuDNN takes TF32 by default, with 10 bits of mantissa, while torch computes matrix products of fp32
-    numbers in fp32. The contact map of a model would differ by 1e-3 between a GPU and a CPU. The heads' convolutions
-    are few, so that fp32 costs little; in bf16 and fp16 nothing changes.
+    From Ampere on, cuDNN uses TF32 by default, with 10 bits of mantissa, while torch computes matrix products of fp32
+    numbers in fp32. The contact map of a model would differ by 1e-3 between a GPU and a CPU. The heads have few
+    convolutions, so that fp32 costs little; bf16 and fp16 do not change.
 
     Args:
-        device: of the weights. Nothing is changed but for CUDA: the setting is that of the whole process.
+        device: device of the weights. Only for CUDA is anything changed: the setting holds for the whole process.
     """
     if device.type != "cuda":
         yield
         return
-    # torch has an old and a new name for this. Once the new one is used, asking by the old one raises an error, for
-    # every library in the process; so the old one is used, unless the user has used the new one already.
+    # torch has an old and a new name for this setting. Once the new one has been used, reading the old one raises an
+    # error for every library in the process. So the old one is used, unless the user has used the new one already.
     settings: Any = torch.backends.cudnn
     name, exact = "allow_tf32", cast(Any, False)
     try:

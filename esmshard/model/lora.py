@@ -1,10 +1,10 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): a low-rank matrix learned beside each frozen one of the trunk's layers.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): a trained low-rank matrix beside each frozen matrix of the trunk's layers.
 
     y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank]
 
-B starts at zero, so the first forward pass is the base model's. The two matrices are parameters of the linear layer
-itself, `layers.N.self_attn.q_proj.lora_A.weight`, so that whatever gathers, checkpoints or compiles a block takes them
-along, and the names are PEFT's but for its prefixes (`esmshard.model.adapter`).
+B starts at zero, so the first forward pass is that of the base model. The two matrices are parameters of the linear
+layer itself, `layers.N.self_attn.q_proj.lora_A.weight`, so that sharding, checkpoints and compilation of a block
+include them. The names are those of PEFT without its prefixes (`esmshard.model.weights.adapter`).
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ from esmshard.model.config import LINEAR
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with a low-rank matrix beside its own, which stay the parameters `weight` and `bias`."""
+    """A linear layer with a low-rank matrix beside its own matrix. `weight` and `bias` stay its parameters."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         device = base.weight.device
@@ -28,23 +28,23 @@ class LoraLinear(nn.Linear):
         self.scale = scale
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, in] to [T, out]."""
+        """Map x [T, in] to [T, out]."""
         y_TD = F.linear(x_TD, self.weight, self.bias)
         return torch.addmm(y_TD, F.linear(x_TD, self.lora_A.weight), self.lora_B.weight.t(), alpha=self.scale)
 
 
 def add_lora(layers: nn.ModuleList, rank: int, alpha: float, targets: Collection[str]) -> dict[str, torch.Size]:
-    """Give linear layers of each block a LoRA, in place.
+    """Add a LoRA to linear layers of each block, in place.
 
     Args:
-        layers: of a trunk, on any device, the meta device too.
-        rank: of the new matrices.
-        alpha: over `rank` it scales what they add.
+        layers: blocks of a trunk, on any device, the meta device too.
+        rank: rank of the new matrices.
+        alpha: the LoRA is scaled by alpha / rank.
         targets: keys of LINEAR.
 
     Returns:
-        Shapes of the new matrices, by the trunk's names. `esmshard.model.weights.drawn` has their first values; those
-        that lie in the model are not defined yet.
+        Shapes of the new matrices, by the trunk's names. `esmshard.model.weights.open_weights.drawn` gives their first
+        values; the values in the model are not defined yet.
     """
     added: dict[str, torch.Size] = {}
     for n, layer in enumerate(layers):
@@ -60,11 +60,11 @@ def add_lora(layers: nn.ModuleList, rank: int, alpha: float, targets: Collection
 
 
 def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """A weight with its LoRA added, in fp32: W + scale * B A. Others pass through as they are.
+    """Return a weight with its LoRA added, in fp32: W + scale * B A. A tensor without a LoRA is returned unchanged.
 
     Args:
-        name: of one tensor.
-        tensors: it and, where it has a LoRA, `lora_names(name)`.
+        name: name of the tensor.
+        tensors: the tensor and, if it has a LoRA, the tensors `lora_names(name)`.
         scale: alpha / rank.
     """
     a, b = lora_names(name)
@@ -74,7 +74,7 @@ def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torc
 
 
 def lora_names(name: str) -> tuple[str, str]:
-    """Names of A and B beside a weight.
+    """Return the names of A and B beside a weight.
 
     >>> lora_names("layers.0.fc1.weight")
     ('layers.0.fc1.lora_A.weight', 'layers.0.fc1.lora_B.weight')

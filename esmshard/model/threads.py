@@ -1,4 +1,4 @@
-"""Packs of sequences side by side on the cores of a CPU."""
+"""Packs of sequences computed in parallel on the cores of a CPU."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,24 +11,25 @@ T = TypeVar("T")
 
 
 def packs_at_once(device: torch.device) -> int:
-    """Packs to compute side by side: on the CPU one a thread."""
+    """Return the number of packs to compute in parallel: on the CPU one for each thread, else one."""
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def side_by_side(function: Callable[[S], T], packs: Sequence[S], device: torch.device) -> list[T]:
-    """`function` of each pack, in order, without gradients.
+    """Return `function` of each pack, in order, computed without gradients.
 
-    On the CPU each core works on a pack of its own: 1.15 times as fast as all cores on one operation after the other,
-    which wait for each other at the end of each. Where there are too few packs to go round, they take turns as usual.
+    On the CPU each core computes a pack of its own. This is 1.15 times as fast as all cores on one operation after the
+    other, since they wait for each other at the end of each operation. If there are too few packs for this, all cores
+    compute one pack after the other.
     """
     workers = packs_at_once(device)
 
     def alone(one: S) -> T:
-        with torch.no_grad():  # it holds for one thread
+        with torch.no_grad():  # no_grad holds for one thread only
             return function(one)
 
     if workers == 1 or len(packs) < 2 * workers:
         return [alone(one) for one in packs]
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        # The last ones first: they are the longest, and at the end no core should wait for one.
+        # The last packs come first: they are the longest, and at the end no core should wait for one.
         return list(pool.map(alone, packs[::-1]))[::-1]

@@ -1,1 +1,1 @@
-"""Pictures of a finished run."""
+"""A finished or running run as one HTML page."""

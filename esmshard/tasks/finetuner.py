@@ -8,24 +8,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import found_place, read_json
-from esmshard.model import recorded, weights
 from esmshard.model.config import SIZES
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.model.esm2 import ESM2
-from esmshard.model.files import Reader
 from esmshard.model.lora import add_lora
-from esmshard.model.weights import Weights
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights, recorded
+from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights.weight_reader import WeightReader
 from esmshard.progress import say
-from esmshard.settings import AdaptSettings, Recipe
-from esmshard.task_settings import TaskSettings
-from esmshard.tasks import TASKS
-from esmshard.tasks.protocol import Inputs, Task, batch_of
+from esmshard.recipe.sections import AdaptSettings, Recipe
+from esmshard.tasks.base import Inputs, Task, batch_of
+from esmshard.tasks.registry import UnknownTask, new_task, settings_of
 
 
 class LanguageModelHead(nn.Module):
@@ -42,13 +40,13 @@ class FineTuner(nn.Module):
         super().__init__()
         self.trunk = trunk
         self.head = head
-        self._drawn: Mapping[str, Reader] = {}
+        self._drawn: Mapping[str, WeightReader] = {}
         self.remembered: dict[str, Any] = {}
         """What a task keeps of a frozen model, so as not to ask it twice."""
 
     @property
     def layers(self) -> nn.ModuleList:
-        """What `esmshard.parallel` shards."""
+        """What `esmshard.sharding` shards."""
         return self.trunk.layers
 
     def forward(self, batch: TokenBatch) -> list[torch.Tensor]:
@@ -102,7 +100,7 @@ class FineTuner(nn.Module):
         trunk = self.trunk.requires_grad_(settings.method == "full")
         if settings.method == "lora":
             added = add_lora(trunk.layers, *settings.lora)
-            self._drawn = weights.drawn(trunk.config, added, seed)
+            self._drawn = open_weights.drawn(trunk.config, added, seed)
             for name, parameter in trunk.named_parameters():
                 parameter.requires_grad_(name in added or (settings.bias == "all" and name.endswith("bias")))
         trunk.contact_head.requires_grad_(False)
@@ -161,37 +159,39 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
 
     Raises `InputError` for a model without a fine-tuned head.
     """
-    path = weights.place(model) / "esmshard.json"
+    path = open_weights.place(model) / "esmshard.json"
     try:
         about: dict[str, Any] = read_json(path)
-        settings: TaskSettings = TypeAdapter(TaskSettings).validate_python(about["recipe"]["task"])
+        settings = settings_of(about["recipe"]["task"])
         facts = about.get("facts", {})
         if base := about["recipe"].get("model"):
             base["name"] = found_place(base["name"], path.parent)
+    except UnknownTask as error:
+        raise InputError(f"{model}: {error}") from None
     except (FileNotFoundError, NotADirectoryError):
-        weights.read(model)  # says so if it is no model at all
+        open_weights.read(model)  # says so if it is no model at all
         raise InputError(
             f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: damaged ({reason}); consolidate the run again") from None
-    found = weights.read(model)
+    found = open_weights.read(model)
     with reading(f"{path}", "consolidate the run again"):
-        task = TASKS[settings.name](settings, facts)
+        task = new_task(settings, facts)
         head = task.head(found.config)
     tensors = {name: read() for name, read in found.head.items()}
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in head.state_dict().items()}:
         raise InputError(f"{model}: its head does not fit the task in esmshard.json; consolidate the run again")
     head.load_state_dict(tensors)
     with recorded.compared(found.files, say):
-        return FineTuned(_assemble(found, head, device or weights.default_device()), task, about)
+        return FineTuned(_assemble(found, head, device or open_weights.default_device()), task, about)
 
 
 def load_base(recipe: Recipe, task: Task, device: torch.device | None = None) -> FineTuner:
     """The model as it was before the first step of a run: its base weights under a new head of the same seed."""
     found = initial_weights(recipe)
-    return _assemble(found, new_head(recipe, task, found)[0], device or weights.default_device())
+    return _assemble(found, new_head(recipe, task, found)[0], device or open_weights.default_device())
 
 
 def initial_weights(recipe: Recipe) -> Weights:
@@ -199,9 +199,9 @@ def initial_weights(recipe: Recipe) -> Weights:
     name = recipe.model.name
     if recipe.init == "random":
         if name in SIZES:
-            return weights.fresh(SIZES[name], recipe.train.seed)
-        return weights.fresh(weights.read(name).config, recipe.train.seed)
-    return weights.read(name)
+            return open_weights.fresh(SIZES[name], recipe.train.seed)
+        return open_weights.fresh(open_weights.read(name).config, recipe.train.seed)
+    return open_weights.read(name)
 
 
 def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str | None]:
@@ -215,4 +215,4 @@ def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str
 
 
 def _assemble(found: Weights, head: nn.Module, device: torch.device) -> FineTuner:
-    return FineTuner(weights.build(found, device), head.to(device)).eval()
+    return FineTuner(open_weights.build(found, device), head.to(device)).eval()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.tasks.protocol import Row
+from esmshard.tasks.base import Row
 
 CALIBRATION_BINS = 15
 """Of equal width in confidence, as in Guo et al. 2017 (arXiv:1706.04599)."""

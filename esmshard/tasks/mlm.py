@@ -3,8 +3,6 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,15 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esmshard.data.loader import Example, Examples
-from esmshard.data.store import TokenStore
-from esmshard.data_settings import DataSettings
-from esmshard.errors import InputError
+from esmshard.data.batching.loader import Example
 from esmshard.model.config import EsmConfig
-from esmshard.model.weights import Weights
-from esmshard.task_settings import MlmSettings
+from esmshard.tasks.base import BEFORE, Inputs, LossSum, Row, Task, on_device_of
 from esmshard.tasks.finetuner import LanguageModelHead
-from esmshard.tasks.protocol import BEFORE, Facts, Inputs, LossSum, Row, on_device_of
+from esmshard.tasks.mlm_settings import MlmSettings
 from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
 
 if TYPE_CHECKING:
@@ -72,41 +66,27 @@ def corrupt(
     return corrupted, chosen_P
 
 
-class MlmTask:
+class MlmTask(Task):
     """Tell hidden residues from those around them."""
 
-    facts: Facts = MappingProxyType({})
-    columns: tuple[str, ...] = ("perplexity", "accuracy")
+    settings: MlmSettings
+    columns = ("perplexity", "accuracy")
     lower_is_better = True
     names = tuple(STANDARD)
     per_residue = True
     one_of_names = True
     of_base = (BEFORE,)
 
-    def __init__(self, settings: MlmSettings, facts: Facts) -> None:
-        self._share = settings.mask
-
-    def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> None:
-        """None: the sequences are the labels."""
-        return
-
-    def learn(self, train: Examples) -> "MlmTask":
-        """Nothing: no labels."""
-        return self
-
     def head(self, config: EsmConfig) -> nn.Module:
         """The language model's own: its matrix is the token embedding's."""
         return LanguageModelHead()
-
-    def start(self, head: nn.Module, found: Weights) -> None:
-        """Nothing: the language model's own head is there already."""
 
     def inputs(self, example: Example) -> Inputs:
         """See `corrupt`. Target: the residues that were chosen, int64 [P].
 
         Another choice each epoch; outside training always the same one, whatever the recipe's seed.
         """
-        tokens, chosen_P = corrupt(example.tokens, self._share, f"mask:{example.draw}:{example.id}")
+        tokens, chosen_P = corrupt(example.tokens, self.settings.mask, f"mask:{example.draw}:{example.id}")
         return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P)
 
     def question(self, example: Example) -> Inputs:
@@ -164,10 +144,6 @@ class MlmTask:
         if base is not None:
             found[BEFORE] = base.outputs([inputs])[0]
         return found
-
-    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
-        """There is no such fit: the head is the language model's own."""
-        raise InputError("adapt.method: task mlm has no probe; choose full, lora or head")
 
 
 def _metrics(nll: float, masked: float, correct: float) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Fine-tuning from the recipe to the evaluated model."""
+"""Fine-tuning in the processes of one run: inputs, loop, step, optimizer and evaluation."""

@@ -1,4 +1,4 @@
-"""Scores of a model on a split: per record, gathered, each record once; metrics with intervals beside baselines."""
+"""The scores of a model on a split: metrics of each record, with intervals, beside baselines."""
 
 import json
 import math
@@ -14,28 +14,26 @@ import torch
 from torch import nn
 
 from esmshard import spreadsheet
-from esmshard.data.loader import Examples
-from esmshard.data.packing import deal
-from esmshard.data_settings import listed
+from esmshard.data.batching.loader import Examples
+from esmshard.data.batching.packing import assign
 from esmshard.errors import InputError
 from esmshard.files import replacing
-from esmshard.model import weights
-from esmshard.parallel.mesh import World
+from esmshard.launch.process_group import World
+from esmshard.model.weights import open_weights
 from esmshard.progress import Progress
-from esmshard.settings import Recipe
+from esmshard.recipe.section_base import listed
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks.base import Row, Task, collate
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
-from esmshard.tasks.protocol import Row, Task, collate
-from esmshard.train.status import replace_text
-from esmshard.train.verdict import MAIN, verdict
-
-BASELINE_RECORDS = 2000
-"""Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and minutes
-at any size."""
+from esmshard.train.records.status import replace_text
+from esmshard.train.records.verdict import MAIN, verdict
 
 CHUNK = 4096
-"""Tokens of the records that the model scores at once, where it says no pair maps, which are what memory goes to."""
+"""The number of tokens whose records the model scores at once. Larger records are scored one by one, since pair maps
+[L, L] need the most memory.
+"""
 
 BASELINES = "baselines.npz"
 
@@ -48,21 +46,22 @@ def validate(
     world: World,
     stop: Callable[[], object] = lambda: False,
 ) -> tuple[float, list[Row]] | None:
-    """Loss and one row of metrics a record, in the order of the split, on every rank. Whole records, no gradient.
+    """Compute the loss and one row of metrics for each record, in the order of the split, on every rank.
 
-    `stop` is asked before each micro-batch, and must answer alike on all ranks. None if it said so.
+    Records are taken whole, and no gradient is computed. `stop` is called before each micro-batch, and must return the
+    same on all ranks. The result is None if `stop` returned something true.
     """
     model.eval()
     longest = max(tokens_per_rank, int(data.tokens.max()))
     mine: list[tuple[int, Row]] = []
     sums, stopped = np.zeros(2), False
     with torch.no_grad():
-        for micro in deal(range(len(data)), data.tokens, longest, world.rank, world.size):
+        for micro in assign(range(len(data)), data.tokens, longest, world.rank, world.size):
             if stopped := bool(stop()):
                 break
             batch, targets = collate(task, [data.get(n) for n in micro.records])
             outputs = model(batch.to(world.device))
-            if micro.ghost:
+            if micro.is_dummy:
                 continue
             part = task.loss(outputs, targets)
             sums += [float(part.sum), float(part.count)]
@@ -78,9 +77,8 @@ def validate(
 
 
 def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> None:
-    """Fit the task's baselines on training records and keep what they learned as `.npz`. One process."""
-    most = getattr(task, "baseline_records", BASELINE_RECORDS)
-    some = range(0, len(train), -(-len(train) // most))
+    """Fit the task's baselines on training records and save their parameters as `.npz`. One process calls this."""
+    some = range(0, len(train), -(-len(train) // task.baseline_records))
     known = task.baselines([train.get(n) for n in some], base)
     temporary = path.with_name(f".tmp-{path.name}")
     with open(temporary, "wb") as file:
@@ -89,13 +87,13 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> N
 
 
 def keep_seen(task: Task, train: Examples, valid: Examples, path: Path) -> None:
-    """Keep the ids of the training and validation records, one a line, where the task asks for it."""
-    if getattr(task, "keeps_ids", False):
+    """Save the ids of the training and validation records, one per line, where the task requires this file."""
+    if task.keeps_ids:
         replace_text(path, "".join(f"{one.id(n)}\n" for one in (train, valid) for n in range(len(one))))
 
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """What `fit_baselines` kept; nothing where there is no such file."""
+    """Read the arrays that `fit_baselines` saved. The result is empty if there is no such file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
@@ -112,17 +110,17 @@ def evaluate(
     known: Mapping[str, npt.NDArray[Any]],
     base: FineTuner | None,
 ) -> dict[str, list[Row]]:
-    """Rows of metrics for the model and each baseline of the task, in one process.
+    """Compute rows of metrics for the model and for each baseline of the task, in one process.
 
     Args:
-        model: fine-tuned.
-        task: what it was trained for.
-        data: the split; its records are taken whole.
-        known: what the baselines learned from the training split (`fit_baselines`).
-        base: the model before the first step; without it, baselines that ask it are left out.
+        model: the fine-tuned model.
+        task: the task that the model was trained for.
+        data: the split. Its records are taken whole.
+        known: the arrays that the baselines learned from the training split (`fit_baselines`).
+        base: the model before the first step. Without this model, baselines that need it are left out.
     """
     table: dict[str, list[Row]] = {MAIN: []}
-    if base is not None and known and hasattr(task, "look_ahead"):
+    if base is not None and known:
         task.look_ahead(data, base)
     with Progress("evaluate", len(data)) as progress:
         each = max(1, CHUNK // int(data.tokens.max())) if task.names else 1
@@ -148,34 +146,33 @@ def report(
 ) -> str:
     """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
-    Writes `evaluation.json` and `per_protein.csv` to `out`. Returns the table, and below it why an interval is missing
-    and whether fine-tuning beat the strongest baseline.
+    Writes `evaluation.json` and `per_protein.csv` to `out`. Returns the table as text, followed by the reasons for
+    missing intervals and by the verdict: whether fine-tuning was better than the strongest baseline.
 
     Args:
-        model: a directory of `consolidate`.
+        model: a directory that `consolidate` wrote.
         data: the split.
-        out: directory.
-        warn: called with a sentence for whatever is left out.
-        leakage: what the split shares with the training records, to be written down.
-        labels: the file that the labels come from, if they are not beside the records; to be written down.
+        out: the directory for the results.
+        warn: called with a sentence for each thing that is left out.
+        leakage: sentences on what the split shares with the training records, for `evaluation.json`.
+        labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
     """
     found = load_finetuned(model)
     base, left_out, why = None, [], ""
     recipe = Recipe.model_validate(found.about["recipe"])
     name = Path(recipe.model.name)
     if not name.is_absolute() and len(name.parts) > 1:
-        # As of the starter, where its makers had it: nothing that happens to lie there on this machine.
+        # The weights come from where their publisher has them, and not from a file of that name on this machine.
         why = f"{model} comes without the model that it was fine-tuned from"
     else:
         try:
             base = load_base(recipe, found.task)
         except InputError as error:
             why = f"the model that {model} was fine-tuned from cannot be read ({error})"
-    if why:
-        names = listed(getattr(found.task, "of_base", ())) or "those that ask that model"
-        left_out.append(f"baselines left out of the table: {names}, because {why}")
-    known = read_baselines(weights.place(model) / BASELINES)
-    if not known:
+    if why and found.task.of_base:
+        left_out.append(f"baselines left out of the table: {listed(found.task.of_base)}, because {why}")
+    known = read_baselines(open_weights.place(model) / BASELINES)
+    if not (open_weights.place(model) / BASELINES).is_file():
         left_out.append(
             f"baselines left out of the table: all that learn from training records; no {model}/{BASELINES}"
         )
@@ -183,17 +180,17 @@ def report(
         warn(sentence)
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
-    facts |= {"model": str(weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
+    facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
     return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
 
 
 def write(
     directory: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], about: Mapping[str, Any]
 ) -> str:
-    """Write `evaluation.json` (intervals of every method, and of what the model is better by, and the verdict) and
-    `per_protein.csv` (every number of the model's rows).
+    """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, what is missing, and the verdict.
 
-    Returns the table, what is missing, and the verdict, as text.
+    `evaluation.json` holds the intervals of every method and of the model's gains over the baselines, and the verdict.
+    `per_protein.csv` holds every number of the model's rows.
     """
     block_N = data.blocks()
     unit = "record" if block_N is None else "position"
@@ -220,7 +217,7 @@ def write(
         lower_is_better=task.lower_is_better,
     )
     numbers = [key for key, value in table[MAIN][0].items() if not isinstance(value, np.ndarray)]
-    # Of variants, what every baseline says is kept: the folds of a table are tested together.
+    # For variants the predictions of every baseline are saved, because the folds of a table are tested together.
     others = (
         []
         if block_N is None
@@ -251,15 +248,15 @@ def write(
     lines = [["id", "length", *blocks, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
         values = [*(row[key] for key in numbers), *(table[name][n][key] for name, key in others)]
-        told = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
-        lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *told])
+        cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
+        lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *cells])
     with replacing(directory / "per_protein.csv") as file:
         spreadsheet.writer(file).writerows(lines)
     return "\n".join([as_text(intervals, task.columns), *without_interval(without), said])
 
 
 def without_interval(reasons: Mapping[str, str]) -> list[str]:
-    """A sentence for each reason why metrics have no interval, the metrics that share it together.
+    """Return a sentence for each reason why metrics have no interval. Metrics with the same reason share a sentence.
 
     >>> without_interval({"MCC": "2 records", "ECE": "2 records", "Q3": "3 records"})
     ['No interval for MCC, ECE: 2 records.', 'No interval for Q3: 3 records.']
@@ -271,8 +268,8 @@ def without_interval(reasons: Mapping[str, str]) -> list[str]:
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
-    """`bootstrap`, with no resamples of a metric that too few records have a value of."""
-    ready = task.prepared(rows) if hasattr(task, "prepared") else rows
+    """Call `bootstrap`, without resamples for a metric that too few records have a value of."""
+    ready = task.prepared(rows)
     found = bootstrap(task.summary, ready, block_N=block_N)
     return {
         metric: values if _units(rows, metric, block_N) >= LEAST else values[:1] for metric, values in found.items()
@@ -280,21 +277,22 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
 
 
 def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | None) -> int:
-    """Records, or blocks of them, that a metric comes from."""
+    """Count the records, or the blocks of records, that have a value of a metric."""
     with_value_N = records_with(rows, metric)
     return count_units(int(with_value_N.sum()), None if block_N is None else block_N[with_value_N])
 
 
 def _method(unit: str, found: Mapping[str, Interval]) -> str:
-    """What intervals are, for people."""
+    """Describe in a phrase how the intervals were computed."""
     biased = [metric for metric in found if metric in BIASED]
     of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
     return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
 
 
 def _calibration(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Of rows with `calibration` [3, bins]: how many predictions lie in each bin of confidence, the mean confidence
-    there, and the share that is right.
+    """Sum up the `calibration` [3, bins] of all rows, by bin of confidence.
+
+    The result holds for each bin the number of predictions, their mean confidence, and the share that is correct.
     """
     if "calibration" not in rows[0]:
         return None
@@ -305,7 +303,7 @@ def _calibration(rows: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _confusion(rows: Sequence[Row], task: Task) -> dict[str, Any] | None:
-    """Of rows with `confusion` [C, C]: how many of each class (first axis) were called what."""
+    """Sum up the `confusion` [C, C] of all rows: true classes on the first axis, predicted classes on the second."""
     if "confusion" not in rows[0]:
         return None
     counts = np.sum([np.asarray(row["confusion"]) for row in rows], axis=0)
@@ -313,7 +311,7 @@ def _confusion(rows: Sequence[Row], task: Task) -> dict[str, Any] | None:
 
 
 def as_text(intervals: Mapping[str, Mapping[str, Interval]], columns: Sequence[str]) -> str:
-    """The table for the terminal: one line a method, mean and interval under each metric."""
+    """Format the table for the terminal: one line for each method, with mean and interval under each metric."""
     width = max(len(name) for name in intervals) + 2
     cells = {name: [str(row[c]) if c in row else "-" for c in columns] for name, row in intervals.items()}
     widths = [max(len(c), *(len(row[k]) for row in cells.values())) + 2 for k, c in enumerate(columns)]
@@ -324,7 +322,7 @@ def as_text(intervals: Mapping[str, Mapping[str, Interval]], columns: Sequence[s
 
 
 def _finite(node: Any) -> Any:
-    """NaN to null: JSON has no NaN."""
+    """Replace NaN by null, since JSON has no NaN."""
     if isinstance(node, Mapping):
         return {k: _finite(v) for k, v in node.items()}
     if isinstance(node, list | tuple):

@@ -10,48 +10,50 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.mesh import World
-from esmshard.parallel.shard import local, next_micro_batch
-from esmshard.parallel.watch import Watch
-from esmshard.tasks.protocol import Task
+from esmshard.launch.process_group import World
+from esmshard.monitor.watch import Watch
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.shard import local, next_micro_batch
+from esmshard.tasks.base import Task
 
 T = TypeVar("T")
 
 MAX_SKIPPED = 10
-"""Steps in a row with a non-finite loss or gradient before the run gives up."""
+"""The number of steps in a row with a non-finite loss or gradient after which the run stops with an error."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Over all ranks."""
+    """The result of a step over all ranks."""
 
     loss: float
     grad_norm: float
-    """Before clipping."""
+    """The norm before clipping."""
     residues: int
     skipped: bool
-    """The loss or a gradient was not finite, so no rank changed its weights."""
+    """Whether the loss or a gradient was not finite. In this case no rank changed its weights."""
     ranks: list[list[float]]
-    """`Watch.numbers` of each rank; empty if nobody watched."""
+    """`Watch.numbers` of each rank; empty without a `Watch`."""
     asked: int
     """Not 0 if any rank was asked to stop."""
 
 
 @dataclass
 class LossScale:
-    """Keeps fp16 gradients in range: the loss is multiplied by `value` before the backward pass, gradients are divided.
+    """The scale that keeps fp16 gradients in range: the loss is multiplied by `value`, the gradients are divided by
+    `value`.
 
-    As torch's `GradScaler` moves it. That one looks for overflows rank by rank; here the norm over all ranks, which is
-    known anyway, tells, so that all ranks skip and change the scale together.
+    The scale changes as in torch's `GradScaler`, which checks each rank for overflow on its own. Here the gradient norm
+    over all ranks, which is computed anyway, shows an overflow, so all ranks skip the step and change the scale
+    together.
     """
 
     value: float = 2.0**16
     good_steps: int = 0
-    """In a row, since the scale changed."""
+    """The number of good steps in a row since the last change of the scale."""
 
     def update(self, overflow: bool) -> None:
-        """Halve it after an overflow, double it after 2,000 good steps."""
+        """Halve the scale after an overflow; double it after 2,000 good steps."""
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
             self.value = max(1.0, self.value / 2)
@@ -72,34 +74,34 @@ def train_step(
     watch: Watch | None = None,
     asked: int = 0,
 ) -> StepResult:
-    """Gradients of all micro-batches of all ranks, one clipped AdamW step.
+    """Compute the gradients of all micro-batches of all ranks, and take one clipped AdamW step.
 
     Args:
-        model: laid out over the ranks.
-        task: whose loss it is.
-        optimizer: over the shards, its learning rates set.
-        micro_batches: (batch, targets, is a ghost): the same number of them on every rank.
-        clip: longest allowed gradient.
+        model: the model, laid out over the ranks.
+        task: the task, which computes the loss.
+        optimizer: the optimizer over the shards, with its learning rates set.
+        micro_batches: (batch, targets, whether it is a dummy). Every rank has the same number of micro-batches.
+        clip: largest norm of the gradients.
         world: the ranks that take the step together.
-        layout: how the model lies over them.
-        scale: of the loss, in fp16 only. An overflow skips the step, and halves it.
-        watch: times the step; its numbers travel with the step's own.
-        asked: not 0 if this rank was asked to stop. That travels with them too, so that all hear of it at once.
+        layout: the way in which the model is divided over the ranks.
+        scale: the scale of the loss, in fp16 only. An overflow skips the step and halves the scale.
+        watch: measures the times of the step. Its numbers are exchanged together with the step's own.
+        asked: not 0 if this rank was asked to stop. All ranks receive this value in the same exchange.
 
-    Losses are added up unscaled, and FSDP sums gradients over ranks; both are divided once, by the global count. So it
-    makes no difference how the records were dealt to ranks and micro-batches. The host waits for the device once a
-    step, for losses, counts and gradient norms; they are added up there in double precision, which Apple's GPUs lack.
-    One small all-reduce carries them over the ranks.
+    Losses are summed without scale, and FSDP sums gradients over ranks. Both sums are divided once, by the global
+    count, so the result does not depend on how records are assigned to ranks and micro-batches. The host waits for the
+    device once a step: for losses, counts and gradient norms. The host adds these in double precision, which Apple's
+    GPUs lack, and one small all-reduce exchanges them between the ranks.
     """
     optimizer.zero_grad(set_to_none=True)
     parts, residues = [], 0
-    for (batch, targets, ghost), last in _with_last(watch.data(micro_batches) if watch else micro_batches):
+    for (batch, targets, is_dummy), last in _with_last(watch.data(micro_batches) if watch else micro_batches):
         part = task.loss(model(batch.to(world.device)), targets)
-        weight = 0.0 if ghost else 1.0
+        weight = 0.0 if is_dummy else 1.0
         next_micro_batch(model, layout, last)
         torch.autograd.backward(part.sum * weight * (scale.value if scale else 1.0))
         parts.append(torch.stack([part.sum.detach(), part.count]) * weight)
-        residues += 0 if ghost else batch.n_residues
+        residues += 0 if is_dummy else batch.n_residues
 
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
@@ -107,7 +109,7 @@ def train_step(
         watch.wait_for_device()
     loss_sum, count = torch.stack(parts).cpu().double().sum(0).tolist()
     square = norms.cpu().double().square().sum().item()
-    # Every copy of the model has the same gradients: their squares are counted once.
+    # Every replica of the model has the same gradients, so their squares are counted once.
     own = [loss_sum, count, square / layout.replicas, residues, asked]
     rows = world.rows([*own, *(watch.numbers() if watch else [])])
     columns = list(zip(*rows, strict=True))
@@ -126,7 +128,7 @@ def train_step(
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether none comes after it. The next one is made before this one is given."""
+    """Yield each item, with whether it is the last. The next item is created before the current one is yielded."""
     waiting = iter(items)
     item = next(waiting, None)
     while item is not None:
@@ -136,7 +138,7 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 
 def too_many_skipped(in_a_row: int, step: int) -> None:
-    """End the run when steps keep failing: going on would burn the allocation on a model that does not move."""
+    """Stop the run when steps keep failing. More steps would cost time without changing the model."""
     if in_a_row >= MAX_SKIPPED:
         error = InputError(
             f"step {step}: loss or gradient was not finite {in_a_row} times in a row; start again with a lower "

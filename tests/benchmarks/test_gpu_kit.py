@@ -29,7 +29,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from esmshard import __version__
-from esmshard.cluster.wheelhouse import RUNNING, Package, Target
+from esmshard.cluster.bundle.wheelhouse import RUNNING, Package, Target
 from esmshard.errors import InputError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -262,10 +262,11 @@ def test_the_kit_installs_without_network(unpacked: Path, tmp_path: Path) -> Non
 
 def test_a_clone_runs_in_place_of_the_kit(unpacked: Path, tmp_path: Path) -> None:
     clone = tmp_path / "a 'clone'"
-    (clone / "esmshard").mkdir(parents=True)
+    (clone / "esmshard" / "cli").mkdir(parents=True)
+    (clone / "esmshard" / "cli" / "__init__.py").touch()
     (clone / "esmshard" / "__init__.py").write_text("__version__ = '9.9'\n")
-    (clone / "esmshard" / "cli.py").write_text("def main():\n    print(__file__)\n")
-    (clone / "esmshard" / "__main__.py").write_text("from esmshard.cli import main\n\nmain()\n")
+    (clone / "esmshard" / "cli" / "app.py").write_text("def main():\n    print(__file__)\n")
+    (clone / "esmshard" / "__main__.py").write_text("from esmshard.cli.app import main\n\nmain()\n")
     venv = tmp_path / "venv"
     torch = (
         "from types import SimpleNamespace\n__version__ = '2.12'\ncuda = SimpleNamespace(is_available=lambda: False)\n"
@@ -275,7 +276,7 @@ def test_a_clone_runs_in_place_of_the_kit(unpacked: Path, tmp_path: Path) -> Non
     assert "CUDA: not available\n" in done.stdout
     assert f"esmshard 9.9, {clone / 'esmshard'}\n" in done.stdout
     for command in ([venv / "bin" / "esmshard"], [venv / "bin" / "python", "-m", "esmshard"]):
-        assert said(*command, cwd=tmp_path) == f"{clone / 'esmshard' / 'cli.py'}\n"
+        assert said(*command, cwd=tmp_path) == f"{clone / 'esmshard' / 'cli' / 'app.py'}\n"
 
 
 @pytest.fixture

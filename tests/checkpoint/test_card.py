@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from ruamel.yaml import YAML
 
 from esmshard.checkpoint import card
-from esmshard.settings import Recipe
+from esmshard.recipe.sections import Recipe
 
 
 def about(**changes: Any) -> dict[str, Any]:

@@ -16,16 +16,16 @@ from model_files import TINY, fair_esm, tokenise
 from safetensors import safe_open
 from transformers import EsmForMaskedLM
 
-from esmshard import cli
 from esmshard.checkpoint import compare, sharded
 from esmshard.checkpoint.consolidate import consolidate
+from esmshard.cli import app
 from esmshard.errors import InputError, UsageError
-from esmshard.model import export, weights
 from esmshard.model.config import EsmConfig
-from esmshard.model.layouts import TIED
-from esmshard.recipe import for_others
-from esmshard.settings import Recipe
-from esmshard.tasks import head_of
+from esmshard.model.weights import export, open_weights
+from esmshard.model.weights.key_maps import TIED
+from esmshard.recipe.recipe_file import for_others
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks.registry import head_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
@@ -236,7 +236,7 @@ def test_outputs_are_compared_and_not_only_tensors(run: Path, tmp_path: Path, mo
         ("layers.1.fc2.bias", "representations"),
     ):
 
-        def altered(found: weights.Weights, name: str = name) -> Any:
+        def altered(found: open_weights.Weights, name: str = name) -> Any:
             read = source_of(found)
 
             def source(names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -261,7 +261,7 @@ def test_a_difference_is_a_share_of_the_output(monkeypatch: pytest.MonkeyPatch) 
     given |= {f"lm_head.layer_norm.{n}": torch.zeros(TINY.dim) for n in ("weight", "bias")}
     given["lm_head.bias"] = torch.full((33,), 4.0)
     written = given | {"lm_head.bias": torch.full((33,), 4.12)}
-    model = compare.Model(lambda names: {n: given[n] for n in names}, frozenset(given), None)
+    model = compare.ComparedModel(lambda names: {n: given[n] for n in names}, frozenset(given), None)
     found = compare.compare(TINY, model, lambda names: {n: written[n] for n in names}, "out", torch.bfloat16)
     assert found == {"representations": 0.0, "logits": pytest.approx(0.03, rel=1e-4), "contacts": 0.0}
     written["lm_head.bias"] += 0.1
@@ -396,7 +396,7 @@ def test_a_call_that_is_killed_leaves_the_old_model_or_the_new_one(run: Path, tm
         found.append(about["dtype"])
         digests.setdefault(about["dtype"], about["weights_sha256"])
         assert about["weights_sha256"] == digests[about["dtype"]]
-        assert len(weights.read(str(model)).read) > 30
+        assert len(open_weights.read(str(model)).read) > 30
         assert (model / "README.md").is_file()
         assert [p.name for p in directory.iterdir()] == ["model"]
     assert found == sorted(found, key=lambda dtype: dtype == "fp32")
@@ -416,8 +416,8 @@ def test_a_model_that_diverged(tmp_path: Path) -> None:
 def test_memory_is_a_few_tensors_and_not_a_file(run: Path, tmp_path: Path) -> None:
     """Resident memory at its peak, mapped files included, against 1.2 times the one file of 156 MB."""
     config = EsmConfig(n_layers=8, dim=640, n_heads=20)
-    flat = weights.fresh(config, 0)
-    tensors = {f"model.trunk.{name}": flat[name] for name in weights.shapes(config) if name != TIED}
+    flat = open_weights.fresh(config, 0)
+    tensors = {f"model.trunk.{name}": flat[name] for name in open_weights.shapes(config) if name != TIED}
     sharded.write(tmp_path / "run" / "checkpoints", 1, tensors, state_of(config), keep=1)
     del tensors
 
@@ -448,7 +448,7 @@ def test_the_command(
     def command(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["esmshard", "consolidate", *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            app.main()
         return int(caught.value.code or 0), *capsys.readouterr()
 
     out = tmp_path / "model"

@@ -239,7 +239,7 @@ def test_who_is_interrupted_while_loading_or_saving_is_not_told_of_damage(
     def interrupted(*rest: object) -> None:
         raise error
 
-    monkeypatch.setattr(sharded.Reader, "read_data", interrupted)
+    monkeypatch.setattr(sharded.CheckpointReader, "read_data", interrupted)
     with pytest.raises(error):
         contents(directory / "step_000003")
     monkeypatch.setattr(sharded._Writer, "write_data", interrupted)

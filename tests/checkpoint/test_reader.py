@@ -58,7 +58,9 @@ def test_torch_never_unpickles_even_if_the_index_lets_it(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(checkpoint, "w", Touch(str(tmp_path / "called")))
-    monkeypatch.setattr(sharded.Reader, "read_metadata", lambda self: FileSystemReader(checkpoint).read_metadata())
+    monkeypatch.setattr(
+        sharded.CheckpointReader, "read_metadata", lambda self: FileSystemReader(checkpoint).read_metadata()
+    )
     with pytest.raises(InputError, match="w is stored as a pickle"):
         sharded.load(checkpoint, {"w": torch.zeros(2, 3)})
     assert not (tmp_path / "called").exists()

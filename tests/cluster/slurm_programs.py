@@ -1,6 +1,7 @@
 """Stand-ins for sbatch, srun, scontrol, scancel and apptainer, that start real processes. `slurm_programs.py NAME ARGS`
 
-They do what Slurm 22.05 was seen to do: signals reach every process of a step, whatever its session; a job that is
+They do what Slurm 22.05 was seen to do. Signals reach every process of a step, whatever its session. After a task that
+fails srun sends SIGTERM to the others, and SIGKILL after a while; its exit code is the highest of all. A job that is
 cancelled is COMPLETING, its shell, srun and tasks get SIGTERM, and `scontrol requeue` brings even that one to life.
 What they do not know they refuse, as the real ones do. $STAND_IN is the directory of their state; its `config.json` has
 `nodes`, and `namespaces` (of the network, one a node) or null.
@@ -23,18 +24,11 @@ KILL_WAIT = 60.0
 
 DIRECTIVES = {
     *("job-name", "array", "partition", "account", "qos", "constraint", "time", "nodes", "ntasks-per-node", "mem"),
-    *("gpus-per-node", "cpus-per-task", "output", "open-mode", "signal", "requeue", "no-kill", "mail-type"),
+    *("gpus-per-node", "cpus-per-task", "output", "open-mode", "signal", "requeue", "mail-type"),
 }
 SRUN = {
-    *("input", "mpi", "cpu-bind", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "kill-on-bad-exit", "wait"),
-    *(
-        "no-kill",
-        "container-image",
-        "container-mounts",
-        "container-workdir",
-        "no-container-mount-home",
-        "container-env",
-    ),
+    *("mpi", "cpu-bind", "ntasks", "ntasks-per-node", "cpus-per-task", "kill-on-bad-exit", "wait"),
+    *("container-image", "container-mounts", "container-workdir", "no-container-mount-home", "container-env"),
 }
 
 
@@ -135,14 +129,15 @@ def sbatch(arguments: list[str]) -> None:
 
 
 def _run_job(job: Job, options: dict[str, str], first: int, task: int | None, n: int) -> None:
-    most = int(options.get("nodes", "1").split("-")[-1])
-    nodes = config()["nodes"][:most]
+    nodes = config()["nodes"][: int(options["nodes"])]
     output = options["output"].replace("%j", job.number).replace("%A", str(first)).replace("%a", str(task))
     variables = {
         "SLURM_JOB_ID": str(first + n),
         "SLURM_JOB_NODELIST": ",".join(nodes),
         "SLURM_JOB_NUM_NODES": str(len(nodes)),
-        "SLURM_CPUS_ON_NODE": "2",
+        "SLURM_NTASKS": str(len(nodes) * int(options["ntasks-per-node"])),
+        "SLURM_NTASKS_PER_NODE": options["ntasks-per-node"],
+        "SLURM_CPUS_ON_NODE": str(int(options["ntasks-per-node"]) * int(options.get("cpus-per-task", "1"))),
         "STAND_IN_JOB": job.number,
     }
     if "cpus-per-task" in options:
@@ -174,32 +169,48 @@ def _run_job(job: Job, options: dict[str, str], first: int, task: int | None, n:
 
 def srun(arguments: list[str]) -> None:
     options, command = _options(arguments, SRUN, "srun")
-    number = os.environ["STAND_IN_JOB"]
-    job, nodes = Job(number), config()["nodes"][: int(options["nodes"])]
-    if options["ntasks"] != options["nodes"] or options["ntasks-per-node"] != "1":
-        refuse("srun: one task a node is expected")
+    number, nodes = os.environ["STAND_IN_JOB"], os.environ["SLURM_JOB_NODELIST"].split(",")
+    job, each = Job(number), int(options.get("ntasks-per-node", os.environ["SLURM_NTASKS_PER_NODE"]))
+    size = int(options.get("ntasks", os.environ["SLURM_NTASKS"]))
+    if size != each * len(nodes):
+        refuse(f"srun: {size} tasks, but {each} on each of {len(nodes)} nodes")
     if "container-image" in options:
         places = [mount.split(":") for mount in options["container-mounts"].split(",")]
         _check_places([place[0] for place in places], [place[1] for place in places], options["container-workdir"])
+    step = len([one for one in noted("srun") if one["job"] == number])
     note("srun", {"options": options, "command": command, "job": number})
-    kill_others, patience = options.get("kill-on-bad-exit") == "1", float(options.get("wait", "0"))
-    tasks: list[subprocess.Popen[bytes]] = []
     came: list[int] = []
     for heard in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(heard, lambda number, frame: came.append(number))
     spaces = config()["namespaces"]
-    for n, node in enumerate(nodes):
-        inside = ["ip", "netns", "exec", spaces[n]] if spaces else []
+    tasks: list[subprocess.Popen[bytes]] = []
+    for rank in range(size):
+        node = rank // each
+        inside = ["ip", "netns", "exec", spaces[node]] if spaces else []
         environment = {
             **{key: value for key, value in os.environ.items() if key != "STAND_IN_JOB"},
             "STAND_IN_STEP": number,
-            "SLURM_NODEID": str(n),
-            "SLURM_PROCID": str(n),
-            "SLURMD_NODENAME": node,
+            "SLURM_STEP_ID": str(step),
+            "SLURM_STEP_NODELIST": ",".join(nodes),
+            "SLURM_STEP_NUM_TASKS": str(size),
+            "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{len(nodes)})" if len(nodes) > 1 else str(each),
+            "SLURM_NODEID": str(node),
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank % each),
+            "SLURMD_NODENAME": nodes[node],
         }
         at = options.get("container-workdir")
         tasks.append(subprocess.Popen([*inside, *command], env=environment, cwd=at, start_new_session=True))
-    kill_at = float("inf")
+    ended = _ended(job, tasks, came, options)
+    for rank, code in enumerate(ended):
+        if code:
+            print(f"srun: error: {nodes[rank // each]}: task {rank}: Exited with exit code {code}", file=sys.stderr)
+    sys.exit(max(ended))
+
+
+def _ended(job: Job, tasks: list[subprocess.Popen[bytes]], came: list[int], options: dict[str, str]) -> list[int]:
+    """Exit codes of the tasks, to which signals are passed on until all have ended."""
+    patience, kill_at, terminated = float(options.get("wait", "0")), float("inf"), False
     while any(task.poll() is None for task in tasks):
         while came:
             heard = came.pop(0)
@@ -210,20 +221,17 @@ def srun(arguments: list[str]) -> None:
         codes = [task.poll() for task in tasks]
         if patience and any(code is not None for code in codes):
             kill_at = min(kill_at, time.monotonic() + patience)
-        if time.monotonic() > kill_at or (kill_others and any(codes)):
+        if options.get("kill-on-bad-exit") == "1" and any(codes) and not terminated:
+            terminated, kill_at = True, min(kill_at, time.monotonic() + KILL_WAIT)
+            job.signal("STEP", signal.SIGTERM)
+        if time.monotonic() > kill_at:
             job.signal("STEP", signal.SIGKILL)
         time.sleep(0.02)
-    ended = [code if code >= 0 else 128 - code for code in (task.wait() for task in tasks)]
-    for n, code in enumerate(ended):
-        if code:
-            print(f"srun: error: {nodes[n]}: task {n}: Exited with exit code {code}", file=sys.stderr)
-    sys.exit(max(ended))
+    return [code if code >= 0 else 128 - code for code in (task.wait() for task in tasks)]
 
 
 def scontrol(arguments: list[str]) -> None:
     match arguments:
-        case ["show", "hostnames", nodes]:
-            print("\n".join(nodes.split(",")))
         case ["show", "job", number]:
             print(f"JobId={number} JobName=x\n   JobState={Job(number).get('state')} Reason=None Dependency=(null)")
         case ["requeue", number]:

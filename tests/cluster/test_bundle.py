@@ -24,19 +24,18 @@ from hub_server import sha256 as hub_sha256
 from huggingface_hub import snapshot_download
 
 from esmshard import __version__
-from esmshard.cluster import bundle as bundles
-from esmshard.cluster import wheelhouse
-from esmshard.cluster.bundle import Request, bundle
-from esmshard.cluster.drivers import WHEELS
-from esmshard.cluster.own_wheel import own_wheel
-from esmshard.cluster.wheelhouse import Target
+from esmshard.cluster.bundle import build_bundle, wheelhouse
+from esmshard.cluster.bundle.build_bundle import BundleRequest, bundle
+from esmshard.cluster.bundle.drivers import WHEELS
+from esmshard.cluster.bundle.own_wheel import own_wheel
+from esmshard.cluster.bundle.wheelhouse import Target
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
-from esmshard.model import hub
+from esmshard.model.weights import hub
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDE = ROOT / "docs" / "airgapped.md"
-PLAIN = Request(extras=())
+PLAIN = BundleRequest(extras=())
 OF_THIS_MACHINE = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
 OWN = f"esmshard-{__version__}-py3-none-any.whl"
 
@@ -62,7 +61,7 @@ def write_wheel(
     """A wheel that pip installs. `__` in the names of modules is a slash."""
     files = {f"{key.replace('__', '/')}.py": text for key, text in modules.items()} or {f"{name}.py": ""}
     if name == "esmshard":
-        files["*.dist-info/entry_points.txt"] = "[console_scripts]\nesmshard = esmshard.cli:main\n"
+        files["*.dist-info/entry_points.txt"] = "[console_scripts]\nesmshard = esmshard.cli.app:main\n"
     metadata = "".join(f"Requires-Dist: {one}\n" for one in requires) + "Provides-Extra: h5\n"
     return wheels.write_wheel(directory, name, version, files, metadata=metadata, tag=tag)
 
@@ -86,8 +85,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tiny(into: Path) -> Path:
     """In place of the wheel of this clone, which is tested by itself."""
-    modules = {"esmshard____init__": "", "esmshard__cli": PROGRAM}
-    modules |= {"esmshard__model____init__": "", "esmshard__model__hub": FINDS}
+    modules = {"esmshard____init__": "", "esmshard__cli____init__": "", "esmshard__cli__app": PROGRAM}
+    modules |= {"esmshard__model____init__": "", "esmshard__model__weights____init__": ""}
+    modules |= {"esmshard__model__weights__hub": FINDS}
     return write_wheel(into, "esmshard", __version__, ("torch>=2", 'h5py; extra == "h5"'), **modules)
 
 
@@ -100,7 +100,7 @@ def _only_tiny_wheels(index: Path) -> Iterator[None]:
         patch.setenv("PIP_CONFIG_FILE", os.devnull)
         patch.setenv("PIP_NO_INDEX", "1")
         patch.setenv("PIP_FIND_LINKS", str(index))
-        patch.setattr(bundles, "own_wheel", tiny)
+        patch.setattr(build_bundle, "own_wheel", tiny)
         yield
 
 
@@ -125,9 +125,9 @@ ODD = "a b; touch pwned $(touch pwned) 'q\""
 def made(index: Path, released: Hub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A bundle in a directory with an odd name, and what was said of it. It was interrupted when all was there."""
     out = tmp_path_factory.mktemp("made") / ODD
-    asked = Request(extras=("h5",), weights=(NAME,))
+    asked = BundleRequest(extras=("h5",), weights=(NAME,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundles, "_write_files", interrupted)
+        patch.setattr(build_bundle, "_write_files", interrupted)
         with pytest.raises(KeyboardInterrupt):
             bundle(out, asked)
     return out, bundle(out, asked)
@@ -281,7 +281,7 @@ def test_the_script_is_clean_for_shellcheck(made: tuple[Path, str]) -> None:
 def test_another_python_gets_what_its_markers_ask_for(index: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()  # an empty directory is as good as none
     # pip alone would judge the markers by the Python that runs it.
-    bundle(tmp_path / "out", Request(extras=(), python="3.13", platform="manylinux_2_34_x86_64"))
+    bundle(tmp_path / "out", BundleRequest(extras=(), python="3.13", platform="manylinux_2_34_x86_64"))
     names = wheels_of(tmp_path / "out")
     assert "later-2.0" in names
     assert not any(name.startswith("earlier") for name in names)
@@ -293,7 +293,7 @@ def test_another_python_gets_what_its_markers_ask_for(index: Path, tmp_path: Pat
 
 def test_a_package_without_a_wheel_is_named(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError) as caught:
-        bundle(tmp_path / "old", Request(extras=(), platform="manylinux2014_x86_64"))
+        bundle(tmp_path / "old", BundleRequest(extras=(), platform="manylinux2014_x86_64"))
     assert str(caught.value).startswith("torch==")
     assert f"no wheel for Python {wheelhouse.RUNNING} on manylinux2014_x86_64 in the package indexes" in str(
         caught.value
@@ -317,8 +317,8 @@ def test_a_build_of_torch_comes_from_its_own_index(index: Path, tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PIP_NO_INDEX")
         patch.setenv("PIP_INDEX_URL", (tmp_path / "none").as_uri())
-        asked = Request(extras=(), torch="cpu", python="3.12", platform="manylinux_2_28_x86_64")
-        bundle(tmp_path / "out", Request(**{**vars(asked), "torch_index": (tmp_path / "builds").as_uri()}))
+        asked = BundleRequest(extras=(), torch="cpu", python="3.12", platform="manylinux_2_28_x86_64")
+        bundle(tmp_path / "out", BundleRequest(**{**vars(asked), "torch_index": (tmp_path / "builds").as_uri()}))
     assert json.loads((tmp_path / "out/bundle.json").read_text())["torch"]["version"] == f"{version}+cpu"
 
 
@@ -378,7 +378,7 @@ def test_an_interrupted_bundle_goes_on(served: list[str], tmp_path: Path, monkey
     assert not (out / "SHA256SUMS").exists()
 
     with pytest.raises(UsageError, match="for which another extras, torch was asked"):
-        bundle(out, Request(torch="cpu"))
+        bundle(out, BundleRequest(torch="cpu"))
 
     whole, damaged = (out / "wheels" / name for name in came)
     damaged.write_bytes(b"cut off")
@@ -468,16 +468,16 @@ def test_directories_that_exist(made: tuple[Path, str], tmp_path: Path) -> None:
 )
 def test_wrong_options_are_one_sentence_each(request_: dict[str, object], sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
-        bundles.check(Request(**request_))  # type: ignore[arg-type]
+        build_bundle.check(BundleRequest(**request_))  # type: ignore[arg-type]
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(sentence)
 
 
 def test_builds_of_torch_that_there_are_pass() -> None:
     for build, version in (("cu128", "2.11.0"), ("cu126", "2.13.0"), ("cu130", "2.13.0"), ("cpu", "2.13.0")):
-        bundles.check(Request(torch=build, torch_version=version))
-    asked = Request(torch="cu126", torch_version="2.13.0").index
-    assert asked == wheelhouse.Index("https://download.pytorch.org/whl/cu126", ("torch==2.13.0+cu126",))
+        build_bundle.check(BundleRequest(torch=build, torch_version=version))
+    asked = BundleRequest(torch="cu126", torch_version="2.13.0").index
+    assert asked == wheelhouse.WheelIndex("https://download.pytorch.org/whl/cu126", ("torch==2.13.0+cu126",))
 
 
 def test_what_pip_is_asked_for_a_platform() -> None:
@@ -495,7 +495,7 @@ def test_what_pip_is_asked_for_a_platform() -> None:
 def test_pip_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The environments that uv makes are of this kind.
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    code = "from esmshard.cluster import wheelhouse; wheelhouse.run_pip(['--version'])"
+    code = "from esmshard.cluster.bundle import wheelhouse; wheelhouse.run_pip(['--version'])"
     paths = [str(ROOT), str(tmp_path / "site")]
     shutil.copytree(Path(importlib.util.find_spec("packaging").origin).parent, tmp_path / "site" / "packaging")  # type: ignore[union-attr,arg-type]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -516,7 +516,7 @@ def test_weights_of_the_users_cache_are_copied_and_compared(
     kept = snapshot(cache, {"config.json": b"{}"}, "abcdef" + 34 * "0")
     (kept / "model.safetensors").symlink_to(blob)
     released.asked.clear()
-    bundle(tmp_path / "out", Request(extras=(), weights=(NAME,)))
+    bundle(tmp_path / "out", BundleRequest(extras=(), weights=(NAME,)))
     assert released.asked == []
     assert next((tmp_path / "out").rglob("refs/main")).read_text() == "abcdef" + 34 * "0"
     (copied,) = (tmp_path / "out").rglob("model.safetensors")
@@ -524,7 +524,7 @@ def test_weights_of_the_users_cache_are_copied_and_compared(
     assert not copied.is_symlink()
     blob.write_bytes(b"damaged")
     with pytest.raises(InputError, match=r"model\.safetensors is damaged .*; remove .*snapshots"):
-        bundle(tmp_path / "other", Request(extras=(), weights=(NAME,)))
+        bundle(tmp_path / "other", BundleRequest(extras=(), weights=(NAME,)))
 
 
 def test_weights_that_do_not_come_are_one_sentence(
@@ -533,7 +533,7 @@ def test_weights_that_do_not_come_are_one_sentence(
     monkeypatch.setitem(released.sent, "model.safetensors", bytes(5000))
     top = tmp_path / "hub" / f"models--facebook--{NAME}"
     with pytest.raises(InputError, match=rf"^{NAME}: model\.safetensors .* has sha256 .* was announced") as caught:
-        bundles._downloaded(NAME, tmp_path / "hub", top)
+        build_bundle._downloaded(NAME, tmp_path / "hub", top)
     assert "\n" not in str(caught.value)
 
 
@@ -544,7 +544,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 PACKS = """
 import pathlib, sys, esmshard
-from esmshard.cluster.own_wheel import own_wheel
+from esmshard.cluster.bundle.own_wheel import own_wheel
 into = pathlib.Path(sys.argv[1])
 own_wheel(into)
 with pathlib.Path(esmshard.__file__).with_name("vocab.py").open("a") as file:

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,6 @@ def test_report_for_programs(place: Path) -> None:
         assert one["ranks"] == 2
         assert one["bus"] == pytest.approx(one["bytes"] / one["seconds"] / 2)
         assert 1e6 < one["bus"] < 1e12
-    clock = found["collectives/clock 1"]["values"]
-    assert abs(clock["offset"]) <= clock["uncertainty"] + 0.05  # the same clock
-    assert 0 < clock["uncertainty"] < 1
     versions = found["collectives/versions"]["values"]["versions"]
     assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["recipe/precision"]["values"]["kernel"] == "slices"
@@ -79,11 +75,11 @@ def test_report_for_people_and_a_recipe(place: Path, tiny_recipe: Path, monkeypa
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert [line for line in lines if not line.startswith(" ")][:-1] == GROUPS
-    assert "  ok       weights          nano starts from noise: no weights are needed" in lines
+    assert "  ok       weights          nano starts from random weights: none are needed" in lines
     assert "  ok       data             records: train 24, valid 5, test 5" in lines
     assert any("fits into 1 process of this CPU: 130 tokens at a time" in line for line in lines)
     assert any("precision fp32 is fp32 on cpu; attention kernel: slices" in line for line in lines)
-    assert any("no collective to measure; --nproc 2 starts two" in line for line in lines)
+    assert any("one process has no collective to measure; --nproc 2 starts two" in line for line in lines)
     assert lines[-1].startswith("1 machine, 1 process: 0 errors, ")
     assert not (place / "run").exists()
 
@@ -110,7 +106,7 @@ def test_what_a_run_writes_is_known_of_a_model_in_a_file(place: Path, tiny_recip
     )
     found = by_name(json.loads(done.stdout))
     assert done.returncode == 0, done.stdout
-    assert found["recipe/weights"]["found"] == f"{model} is here"
+    assert found["recipe/weights"]["found"] == f"{model} is present"
     weights = 4 * TINY.n_parameters
     # In 2 + 1 checkpoints with two moments each, and the model; the head is small.
     assert 1 <= found["storage/out space"]["values"]["needed"] / (10 * weights) < 1.1
@@ -143,8 +139,7 @@ def test_wrong_usage(place: Path, tiny_recipe: Path) -> None:
     for arguments, said in (
         (["doctor", "no-such-recipe"], "no-such-recipe"),
         (["doctor", str(tiny_recipe), "optim.lrr=1"], "did you mean"),
-        (["doctor", "--rdzv-id", "x"], "give --nnodes N too"),
-        (["doctor", "--nnodes", "2"], "--rdzv-endpoint"),
+        (["doctor", "optim.lr=1"], "optim.lr=1"),
     ):
         done = esmshard(*arguments, cwd=place)
         assert done.returncode == 2, done.stderr
@@ -200,8 +195,8 @@ def test_driver_that_does_not_answer_is_no_traceback(
     _nvidia_smi(tmp_path / "bin", f'echo "{said}"; exit 9', monkeypatch)
     done = esmshard("doctor", "--nproc", "1", cwd=place)
     assert done.returncode == 1
-    assert f"  ERROR    nvidia-smi       nvidia-smi failed: {said}" in done.stdout
-    assert "           mend: load the driver (modprobe nvidia)" in done.stdout
+    assert f"  ERROR    nvidia-smi       nvidia-smi (exit code 9): {said}" in done.stdout
+    assert "           fix: load the driver (modprobe nvidia)" in done.stdout
     assert "doctor: there are errors" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -212,8 +207,8 @@ def test_processes_that_cannot_meet_are_a_finding(place: Path, monkeypatch: pyte
     found = by_name(json.loads(done.stdout))
     assert done.returncode == 1
     assert found["machine/interface"]["level"] == "error"
-    assert found["machine/interface"]["found"].startswith("GLOO_SOCKET_IFNAME=nope0, and there is ")
-    assert "did not come together: " in found["collectives/processes"]["found"]
+    assert found["machine/interface"]["found"].startswith("GLOO_SOCKET_IFNAME=nope0, but this machine has only ")
+    assert "the processes did not connect: " in found["collectives/processes"]["found"]
     assert "nope0" in found["collectives/processes"]["found"]
     assert "storage/out speed" in found  # all the rest is still told
     assert "Traceback" not in done.stderr
@@ -225,28 +220,76 @@ def _free_port() -> int:
         return int(asking.getsockname()[1])
 
 
-def test_two_machines_by_the_launcher_of_ours(place: Path) -> None:
-    """Two launchers on the loopback address; what each finds out, both report."""
-    (place / "b").mkdir()
-    meet = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}", "--rdzv-id", "drill"]
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [
-            pool.submit(esmshard, "doctor", "--json", *meet, "--out", folder, cwd=place, timeout=120)
-            for folder in (place, place / "b")
-        ]
-        reports = [json.loads(one.result().stdout) for one in waiting]
+def test_two_machines_under_torchrun(place: Path) -> None:
+    """Two agents of torchrun on the loopback address: the first process reports what both machines found out."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}", "--rdzv-id", "drill"]
+    torchrun += ["--local-addr", "127.0.0.1", "--log-dir", str(place / "logs")]
+    folders = [place / "a", place / "b"]
+    agents = []
+    for folder in folders:
+        folder.mkdir()
+        command = [*torchrun, "-m", "esmshard", "doctor", "--json", "--out", str(folder)]
+        agents.append(subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    said = [agent.communicate(timeout=600) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    (text,) = [out for out, _ in said if out]  # one of them has the first process
+    report = json.loads(text)
     name = socket.gethostname()
-    for report, folder, other in zip(reports, (place, place / "b"), (place / "b", place), strict=True):
-        assert sorted(report["hosts"]) == [f"{name}#0", f"{name}#1"]
-        assert report["processes"] == 2
-        disks = {one["node"]: one["values"]["path"] for one in report["findings"] if one["name"] == "out space"}
-        assert disks[report["host"]] == str(folder)
-        assert set(disks.values()) == {str(folder), str(other)}
-        found = by_name(report)
-        assert found["collectives/bandwidth all"]["found"].startswith("all 2 processes")
-        assert abs(found["collectives/clock 1"]["values"]["offset"]) < 0.1
-        assert found["collectives/clock 1"]["found"].startswith(f"the clock of {name}#1")
-    assert {report["host"] for report in reports} == {f"{name}#0", f"{name}#1"}
+    assert sorted(report["hosts"]) == [f"{name}#0", f"{name}#1"]
+    assert report["host"] == f"{name}#0"
+    assert report["processes"] == 2
+    disks = {one["node"]: one["values"]["path"] for one in report["findings"] if one["name"] == "out space"}
+    assert sorted(disks) == sorted(report["hosts"])
+    assert set(disks.values()) == set(map(str, folders))
+    found = by_name(report)
+    assert found["collectives/bandwidth all"]["found"].startswith("all 2 processes")
+    assert found["collectives/versions"]["level"] == "ok"
+
+
+def test_machines_that_do_not_connect_report_themselves(place: Path) -> None:
+    """The first process of a machine says what it knows of the machine, though nobody listens at MASTER_ADDR."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2", "RANK": "1"}
+    variables |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    code = "import esmshard.cluster.doctor.doctor_ranks as ranks; ranks.START = 2"
+    code += "; from esmshard.cli.app import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--json"],
+        check=False,
+        env={**os.environ, **variables},
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 1, done.stderr
+    found = by_name(json.loads(done.stdout))
+    assert "the processes did not connect: " in found["collectives/processes"]["found"]
+    assert found["collectives/processes"]["level"] == "error"
+    assert "MASTER_ADDR" in found["collectives/processes"]["mend"]
+    assert "storage/out speed" in found
+    assert "Traceback" not in done.stderr
+
+
+def test_a_collective_that_hangs_leaves_a_report(place: Path) -> None:
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2", "RANK": "0"}
+    variables |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    code = "import esmshard.cluster.doctor.doctor_ranks as ranks; ranks.LIMIT = 1"
+    code += "; from esmshard.cli.app import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--json"],
+        check=False,
+        env={**os.environ, **variables},
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "rank 0: a collective did not end within 1 s" in done.stderr
+    found = by_name(json.loads(done.stdout))
+    assert "a collective did not end within 1 s" in found["collectives/processes"]["found"]
+    assert "storage/out speed" in found
 
 
 def test_under_another_launcher_the_first_rank_reports(place: Path) -> None:
@@ -265,7 +308,7 @@ def test_under_another_launcher_the_first_rank_reports(place: Path) -> None:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120) for rank in ranks]
+    said = [rank.communicate(timeout=600) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert said[1][0] == ""
     report = json.loads(said[0][0])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.cluster import gpus
-from esmshard.cluster.findings import Answer, Unanswered, ask
-from esmshard.cluster.gpus import Card, judge, known, module_version, parse_cards, parse_processes, parse_topology
+from esmshard.cluster.doctor import gpus
+from esmshard.cluster.doctor.findings import Unanswered, ask
+from esmshard.cluster.doctor.gpus import Card, judge, module_version, parse_processes, parse_topology
 
 A100 = (
     "0, GPU-5f7c1b2e-0000-1111-2222-333344445555, NVIDIA A100-SXM4-80GB, 535.104.05, 8.0, 81920, 81038, Enabled, 0, "
@@ -34,6 +34,12 @@ TOPOLOGY = (
     "\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
 )
 PCIE = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-15\t0\nGPU1\tSYS\t X \t16-31\t1\n"
+
+
+def parse_cards(text: str) -> list[Card]:
+    cards, others = gpus.parse_cards(text)
+    assert others == []
+    return cards
 
 
 def levels(cards: list[Card], processes: dict[str, list[str]] | None = None) -> dict[str, str]:
@@ -106,33 +112,23 @@ def test_topology_with_nvlink() -> None:
     assert pairs[0, 3] == "NV12"
     assert len(pairs) == 12
     cards = [replace(parse_cards(A100)[0], index=index) for index in range(4)]
-    (found,) = gpus.joined(cards, pairs)
+    (found,) = gpus.connections(cards, pairs)
     assert (found.level, found.found) == ("ok", "NVLink between all pairs (NV12)")
     assert len(found.values["pairs"]) == 6
-    assert gpus.known("NVIDIA A100-SXM4-80GB", None) is not None
-    assert len(next(gpus.joined(cards[1:3], pairs)).values["pairs"]) == 1  # of those that are left
+    assert len(next(gpus.connections(cards[1:3], pairs)).values["pairs"]) == 1  # of those that are left
 
 
 def test_topology_without_nvlink_where_the_planner_expects_it() -> None:
     pairs = parse_topology(PCIE)
     assert pairs == {(0, 1): "SYS", (1, 0): "SYS"}
     two = [replace(parse_cards(A100)[0], index=index) for index in range(2)]
-    (found,) = gpus.joined(two, pairs)
+    (found,) = gpus.connections(two, pairs)
     assert found.level == "warning"
     assert "1 of 1 pairs have no NVLink (GPU 0 and 1: SYS)" in found.found
     assert "300 GB/s" in found.found
-    (found,) = gpus.joined([replace(card, name="NVIDIA L4") for card in two], pairs)  # which never has it
+    (found,) = gpus.connections([replace(card, name="NVIDIA L4") for card in two], pairs)  # which never has it
     assert found.level == "note"
-    assert not list(gpus.joined(two, {}))
-
-
-def test_a_gpu_that_fell_off_the_bus() -> None:
-    said = "Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error"
-    text = f"{A100}{said}\n"
-    assert len(parse_cards(text)) == 1
-    (found,) = gpus.lost(text)
-    assert (found.level, found.values["said"]) == ("error", [said])
-    assert not list(gpus.lost(A100))
+    assert not list(gpus.connections(two, {}))
 
 
 @pytest.mark.parametrize(
@@ -152,51 +148,6 @@ def test_gpus_that_are_visible(chosen: str | None, left: list[int]) -> None:
     assert [card.index for card in gpus.visible(parse_cards(A100 + TROUBLED), chosen)] == left
 
 
-@pytest.mark.parametrize(
-    ("name", "gib", "expected"),
-    [
-        ("NVIDIA A100-SXM4-40GB", 40, "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", 80, "A100-80GB"),
-        ("NVIDIA H100 80GB HBM3", 80, "H100-80GB"),
-        ("NVIDIA H200", 141, "H200-141GB"),
-        ("NVIDIA B200", 180, "B200-180GB"),
-        ("Tesla T4", 15, "T4-16GB"),
-        ("NVIDIA L4", 23, "L4-24GB"),
-        ("NVIDIA L40S", 46, "L40S-48GB"),
-        ("NVIDIA RTX A6000", 48, "A6000-48GB"),
-        ("NVIDIA GeForce RTX 3090", 24, "RTX3090-24GB"),
-        ("NVIDIA GeForce RTX 3090 Ti", 24, "RTX3090-24GB"),
-        ("NVIDIA A10", 22, "A10-24GB"),
-        ("NVIDIA A30", 24, None),
-        ("NVIDIA L40", 48, None),
-        ("NVIDIA GeForce RTX 5090", 32, None),
-    ],
-)
-def test_names_of_the_driver_in_the_planners_table(name: str, gib: int, expected: str | None) -> None:
-    found = known(name, gib * 2**30)
-    assert (found and found.name) == expected
-
-
-@pytest.mark.parametrize(
-    ("said", "mend"),
-    [
-        (
-            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
-            "NVIDIA driver is installed and running.\n",
-            "modprobe nvidia",
-        ),
-        ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.183\n", "reboot"),
-        ("No devices were found\n", "given a GPU"),
-    ],
-)
-def test_nvidia_smi_that_fails(said: str, mend: str) -> None:
-    found = gpus.trouble(Answer(9, said, ""))
-    assert found is not None
-    assert found.level == "error"
-    assert mend in found.mend
-    assert gpus.trouble(Answer(0, A100, "")) is None
-
-
 def _fake(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -204,19 +155,48 @@ def _fake(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_a_driver_that_does_not_know_a_field_is_asked_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = ", ".join(A100.strip().split(", ")[:-1])
+@pytest.mark.parametrize(
+    ("code", "said", "fix"),
+    [
+        (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "modprobe nvidia"),
+        (18, "Failed to initialize NVML: Driver/library version mismatch", "reboot, or reload"),
+        (6, "No devices were found", "was given a GPU"),
+        (2, 'Field "compute_cap" is not a valid field to query.', "update the driver"),
+        (15, "Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost.", "drain the node"),
+        (255, "Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error", "drain the node"),
+    ],
+)
+def test_nvidia_smi_that_fails(code: int, said: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake(tmp_path, f"""echo '{said.replace("'", "")}'; exit {code}""", monkeypatch)
+    (found,) = gpus.query().findings
+    assert (found.name, found.level) == ("nvidia-smi", "error")
+    assert found.found == f"nvidia-smi (exit code {code}): {said.replace(chr(39), '')}"
+    assert fix in found.fix
+
+
+def test_a_gpu_that_fell_off_the_bus_beside_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error"
+    _fake(tmp_path, f"""case "$1" in --query-gpu=*) echo '{A100.strip()}'; echo '{said}';; esac""", monkeypatch)
+    seen = gpus.query()
+    assert [card.index for card in seen.cards] == [0]
+    found = {one.name: one for one in seen.findings}
+    assert (found["nvidia-smi"].level, found["nvidia-smi"].values["said"]) == ("error", [said])
+    assert "drain the node" in found["nvidia-smi"].fix
+    assert found["gpu 0"].level == "ok"
+
+
+def test_an_older_driver_knows_the_other_name_of_a_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(
         tmp_path,
         f"""case "$1" in
-*clocks_throttle_reasons*) echo 'Field "clocks_throttle_reasons.active" is not a valid field to query.'; exit 2;;
---query-gpu=*) echo '{short}';;
+*clocks_event_reasons*) echo 'Field "clocks_event_reasons.active" is not a valid field to query.'; exit 2;;
+--query-gpu=*clocks_throttle_reasons.active) echo '{TROUBLED.strip()}';;
 esac""",
         monkeypatch,
     )
-    seen = gpus.look()
+    seen = gpus.query()
     assert seen.driver == "535.104.05"
-    assert [card.throttle for card in seen.cards] == [None]
+    assert [card.throttle for card in seen.cards] == [0x60]
 
 
 def test_a_program_that_hangs_or_is_not_there() -> None:
@@ -228,7 +208,7 @@ def test_a_program_that_hangs_or_is_not_there() -> None:
 
 def test_nvidia_smi_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(tmp_path, "exec sleep 5", monkeypatch)
-    monkeypatch.setattr("esmshard.cluster.gpus.ask", lambda command: ask(command, 0.2))
-    (found,) = gpus.look().findings
+    monkeypatch.setattr("esmshard.cluster.doctor.gpus.ask", lambda command: ask(command, 0.2))
+    (found,) = gpus.query().findings
     assert found.level == "error"
-    assert "drain the node" in found.mend
+    assert "drain the node" in found.fix

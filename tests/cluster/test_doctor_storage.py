@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.cluster import storage
-from esmshard.cluster.findings import Finding
-from esmshard.cluster.storage import Mount, mount_of, parse_mounts
+from esmshard.cluster.doctor import storage
+from esmshard.cluster.doctor.findings import Finding
+from esmshard.cluster.doctor.storage import Mount, mount_of, parse_mounts
 
 MOUNTS = """\
 22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -32,7 +32,7 @@ def test_file_systems_of_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "kind", "level", "mend"),
+    ("role", "kind", "level", "fix"),
     [
         ("out", "overlay", "warning", "docker run -v"),
         ("out", "tmpfs", "warning", "out=DIR"),
@@ -42,23 +42,23 @@ def test_file_systems_of_paths() -> None:
         ("cache", "overlay", "ok", ""),
     ],
 )
-def test_kinds(role: str, kind: str, level: str, mend: str) -> None:
-    (found,) = storage.kind(role, Path("/x/y"), Mount("/x", kind, "s"))
+def test_kinds(role: str, kind: str, level: str, fix: str) -> None:
+    found = storage.kind(role, Path("/x/y"), Mount("/x", kind, "s"))
     assert (found.level, found.values["type"]) == (level, kind)
-    assert mend in found.mend
+    assert fix in found.fix
 
 
 def test_space() -> None:
     gib = 2**30
-    assert next(storage.space("out", Path("/x"), 100 * gib, 10**6, 50 * gib)).level == "ok"
-    found = next(storage.space("out", Path("/x"), 40 * gib, 10**6, 50 * gib))
+    assert (storage.space("out", Path("/x"), 100 * gib, 10**6, 50 * gib)).level == "ok"
+    found = storage.space("out", Path("/x"), 40 * gib, 10**6, 50 * gib)
     assert (found.level, found.found) == ("error", "/x: 40.0 GiB free, and the run writes 50.0 GiB")
-    assert "checkpoint.keep" in found.mend
-    assert next(storage.space("out", Path("/x"), 60 * gib, None, 50 * gib)).level == "warning"
-    assert next(storage.space("out", Path("/x"), gib // 2, None, 0)).level == "warning"
-    found = next(storage.space("cache", Path("/x"), 100 * gib, 12, 0))
+    assert "checkpoint.keep" in found.fix
+    assert (storage.space("out", Path("/x"), 60 * gib, None, 50 * gib)).level == "warning"
+    assert (storage.space("out", Path("/x"), gib // 2, None, 0)).level == "warning"
+    found = storage.space("cache", Path("/x"), 100 * gib, 12, 0)
     assert found.found == "/x: no more than 12 files can be made (inodes)"
-    assert "ESMSHARD_CACHE" in found.mend
+    assert "ESMSHARD_CACHE" in found.fix
 
 
 def names(found: list[Finding]) -> dict[str, str]:
@@ -68,7 +68,7 @@ def names(found: list[Finding]) -> dict[str, str]:
 def test_a_real_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
     out = tmp_path / "runs" / "new"  # not made yet: the directory above is looked at, and no other is made
-    found = {one.name: one for one in storage.look(out, tmp_path, 0, {"TMPDIR": str(tmp_path)})}
+    found = {one.name: one for one in storage.check(out, tmp_path, 0, {"TMPDIR": str(tmp_path)})}
     assert found["out speed"].values["write"] > 1e6
     assert 0 < found["out speed"].values["bytes"] <= 256 << 20
     assert found["out speed"].values["read"] > 1e6
@@ -100,7 +100,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_small_file_system(mounted: Path) -> None:
-    found = {one.name: one for one in storage.look(mounted / "run", mounted, 1 << 30, {"TMPDIR": str(mounted)})}
+    found = {one.name: one for one in storage.check(mounted / "run", mounted, 1 << 30, {"TMPDIR": str(mounted)})}
     assert found["out type"].level == "warning"
     assert "memory and gone after a restart" in found["out type"].found
     assert found["out space"].level == "error"
@@ -111,22 +111,22 @@ def test_a_small_file_system(mounted: Path) -> None:
 
 def test_a_file_system_that_is_read_only(mounted: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
-    found = {one.name: one for one in storage.look(Path.cwd(), mounted, 0, {"TMPDIR": str(mounted)})}
+    found = {one.name: one for one in storage.check(Path.cwd(), mounted, 0, {"TMPDIR": str(mounted)})}
     assert found["TMPDIR writable"].level == "error"
     assert "read-only file system" in found["TMPDIR writable"].found
-    assert found["TMPDIR writable"].mend == "set TMPDIR to one that is"
-    assert found["cache writable"].mend == "set ESMSHARD_CACHE to one that is"
+    assert found["TMPDIR writable"].fix == "set TMPDIR to another directory, or get write access"
+    assert found["cache writable"].fix == "set ESMSHARD_CACHE to another directory, or get write access"
 
 
 def test_a_temporary_directory_that_is_not_there(tmp_path: Path) -> None:
-    found = list(storage.look(tmp_path, tmp_path, 0, {"TMPDIR": str(tmp_path / "gone")}))
+    found = list(storage.check(tmp_path, tmp_path, 0, {"TMPDIR": str(tmp_path / "gone")}))
     assert found[0].name == "TMPDIR"
     assert found[0].level == "error"
-    assert found[0].mend == f"mkdir -p {tmp_path / 'gone'}"
+    assert found[0].fix == f"mkdir -p {tmp_path / 'gone'}"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_the_right_to_write(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
-    assert names(list(storage.look(closed, tmp_path, 0, {})))["out writable"] == "error"
+    assert names(list(storage.check(closed, tmp_path, 0, {})))["out writable"] == "error"

@@ -170,7 +170,7 @@ def test_what_a_build_sees() -> None:
     seen = set(dockerfile.context(ROOT, (ROOT / ".dockerignore").read_text()))
     assert {"pyproject.toml", "constraints.txt", "tests/conftest.py", "tests/golden/contact_losses.txt"} <= seen
     assert {"deploy/image/lock.txt", "deploy/image/entrypoint", "recipes/contact.yaml", "docs/variants.md"} <= seen
-    assert "esmshard/cli.py" in seen
+    assert "esmshard/cli/app.py" in seen
     tops = {name.split("/")[0] for name in seen if "/" in name}
     assert tops == {"esmshard", "recipes", "data", "tests", "benchmarks", "docs", "deploy"}
     assert not [name for name in seen if "__pycache__" in name or name.endswith((".pyc", ".whl"))]

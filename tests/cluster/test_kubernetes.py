@@ -5,9 +5,7 @@ tests/cluster/test_kubernetes.py` runs these, and writes the examples anew.
 """
 
 import json
-import os
 import re
-import signal
 import socket
 import sys
 import time
@@ -20,54 +18,20 @@ import yaml as pyyaml  # an independent parser; and of YAML 1.1, as is kubectl's
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from esmshard.cli import app
-from esmshard.cluster.job import Job
-from esmshard.cluster.kubernetes import GRACE, render
-from esmshard.cluster.site import Site
+from esmshard.cli.app import app
+from esmshard.cluster.scripts import kubernetes
+from esmshard.cluster.scripts.kubernetes import GRACE, render
+from esmshard.cluster.scripts.scheduler_job import SchedulerJob
+from esmshard.cluster.scripts.site import Site
 from esmshard.errors import UsageError
+from esmshard.recipe import recipe_file as recipe
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import command
+sys.path.insert(0, str(Path(__file__).parent))
+import pods
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VERSIONS = ("1.31", "1.34", "1.37")
-FULL = {
-    "exports": {"NCCL_SOCKET_IFNAME": "ib0", "ESMSHARD_CACHE": "/work/cache"},
-    "container": {"image": "registry.example.org:5000/team/esmshard:1.2"},
-    "kubernetes": {
-        "namespace": "protein-models",
-        "claim": "team-data",
-        "mount": "/mnt/team",
-        "gpu_resource": "amd.com/gpu",
-        "cpu": "7500m",
-        "memory": "512Gi",
-        "shm": "32Gi",
-        "resources": {"rdma/hca": "1"},
-        "node_selector": {"zone": "on"},
-        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": "300"}],
-        "labels": {"kueue.x-k8s.io/queue-name": "team-a"},
-        "pull_secret": "registry",
-        "secret": "tracker-keys",
-        "user": 4321,
-        "port": 30001,
-    },
-}
-BARE = {"container": {"image": "esmshard"}, "kubernetes": {"claim": "data"}}
 OWN = "task: {name: mlm}\n\n# a comment\ndata: {train: 'a b.fasta'}  # $(HOME)\nout: runs/é\n"
-
-
-def _run(**changes: Any) -> Job:
-    values: dict[str, Any] = {
-        "name": "contact",
-        "kind": "finetune",
-        "arguments": ("finetune", "contact", "optim.lr=1e-4", "--resume", "auto"),
-        "out": "runs/contact",
-        "nodes": 2,
-        "min_nodes": 1,
-        "gpus_per_node": 8,
-        "nproc": 8,
-    }
-    return Job(**values | changes)
 
 
 EMBED = {
@@ -83,18 +47,19 @@ EMBED = {
 DOCTOR = {"name": "doctor", "kind": "doctor", "arguments": ("doctor",), "min_nodes": 2}
 ALONE = {"nodes": 1, "min_nodes": 1, "gpus_per_node": 1, "nproc": 1}
 VARIANTS = {
-    "two nodes": (_run(), BARE),
-    "two nodes, everything": (_run(), FULL),
-    "not elastic": (_run(nodes=16, min_nodes=16), BARE),
-    "one node": (_run(**ALONE), BARE),
-    "on CPUs": (_run(**ALONE | {"gpus_per_node": 0}), BARE),
-    "a recipe of one's own": (_run(arguments=("finetune", "/work/my own.yaml"), recipe_text=OWN), BARE),
-    "the same, everything": (_run(arguments=("finetune", "/mnt/team/my.yaml"), recipe_text=OWN), FULL),
-    "embed": (Job(**EMBED), BARE),
-    "embed, everything": (Job(**EMBED), FULL),
-    "embed, one worker": (Job(**EMBED | {"array": 1}), BARE),
-    "doctor": (_run(**DOCTOR), FULL),
-    "doctor, one node": (_run(**DOCTOR | ALONE), BARE),
+    "two nodes": (pods.run(), pods.BARE),
+    "two nodes, everything": (pods.run(), pods.FULL),
+    "two nodes, an odd directory": (pods.run(out="/mnt/team/$(id): a #1"), pods.FULL),
+    "not elastic": (pods.run(nodes=16, min_nodes=16), pods.BARE),
+    "one node": (pods.run(**ALONE), pods.BARE),
+    "on CPUs": (pods.run(**ALONE | {"gpus_per_node": 0}), pods.BARE),
+    "a recipe of one's own": (pods.run(arguments=("finetune", "/work/my own.yaml"), recipe_text=OWN), pods.BARE),
+    "the same, everything": (pods.run(arguments=("finetune", "/mnt/team/my.yaml"), recipe_text=OWN), pods.FULL),
+    "embed": (SchedulerJob(**EMBED), pods.BARE),
+    "embed, everything": (SchedulerJob(**EMBED), pods.FULL),
+    "embed, one worker": (SchedulerJob(**EMBED | {"array": 1}), pods.BARE),
+    "doctor": (pods.run(**DOCTOR), pods.FULL),
+    "doctor, one node": (pods.run(**DOCTOR | ALONE), pods.BARE),
 }
 
 
@@ -113,43 +78,9 @@ def _examples() -> dict[str, str]:
     return found
 
 
-def _objects(job: Job, site: dict[str, Any]) -> dict[str, Any]:
-    """By kind, as kubectl reads them."""
-    documents = [document for document in pyyaml.safe_load_all(render(job, Site.model_validate(site))) if document]
-    kinds = [document["kind"] for document in documents]
-    assert len(set(kinds)) == len(kinds)
-    return dict(zip(kinds, documents, strict=True))
-
-
-def _expanded(text: str, variables: dict[str, str]) -> str:
-    """What the kubelet makes of an argument: $(NAME) by its value, if it has one; $$ by $."""
-    return re.sub(
-        r"\$(\$|\(([^)]*)\)|.)",
-        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]) if found[2] else found[0],
-        text,
-        flags=re.DOTALL,
-    )
-
-
-def _environment(pod: dict[str, Any], index: int) -> dict[str, str]:
-    """Variables of a pod's container, in which each may name those before it."""
-    fields = {
-        "metadata.labels['batch.kubernetes.io/controller-uid']": "0f5c-77",
-        "status.podIP": f"10.0.0.{index + 1}",
-    }
-    known: dict[str, str] = {}
-    for variable in pod["containers"][0]["env"]:
-        if "valueFrom" in variable:
-            known[variable["name"]] = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
-        else:
-            known[variable["name"]] = _expanded(variable["value"], known)
-    return known
-
-
 def _command(job: dict[str, Any], index: int) -> list[str]:
-    pod = job["spec"]["template"]["spec"]
-    variables = _environment(pod, index)
-    return [_expanded(text, variables) for text in pod["containers"][0]["command"] + pod["containers"][0]["args"]]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return pods.command(container, index)
 
 
 def _action(job: dict[str, Any], exit_code: int, disrupted: bool = False) -> str:
@@ -166,12 +97,12 @@ def _action(job: dict[str, Any], exit_code: int, disrupted: bool = False) -> str
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_objects_are_valid(variant: str, version: str) -> None:
-    for document in _objects(*VARIANTS[variant]).values():
+    for document in pods.objects(*VARIANTS[variant]).values():
         assert kubernetes_validate.validate(document, version, strict=True) == version
 
 
 def test_the_validation_finds_mistakes() -> None:
-    job = _objects(*VARIANTS["two nodes"])["Job"]
+    job = pods.objects(*VARIANTS["two nodes"])["Job"]
     job["spec"]["template"]["spec"]["containers"][0]["argz"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, VERSIONS[0], strict=True)
@@ -192,10 +123,10 @@ def test_the_validation_finds_mistakes() -> None:
     ],
 )
 def test_only_what_is_needed_comes_before_the_job(variant: str, kinds: list[str]) -> None:
-    objects = _objects(*VARIANTS[variant])
-    assert list(objects) == kinds
-    assert {document["metadata"]["namespace"] for document in objects.values()} == {
-        "protein-models" if VARIANTS[variant][1] is FULL else "default"
+    found = pods.objects(*VARIANTS[variant])
+    assert list(found) == kinds
+    assert {document["metadata"]["namespace"] for document in found.values()} == {
+        "protein-models" if VARIANTS[variant][1] is pods.FULL else "default"
     }
 
 
@@ -204,39 +135,51 @@ def test_only_what_is_needed_comes_before_the_job(variant: str, kinds: list[str]
     [
         (
             "two nodes",
-            "esmshard finetune contact optim.lr=1e-4 --resume auto --nproc 8 --nnodes 1:2 --rdzv-endpoint "
-            "contact-0.contact.default.svc:29400 --rdzv-id contact --local-addr 10.0.0.2 --max-restarts 3",
+            "torchrun_wrapper.sh /work/runs/contact/status.json python -m torch.distributed.run --nnodes 1:2 "
+            "--nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d "
+            "--rdzv-endpoint contact-0.contact.default.svc:29400 --rdzv-id contact --local-addr 10.0.0.2 "
+            "-m esmshard finetune contact optim.lr=1e-4 --resume auto out=/work/runs/contact",
         ),
         ("one node", "esmshard finetune contact optim.lr=1e-4 --resume auto --nproc 1 --max-restarts 3"),
         ("embed", "esmshard embed esm2_t33_650M_UR50D proteins.fasta.gz -o embeddings --resume --nproc 1"),
         (
             "doctor",
-            "esmshard doctor --nproc 8 --nnodes 2:2 --rdzv-endpoint doctor-0.doctor.protein-models.svc:30001 "
-            "--rdzv-id doctor",
+            "torchrun_wrapper.sh  python -m torch.distributed.run --nnodes 2:2 --nproc-per-node 8 --max-restarts 0 "
+            "--rdzv-backend c10d --rdzv-endpoint doctor-0.doctor.protein-models.svc:30001 --rdzv-id doctor "
+            "--local-addr 10.0.0.2 -m esmshard doctor",
         ),
         ("doctor, one node", "esmshard doctor --nproc 1"),
     ],
 )
 def test_commands(variant: str, command: str) -> None:
-    assert _command(_objects(*VARIANTS[variant])["Job"], 1) == command.split()
+    words = _command(pods.objects(*VARIANTS[variant])["Job"], 1)
+    if words[0] == "sh":
+        wrapper = Path(kubernetes.__file__).with_name("torchrun_wrapper.sh").read_text(encoding="utf-8")
+        assert words[:3] == ["sh", "-c", wrapper]
+        words = words[3:]
+    assert words == command.split(" ")
+
+
+def test_an_odd_directory_is_the_same_for_the_run_and_the_wrapper() -> None:
+    words = _command(pods.objects(*VARIANTS["two nodes, an odd directory"])["Job"], 0)
+    out = "/mnt/team/$(id): a #1"
+    assert words[4] == f"{out}/status.json"
+    assert recipe.load(recipe.resolve("contact"), [words[-1]]).out == out
 
 
 @pytest.mark.parametrize("variant", ["two nodes", "two nodes, everything", "not elastic", "doctor"])
 def test_names_of_pods_resolve(variant: str) -> None:
     """A pod's record is HOSTNAME.SUBDOMAIN.NAMESPACE.svc, if SUBDOMAIN is a headless Service that selects the pod."""
-    objects = _objects(*VARIANTS[variant])
-    job, service = objects["Job"], objects["Service"]
-    pods, name = job["spec"]["completions"], job["metadata"]["name"]
+    found = pods.objects(*VARIANTS[variant])
+    job, service = found["Job"], found["Service"]
+    name = job["metadata"]["name"]
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}  # a label that the controller sets
-    records = [
-        f"{name}-{index}.{service['metadata']['name']}.{service['metadata']['namespace']}.svc" for index in range(pods)
-    ]
-    for index in range(pods):
+    for index in range(job["spec"]["completions"]):
         command = _command(job, index)
         host, port = command[command.index("--rdzv-endpoint") + 1].split(":")
-        assert host == records[0]
+        assert host == f"{name}-0.{name}.{service['metadata']['namespace']}.svc"
         assert [int(port)] == [entry["port"] for entry in service["spec"]["ports"]]
 
 
@@ -250,18 +193,27 @@ def test_names_of_pods_resolve(variant: str) -> None:
     ],
 )
 def test_when_a_job_is_done(variant: str, policy: dict[str, Any] | None) -> None:
-    assert _objects(*VARIANTS[variant])["Job"]["spec"].get("successPolicy") == policy
+    assert pods.objects(*VARIANTS[variant])["Job"]["spec"].get("successPolicy") == policy
+
+
+def test_what_torchrun_needs_besides_its_options() -> None:
+    (container,) = pods.objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]["containers"]
+    variables = pods.environment(container, 1)
+    assert variables["PET_RDZV_CONF"] == "join_timeout=600,read_timeout=600"  # the wrapper adds is_host
+    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    (alone,) = pods.objects(*VARIANTS["one node"])["Job"]["spec"]["template"]["spec"]["containers"]
+    assert not {"PET_RDZV_CONF", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "POD_IP"} & set(pods.environment(alone, 0))
 
 
 def test_only_pods_of_the_job_may_connect() -> None:
-    spec = _objects(*VARIANTS["two nodes"])["NetworkPolicy"]["spec"]
+    spec = pods.objects(*VARIANTS["two nodes"])["NetworkPolicy"]["spec"]
     same = {"podSelector": {"matchLabels": {"batch.kubernetes.io/job-name": "contact"}}}
     assert spec == {**same, "policyTypes": ["Ingress"], "ingress": [{"from": [same]}]}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_how_pods_are_replaced(variant: str) -> None:
-    job = _objects(*VARIANTS[variant])["Job"]
+    job = pods.objects(*VARIANTS[variant])["Job"]
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # which podFailurePolicy demands
     assert (spec["completionMode"], spec["podReplacementPolicy"]) == ("Indexed", "Failed")
@@ -273,18 +225,17 @@ def test_how_pods_are_replaced(variant: str) -> None:
 
 
 def test_pods_have_the_time_that_the_launcher_gives_its_processes() -> None:
-    from esmshard.parallel.agent import END_TIMEOUT
-    from esmshard.parallel.launch import STOP_TIMEOUT
+    from esmshard.launch.local_processes import END_TIMEOUT, STOP_TIMEOUT
 
-    pod = _objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
+    pod = pods.objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == GRACE >= STOP_TIMEOUT + END_TIMEOUT
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pods_may_do_nothing_but_work(variant: str) -> None:
     """The Pod Security Standard `restricted`, but for RDMA's capability; and files only on the volumes."""
-    user = 4321 if VARIANTS[variant][1] is FULL else 1000
-    pod = _objects(*VARIANTS[variant])["Job"]["spec"]["template"]["spec"]
+    user = 4321 if VARIANTS[variant][1] is pods.FULL else 1000
+    pod = pods.objects(*VARIANTS[variant])["Job"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"] == {
         "runAsNonRoot": True,
@@ -304,13 +255,13 @@ def test_pods_may_do_nothing_but_work(variant: str) -> None:
     assert not any("hostPath" in volume for volume in pod["volumes"])
     writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
     assert writable == {"/mnt/team" if user == 4321 else "/work", "/tmp", "/dev/shm"}
-    environment = _environment(pod, 0)
+    environment = pods.environment(pod["containers"][0], 0)
     assert environment["HOME"] == "/tmp"
     assert environment["ESMSHARD_CACHE"] == ("/work/cache" if user == 4321 else "/tmp/esmshard")
 
 
 def test_every_key_of_the_profile() -> None:
-    job = _objects(*VARIANTS["two nodes, everything"])["Job"]
+    job = pods.objects(*VARIANTS["two nodes, everything"])["Job"]
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     labels = {"kueue.x-k8s.io/queue-name": "team-a"}
@@ -327,7 +278,7 @@ def test_every_key_of_the_profile() -> None:
     assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}]
     assert {"name": "work", "persistentVolumeClaim": {"claimName": "team-data"}} in pod["volumes"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}} in pod["volumes"]
-    assert _environment(pod, 0)["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert pods.environment(pod["containers"][0], 0)["NCCL_SOCKET_IFNAME"] == "ib0"
     assert len({variable["name"] for variable in container["env"]}) == len(container["env"])
 
 
@@ -335,9 +286,9 @@ def test_every_key_of_the_profile() -> None:
     ("cpu", "nproc", "threads"), [("16", 4, "4"), ("7500m", 2, "3"), ("2.5", 4, "1"), (None, 1, None), ("2k", 1, None)]
 )
 def test_processes_share_the_cores_of_the_pod(cpu: str | None, nproc: int, threads: str | None) -> None:
-    site = BARE | {"kubernetes": {"claim": "data", "cpu": cpu}}
-    pod = _objects(_run(nproc=nproc), site)["Job"]["spec"]["template"]["spec"]
-    assert _environment(pod, 0).get("OMP_NUM_THREADS") == threads
+    site = pods.BARE | {"kubernetes": {"claim": "data", "cpu": cpu}}
+    pod = pods.objects(pods.run(nproc=nproc), site)["Job"]["spec"]["template"]["spec"]
+    assert pods.environment(pod["containers"][0], 0).get("OMP_NUM_THREADS") == threads
 
 
 @pytest.mark.parametrize(
@@ -351,44 +302,45 @@ def test_processes_share_the_cores_of_the_pod(cpu: str | None, nproc: int, threa
     ],
 )
 def test_pods_with_fewer_gpus_get_their_share(gpus: int, cpu: str, memory: str, threads: str) -> None:
-    site = BARE | {"gpus_per_node": 8, "kubernetes": {"claim": "data", "cpu": "100", "memory": "1500Gi"}}
-    pod = _objects(_run(gpus_per_node=gpus, nproc=4), site)["Job"]["spec"]["template"]["spec"]
+    site = pods.BARE | {"gpus_per_node": 8, "kubernetes": {"claim": "data", "cpu": "100", "memory": "1500Gi"}}
+    pod = pods.objects(pods.run(gpus_per_node=gpus, nproc=4), site)["Job"]["spec"]["template"]["spec"]
     limits = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     assert pod["containers"][0]["resources"] == {"limits": limits}
-    assert _environment(pod, 0)["OMP_NUM_THREADS"] == threads
+    assert pods.environment(pod["containers"][0], 0)["OMP_NUM_THREADS"] == threads
 
 
 def test_shares_are_whole_bytes() -> None:
-    site = BARE | {"gpus_per_node": 6, "kubernetes": {"claim": "data", "cpu": "100", "memory": "100G"}}
-    pod = _objects(_run(gpus_per_node=1, nproc=1), site)["Job"]["spec"]["template"]["spec"]
+    site = pods.BARE | {"gpus_per_node": 6, "kubernetes": {"claim": "data", "cpu": "100", "memory": "100G"}}
+    pod = pods.objects(pods.run(gpus_per_node=1, nproc=1), site)["Job"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"] == {"cpu": "16.625", "memory": "16.625G", "nvidia.com/gpu": "1"}
 
 
 def test_without_limits_there_are_no_resources() -> None:
-    pod = _objects(*VARIANTS["on CPUs"])["Job"]["spec"]["template"]["spec"]
+    pod = pods.objects(*VARIANTS["on CPUs"])["Job"]["spec"]["template"]["spec"]
     assert "resources" not in pod["containers"][0]
 
 
 def test_the_job_id_is_that_of_the_job_for_all_its_pods() -> None:
-    from esmshard.train.lease import job_id
+    from esmshard.train.records.lease import job_id
 
-    pod = _objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
-    assert [job_id(_environment(pod, index)) for index in (0, 1)] == ["contact-0f5c-77"] * 2
-    exported = BARE | {"exports": {"ESMSHARD_JOB_ID": "mine"}}
-    pod = _objects(_run(), exported)["Job"]["spec"]["template"]["spec"]
-    assert job_id(_environment(pod, 0)) == "mine"
+    pod = pods.objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
+    assert [job_id(pods.environment(pod["containers"][0], index)) for index in (0, 1)] == ["contact-0f5c-77"] * 2
+    exported = pods.BARE | {"exports": {"ESMSHARD_JOB_ID": "mine"}}
+    pod = pods.objects(pods.run(), exported)["Job"]["spec"]["template"]["spec"]
+    assert job_id(pods.environment(pod["containers"][0], 0)) == "mine"
     assert [variable["name"] for variable in pod["containers"][0]["env"]].count("ESMSHARD_JOB_ID") == 1
 
 
 def test_a_recipe_of_ones_own_lies_where_the_command_looks() -> None:
-    objects = _objects(*VARIANTS["a recipe of one's own"])
-    (container,) = objects["Job"]["spec"]["template"]["spec"]["containers"]
+    found = pods.objects(*VARIANTS["a recipe of one's own"])
+    (container,) = found["Job"]["spec"]["template"]["spec"]["containers"]
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "recipe"]
-    (volume,) = [v for v in objects["Job"]["spec"]["template"]["spec"]["volumes"] if v["name"] == "recipe"]
-    assert volume["configMap"] == {"name": objects["ConfigMap"]["metadata"]["name"]}
-    assert objects["ConfigMap"]["immutable"] is True
-    assert objects["ConfigMap"]["data"] == {mount["subPath"]: OWN}
-    assert mount["mountPath"] == container["args"][1] == "/work/my own.yaml"
+    (volume,) = [v for v in found["Job"]["spec"]["template"]["spec"]["volumes"] if v["name"] == "recipe"]
+    assert volume["configMap"] == {"name": found["ConfigMap"]["metadata"]["name"]}
+    assert found["ConfigMap"]["immutable"] is True
+    assert found["ConfigMap"]["data"] == {mount["subPath"]: OWN}
+    assert mount["mountPath"] == "/work/my own.yaml"
+    assert container["args"][container["args"].index("finetune") + 1] == mount["mountPath"]
 
 
 NASTY = [
@@ -436,13 +388,15 @@ NASTY = [
 
 @pytest.mark.parametrize("text", NASTY)
 def test_every_value_arrives_as_it_is(text: str) -> None:
-    job = _run(arguments=("finetune", "/work/my.yaml", f"out={text}", text), recipe_text=text)
-    site = Site.model_validate(BARE | {"exports": {"PLAIN": text}})
+    job = pods.run(arguments=("finetune", "/work/my.yaml", f"out={text}", text), recipe_text=text)
+    site = Site.model_validate(pods.BARE | {"exports": {"PLAIN": text}})
     rendered = render(job, site)
     for documents in (list(pyyaml.safe_load_all(rendered)), list(YAML(typ="safe", pure=True).load_all(rendered))):
         config, _, _, rendered_job = [document for document in documents if document]
-        assert _command(rendered_job, 0)[1:5] == ["finetune", "/work/my.yaml", f"out={text}", text]
-        assert _environment(rendered_job["spec"]["template"]["spec"], 0)["PLAIN"] == text
+        (container,) = rendered_job["spec"]["template"]["spec"]["containers"]
+        words = pods.command(container, 0)
+        assert words[words.index("esmshard") + 1 :][:4] == ["finetune", "/work/my.yaml", f"out={text}", text]
+        assert pods.environment(container, 0)["PLAIN"] == text
         assert config["data"]["recipe.yaml"] == text
 
 
@@ -462,14 +416,17 @@ def test_every_value_arrives_as_it_is(text: str) -> None:
     ],
 )
 def test_names(text: str, nodes: int, name: str) -> None:
-    job = _objects(_run(name=text, nodes=nodes), BARE)["Job"]
+    job = pods.objects(pods.run(name=text, nodes=nodes), pods.BARE)["Job"]
     assert job["metadata"]["name"] == name
     assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name)
     assert len(f"{name}-{nodes - 1}") <= 63
 
 
 def test_long_names_stay_different() -> None:
-    names = {_objects(_run(name="a" * 80 + end), BARE)["Job"]["metadata"]["name"] for end in ("x", "y", "é", "蛋")}
+    names = {
+        pods.objects(pods.run(name="a" * 80 + end), pods.BARE)["Job"]["metadata"]["name"]
+        for end in ("x", "y", "é", "蛋")
+    }
     assert len(names) == 4
 
 
@@ -479,27 +436,27 @@ def test_long_names_stay_different() -> None:
         ({"kubernetes": {"claim": "data"}}, {}, "set container.image in the site profile"),
         ({"container": {"image": "/images/esmshard.sqsh"}, "kubernetes": {"claim": "data"}}, {}, "name in a registry"),
         ({"container": {"image": "esmshard"}}, {}, "set kubernetes.claim in the site profile"),
-        (BARE | {"kubernetes": {"claim": "data", "mount": "work"}}, {}, "kubernetes.mount is 'work'"),
-        (BARE | {"kubernetes": {"claim": "data", "mount": "/"}}, {}, "kubernetes.mount is '/'"),
-        (BARE | {"kubernetes": {"claim": "data", "mount": "/tmp"}}, {}, "kubernetes.mount is '/tmp'"),
-        (BARE | {"kubernetes": {"claim": "data", "mount": "/a:b"}}, {}, "kubernetes.mount is '/a:b'"),
-        (BARE | {"kubernetes": {"claim": "data", "namespace": "Team A"}}, {}, "kubernetes.namespace is 'Team A'"),
-        (BARE, {"arguments": ("finetune", "/home/me/my.yaml"), "recipe_text": OWN}, "only below /work"),
-        (BARE, {"arguments": ("finetune", "/work/a:b.yaml"), "recipe_text": OWN}, "its name may have no ':'"),
-        (BARE, {"arguments": ("finetune", "/work/a.yaml"), "recipe_text": "#" * (2**17 + 1)}, "more than 128 KiB"),
-        (BARE, {"arguments": ("finetune", "contact", "out=\udcff")}, r"'out=\udcff': only Unicode text"),
+        (pods.BARE | {"kubernetes": {"claim": "data", "mount": "work"}}, {}, "kubernetes.mount is 'work'"),
+        (pods.BARE | {"kubernetes": {"claim": "data", "mount": "/"}}, {}, "kubernetes.mount is '/'"),
+        (pods.BARE | {"kubernetes": {"claim": "data", "mount": "/tmp"}}, {}, "kubernetes.mount is '/tmp'"),
+        (pods.BARE | {"kubernetes": {"claim": "data", "mount": "/a:b"}}, {}, "kubernetes.mount is '/a:b'"),
+        (pods.BARE | {"kubernetes": {"claim": "data", "namespace": "Team A"}}, {}, "kubernetes.namespace is 'Team A'"),
+        (pods.BARE, {"arguments": ("finetune", "/home/me/my.yaml"), "recipe_text": OWN}, "only below /work"),
+        (pods.BARE, {"arguments": ("finetune", "/work/a:b.yaml"), "recipe_text": OWN}, "its name may have no ':'"),
+        (pods.BARE, {"arguments": ("finetune", "/work/a.yaml"), "recipe_text": "#" * (2**17 + 1)}, "more than 128 KiB"),
+        (pods.BARE, {"arguments": ("finetune", "contact", "out=\udcff")}, r"'out=\udcff': only Unicode text"),
     ],
 )
 def test_what_cannot_be_rendered_is_one_sentence(site: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError) as error:
-        render(_run(**changes), Site.model_validate(site))
+        render(pods.run(**changes), Site.model_validate(site))
     (problem,) = error.value.problems
     assert sentence in problem
 
 
 def test_examples_are_what_is_rendered() -> None:
     examples = _examples()
-    assert {path.name for path in EXAMPLES.iterdir()} == {*examples, "site.yaml", "claim.yaml"}
+    assert {path.name for path in EXAMPLES.iterdir()} == {*examples, "site.yaml", "claim.yaml", "runtime.yaml"}
     for name, text in examples.items():
         assert (EXAMPLES / name).read_text(encoding="utf-8") == text, f"run: python {Path(__file__).name}"
     claim = YAML(typ="safe").load((EXAMPLES / "claim.yaml").read_text())
@@ -510,84 +467,79 @@ def test_examples_are_what_is_rendered() -> None:
     assert claims == [claim["metadata"]["name"]]
 
 
-class Pod:
-    """What the kubelet starts for one index of a Job, but for the container: its volume is a directory of this machine.
-
-    Addresses of pods become those of the loopback interface.
-    """
-
-    def __init__(self, job: dict[str, Any], index: int, work: Path) -> None:
-        pod = job["spec"]["template"]["spec"]
-        self._files = [work / f"pod-{index}.{name}" for name in ("out", "err")]
-        for file in self._files:
-            file.unlink(missing_ok=True)
-        words = [self._here(word, work) for word in _command(job, index)]
-        environment = {key: self._here(value, work) for key, value in _environment(pod, index).items()}
-        cwd = self._here(pod["containers"][0]["workingDir"], work)
-        self.process = command._forks.Process(
-            target=command._run, args=(words, cwd, {**os.environ, **environment}, *map(str, self._files))
-        )
-        self.process.start()
-
-    @staticmethod
-    def _here(text: str, work: Path) -> str:
-        text = text.replace("tiny-0.tiny.default.svc", "127.0.0.1").replace("10.0.0.", "127.0.0.")
-        return re.sub("^/(work|tmp)", str(work), text)
-
-    def end(self) -> int:
-        self.process.join(120)
-        code = self.process.exitcode
-        self.process.kill()
-        assert code is not None, self.output
-        return code
-
-    @property
-    def output(self) -> str:
-        return "".join(file.read_text() for file in self._files if file.exists())
+def _start(job: dict[str, Any], index: int, work: Path) -> pods.Pod:
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return pods.Pod(container, index, work, {"JOB_COMPLETION_INDEX": str(index)})
 
 
-def test_two_pods_train_are_preempted_and_go_on(tiny_recipe: Path) -> None:
-    work = tiny_recipe.parent
+def _tiny(recipe_file: Path) -> dict[str, Any]:
+    """Objects of a run on two nodes, whose first pod listens at a port that is free here."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    job = _run(
+    job = pods.run(
         name="tiny",
         arguments=(
             *("finetune", "/work/own.yaml", "train.steps=40", "train.eval_every=40", "checkpoint.every=40"),
             *("--resume", "auto", "--no-report"),
         ),
-        recipe_text=tiny_recipe.read_text().replace(str(work / "run"), "run"),
+        recipe_text=recipe_file.read_text(),
         min_nodes=2,
         gpus_per_node=0,
         nproc=1,
-        out="run",
+        out="/work/run",
     )
-    objects = _objects(job, BARE | {"kubernetes": {"claim": "data", "port": port}})
-    (work / "own.yaml").write_text(objects["ConfigMap"]["data"]["recipe.yaml"])
+    found = pods.objects(
+        job, pods.BARE | {"exports": {"OMP_NUM_THREADS": "1"}, "kubernetes": {"claim": "data", "port": port}}
+    )
+    (recipe_file.parent / "own.yaml").write_text(found["ConfigMap"]["data"]["recipe.yaml"])
+    return found
+
+
+def test_two_pods_train_are_preempted_and_go_on(tiny_recipe: Path) -> None:
+    work = tiny_recipe.parent
+    job = _tiny(tiny_recipe)["Job"]
     metrics, status = work / "run" / "metrics.jsonl", work / "run" / "status.json"
 
-    pods = [Pod(objects["Job"], index, work) for index in (0, 1)]
-    end = time.monotonic() + 120
+    started = [_start(job, index, work) for index in (1, 0)]
+    end = time.monotonic() + 600
     while not metrics.exists() or '"loss"' not in metrics.read_text():
-        assert all(pod.process.is_alive() for pod in pods), [pod.output for pod in pods]
-        assert time.monotonic() < end
+        assert all(pod.process.poll() is None for pod in started), [pod.output for pod in started]
+        assert time.monotonic() < end, [pod.output for pod in started]
         time.sleep(0.02)
-    assert pods[1].process.pid is not None
-    os.kill(pods[1].process.pid, signal.SIGTERM)
-    codes = [pod.end() for pod in pods]
-    assert codes == [75, 75], [pod.output for pod in pods]
-    assert [_action(objects["Job"], code) for code in codes] == ["Ignore", "Ignore"]
+    started[0].process.terminate()
+    codes = [pod.end() for pod in started]
+    assert codes == [75, 75], [pod.output for pod in started]
+    assert [_action(job, code) for code in codes] == ["Ignore", "Ignore"]
     before = json.loads(status.read_text())
     assert before["state"] == "preempted"
     assert 0 < before["step"] < 40
 
-    pods = [Pod(objects["Job"], index, work) for index in (0, 1)]
-    assert [pod.end() for pod in pods] == [0, 0], [pod.output for pod in pods]
+    started = [_start(job, index, work) for index in (0, 1)]
+    assert [pod.end() for pod in started] == [0, 0], [pod.output for pod in started]
     after = json.loads(status.read_text())
     assert (after["state"], after["step"], after["attempt"]) == ("done", 40, 2)
     assert after["job"] == before["job"] == "tiny-0f5c-77"
     steps = [json.loads(line).get("step") for line in metrics.read_text().splitlines() if '"loss"' in line]
     assert sorted(set(steps)) == list(range(1, 41))
+
+
+def test_a_pod_that_waits_for_the_others_leaves_when_it_is_asked(tiny_recipe: Path) -> None:
+    found = _tiny(tiny_recipe)
+    (port,) = [entry["port"] for entry in found["Service"]["spec"]["ports"]]
+    pod = _start(found["Job"], 0, tiny_recipe.parent)
+    end = time.monotonic() + 600
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+        except ConnectionRefusedError:
+            assert pod.process.poll() is None, pod.output
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    pod.process.terminate()
+    assert pod.end() == 143, pod.output
+    assert _action(found["Job"], 143) == "Ignore"
+    assert not (tiny_recipe.parent / "run").exists()
 
 
 if __name__ == "__main__":

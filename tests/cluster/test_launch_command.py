@@ -8,11 +8,11 @@ import pytest
 from command import esmshard
 from ruamel.yaml import YAML
 
-from esmshard import recipe as recipes
-from esmshard.cluster.job import Job
-from esmshard.cluster.launch import Options, doctor_job, finetune_job, merged
-from esmshard.cluster.site import KubernetesSite, Site
+from esmshard.cluster.scripts.launch_command import Options, doctor_job, finetune_job, merged
+from esmshard.cluster.scripts.scheduler_job import SchedulerJob
+from esmshard.cluster.scripts.site import KubernetesSite, Site
 from esmshard.errors import UsageError
+from esmshard.recipe import recipe_file
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,8 @@ def slurm(**keys: object) -> Options:
 
 
 def test_a_recipe_becomes_a_run_that_goes_on(here: Path, tiny_recipe: Path) -> None:
-    job = finetune_job(str(tiny_recipe), ["optim.lr=1e-4", "out=runs/x"], slurm(nodes="1:2", gpus_per_node=4), site())
-    assert job == Job(
+    job = finetune_job(str(tiny_recipe), ["optim.lr=1e-4", "out=runs/x"], slurm(nodes="2", gpus_per_node=4), site())
+    assert job == SchedulerJob(
         name="tiny",
         kind="finetune",
         arguments=("finetune", str(tiny_recipe), "optim.lr=1e-4", "out=runs/x", "--resume", "auto"),
@@ -43,7 +43,7 @@ def test_a_recipe_becomes_a_run_that_goes_on(here: Path, tiny_recipe: Path) -> N
         directory=str(here),
         reads=tuple(str(tiny_recipe.parent / name) for name in ("tiny.yaml", "train.fasta", "valid.fasta")),
         nodes=2,
-        min_nodes=1,
+        min_nodes=2,
         gpus_per_node=4,
         nproc=4,
     )
@@ -52,7 +52,7 @@ def test_a_recipe_becomes_a_run_that_goes_on(here: Path, tiny_recipe: Path) -> N
 def test_a_shipped_recipe_goes_by_its_name() -> None:
     job = finetune_job("contact", [], slurm(gpus_per_node=1), site())
     assert (job.arguments, job.reads) == (("finetune", "contact", "--resume", "auto"), ())
-    assert "contact" in recipes.names()
+    assert "contact" in recipe_file.names()
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,12 @@ def test_the_time_comes_before_that_of_the_profile() -> None:
     assert (both.time, both.partition) == ("2-00:00:00", "gpu")
 
 
+@pytest.mark.parametrize(("overrides", "alone"), [([], True), (["data.folds=5", "data.fold=1"], False)])
+def test_a_cross_validation_starts_its_processes_itself(overrides: list[str], alone: bool) -> None:
+    job = finetune_job("variants", overrides, slurm(nproc=2), site())
+    assert (job.starts_processes, job.nproc) == (alone, 2)
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides", "options", "problem"),
     [
@@ -86,6 +92,12 @@ def test_the_time_comes_before_that_of_the_profile() -> None:
         ("kontact", [], {"gpus_per_node": 1}, "kontact: neither a file nor a shipped recipe"),
         ("contact", [], {}, "how many GPUs has a node? pass --gpus-per-node N"),
         ("contact", [], {"gpus_per_node": 1, "nodes": "2:1"}, "--nodes 2:1: a number of nodes is expected, as 2, or"),
+        (
+            "contact",
+            [],
+            {"gpus_per_node": 1, "nodes": "1:4"},
+            "--nodes 1:4: Slurm gives a job a fixed number of nodes, and starts it again after a lost one; type --node",
+        ),
         ("contact", [], {"gpus_per_node": 1, "nodes": "x"}, "--nodes x: a number of nodes"),
         (
             "variants",
@@ -198,9 +210,8 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
     lines = done.stdout.splitlines()
     assert "#SBATCH --array=0-3" in lines
     assert "#SBATCH --gpus-per-node=1" in lines
-    assert f"out={here}/emb" in lines
-    joined = " ".join(done.stdout.split())
-    assert "embed esm2_t6_8M_UR50D a.fasta -o emb --pool mean --resume --nproc 1 )" in joined
+    joined = " ".join(done.stdout.replace("\\\n", " ").split())
+    assert "embed esm2_t6_8M_UR50D a.fasta -o emb --pool mean --resume --nproc 1 &" in joined
     assert "is not here" not in done.stderr
     (here / "a.fasta").unlink()
     done = esmshard("launch", "embed", "--target", "slurm", "--dry-run", *given, cwd=here)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.cluster import site
+from esmshard.cluster.scripts import site
 from esmshard.errors import UsageError
 
 TEXT = """\
@@ -53,7 +53,7 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert found.container.image == "/home/someone/esmshard.sqsh"
     assert found.container.mounts == ("/data", "/shared:/shared:ro")
     assert (found.slurm.partition, found.slurm.time, found.slurm.modules) == ("gpu", "24:00:00", ("cuda/12.8",))
-    assert (found.slurm.grace, found.slurm.port, found.kubernetes.namespace) == (180, 29400, "default")
+    assert (found.slurm.grace, found.kubernetes.port, found.kubernetes.namespace) == (180, 29400, "default")
 
 
 def test_variables_of_slurm_are_left_for_the_job(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +115,7 @@ kubernetes: {labels: [a]}
         ("partition: gpu", 'partition: "a\\n#SBATCH --wrap=x"', "slurm.partition: 'a\\n#SBATCH --wrap=x' cannot stand"),
         ("partition: gpu", "account: a b", "slurm.account: 'a b' cannot stand in an #SBATCH line"),
         ("partition: gpu", "qos: $(reboot)", "slurm.qos: '$(reboot)' cannot stand"),
+        ("partition: gpu", "port: 29400", "slurm.port: unknown key"),
         ("partition: gpu", "memory: lots", "slurm.memory: must be a size such as 480G, not 'lots'"),
         ("24:00:00", "tomorrow", "slurm.time: must be a time such as 24:00:00, 2-12:00:00 or 90 (minutes), not 'tom"),
         ("cuda/12.8", "a;b", "slurm.modules: 'a;b' is no name of a module"),

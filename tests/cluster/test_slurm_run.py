@@ -1,4 +1,4 @@
-"""The script for Slurm is executed: real shells, signals, launchers and runs, under programs that stand in for Slurm's.
+"""The script for Slurm is executed: real shells, signals and runs, under programs that stand in for Slurm's.
 
 Where a run only has to end in a certain way, a program plays it; what it plays is in `play.json`, one entry a start.
 """
@@ -26,11 +26,12 @@ PLAYER = '''\
 import json, os, signal, sys, time
 from pathlib import Path
 state = Path(os.environ["STAND_IN"])
+if os.environ["SLURM_PROCID"] != "0":
+    sys.exit(0)
 n = len((state / "played").read_text()) if (state / "played").exists() else 0
-if os.environ["SLURM_NODEID"] == "0":
-    (state / "played").write_text("x" * (n + 1))
-    (state / f"argv-{{n}}.json").write_text(json.dumps(sys.argv[1:]))
-    (state / f"environ-{{n}}.json").write_text(json.dumps(dict(os.environ)))
+(state / "played").write_text("x" * (n + 1))
+(state / f"argv-{{n}}.json").write_text(json.dumps(sys.argv[1:]))
+(state / f"environ-{{n}}.json").write_text(json.dumps(dict(os.environ)))
 act = json.loads((state / "play.json").read_text())[n]
 came = []
 if act.get("until_signal"):
@@ -41,11 +42,9 @@ if act.get("until_signal"):
         time.sleep(0.01)
     (state / "heard").write_text(signal.Signals(came[0]).name)
     time.sleep(0.5)  # it saves
-if "state" in act:
-    status = {{"state": act["state"], "step": act["step"], "steps": 100, "attempt": act["attempt"], "exit_code": None,
-              "message": 'it said \\n "state": "done", and more', "started": 1763812345.5 + act["attempt"]}}
-    Path(act["out"]).mkdir(parents=True, exist_ok=True)
-    (Path(act["out"]) / "status.json").write_text(json.dumps(status, indent=1) + "\\n")
+if act["code"] > 128:
+    signal.signal(act["code"] - 128, signal.SIG_DFL) if act["code"] != 137 else None
+    os.kill(os.getpid(), act["code"] - 128)
 sys.exit(act["code"])
 '''
 
@@ -66,12 +65,17 @@ class Cluster:
         assert done.stderr == f"site profile: {self.work / 'site.yaml'}\n"
         return done.stdout.split("Submitted batch job ")[1].strip()
 
-    def play(self, *acts: dict[str, Any]) -> str:
-        """A run that is played, once for each act; the number of the job."""
+    def play(self, *codes: int, until_signal: bool = False) -> str:
+        """A run that is played and leaves with these codes, one a start, the first maybe when it was asked to stop.
+
+        Returns:
+            The number of the job.
+        """
+        acts = [{"code": code, "until_signal": until_signal and not n} for n, code in enumerate(codes)]
         player = self.folder / "python"
         player.write_text(PLAYER.format(python=sys.executable))
         player.chmod(0o755)
-        (self.folder / "play.json").write_text(json.dumps([{"out": str(self.work / "run"), **act} for act in acts]))
+        (self.folder / "play.json").write_text(json.dumps(acts))
         self.site["python"] = str(player)
         return self.launch("contact", f"out={self.work / 'run'}", "--name", "played")
 
@@ -93,7 +97,8 @@ class Cluster:
             time.sleep(0.01)
 
     def starts(self) -> int:
-        return len(noted("ended"))
+        """Of the step, by which the script started the run."""
+        return len(noted("srun"))
 
     def signal(self, *arguments: str) -> None:
         subprocess.run([self.folder / "bin" / "scancel", *arguments], check=True)
@@ -149,110 +154,135 @@ def steps(run: Path) -> list[dict[str, Any]]:
 LONGER = ("train.steps=30", "train.eval_every=30", "checkpoint.every=1000")
 
 
-@pytest.mark.parametrize("nodes", [*(pytest.param(nodes, marks=pytest.mark.slow) for nodes in ("1", "1:2")), "2"])
+# As sbatch sends it before the time limit: to the shell. By hand: to every process of the steps.
+ASKED = {"limit": ("--batch", "-s", "USR1"), "scancel": ("-s", "USR1")}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked"), [pytest.param("1", "scancel", marks=pytest.mark.slow), ("2", "limit"), ("2", "scancel")]
+)
 def test_a_preempted_run_is_started_again_and_ends_like_an_unbroken_one(
-    nodes: str, cluster: Cluster, network: None, tiny_recipe: Path, tmp_path: Path
+    nodes: str, asked: str, cluster: Cluster, network: None, tiny_recipe: Path, tmp_path: Path
 ) -> None:
     run, name = tmp_path / "run; $(touch pwned) 'q'", "a; touch pwned"
     launched = ("--nodes", nodes, "--nproc", "2" if nodes == "1" else "1", "--name", name)
     job = cluster.launch(tiny_recipe, *LONGER, f"out={run}", *launched)
     cluster.until(lambda: len(steps(run)) > 4)
-    cluster.signal("-s", "USR1", job)  # as --signal=USR1@180 does: to all processes of the step
+    cluster.signal(*ASKED[asked], job)
     assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job, "a-touch-pwned")
-    log = cluster.log(job, "a-touch-pwned")
     assert noted("requeues") == [job]
-    assert f"esmshard: saved, and back in the queue as job {job}" in log
     assert [code for _, code in noted("ended")] == [75, 0]
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["attempt"], status["job"]) == ("done", 30, 2, job)
     assert [step["step"] for step in steps(run)] == list(range(1, 31)), "none was taken twice"
+    like_unbroken(run, tiny_recipe, *LONGER)
+    assert not list(tmp_path.rglob("pwned"))
 
-    whole = tmp_path / "whole"
-    done = esmshard("finetune", tiny_recipe, *LONGER, f"out={whole}", "--nproc", "2")
+
+def test_a_killed_rank_ends_the_step_which_starts_again_from_the_last_checkpoint(
+    cluster: Cluster, network: None, tiny_recipe: Path, tmp_path: Path
+) -> None:
+    saved = ("train.steps=30", "train.eval_every=30", "checkpoint.every=4")
+    job = cluster.launch(tiny_recipe, *saved, "--nodes", "2", "--nproc", "1")
+    run = tmp_path / "run"
+    cluster.until(lambda: len(steps(run)) > 5)
+    ranks = {rank_of(pid): pid for pid in Job(job).processes("STEP")}
+    os.kill(ranks["1"], signal.SIGKILL)
+    assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job, "tiny")
+    assert "esmshard: a process was lost (exit code 137)\n" in cluster.log(job, "tiny")
+    assert (cluster.starts(), noted("requeues")) == (2, [])
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"], status["attempt"]) == ("done", 30, 2)
+    assert not Job(job).processes("STEP"), "no process is left behind"
+    like_unbroken(run, tiny_recipe, *saved)
+
+
+def like_unbroken(run: Path, recipe: Path, *overrides: str) -> None:
+    """The run has the losses and the weights of one that nothing interrupted, on as many processes."""
+    whole = run.parent / "whole"
+    done = esmshard("finetune", recipe, *overrides, f"out={whole}", "--nproc", "2")
     assert done.returncode == 0, done.stderr
     assert [step["loss"] for step in steps(run)] == [step["loss"] for step in steps(whole)]
     assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
-    assert not list(tmp_path.rglob("pwned"))
-    assert not list(tmp_path.glob(".esmshard-idle-*"))
+
+
+def rank_of(pid: int) -> str:
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(line for line in environment if line.startswith(b"SLURM_PROCID=")).decode().partition("=")[2]
 
 
 def test_a_users_mistake_is_not_started_again(cluster: Cluster, tiny_recipe: Path) -> None:
     job = cluster.launch(tiny_recipe, "batch.tokens_per_rank=20", "--nproc", "1", "--name", "played")
     assert cluster.wait(job) == (1, "FAILED")
-    log = cluster.log(job)
-    assert "but batch.tokens_per_rank is 20; raise it" in log
-    assert "esmshard: the run ended with exit code 1 (failed) and is not started again" in log
-    assert noted("requeues") == []
+    assert "but batch.tokens_per_rank is 20; raise it" in cluster.log(job)
+    assert (cluster.starts(), noted("requeues")) == (1, [])
 
 
-def test_an_old_status_is_not_taken_for_this_starts(cluster: Cluster) -> None:
-    old = {"state": "preempted", "step": 50, "attempt": 3, "started": 1.5}
-    (cluster.work / "run").mkdir()
-    (cluster.work / "run" / "status.json").write_text(json.dumps(old, indent=1))
-    job = cluster.play({"code": 7})
-    assert cluster.wait(job) == (7, "FAILED")
-    assert noted("requeues") == []
-    assert "exit code 7 (failed)" in cluster.log(job)
-
-
-def test_starts_that_do_no_step_come_to_an_end(cluster: Cluster) -> None:
-    acts = [{"code": 75, "state": "preempted", "step": step} for step in (5, 5, 9, 9, 9, 9, 9)]
-    job = cluster.play(*({**act, "attempt": n} for n, act in enumerate(acts, 1)))
-    assert cluster.wait(job) == (75, "FAILED")
-    assert noted("requeues") == [job] * 5, "the second start did none, the third did, and then three did none"
-    assert cluster.log(job).splitlines()[-1] == (
-        "esmshard: 3 starts in a row were preempted before they had done a step; raise the time limit, and sbatch again"
-    )
-    assert not list(cluster.work.glob(".esmshard-idle-*"))
+def test_a_mistake_of_all_ranks_is_said_once_and_ends_the_job(
+    cluster: Cluster, network: None, tiny_recipe: Path
+) -> None:
+    assert esmshard("finetune", tiny_recipe, "train.steps=1", "--nproc", "1", "--no-report").returncode == 0
+    job = cluster.launch(tiny_recipe, "train.steps=1", "optim.lr=0.5", "--nodes", "2", "--nproc", "1")
+    assert cluster.wait(job) == (2, "FAILED"), cluster.log(job, "tiny")
+    assert cluster.log(job, "tiny").count("was written under another recipe") == 1
+    assert (cluster.starts(), noted("requeues")) == (1, [])
 
 
 @pytest.mark.parametrize(
-    ("act", "requeued", "code"),
+    ("codes", "requeued", "code"),
     [
-        ({"code": 1, "state": "preempted", "step": 3, "attempt": 1}, True, 0),  # as under torchrun, or of another node
-        ({"code": 138}, True, 0),  # a signal before the run could take one
-        ({"code": 137, "state": "done", "step": 9, "attempt": 1}, False, 0),  # of a node that was lost
-        ({"code": 137, "state": "running", "step": 9, "attempt": 1}, False, 137),  # killed
-        ({"code": 0, "state": "failed", "step": 9, "attempt": 1}, False, 1),
-        ({"code": 2}, False, 2),
+        ((75, 0), True, 0),
+        ((138, 0), True, 0),  # USR1 came before the run could take one
+        *(((lost, 0), False, 0) for lost in (69, 70, 134, 135, 137, 139, 143)),  # in the same job
+        ((69, 137, 75, 0), True, 0),
+        ((69, 70, 137, 139), False, 139),  # the fourth start was the last one
+        *(((mistake,), False, mistake) for mistake in (1, 2, 130)),
     ],
 )
-def test_the_status_decides_and_not_the_exit_code(
-    act: dict[str, Any], requeued: bool, code: int, cluster: Cluster
+def test_the_exit_code_decides_what_is_started_again(
+    codes: tuple[int, ...], requeued: bool, code: int, cluster: Cluster
 ) -> None:
-    job = cluster.play(act, {"code": 0, "state": "done", "step": 10, "attempt": 2})
+    job = cluster.play(*codes)
     assert cluster.wait(job)[0] == code, cluster.log(job)
     assert noted("requeues") == ([job] if requeued else [])
-    assert cluster.starts() == 1 + requeued
+    assert cluster.starts() == len(codes)
 
 
-def test_a_job_that_is_cancelled_saves_and_stays_cancelled(cluster: Cluster) -> None:
-    job = cluster.play({"code": 75, "state": "preempted", "step": 3, "attempt": 1, "until_signal": True})
+@pytest.mark.parametrize("code", [75, 143, 137])
+def test_a_job_that_is_cancelled_saves_and_stays_cancelled(code: int, cluster: Cluster) -> None:
+    job = cluster.play(code, until_signal=True)
     cluster.until((cluster.folder / "listening").exists)
     cluster.signal(job)
     assert cluster.wait(job) == (75, "CANCELLED")
-    assert noted("requeues") == []
-    assert "saved; Slurm itself is ending this job (COMPLETING)" in cluster.log(job)
+    assert (cluster.starts(), noted("requeues")) == (1, [])
 
 
+@pytest.mark.parametrize("code", [75, 143, 137])
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
-def test_a_signal_to_the_shell_alone_goes_on_to_the_run(name: str, cluster: Cluster) -> None:
-    preempted = {"code": 75, "state": "preempted", "step": 3, "attempt": 1, "until_signal": True}
-    job = cluster.play(preempted, {"code": 0, "state": "done", "step": 9, "attempt": 2})
+def test_a_signal_to_the_shell_alone_goes_on_to_the_run(name: str, code: int, cluster: Cluster) -> None:
+    """Who was asked to stop and was lost with it, or heard it too early to save, goes back into the queue as well."""
+    job = cluster.play(code, 0, until_signal=True)
     cluster.until((cluster.folder / "listening").exists)
     cluster.signal("--batch", "-s", name, job)
     assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job)
     assert (cluster.folder / "heard").read_text() == "SIGUSR1"
-    log = cluster.log(job)
-    assert log.index("Exited with exit code 75") < log.index("esmshard: saved"), "it was waited for"
+    assert f"Exited with exit code {code}" in cluster.log(job), "it was waited for"
     assert noted("requeues") == [job]
+
+
+def test_a_run_that_ends_while_it_is_asked_to_stop_is_done(cluster: Cluster) -> None:
+    job = cluster.play(0, until_signal=True)
+    cluster.until((cluster.folder / "listening").exists)
+    cluster.signal("--batch", "-s", "USR1", job)
+    assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job)
+    assert noted("requeues") == []
 
 
 def test_where_jobs_are_not_requeued_it_says_so(cluster: Cluster) -> None:
     (cluster.folder / "no-requeue").touch()
-    job = cluster.play({"code": 75, "state": "preempted", "step": 3, "attempt": 1})
+    job = cluster.play(75)
     assert cluster.wait(job) == (75, "FAILED")
-    assert "sbatch this file again, it goes on" in cluster.log(job)
+    assert f"esmshard: job {job} is not requeued; sbatch this file again, it goes on" in cluster.log(job)
 
 
 EVIL = "x; rm -rf {folder}; $(touch {folder}/pwned) `touch {folder}/pwned` 'q' \"d\" \\ # $HOME !! %s\nz *"
@@ -276,8 +306,7 @@ def test_whatever_a_value_holds_it_arrives_as_it_is(runtime: str, cluster: Clust
     out = cluster.work / (
         "x; $(touch pwned) `touch pwned` 'q' \"d\" \\ # $HOME !! %s *" if runtime == "none" else "run"
     )
-    act = {"code": 0, "state": "done", "step": 1, "attempt": 1, "out": str(out)}
-    (cluster.folder / "play.json").write_text(json.dumps([act] * 2))
+    (cluster.folder / "play.json").write_text('[{"code": 0}]')
     player = cluster.folder / "bin" / "esmshard"  # what the image has; beside it, the interpreter
     player.write_text(PLAYER.format(python=sys.executable))
     player.chmod(0o755)
@@ -288,36 +317,26 @@ def test_whatever_a_value_holds_it_arrives_as_it_is(runtime: str, cluster: Clust
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
     assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job, name)
     argv = json.loads((cluster.folder / "argv-0.json").read_text())
-    together = ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29401", "--rdzv-id", f"{job}.0"]
-    expected = [
-        "finetune",
-        "sequence",
-        *overrides,
-        "--resume",
-        "auto",
-        "--nproc",
-        "3",
-        *together,
-        "--max-restarts",
-        "3",
-    ]
+    expected = ["finetune", "sequence", *overrides, "--resume", "auto"]
     assert argv == (["-m", "esmshard"] if runtime == "none" else []) + expected
     environment = json.loads((cluster.folder / "environ-0.json").read_text())
     assert environment["WEIRD"] == evil
-    assert environment["ESMSHARD_JOB_ID"] == job == "4001"
+    ranks = ("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    assert tuple(environment[name] for name in ranks) == ("4001", "6", "0", "3(x2)")
     own = tmp_path / "scratch" / "4001" / f"esmshard-{os.getuid()}"
     assert (environment["TMPDIR"], environment["ESMSHARD_CACHE"]) == (str(own / "tmp"), str(own / "cache"))
     assert own.stat().st_mode & 0o77 == 0
     assert (environment["OMP_NUM_THREADS"], (own / "cache").is_dir()) == ("1", True)
     assert folder.is_dir()
     assert not list(tmp_path.rglob("pwned"))
-    (step,) = noted("srun")
+    made, step = noted("srun")
+    assert (made["command"][0], made["options"]["ntasks"], made["options"]["ntasks-per-node"]) == ("mkdir", "2", "1")
     if runtime == "pyxis":
         assert step["options"]["container-image"] == str(image)
-        assert step["options"]["container-env"] == "WEIRD,ESMSHARD_JOB_ID,OMP_NUM_THREADS"
+        assert step["options"]["container-env"] == "WEIRD,OMP_NUM_THREADS,ESMSHARD_CACHE,TMPDIR"
         places = step["options"]["container-mounts"].split(",")
     elif runtime == "apptainer":
-        assert len(noted("apptainer")) == 2
+        assert len(noted("apptainer")) == 6
         assert noted("apptainer")[0]["image"] == str(image)
         assert "nv" not in noted("apptainer")[0]["options"]
         places = noted("apptainer")[0]["options"]["bind"].split("\0")

@@ -1,4 +1,4 @@
-"""Chains of structure files: the rules, one by one, through PDB and through mmCIF with both readers."""
+"""Chains of structure files: the rules, one by one, through PDB and through mmCIF."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from structure_texts import OTHER, SEQ, Line, backbone, chain, cif, expected_cb, nucleic, of, pdb, three, water
 
-from esmshard.data.chains import Chain, Findings, read_chains, virtual_cb
-from esmshard.data.structure_files import Reader
-from esmshard.data.structures import contact_labels
+from esmshard.data.structures.chains import Chain, Findings, read_chains, virtual_cb
+from esmshard.data.structures.contact_labels import contact_labels
 from esmshard.errors import InputError
 
-FORMS = ("pdb", "gemmi", "biopython")
+FORMS = ("pdb", "cif")
 Seqs = Mapping[str, Sequence[str]]
 Read = Callable[..., list[Chain]]
 
@@ -33,14 +32,13 @@ def read(request: pytest.FixtureRequest, tmp_path: Path) -> Read:
         kinds: Mapping[str, str] | None = None,
         **options: object,
     ) -> list[Chain]:
-        path = tmp_path / ("1ABC.pdb" if form == "pdb" else "1ABC.cif")
+        path = tmp_path / f"1ABC.{form}"
         if form == "pdb":
             path.write_text(pdb(lines, sequences, modres or parents))
         else:
             path.write_text(cif(lines, sequences, kinds, parents, modres))
-        reader: Reader = "biopython" if form == "biopython" else "gemmi"
         run.findings = Findings()  # type: ignore[attr-defined]
-        return read_chains(path, reader=reader, findings=run.findings, **options)  # type: ignore[attr-defined, arg-type]
+        return read_chains(path, findings=run.findings, **options)  # type: ignore[attr-defined, arg-type]
 
     return run
 
@@ -245,8 +243,7 @@ def test_only_the_first_model_is_read(read: Read) -> None:
     lines = chain(SEQ) + chain(SEQ, shift=30, model=2) + chain(SEQ, shift=60, model=3)
     (found,) = read(lines, {"A": three(SEQ)})
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    name = "1ABC.pdb" if told_form(read) == "pdb" else "1ABC.cif"
-    assert told(read) == [f"1 file with several models, of which the first was read ({name})"]
+    assert told(read) == [f"1 file with several models, of which the first was read (1ABC.{told_form(read)})"]
 
 
 def test_two_chains(read: Read) -> None:
@@ -356,12 +353,11 @@ def test_pdb_and_mmcif_of_one_entry_give_equal_maps(tmp_path: Path) -> None:
     (tmp_path / "x.pdb").write_text(pdb(lines, {"A": comps}, {"SEP": "SER"}))
     (tmp_path / "x.cif").write_text(cif(lines, {"A": comps}, modres={"SEP": "SER"}))
     (a,) = read_chains(tmp_path / "x.pdb")
-    for reader in ("gemmi", "biopython"):
-        (b,) = read_chains(tmp_path / "x.cif", reader=reader)  # type: ignore[arg-type]
-        assert a.sequence == b.sequence == "MKTAYMIAKQRGGLVNDECHWSFP"
-        np.testing.assert_array_equal(a.cb_L3, b.cb_L3)
-        labels_LL = contact_labels(b.cb_L3)
-        assert labels_LL.tolist() == contact_labels(a.cb_L3).tolist()
+    (b,) = read_chains(tmp_path / "x.cif")
+    assert a.sequence == b.sequence == "MKTAYMIAKQRGGLVNDECHWSFP"
+    np.testing.assert_array_equal(a.cb_L3, b.cb_L3)
+    labels_LL = contact_labels(b.cb_L3)
+    assert labels_LL.tolist() == contact_labels(a.cb_L3).tolist()
     assert np.flatnonzero(labels_LL.diagonal() < 0).tolist() == [0, 9, 10, 23]
     assert labels_LL[1, 4:9].tolist() == [1, 1, 0, 0, 0]  # a helix: i + 4 at 6.2 A, i + 5 at 8.4 A
     # 1.5 A a residue along the helix: none further than 7 places is within 8 A

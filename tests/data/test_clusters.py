@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.data.clusters import OPTIONS, read_clusters, run_mmseqs
+from esmshard.data.splits.clusters import OPTIONS, read_clusters, run_mmseqs
 from esmshard.errors import InputError
 
 TABLE = "a\ta\na\tb\nc\tc\n"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from in_memory import InMemory
 
-from esmshard.data.given_splits import given_splits
-from esmshard.data.headers import attributes, id_of, number, split_of
-from esmshard.data.label_fasta import LabelRecord, read_label_fasta
-from esmshard.data.symbols import Edits
+from esmshard.data.fasta.headers import attributes, id_of, number, split_of
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.labels.label_fasta import LabelRecord, read_label_fasta
+from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.tables import Table, read_table
 from esmshard.errors import InputError, UsageError
 
@@ -248,7 +248,7 @@ def test_splits_from_label_files(tmp_path: Path) -> None:
     assert splits(store, path) == ["valid", "train", "test"]
     path.write_text(">c SET=test\nHH\n>d SET=test\nHH\n>a SET=train\nHE\n")
     assert split_refusal(store, path) == (
-        f"x.fasta: 1 of 3 records have no SET= in {path} (b), and 1 of the labels in {path} have no record (d); mend "
+        f"x.fasta: 1 of 3 records have no SET= in {path} (b), and 1 of the labels in {path} have no record (d); fix "
         "the ids, or say missing=drop to leave such records out and surplus=drop to pass over such labels"
     )
     edits = Edits()

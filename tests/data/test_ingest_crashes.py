@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esmshard.data import ingest as ingestion
-from esmshard.data.fasta import STDIN
-from esmshard.data.ingest import cached, ingest, ingest_part, merge
-from esmshard.data.store import TokenStore, is_store
-from esmshard.data.symbols import Rules
+from esmshard.data.fasta.fasta_reader import STDIN
+from esmshard.data.fasta.symbols import Rules
+from esmshard.data.store import ingestion
+from esmshard.data.store.ingestion import cached, ingest, ingest_part, merge
+from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.errors import InputError, UsageError
 
 FASTA = ">b first\nMKT\n>a\nagv*\n>7abc/A\nW\n>c\nMKTAAGV\n>d\nMJ\n>b x\nMKT\n"
@@ -294,7 +294,7 @@ def test_a_crash_at_any_step_of_parts_and_merge_is_mended_by_the_same_commands(f
 SLOW = """
 import sys, time
 from pathlib import Path
-from esmshard.data import ingest as ingestion
+from esmshard.data.store import ingestion
 
 ingestion.SHARD = 16
 read = ingestion.read_piece

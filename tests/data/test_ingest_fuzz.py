@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from esmshard.data import fasta
-from esmshard.data import ingest as ingestion
-from esmshard.data.duplicates import OnDuplicate
-from esmshard.data.fasta import read_fasta
-from esmshard.data.ingest import ingest, ingest_part, merge
-from esmshard.data.store import TokenStore
-from esmshard.data.symbols import Edits, Rules
+from esmshard.data.fasta import fasta_reader
+from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.data.fasta.symbols import Edits, Rules
+from esmshard.data.store import ingestion
+from esmshard.data.store.duplicates import OnDuplicate
+from esmshard.data.store.ingestion import ingest, ingest_part, merge
+from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
 from esmshard.vocab import decode
 
@@ -331,7 +331,7 @@ def test_odd_files(seed: int, directory: Path, monkeypatch: pytest.MonkeyPatch) 
             at = draw.randrange(len(data) + 1)
             data, broken = data[:at] + b"\xff" + data[at:], True
             text = text if data[:3] == b"\xef\xbb\xbf" else data.decode(errors="replace")
-        monkeypatch.setattr(fasta, "BLOCK", draw.choice([7, 16, 64, 1 << 20]))
+        monkeypatch.setattr(fasta_reader, "BLOCK", draw.choice([7, 16, 64, 1 << 20]))
         path = Path("x.fasta")
         if draw.random() < 0.1:
             data = gzip.compress(data, 1, mtime=0)

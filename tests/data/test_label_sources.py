@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from in_memory import InMemory
 
-from esmshard.data.label_sources import label_source, read_npz, require_all
-from esmshard.data.protein_labels import protein_labels
-from esmshard.data.residue_labels import residue_labels
+from esmshard.data.labels.label_sources import label_source, read_npz, require_all
+from esmshard.data.labels.protein_labels import protein_labels
+from esmshard.data.labels.residue_labels import residue_labels
 from esmshard.data.tables import Table
-from esmshard.data_settings import DataSettings
 from esmshard.errors import InputError, UsageError
+from esmshard.recipe.data_section import DataSettings
 from esmshard.shipped import shipped
 
 STORE = InMemory("a MKT", "b AC")

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esmshard.data.ingest import cached
-from esmshard.data.labels import UNRESOLVED, CoordinateLabels
-from esmshard.data.store import TokenStore
+from esmshard.data.labels.coordinates import UNRESOLVED, CoordinateLabels
+from esmshard.data.store.ingestion import cached
+from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
-from esmshard.recipe import sample
+from esmshard.recipe.recipe_file import sample
 
 GOOD: dict[str, Any] = {  # not in the order of the FASTA file
     "names": np.array(["c", "a", "b"]),

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esmshard.data import leakage
-from esmshard.data.ingest import cached
-from esmshard.data.leakage import Leakage, Overlap, Records, check, check_variants
-from esmshard.recipe import sample
+from esmshard.data.splits import leakage
+from esmshard.data.splits.leakage import ComparedRecords, Leakage, Overlap, check, check_variants
+from esmshard.data.store.ingestion import cached
+from esmshard.recipe.recipe_file import sample
 from esmshard.vocab import STANDARD, encode_residues
 
 PROTEIN = "ACDEFGHIKLMNPQRSTVWYACEG"
@@ -19,9 +19,9 @@ PROTEIN = "ACDEFGHIKLMNPQRSTVWYACEG"
 BLIND = "similar: one training record has a fifth of the 5-mers; remote homologs are not seen so"
 
 
-def records(*sequences: str, name: str = "t") -> Records:
+def records(*sequences: str, name: str = "t") -> ComparedRecords:
     tokens = [np.frombuffer(encode_residues(s), dtype=np.uint8) for s in sequences]
-    return Records(len(tokens), tokens.__getitem__, lambda n: f"{name}{n}")
+    return ComparedRecords(len(tokens), tokens.__getitem__, lambda n: f"{name}{n}")
 
 
 def overlap(train: Sequence[str], test: Sequence[str], most: int = leakage.MOST) -> Overlap:
@@ -272,7 +272,7 @@ def test_sentences_of_families() -> None:
 
 def test_the_shipped_sample_is_clean() -> None:
     stores = {name: cached(sample(f"sample:contact/{name}")) for name in ("train", "valid", "test")}
-    train, valid, test = (Records(len(s), s.residues, s.id) for s in stores.values())
+    train, valid, test = (ComparedRecords(len(s), s.residues, s.id) for s in stores.values())
     assert check(train, {"valid": valid, "test": test}).notices() == [
         f"leakage: none of 99 valid records and 100 test records is identical or similar to training records ({BLIND})"
     ]

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data.ingest import ingest
-from esmshard.data.loader import Examples, Long
-from esmshard.data.store import TokenStore
+from esmshard.data.batching.loader import Examples, Long
+from esmshard.data.store.ingestion import ingest
+from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
 from esmshard.vocab import encode_residues
 

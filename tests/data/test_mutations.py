@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data.mutations import NAME_MUTANT, NAME_TARGET, Mutation, Variants, parse_variant, read_variants
+from esmshard.data.variants.mutations import NAME_MUTANT, NAME_TARGET, Mutation, Variants, parse_variant, read_variants
 from esmshard.errors import InputError, UsageError
 
 #             10        20        30        40        50
@@ -23,8 +23,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read(text: str, **settings: object) -> Variants:
     Path("v.csv").write_text(text)
-    if "wild_type" not in settings and "wild_type_column" not in settings:
-        settings["wild_type"] = WT
+    settings.setdefault("wild_type", WT)
     return read_variants(Path("v.csv"), **settings)  # type: ignore[arg-type]
 
 
@@ -163,9 +162,7 @@ def test_cells_that_are_no_substitutions(cell: str, message: str) -> None:
     assert str(error.value) == message
 
 
-def test_an_empty_cell_is_the_wild_type_if_asked() -> None:
-    assert parse_variant("  ", empty_is_wild_type=True) == ()
-    assert read("mutant,score\nA4G,1\n,2\n", empty_is_wild_type=True).names() == ["A4G", "WT"]
+def test_an_empty_cell_is_refused() -> None:
     assert refused("mutant,score\nA4G,1\n,2\n") == (
         "v.csv: 1 of 2 cells of column 'mutant' cannot be used: line 3 an empty cell; write WT for the wild type"
     )
@@ -280,30 +277,6 @@ def test_wild_type_from_text() -> None:
     assert refused(scored("A4G"), wild_type="") == "wild_type is empty; the sequence of the wild type is expected"
 
 
-def test_wild_type_from_a_column() -> None:
-    text = f"mutant,score,wt\nA4G,1,{WT}\nT3V,2,{WT}\n"
-    assert read(text, wild_type_column="wt").wild_type == WT
-    assert refused(text.replace("T3V", "T4V"), wild_type_column="wt") == (
-        "v.csv: 1 of 2 mutations do not fit column 'wt' of 56 residues: line 3 T4V (A is there); correct them, the "
-        "wild type or offset"
-    )
-    assert refused(text + "\nK2S,3,MKT\nI6L,4,MK\n", wild_type_column="wt") == (
-        "v.csv: column 'wt' has 3 wild types, first in line 2 and line 5; give one protein at a time"
-    )
-    assert refused("mutant,score,wt\nA4G,1,\n", wild_type_column="wt") == (
-        "v.csv:2: column 'wt' is empty; the sequence of the wild type is expected"
-    )
-    assert refused("mutant,score,wt\nA4G,1,MKT?\n", wild_type_column="wt").startswith(
-        "v.csv:2: column 'wt' has '?' at position 4, which is not a residue"
-    )
-
-
-@pytest.mark.parametrize("settings", [{"wild_type": None}, {"wild_type": WT, "wild_type_column": "wt"}])
-def test_one_source_of_the_wild_type(settings: dict[str, object]) -> None:
-    message = "v.csv: give either wild_type (a FASTA file or a sequence) or wild_type_column"
-    assert refused(scored("A4G"), UsageError, **settings) == message
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -350,7 +323,7 @@ def test_an_offset_is_proposed() -> None:
     cells = every_site(23)[23:]
     message = refused(scored(*cells), wild_type=Path("wt.fasta"))
     assert message == (
-        "v.csv: 3 of 33 mutations fit wt.fasta as numbered, 33 fit when shifted by +23; pass offset=23, or mend "
+        "v.csv: 3 of 33 mutations fit wt.fasta as numbered, 33 fit when shifted by +23; pass offset=23, or fix "
         "line 2 E1W (M is there)"
     )
     assert read(scored(*cells), offset=23).names()[:2] == ["E24W", "E25W"]
@@ -653,7 +626,7 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
 
 def test_fuzz() -> None:
     draw = random.Random(20240)
-    path, messages, whole, mended = Path("v.csv"), [], 0, 0
+    path, messages, whole, renumbered = Path("v.csv"), [], 0, 0
     for _ in range(2500):
         rows, text = generated(draw)
         hurt = draw.random() < 0.7
@@ -665,7 +638,7 @@ def test_fuzz() -> None:
             assert hurt or "which may be" in messages[-1], (text, messages[-1])
             continue
         if hurt:
-            mended += 1
+            renumbered += 1
             named = path.read_bytes().decode("utf-8-sig").upper()
             for mutations, values in zip(variants.mutations, variants.target_NT, strict=True):
                 assert all(str(mutation) in named for mutation in mutations)
@@ -677,7 +650,7 @@ def test_fuzz() -> None:
             assert list(zip(variants.names(), variants.target_NT[:, 0].tolist(), notes, strict=True)) == rows
     assert all(len(message.splitlines()) == 1 and "v.csv" in message for message in messages)
     assert whole > 600
-    assert mended > 150
+    assert renumbered > 150
     assert len(messages) > 700
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data import nucleotides
-from esmshard.data.fasta import read_fasta
-from esmshard.data.ingest import cached, ingest, ingest_part, merge
-from esmshard.data.mutations import protein_of
-from esmshard.data.store import TokenStore
-from esmshard.data.symbols import Rules
+from esmshard.data.fasta import nucleotides
+from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.data.fasta.symbols import Rules
+from esmshard.data.store.ingestion import cached, ingest, ingest_part, merge
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.variants.mutations import protein_of
+from esmshard.embed.store.row_index import read_input
 from esmshard.errors import InputError
-from esmshard.infer.product_index import read_input
 from esmshard.shipped import shipped
 from esmshard.vocab import encode
 

@@ -1,4 +1,4 @@
-"""One process plays all ranks: steps lose nothing and are nearly equal, and every record of a step is dealt once."""
+"""One process plays all ranks: steps lose nothing and are nearly equal, and every record of a step is assigned once."""
 
 import heapq
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esmshard.data.packing import MicroBatch, Plan, _balanced, _first_fit, deal, fewest_bins
+from esmshard.data.batching.packing import MicroBatch, StepPlan, _balanced, _first_fit, assign, fewest_bins
 from esmshard.errors import InputError
 
 WORLDS = [1, 2, 3, 4, 7]
@@ -25,20 +25,20 @@ def proteins(n: int, seed: int = 0) -> np.ndarray:
     return residues.clip(20, 1022).astype(np.int64) + 2
 
 
-def step_of(plan: Plan, number: int) -> tuple[int, list[int]]:
+def step_of(plan: StepPlan, number: int) -> tuple[int, list[int]]:
     epoch, records = plan.step(number)
     assert records.dtype == np.int64
     return epoch, records.tolist()
 
 
-def epoch_of(plan: Plan, epoch: int) -> list[list[int]]:
+def epoch_of(plan: StepPlan, epoch: int) -> list[list[int]]:
     first = epoch * plan.steps_per_epoch
     steps = [step_of(plan, number) for number in range(first, first + plan.steps_per_epoch)]
     assert {found for found, _ in steps} == {epoch}
     return [records for _, records in steps]
 
 
-def sizes(plan: Plan, tokens: np.ndarray, epoch: int = 0) -> list[int]:
+def sizes(plan: StepPlan, tokens: np.ndarray, epoch: int = 0) -> list[int]:
     return [int(tokens[step].sum()) for step in epoch_of(plan, epoch)]
 
 
@@ -48,7 +48,7 @@ def sizes(plan: Plan, tokens: np.ndarray, epoch: int = 0) -> list[int]:
 @quick
 @given(LENGTHS, st.integers(16, 3000), st.integers(0, 2**40), st.integers(0, 1000))
 def test_an_epoch_holds_every_record_once(tokens: list[int], most: int, seed: int, epoch: int) -> None:
-    plan = Plan(np.array(tokens), most, seed)
+    plan = StepPlan(np.array(tokens), most, seed)
     steps = epoch_of(plan, epoch)
     assert sorted(record for step in steps for record in step) == list(range(len(tokens)))
     assert all(steps)
@@ -60,7 +60,7 @@ def test_an_epoch_holds_every_record_once(tokens: list[int], most: int, seed: in
 def test_records_of_any_size_leave_no_step_empty(n: int, giants: int) -> None:
     tokens = np.full(n + giants, 20)
     tokens[:giants] = 10**6
-    plan = Plan(tokens, 16, seed=1)
+    plan = StepPlan(tokens, 16, seed=1)
     for epoch in range(6):  # no record fits, so each has a step, and a giant fills many windows, first or last
         assert sorted(map(tuple, epoch_of(plan, epoch))) == [(record,) for record in range(n + giants)]
 
@@ -81,7 +81,7 @@ def test_records_of_any_size_leave_no_step_empty(n: int, giants: int) -> None:
     ],
 )
 def test_steps_of_an_epoch(tokens: list[int], most: int, steps: int, fill: float) -> None:
-    plan = Plan(np.array(tokens), most, seed=0)
+    plan = StepPlan(np.array(tokens), most, seed=0)
     assert plan.steps_per_epoch == steps
     assert plan.fill == pytest.approx(fill)
     if max(tokens) <= most:
@@ -92,7 +92,7 @@ def test_steps_of_an_epoch(tokens: list[int], most: int, steps: int, fill: float
 @pytest.mark.parametrize("most", [4096, 16384])
 def test_proteins_fill_equal_steps_to_99_percent(seed: int, most: int) -> None:
     tokens = proteins(15_000 * most // 4096, seed)
-    plan = Plan(tokens, most, seed)
+    plan = StepPlan(tokens, most, seed)
     found = sizes(plan, tokens, epoch=seed)
     assert len(found) > 1000
     assert plan.fill > 0.99
@@ -119,7 +119,7 @@ def test_no_step_has_more_tokens_than_it_may(seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(25):
         tokens, most = mixed(random)
-        plan = Plan(tokens, most, seed)
+        plan = StepPlan(tokens, most, seed)
         for epoch in (0, 7):
             for step in epoch_of(plan, epoch):
                 assert tokens[step].sum() <= most or len(step) == 1
@@ -128,7 +128,7 @@ def test_no_step_has_more_tokens_than_it_may(seed: int) -> None:
 @quick
 @given(LENGTHS, st.integers(16, 3000), st.integers(0, 5))
 def test_only_a_record_that_is_longer_alone_exceeds_a_step(tokens: list[int], most: int, epoch: int) -> None:
-    for step in epoch_of(Plan(np.array(tokens), most, seed=1), epoch):
+    for step in epoch_of(StepPlan(np.array(tokens), most, seed=1), epoch):
         assert sum(tokens[record] for record in step) <= most or len(step) == 1
 
 
@@ -148,7 +148,7 @@ def test_first_fit_is_that_of_one_by_one(tokens: list[int], most: int) -> None:
 
 def test_every_window_has_the_same_mix_of_lengths() -> None:
     tokens = np.random.default_rng(0).permutation(np.arange(10, 1323))
-    plan = Plan(tokens, 4000, seed=0)
+    plan = StepPlan(tokens, 4000, seed=0)
     n_windows, n_steps = plan._n_windows, plan.steps_per_epoch // plan._n_windows
     assert (n_windows, n_steps) == (2, 110)
     known = set()
@@ -164,17 +164,17 @@ def test_every_window_has_the_same_mix_of_lengths() -> None:
 
 def test_a_record_longer_than_a_step_has_one_to_itself() -> None:
     tokens = np.array([100] * 20 + [5000])
-    plan = Plan(tokens, 1000, seed=0)
+    plan = StepPlan(tokens, 1000, seed=0)
     assert plan.steps_per_epoch == 8  # 7,000 tokens and the slack
     assert sorted(sizes(plan, tokens)) == [200, *[300] * 6, 5000]
     tokens = np.array([100] * 2000 + [65_636])
-    plan = Plan(tokens, 1000, seed=0)
+    plan = StepPlan(tokens, 1000, seed=0)
     assert plan.steps_per_epoch == 268
     assert all([2000] in epoch_of(plan, epoch) for epoch in range(10))
 
 
 def test_equal_records_fill_steps_equally() -> None:
-    steps = epoch_of(Plan(np.full(40, 10), 101, 0), 0)
+    steps = epoch_of(StepPlan(np.full(40, 10), 101, 0), 0)
     assert [len(step) for step in steps] == [10] * 4
 
 
@@ -185,13 +185,13 @@ def test_equal_records_fill_steps_equally() -> None:
 def test_the_shuffle_is_that_of_the_bit_generators_raw_stream(n: int) -> None:
     for seed, epoch in ((0, 0), (0, 1), (2**70, 0)):  # one record a step, so that steps show the shuffle
         raw = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(n)
-        steps = epoch_of(Plan(np.full(n, 50), 16, seed), epoch)
+        steps = epoch_of(StepPlan(np.full(n, 50), 16, seed), epoch)
         assert [record for step in steps for record in step] == np.argsort(raw).tolist()
 
 
 def test_the_order_follows_from_seed_and_epoch_alone() -> None:
     orders = {
-        (seed, epoch): [tuple(step) for step in epoch_of(Plan(lengths(50), 1000, seed), epoch)]
+        (seed, epoch): [tuple(step) for step in epoch_of(StepPlan(lengths(50), 1000, seed), epoch)]
         for seed in range(3)
         for epoch in range(3)
     }
@@ -202,15 +202,15 @@ def test_the_order_follows_from_seed_and_epoch_alone() -> None:
 def test_the_longest_record_comes_at_any_time() -> None:
     tokens = lengths(100)
     tokens[42] = 400
-    plan = Plan(tokens, 1000, 0)
+    plan = StepPlan(tokens, 1000, 0)
     assert plan.steps_per_epoch > 10
     at = [next(k for k, step in enumerate(epoch_of(plan, epoch)) if 42 in step) for epoch in range(40)]
     assert len(set(at)) > 8
 
 
 def test_records_of_about_one_length_meet_others_in_every_epoch() -> None:
-    tokens = np.arange(130, 250)  # all lengths differ: longest first would deal them the same way every time
-    plan = Plan(tokens, 1000, 0)
+    tokens = np.arange(130, 250)  # all lengths differ: longest first would assign them the same way every time
+    plan = StepPlan(tokens, 1000, 0)
     company = {frozenset(step) for epoch in range(10) for step in epoch_of(plan, epoch) if 119 in step}
     assert len(company) == 10
 
@@ -219,9 +219,9 @@ def test_records_of_about_one_length_meet_others_in_every_epoch() -> None:
 def test_the_type_of_lengths_makes_no_difference(dtype: type) -> None:
     tokens = lengths(400)
     tokens[7] = 40_000
-    given_so = epoch_of(Plan(tokens.astype(dtype), 900, 3), 2)
-    assert given_so == epoch_of(Plan(tokens, 900, 3), 2)
-    assert deal(np.arange(9), tokens.astype(dtype), 50_000, 0, 2) == deal(np.arange(9), tokens, 50_000, 0, 2)
+    given_so = epoch_of(StepPlan(tokens.astype(dtype), 900, 3), 2)
+    assert given_so == epoch_of(StepPlan(tokens, 900, 3), 2)
+    assert assign(np.arange(9), tokens.astype(dtype), 50_000, 0, 2) == assign(np.arange(9), tokens, 50_000, 0, 2)
 
 
 @quick
@@ -229,17 +229,17 @@ def test_the_type_of_lengths_makes_no_difference(dtype: type) -> None:
 def test_a_resumed_run_gets_the_steps_of_one_that_walked_there(
     tokens: list[int], most: int, data: st.DataObject
 ) -> None:
-    walking = Plan(np.array(tokens), most, 4)
+    walking = StepPlan(np.array(tokens), most, 4)
     steps = [step_of(walking, number) for number in range(3 * walking.steps_per_epoch)]
     assert [epoch for epoch, _ in steps] == sorted([0, 1, 2] * walking.steps_per_epoch)
-    jumping = Plan(np.array(tokens), most, 4)
+    jumping = StepPlan(np.array(tokens), most, 4)
     for number in data.draw(st.lists(st.integers(0, len(steps) - 1), max_size=8)):
         assert step_of(jumping, number) == steps[number]
-        assert step_of(Plan(np.array(tokens), most, 4), number) == steps[number]
+        assert step_of(StepPlan(np.array(tokens), most, 4), number) == steps[number]
 
 
 def test_a_plan_goes_backwards_over_windows_and_epochs() -> None:
-    tokens, walking, jumping = lengths(2000), Plan(lengths(2000), 900, 4), Plan(lengths(2000), 900, 4)
+    tokens, walking, jumping = lengths(2000), StepPlan(lengths(2000), 900, 4), StepPlan(lengths(2000), 900, 4)
     steps = [step_of(walking, number) for number in range(2 * walking.steps_per_epoch)]
     assert 256 < walking.steps_per_epoch < 384, "several windows"
     assert sum(len(records) for _, records in steps) == 2 * len(tokens)
@@ -248,7 +248,7 @@ def test_a_plan_goes_backwards_over_windows_and_epochs() -> None:
 
 
 def test_a_step_far_away_costs_no_walk() -> None:
-    plan = Plan(lengths(2000), 900, 4)
+    plan = StepPlan(lengths(2000), 900, 4)
     epoch, records = step_of(plan, 10**15)  # a walk would never end
     assert epoch == 10**15 // plan.steps_per_epoch
     assert records == epoch_of(plan, epoch)[10**15 % plan.steps_per_epoch]
@@ -312,12 +312,12 @@ def test_swaps_stop_as_soon_as_bins_are_close() -> None:
 # Micro-batches.
 
 
-def dealt(records: np.ndarray, tokens: np.ndarray, budget: int, world_size: int) -> list[list[MicroBatch]]:
-    return [deal(records, tokens, budget, rank, world_size) for rank in range(world_size)]
+def assigned(records: np.ndarray, tokens: np.ndarray, budget: int, world_size: int) -> list[list[MicroBatch]]:
+    return [assign(records, tokens, budget, rank, world_size) for rank in range(world_size)]
 
 
 def weight(batch: MicroBatch, tokens: np.ndarray) -> int:
-    return 0 if batch.ghost else int(tokens[list(batch.records)].sum())
+    return 0 if batch.is_dummy else int(tokens[list(batch.records)].sum())
 
 
 @quick
@@ -325,15 +325,15 @@ def weight(batch: MicroBatch, tokens: np.ndarray) -> int:
 def test_a_step_is_dealt_completely_and_within_the_budget(tokens_of: list[int], spare: int, world_size: int) -> None:
     tokens = np.array([*tokens_of, 10**6])  # the last is not of this step
     step, longest = np.arange(len(tokens_of))[::-1], max(tokens_of)
-    ranks = dealt(step, tokens, longest + spare, world_size)
+    ranks = assigned(step, tokens, longest + spare, world_size)
     batches = [batch for rank in ranks for batch in rank]
-    real = [batch for batch in batches if not batch.ghost]
+    real = [batch for batch in batches if not batch.is_dummy]
 
     assert sorted(r for batch in real for r in batch.records) == sorted(step.tolist())
     assert len({len(rank) for rank in ranks}) == 1
     assert all(0 < tokens[list(batch.records)].sum() <= longest + spare for batch in batches)
-    assert len(batches) - len(real) == max(0, len(batches) - len(step))  # ghosts only where records run out
-    assert all(len(b.records) == 1 and tokens[b.records[0]] == min(tokens_of) for b in batches if b.ghost)
+    assert len(batches) - len(real) == max(0, len(batches) - len(step))  # dummies only where records run out
+    assert all(len(b.records) == 1 and tokens[b.records[0]] == min(tokens_of) for b in batches if b.is_dummy)
 
     weights = [weight(batch, tokens) for batch in batches]
     assert max(weights) - min(weights) <= longest
@@ -346,10 +346,10 @@ def test_a_step_is_dealt_completely_and_within_the_budget(tokens_of: list[int], 
 @pytest.mark.parametrize(("world_size", "budget"), [(1, 4096), (2, 4096), (4, 4096), (8, 2048)])
 def test_budgets_that_make_up_a_step_take_the_least_rounds(world_size: int, budget: int) -> None:
     tokens = proteins(20_000)
-    plan = Plan(tokens, 16384, 0)
+    plan = StepPlan(tokens, 16384, 0)
     rounds, spreads, shares = [], [], []
     for step in epoch_of(plan, 0)[:200]:
-        ranks = dealt(np.array(step), tokens, budget, world_size)
+        ranks = assigned(np.array(step), tokens, budget, world_size)
         weights = [weight(batch, tokens) for rank in ranks for batch in rank]
         rounds.append(len(ranks[0]))
         spreads.append(max(weights) - min(weights))
@@ -362,23 +362,23 @@ def test_budgets_that_make_up_a_step_take_the_least_rounds(world_size: int, budg
 
 def test_swaps_make_a_budget_fit() -> None:
     tokens = np.array([5, 5, 4, 3, 3])  # longest first: 5 + 4 and 5 + 3 + 3; a 4 for a 5 makes 10 of both
-    assert [[weight(b, tokens) for b in rank] for rank in dealt(np.arange(5), tokens, 10, 2)] == [[10], [10]]
+    assert [[weight(b, tokens) for b in rank] for rank in assigned(np.arange(5), tokens, 10, 2)] == [[10], [10]]
 
 
 def test_a_budget_is_kept_to_the_token() -> None:
     tokens = np.array([101, 101, 101, 99, 99, 99])  # no half of them has 300
-    assert [len(rank) for rank in dealt(np.arange(6), tokens, 300, 2)] == [2, 2]
-    assert [len(rank) for rank in dealt(np.arange(6), tokens, 301, 2)] == [1, 1]
+    assert [len(rank) for rank in assigned(np.arange(6), tokens, 300, 2)] == [2, 2]
+    assert [len(rank) for rank in assigned(np.arange(6), tokens, 301, 2)] == [1, 1]
 
 
 def test_ranks_take_heavy_and_light_in_turns() -> None:
     tokens = np.array([10, 40, 20, 30])
-    assert dealt(np.arange(4), tokens, 40, 2) == [
+    assert assigned(np.arange(4), tokens, 40, 2) == [
         [MicroBatch((1,)), MicroBatch((0,))],
         [MicroBatch((3,)), MicroBatch((2,))],
     ]
     tokens = np.array([9, 7, 6, 5, 4])  # 9, 7, 6 and 5 + 4
-    assert dealt(np.arange(5), tokens, 9, 2) == [
+    assert assigned(np.arange(5), tokens, 9, 2) == [
         [MicroBatch((0,)), MicroBatch((2,))],
         [MicroBatch((3, 4)), MicroBatch((1,))],
     ]
@@ -387,26 +387,26 @@ def test_ranks_take_heavy_and_light_in_turns() -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_what_fits_goes_at_once(world_size: int) -> None:
     tokens = lengths(50)
-    assert {len(rank) for rank in dealt(np.arange(50), tokens, int(tokens.sum()), world_size)} == {1}
+    assert {len(rank) for rank in assigned(np.arange(50), tokens, int(tokens.sum()), world_size)} == {1}
 
 
 @pytest.mark.parametrize(("world_size", "rounds"), [(1, 6), (2, 3), (3, 2), (4, 2), (6, 1), (7, 1)])
 def test_no_more_rounds_than_the_budget_asks_for(world_size: int, rounds: int) -> None:
-    ranks = dealt(np.arange(12), np.full(12, 100), 200, world_size)
+    ranks = assigned(np.arange(12), np.full(12, 100), 200, world_size)
     assert [len(rank) for rank in ranks] == [rounds] * world_size
 
 
 def test_a_split_of_thousands_of_micro_batches_is_dealt() -> None:
     tokens = np.repeat([45, 30], [1500, 2250])  # two of 45 or three of 30 at once, or one and one: 1,500
-    batches = deal(range(3750), tokens, 100, 0, 1)
+    batches = assign(range(3750), tokens, 100, 0, 1)
     assert sorted(r for batch in batches for r in batch.records) == list(range(3750))
     assert max(weight(batch, tokens) for batch in batches) <= 100
     assert 1500 <= len(batches) <= 2000
 
 
 def test_one_record_on_three_ranks_leaves_two_ghosts_of_it() -> None:
-    ranks = dealt(np.array([5]), lengths(10), 300, 3)
-    assert sorted((batch.records, batch.ghost) for rank in ranks for batch in rank) == [
+    ranks = assigned(np.array([5]), lengths(10), 300, 3)
+    assert sorted((batch.records, batch.is_dummy) for rank in ranks for batch in rank) == [
         ((5,), False),
         ((5,), True),
         ((5,), True),
@@ -414,12 +414,12 @@ def test_one_record_on_three_ranks_leaves_two_ghosts_of_it() -> None:
 
 
 def test_a_ghost_is_the_shortest_record_of_the_step() -> None:
-    ranks = dealt(np.array([0, 2, 3]), np.array([30, 1, 20, 40]), 100, 4)
-    assert [batch.records for rank in ranks for batch in rank if batch.ghost] == [(2,)]
+    ranks = assigned(np.array([0, 2, 3]), np.array([30, 1, 20, 40]), 100, 4)
+    assert [batch.records for rank in ranks for batch in rank if batch.is_dummy] == [(2,)]
 
 
 def test_the_deal_is_the_same_every_time() -> None:
-    assert dealt(np.arange(60), lengths(60), 600, 3) == dealt(np.arange(60), lengths(60), 600, 3)
+    assert assigned(np.arange(60), lengths(60), 600, 3) == assigned(np.arange(60), lengths(60), 600, 3)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -427,6 +427,6 @@ def test_a_record_over_the_budget_is_refused_on_every_rank(world_size: int) -> N
     tokens = np.array([30, 101, 20])
     for rank in range(world_size):
         with pytest.raises(InputError, match=r"has 101 tokens, but batch\.tokens_per_rank is 100"):
-            deal(np.arange(3), tokens, 100, rank, world_size)
-    assert len(deal(np.arange(3), tokens, 101, 0, world_size)) >= 1
-    assert len(deal(np.array([0, 2]), tokens, 100, 0, world_size)) == 1  # the long one is not of this step
+            assign(np.arange(3), tokens, 100, rank, world_size)
+    assert len(assign(np.arange(3), tokens, 101, 0, world_size)) >= 1
+    assert len(assign(np.array([0, 2]), tokens, 100, 0, world_size)) == 1  # the long one is not of this step

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from in_memory import InMemory
 
-from esmshard.data.given_splits import given_splits
-from esmshard.data.ingest import cached
-from esmshard.data.residue_labels import ResidueLabels, residue_labels
+from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
+from esmshard.data.splits.given_splits import given_splits
+from esmshard.data.store.ingestion import cached
 from esmshard.data.tables import read_table
 from esmshard.errors import InputError, UsageError
 
@@ -180,7 +180,7 @@ def test_given_classes_keep_their_order(path: Path) -> None:
     assert labels.names == "GHECX"
     assert targets(labels) == [[1, 2, 3, 1], [1, 1], [1, 1, 0]]
     assert refusal(STORE, "class", path, classes="HEC") == (
-        f"{path}:7: record 'c' has the class 'G' at position 3, which is none of HEC; mend the label, or name "
+        f"{path}:7: record 'c' has the class 'G' at position 3, which is none of HEC; fix the label, or name "
         "it in task.classes"
     )
     assert refusal(STORE, "class", path, classes="HGC").startswith(

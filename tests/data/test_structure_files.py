@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import importlib.util
 import lzma
 import random
 from dataclasses import replace
@@ -13,16 +12,8 @@ import pytest
 from packed import zstd
 from structure_texts import OTHER, SEQ, chain, cif, nucleic, pdb, three, water, write
 
-from esmshard.data import structure_files
-from esmshard.data.chains import Findings, read_chains
-from esmshard.data.structure_files import Reader
+from esmshard.data.structures.chains import Findings, read_chains
 from esmshard.errors import InputError
-
-
-@pytest.fixture(params=["gemmi", "biopython"])
-def reader(request: pytest.FixtureRequest) -> Reader:
-    return request.param  # type: ignore[no-any-return]
-
 
 # Files
 
@@ -50,9 +41,9 @@ def reader(request: pytest.FixtureRequest) -> Reader:
         ("x.pdb", "ATOM      1  N   MET A   1       1.458   0.000        \n", "'' is no coordinate"),
     ],
 )
-def test_what_is_no_structure(tmp_path: Path, reader: Reader, name: str, text: str, message: str) -> None:
+def test_what_is_no_structure(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as raised:
-        read_chains(write(tmp_path / name, text), reader=reader)
+        read_chains(write(tmp_path / name, text))
     assert str(tmp_path / name) in str(raised.value)
 
 
@@ -94,17 +85,6 @@ def test_a_file_name_that_no_id_can_have(tmp_path: Path, name: str) -> None:
 def test_spaces_in_a_file_name(tmp_path: Path) -> None:
     (found,) = read_chains(write(tmp_path / "my best  Model.pdb", pdb(chain(SEQ))))
     assert found.id == "my_best__model_A"
-
-
-def test_without_gemmi_biopython_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "x.cif", cif(chain(SEQ), {"A": three(SEQ)}))
-    assert structure_files.default_reader() == "gemmi"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setitem(__import__("sys").modules, "gemmi", None)
-    assert structure_files.default_reader() == "biopython"
-    assert [c.sequence for c in read_chains(path)] == [SEQ]
-    with pytest.raises(InputError, match=r"gemmi is not installed; pip install 'esmshard\[structure\]'"):
-        read_chains(path, reader="gemmi")
 
 
 # Damage of every kind
@@ -161,12 +141,11 @@ def test_damaged_files_give_one_sentence_or_a_whole_chain(tmp_path: Path) -> Non
     rng = random.Random(1)
     outcomes, messages = {"read": 0, "refused": 0}, list[str]()
     for k in range(3000):
-        reader: Reader = "gemmi" if k % 2 else "biopython"
         name, texts = ("x.pdb", as_pdb) if k % 3 == 0 else ("x.cif", as_cif)
         (tmp_path / name).write_bytes(damaged(rng.choice(texts), rng))
         findings = Findings()
         try:
-            found = read_chains(tmp_path / name, reader=reader, findings=findings, cb=rng.choice(["virtual", "real"]))
+            found = read_chains(tmp_path / name, findings=findings, cb=rng.choice(["virtual", "real"]))
         except InputError as error:
             outcomes["refused"] += 1
             messages.append(str(error))

@@ -1,4 +1,4 @@
-"""What is particular to PDB, and to mmCIF with either reader."""
+"""What is particular to PDB, and to to mmCIF."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from structure_texts import ATOMS, OTHER, SEQ, chain, cif, expected_cb, pdb, three, water, write
 
-from esmshard.data import structure_files
-from esmshard.data.chains import read_chains
-from esmshard.data.structure_files import Reader
+from esmshard.data.structures import structure_files
+from esmshard.data.structures.chains import read_chains
 from esmshard.errors import InputError
 
 # PDB alone
@@ -58,9 +57,8 @@ def test_lines_without_occupancy_and_b_factor(tmp_path: Path) -> None:
 def test_line_ends_of_other_systems(tmp_path: Path, ends: str) -> None:
     for name, text in (("x.pdb", pdb(chain(SEQ))), ("x.cif", cif(chain(SEQ), {"A": three(SEQ)}))):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.replace("\n", ends).encode())
-        for reader in ("gemmi", "biopython"):
-            (found,) = read_chains(tmp_path / name, reader=reader)  # type: ignore[arg-type]
-            np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
+        (found,) = read_chains(tmp_path / name)
+        np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
 
 
 def test_a_chain_goes_on_after_a_ter_in_its_middle(tmp_path: Path) -> None:
@@ -100,71 +98,66 @@ def test_more_residues_than_seqres(tmp_path: Path) -> None:
 # mmCIF alone
 
 
-@pytest.fixture(params=["gemmi", "biopython"])
-def reader(request: pytest.FixtureRequest) -> Reader:
-    return request.param  # type: ignore[no-any-return]
-
-
-def test_the_authors_chain_name_is_in_the_id(tmp_path: Path, reader: Reader) -> None:
+def test_the_authors_chain_name_is_in_the_id(tmp_path: Path) -> None:
     lines = chain(SEQ, "H", asym="A", first=101) + chain(OTHER, "AA-2", asym="B")
     path = write(tmp_path / "x.cif", cif(lines, {"A": three(SEQ), "B": three(OTHER)}))
-    assert [c.id for c in read_chains(path, reader=reader)] == ["x_H", "x_AA-2"]
-    assert [c.id for c in read_chains(path, reader=reader, chains=["AA-2"])] == ["x_AA-2"]
+    assert [c.id for c in read_chains(path)] == ["x_H", "x_AA-2"]
+    assert [c.id for c in read_chains(path, chains=["AA-2"])] == ["x_AA-2"]
 
 
-def test_two_polymers_under_one_author_name(tmp_path: Path, reader: Reader) -> None:
+def test_two_polymers_under_one_author_name(tmp_path: Path) -> None:
     lines = chain(SEQ, "H", asym="A") + chain(OTHER, "H", asym="B")
     path = write(tmp_path / "x.cif", cif(lines, {"A": three(SEQ), "B": three(OTHER)}))
-    assert [(c.id, c.sequence) for c in read_chains(path, reader=reader)] == [("x_H_A", SEQ), ("x_H_B", OTHER)]
+    assert [(c.id, c.sequence) for c in read_chains(path)] == [("x_H_A", SEQ), ("x_H_B", OTHER)]
 
 
-def test_the_label_numbers_place_residues_whatever_the_authors_are(tmp_path: Path, reader: Reader) -> None:
+def test_the_label_numbers_place_residues_whatever_the_authors_are(tmp_path: Path) -> None:
     lines = [replace(x, number=900 - 3 * int(x.number)) for x in chain("A" * 14, missing=[2, 3])]
-    (found,) = read_chains(write(tmp_path / "x.cif", cif(lines, {"A": three("A" * 14)})), reader=reader)
+    (found,) = read_chains(write(tmp_path / "x.cif", cif(lines, {"A": three("A" * 14)})))
     np.testing.assert_allclose(found.cb_L3, expected_cb(14, missing=[2, 3]), atol=2e-5)
 
 
-def test_quoted_values(tmp_path: Path, reader: Reader) -> None:
+def test_quoted_values(tmp_path: Path) -> None:
     text = (
         cif(chain(SEQ), {"A": three(SEQ)}).replace(" CA . ", " 'CA' . ").replace("ATOM 1 N N .", "ATOM 1 N \"N\" '.'")
     )
-    (found,) = read_chains(write(tmp_path / "x.cif", text.replace("'.'", ".")), reader=reader)
+    (found,) = read_chains(write(tmp_path / "x.cif", text.replace("'.'", ".")))
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
 
 
-def test_the_first_of_several_blocks(tmp_path: Path, reader: Reader) -> None:
+def test_the_first_of_several_blocks(tmp_path: Path) -> None:
     text = cif(chain(SEQ), {"A": three(SEQ)}) + cif(chain(OTHER, "B"), {"B": three(OTHER)}).replace("1ABC", "2ABC")
-    assert [c.id for c in read_chains(write(tmp_path / "x.mmcif", text), reader=reader)] == ["x_A"]
+    assert [c.id for c in read_chains(write(tmp_path / "x.mmcif", text))] == ["x_A"]
 
 
-def test_few_columns_are_enough(tmp_path: Path, reader: Reader) -> None:
+def test_few_columns_are_enough(tmp_path: Path) -> None:
     items = ("label_atom_id", "label_comp_id", "label_asym_id", "auth_seq_id", "Cartn_x", "Cartn_y", "Cartn_z")
     rows = [f"{x.name} {x.comp} {x.asym} {x.number} {x.xyz[0]} {x.xyz[1]} {x.xyz[2]}" for x in chain(SEQ)]
     text = "\n".join(["data_x", "loop_", *(f"_atom_site.{i}" for i in items), *rows, ""])
-    (found,) = read_chains(write(tmp_path / "x.cif", text), reader=reader)
+    (found,) = read_chains(write(tmp_path / "x.cif", text))
     assert (found.id, found.sequence) == ("x_A", SEQ)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
     for item in ("label_atom_id", "label_comp_id", "label_asym_id", "Cartn_y"):
         with pytest.raises(InputError, match=f"_atom_site has no column {item}"):
-            read_chains(write(tmp_path / "x.cif", text.replace(item, "other")), reader=reader)
+            read_chains(write(tmp_path / "x.cif", text.replace(item, "other")))
 
 
-def test_a_modified_residue_without_a_label_number(tmp_path: Path, reader: Reader) -> None:
+def test_a_modified_residue_without_a_label_number(tmp_path: Path) -> None:
     """As Biopython writes it, without sequences. What stands after the chain's end is a ligand."""
     comps = [*three(SEQ[:6]), "MSE", *three(SEQ[7:])]
     lines = [replace(x, seq=None if x.comp == "MSE" else x.seq) for x in chain(comps)]
     lines += [replace(x, number=300, seq=None, het=True) for x in chain("E")] + water("A", "A")
-    (found,) = read_chains(write(tmp_path / "x.cif", cif(lines)), reader=reader)
+    (found,) = read_chains(write(tmp_path / "x.cif", cif(lines)))
     assert found.sequence == "MKTAYIMKQRGGLV"
 
 
-def test_water_under_the_label_of_the_chain(tmp_path: Path, reader: Reader) -> None:
+def test_water_under_the_label_of_the_chain(tmp_path: Path) -> None:
     path = write(tmp_path / "x.cif", cif(chain(SEQ) + water("A", "A"), {"A": three(SEQ)}))
-    (found,) = read_chains(path, reader=reader)
+    (found,) = read_chains(path)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
 
 
-def test_insertion_codes_without_label_numbers(tmp_path: Path, reader: Reader) -> None:
+def test_insertion_codes_without_label_numbers(tmp_path: Path) -> None:
     items = ("label_atom_id", "label_comp_id", "label_asym_id", "auth_seq_id", "pdbx_PDB_ins_code")
     rows = [
         f"{x.name} {x.comp} A 52 {'?ABCDEFGHIJKLM'[int(x.number) - 1]} {x.xyz[0]} {x.xyz[1]} {x.xyz[2]}"
@@ -172,14 +165,14 @@ def test_insertion_codes_without_label_numbers(tmp_path: Path, reader: Reader) -
     ]
     names = (*items, "Cartn_x", "Cartn_y", "Cartn_z")
     text = "\n".join(["data_x", "loop_", *(f"_atom_site.{i}" for i in names), *rows, ""])
-    (found,) = read_chains(write(tmp_path / "x.cif", text), reader=reader)
+    (found,) = read_chains(write(tmp_path / "x.cif", text))
     assert found.sequence == SEQ
 
 
-def test_a_coordinate_that_is_not_there(tmp_path: Path, reader: Reader) -> None:
+def test_a_coordinate_that_is_not_there(tmp_path: Path) -> None:
     first = chain(SEQ)[4]
     text = cif(chain(SEQ), {"A": three(SEQ)}).replace(f"{first.xyz[0]:.3f} {first.xyz[1]:.3f}", "? ?")
-    (found,) = read_chains(write(tmp_path / "x.cif", text), reader=reader)
+    (found,) = read_chains(write(tmp_path / "x.cif", text))
     assert np.flatnonzero(np.isnan(found.cb_L3[:, 0])).tolist() == [1]
 
 
@@ -202,19 +195,19 @@ def test_a_coordinate_that_is_not_there(tmp_path: Path, reader: Reader) -> None:
         (" A CB 1\n#", " A CB\n#", "x.cif: "),
     ],
 )
-def test_a_damaged_table(tmp_path: Path, reader: Reader, old: str, new: str, message: str) -> None:
+def test_a_damaged_table(tmp_path: Path, old: str, new: str, message: str) -> None:
     text = cif(chain(SEQ), {"A": three(SEQ)})
     assert old in text
     path = write(tmp_path / "x.cif", text.replace(old, new))
     with pytest.raises(InputError, match=message) as raised:
-        read_chains(path, reader=reader)
+        read_chains(path)
     assert "\n" not in str(raised.value)
 
 
-def test_a_chain_name_that_no_id_can_have(tmp_path: Path, reader: Reader) -> None:
+def test_a_chain_name_that_no_id_can_have(tmp_path: Path) -> None:
     path = write(tmp_path / "x.cif", cif(chain(SEQ, "A B", asym="A"), {"A": three(SEQ)}))
     with pytest.raises(InputError, match="chain name 'A B' has characters"):
-        read_chains(path, reader=reader)
+        read_chains(path)
 
 
 def test_atoms_are_named_as_in_the_formats() -> None:

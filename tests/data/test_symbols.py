@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from esmshard.data.symbols import STRANGE, Edits, Refused, Rules, cut, mend, shown, table
+from esmshard.data.fasta.symbols import STRANGE, Edits, RefusedSymbols, Rules, clean, cut, shown, table
 from esmshard.errors import UsageError
 
 M, K, T, A, X, B, U, Z, O = 20, 15, 11, 5, 24, 25, 26, 27, 28  # noqa: E741  # pyrrolysine
@@ -18,9 +18,9 @@ MASKED = "symbols that are no residues were read as <mask>"
 LEFT_OUT = "a sequence with symbols that are no residues, or without any, was left out"
 
 
-def mended(written: str, **rules: object) -> tuple[list[int] | None, list[str]]:
+def cleaned(written: str, **rules: object) -> tuple[list[int] | None, list[str]]:
     edits = Edits()
-    tokens = mend(written, Rules(**rules), edits, "r")  # type: ignore[arg-type]
+    tokens = clean(written, Rules(**rules), edits, "r")  # type: ignore[arg-type]
     assert set(edits.counts.values()) <= {1}
     assert edits.first == {kind: ["r"] for kind in edits.counts}
     return None if tokens is None else list(tokens), list(edits.counts)
@@ -28,8 +28,8 @@ def mended(written: str, **rules: object) -> tuple[list[int] | None, list[str]]:
 
 def refused(written: str, **rules: object) -> str:
     edits = Edits()
-    with pytest.raises(Refused) as error:
-        mend(written, Rules(**rules), edits, "r")  # type: ignore[arg-type]
+    with pytest.raises(RefusedSymbols) as error:
+        clean(written, Rules(**rules), edits, "r")  # type: ignore[arg-type]
     assert edits.counts == {}  # nothing was changed
     return str(error.value)
 
@@ -50,10 +50,10 @@ def refused(written: str, **rules: object) -> str:
         ("mj-k*", [M, X, K], [STAR, LOWER, GAPS, LEUCINE]),
     ],
 )
-def test_what_is_mended_is_mended_under_every_policy(
+def test_what_is_changed_is_changed_under_every_policy(
     written: str, tokens: list[int], kinds: list[str], policy: str
 ) -> None:
-    assert mended(written, on_unknown=policy) == (tokens, kinds)
+    assert cleaned(written, on_unknown=policy) == (tokens, kinds)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_is_mended_is_mended_under_every_policy(
 def test_what_the_rules_make_of_a_sequence(
     written: str, rules: dict[str, object], tokens: list[int] | None, kinds: list[str]
 ) -> None:
-    assert mended(written, **rules) == (tokens, kinds)
+    assert cleaned(written, **rules) == (tokens, kinds)
 
 
 UNKNOWN = "which is not a residue; write X for an unknown residue"
@@ -155,10 +155,10 @@ def test_a_sequence_up_to_the_limit_is_kept_whole(long: str) -> None:
 
 def test_a_long_sequence_may_be_left_out_or_refused() -> None:
     assert pieces("skip", 22) == ([], {"a sequence over 22 residues was left out": 1})
-    with pytest.raises(Refused) as error:
+    with pytest.raises(RefusedSymbols) as error:
         pieces("error", 22)
     assert str(error.value) == "has 23 residues, over 22; raise the limit, or crop, window or skip long sequences"
-    with pytest.raises(Refused, match=r"has 1,500 residues, over 1,022; "):
+    with pytest.raises(RefusedSymbols, match=r"has 1,500 residues, over 1,022; "):
         pieces("error", 1022, bytes(1500))
 
 

@@ -137,12 +137,12 @@ def test_a_column_without_a_name() -> None:
         ("a,b, a\n1,2,3\n", "t.csv: has two columns 'a'; rename one of them"),
         (
             "a,b\n1,2\n\n3\n",
-            "t.csv:4: has 1 cell, but the header in line 1 has 2, read as separated by commas; mend the line, or quote "
+            "t.csv:4: has 1 cell, but the header in line 1 has 2, read as separated by commas; fix the line, or quote "
             "cells that hold a separator",
         ),
         (
             "\na;b;\n1;2\n3;4;5;6\n",
-            "t.csv:4: has 4 cells, but the header in line 2 has 3, read as separated by semicolons; mend the line, or "
+            "t.csv:4: has 4 cells, but the header in line 2 has 3, read as separated by semicolons; fix the line, or "
             "quote cells that hold a separator",
         ),
         (

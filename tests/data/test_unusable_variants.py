@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.data.mutations import Variants, read_variants
+from esmshard.data.variants.mutations import Variants, read_variants
 from esmshard.errors import InputError, UsageError
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRV"

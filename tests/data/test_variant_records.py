@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esmshard.data.loader import Examples
-from esmshard.data.substitutions import parse_variant
-from esmshard.data.variant_records import VariantRecords, divide, open_variants
-from esmshard.data_settings import DataSettings
+from esmshard.data.batching.loader import Examples
+from esmshard.data.splits.recipe_splits import in_tokens, open_split
+from esmshard.data.splits.variant_records import VariantRecords, divide, open_variants
+from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.settings import BatchSettings, Recipe
+from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import BatchSettings, Recipe
 from esmshard.tasks.intervals import block_draws
-from esmshard.train.splits import in_tokens, open_split
 from esmshard.vocab import decode
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLE"

@@ -11,8 +11,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from esmshard.data.ingest import ingest
-from esmshard.data.labels import CoordinateLabels
+from esmshard.data.labels.coordinates import CoordinateLabels
+from esmshard.data.store.ingestion import ingest
 from esmshard.shipped import shipped
 
 

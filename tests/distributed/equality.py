@@ -10,21 +10,21 @@ import work
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.data.loader import Examples
-from esmshard.data.packing import Plan, deal
-from esmshard.model import weights
+from esmshard.data.batching.loader import Examples
+from esmshard.data.batching.packing import StepPlan, assign
+from esmshard.data.splits.recipe_splits import open_split
+from esmshard.launch.process_group import World, world
 from esmshard.model.config import EsmConfig
-from esmshard.model.esm2 import ESM2
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.load import materialise
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import groups, next_micro_batch, shard, trainable
-from esmshard.settings import Recipe
-from esmshard.tasks.contact import ContactTask
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights
+from esmshard.recipe.sections import Recipe
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.load import materialise
+from esmshard.sharding.shard import groups, next_micro_batch, shard, trainable
+from esmshard.tasks.base import LossSum, Task, collate
+from esmshard.tasks.contact.contact_task import ContactTask
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.protocol import LossSum, Task, collate
-from esmshard.train.optim import adamw, schedule, set_learning_rate
-from esmshard.train.splits import open_split
+from esmshard.train.optimizer import adamw, schedule, set_learning_rate
 from esmshard.train.step import StepResult, train_step
 from esmshard.vocab import MASK
 
@@ -48,11 +48,11 @@ Micro = tuple[TokenBatch, list[torch.Tensor], bool]
 def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[FineTuner, Task]:
     """Trunk of three layers and a contact head, sharded; or, without a layout, as plain as can be."""
     task = ContactTask(recipe.task, {})
-    base = weights.fresh(CONFIG, 3)
+    base = open_weights.fresh(CONFIG, 3)
     head = task.head(CONFIG)
     head.load_state_dict(work.rough_head(recipe, task, base))
     if laid is None or ranks is None:
-        model = FineTuner(weights.build(base, torch.device("cpu")), head)
+        model = FineTuner(open_weights.build(base, torch.device("cpu")), head)
         model.adapt(recipe.adapt, recipe.train.seed)
         rows_of = work.rough_rows(model, base, head)
         with torch.no_grad():
@@ -86,10 +86,10 @@ def plain(path: str, steps: int = STEPS) -> dict[str, Any]:
 
 
 def micro_batches(task: Task, data: Examples, share: Sequence[Sequence[int]], most: int) -> Iterator[Micro]:
-    """A rank's micro-batches, and ghosts up to as many as any rank has."""
+    """A rank's micro-batches, and dummies up to as many as any rank has."""
     for n in range(most):
-        ghost = n >= len(share)
-        yield (*collate(task, [data.get(k, 0) for k in share[0 if ghost else n]]), ghost)
+        is_dummy = n >= len(share)
+        yield (*collate(task, [data.get(k, 0) for k in share[0 if is_dummy else n]]), is_dummy)
 
 
 def gradients(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout, wrong: bool) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def gradients(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: 
     shares = SHARES[ranks.size]
     batches = list(micro_batches(task, data, shares[ranks.rank], max(map(len, shares))))
     losses, count = 0.0, 0.0
-    for n, (batch, targets, ghost) in enumerate(batches):
+    for n, (batch, targets, is_dummy) in enumerate(batches):
         part = task.loss(model(batch), targets)
-        scale = 0.0 if ghost else 1.0
+        scale = 0.0 if is_dummy else 1.0
         divide = max(1.0, float(part.count)) * len(batches) * ranks.size if wrong else 1.0
         next_micro_batch(model, laid, n + 1 == len(batches))
         (part.sum * scale / divide).backward()
@@ -121,13 +121,13 @@ def curve(
     optimizer = adamw(model, recipe.optim)
     before = {name: work.full(p) for name, p in model.named_parameters()}
     data = open_split(recipe, "train", task.labels)
-    plan = Plan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
+    plan = StepPlan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
     results: list[StepResult] = []
     for step in range(steps):
         set_learning_rate(optimizer, schedule(step, steps, 0.1, "cosine"))
         epoch, records = plan.step(step)
-        micro = deal(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.rank, ranks.size)
-        batches = ((*collate(task, [data.get(n, epoch) for n in m.records]), m.ghost) for m in micro)
+        micro = assign(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.rank, ranks.size)
+        batches = ((*collate(task, [data.get(n, epoch) for n in m.records]), m.is_dummy) for m in micro)
         results.append(train_step(model, task, optimizer, batches, recipe.optim.clip, ranks, laid))
     for group in groups(model):
         group.reshard()
@@ -218,10 +218,10 @@ class MaskedLoss:
 
 def masked_step(ranks: World, strategy: str | None) -> np.ndarray:
     """Rows' largest change, [33]. `strategy` None: one plain process that takes every rank's batch."""
-    base = weights.fresh(CONFIG, 3)
+    base = open_weights.fresh(CONFIG, 3)
     if strategy is None:
         model, laid = MaskedLM(), Layout()
-        weights.materialise(model.trunk, base, torch.device("cpu"))
+        open_weights.materialise(model.trunk, base, torch.device("cpu"))
     else:
         with torch.device("meta"):
             model = MaskedLM()

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 240
+TIMEOUT = 900
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["torch.distributed.checkpoint", "esmshard.train.finetune"])

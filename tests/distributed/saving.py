@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from esmshard.checkpoint import manifest, sharded
 from esmshard.checkpoint.saver import Saver
 from esmshard.errors import InputError
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.preemption import Preempted, Preemption
-from esmshard.train import finetune
+from esmshard.launch.preemption import Preempted, Preemption
+from esmshard.launch.process_group import World, world
+from esmshard.train import finetune, loop
 from esmshard.train.step import StepResult
 
 
@@ -91,7 +91,7 @@ def until(recipe: str, out: str, stop: int | None, background: bool = False) -> 
     )
     step, asked = first_step(out), 0
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    train_step = finetune.train_step
+    train_step = loop.train_step
 
     def stopping_step(*args: Any, **settings: Any) -> StepResult:
         nonlocal step, asked
@@ -104,7 +104,7 @@ def until(recipe: str, out: str, stop: int | None, background: bool = False) -> 
         def asked(self) -> int:
             return asked
 
-    finetune.Preemption, finetune.train_step = Stops, stopping_step  # type: ignore[misc]
+    finetune.Preemption, loop.train_step = Stops, stopping_step  # type: ignore[misc]
     torch.manual_seed(int(os.environ["RANK"]) + 77 * (stop or 0))
     try:
         finetune.run(loaded, "auto")

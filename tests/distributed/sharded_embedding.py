@@ -1,7 +1,6 @@
 """What the ranks of the tests of sharded embedding do."""
 
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from esmshard.embed.compute.outputs import Long, choose
+from esmshard.embed.job.embed_job import embed
+from esmshard.embed.job.embed_request import request
+from esmshard.embed.store.part_plan import Spec
+from esmshard.embed.workers.sharded_worker import Lockstep, joined, sharded
 from esmshard.errors import InputError
-from esmshard.infer.embed import embed
-from esmshard.infer.embed_request import request
-from esmshard.infer.outputs import Long, choose
-from esmshard.infer.product_plan import Spec
-from esmshard.infer.sharded_worker import Lockstep, joined, sharded
-from esmshard.model import weights
-from esmshard.parallel.shard import groups, local
+from esmshard.model.weights import open_weights
 from esmshard.progress import Progress
+from esmshard.sharding.shard import groups, local
 from esmshard.vocab import encode
 
 
@@ -27,7 +26,7 @@ def embedded(model: str, fasta: str, out: str, how: dict[str, Any], part_tokens:
 
 
 def lockstep(model: str, pools: list[str], ranks: Any) -> Lockstep:
-    found = weights.read(model)
+    found = open_weights.read(model)
     outputs = choose(pools, None, found.config.n_layers, model)
     spec = Spec("", outputs, found.config.dim, "fp32", "fp32", Long())
     esm = sharded(found, spec, ranks)
@@ -67,7 +66,7 @@ def passes(model: str) -> dict[str, Any]:
 
 
 def short_of_memory(model: str) -> dict[str, Any]:
-    """What each rank is told when memory of the second one does not suffice, and after how long."""
+    """What each rank is told when memory of the second one does not suffice."""
     tokens = np.concatenate([encode("A" * 2000)])
     told = ""
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -85,7 +84,7 @@ def short_of_memory(model: str) -> dict[str, Any]:
         told = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    return {"told": told, "with_packs": with_packs, "at": time.monotonic()}
+    return {"told": told, "with_packs": with_packs}
 
 
 def with_nproc(model: str, fasta: str, out: str) -> str:

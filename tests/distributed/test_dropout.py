@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from esmshard import recipe as recipes
+from esmshard.recipe import recipe_file
 from esmshard.train import finetune
 
 STEPS, SAVED = 6, 3
@@ -19,7 +19,7 @@ TASKS = {
 
 def train(path: str, options: list[str], resume: str | None) -> list[float]:
     """Losses that stand in metrics.jsonl after the main job; called on every rank."""
-    recipe = recipes.load(Path(path), options)
+    recipe = recipe_file.load(Path(path), options)
     finetune.run(recipe, resume)
     lines = [json.loads(line) for line in (Path(recipe.out) / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "lr" in line]

@@ -15,7 +15,7 @@ import ranks
 from conftest import RECIPE, write_subset
 from ranks import run_ranks
 
-from esmshard.parallel.layout import STRATEGIES
+from esmshard.sharding.layout import STRATEGIES
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "contact_losses.txt"
 

@@ -14,17 +14,17 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).parent))
 import work
 
+from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.parallel import load, mesh
-from esmshard.parallel import shard as sharding
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.mesh import World, own_device, world
-from esmshard.tasks.protocol import collate
-from esmshard.train import finetune
+from esmshard.launch import process_group
+from esmshard.launch.process_group import World, own_device, world
+from esmshard.sharding import load, shard
+from esmshard.sharding.layout import Layout
+from esmshard.tasks.base import collate
+from esmshard.train import finetune, loop
 from esmshard.train.evaluate import validate
-from esmshard.train.job import describe, prepare
-from esmshard.train.optim import adamw, set_learning_rate
-from esmshard.train.splits import open_split
+from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.run_inputs import describe, prepare
 from esmshard.train.step import train_step
 
 LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
@@ -44,7 +44,7 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             monkeypatch.setenv(name, value)
     for name in ("init_process_group", "barrier", "all_reduce", "all_gather_object"):
         monkeypatch.setattr(torch.distributed, name, refuse)
-    monkeypatch.setattr(sharding, "fully_shard", refuse)
+    monkeypatch.setattr(shard, "fully_shard", refuse)
     with world() as one:
         yield one
 
@@ -68,8 +68,8 @@ def test_a_run_in_one_process_starts_no_group_and_shards_nothing(
         optimizers.append(adamw(*rest))
         return optimizers[-1]
 
-    monkeypatch.setattr(finetune, "materialise", materialise)
-    monkeypatch.setattr(finetune, "adamw", optimizer_of)
+    monkeypatch.setattr(loop, "materialise", materialise)
+    monkeypatch.setattr(loop, "adamw", optimizer_of)
     out = finetune.run(work.load(str(tiny_recipe)))
     assert out is not None
     assert (out / "evaluation.json").is_file()
@@ -185,7 +185,7 @@ def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert own_device(0, 1) == torch.device("mps")
     assert own_device(1, 2) == torch.device("cpu")
-    with mesh.world() as one:
+    with process_group.world() as one:
         assert one.device == torch.device("mps")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

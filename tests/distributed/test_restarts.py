@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.parallel.address import loopback
+from esmshard.launch.address import loopback
 
 RESTARTING = Path(__file__).parent / "restarting.py"
 LAUNCH = """\
 import sys
-from esmshard.parallel.launch import run_local
+from esmshard.launch.local_processes import run_local
 sys.exit(run_local(sys.argv[2:], int(sys.argv[1]), max_restarts=2))
 """
 
 
 def test_processes_meet_again(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAUNCH, "2", str(RESTARTING), str(tmp_path), "1"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     restarts = re.findall(r"^the process of rank (\d) was ended by SIGKILL .*; restart (\d) of 2$", done.stderr, re.M)
     assert restarts == [("1", "1")], done.stderr
@@ -30,7 +30,7 @@ def test_processes_meet_again(tmp_path: Path) -> None:
 def test_nobody_else_can_connect(tmp_path: Path) -> None:
     listening = Path(__file__).parent / "listening.py"
     command = [sys.executable, "-c", LAUNCH, "2", str(listening), str(tmp_path / "found")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         device, *addresses = (tmp_path / f"found-{rank}").read_text().split()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from esmshard import recipe as recipes
+from esmshard.recipe import recipe_file
 from esmshard.train import finetune
 
 VARIANT = [
@@ -31,13 +31,13 @@ def warned(path: str, options: list[str]) -> list[str]:
     """What is said of views in two steps; called on every rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        finetune.run(recipes.load(Path(path), options))
+        finetune.run(recipe_file.load(Path(path), options))
     return [str(one.message) for one in caught if "view tensor" in str(one.message)]
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_no_output_of_a_sharded_model_is_a_view(tiny_recipe: Path, tmp_path: Path, task: str) -> None:
-    recipe = recipes.resolve("variants") if task == "variant" else tiny_recipe
+    recipe = recipe_file.resolve("variants") if task == "variant" else tiny_recipe
     options = [*TASKS[task], "data.long=full", f"out={tmp_path / 'out'}"]
     options += [
         "batch.tokens_per_rank=2000",

@@ -6,31 +6,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from esmshard import recipe as recipes
 from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint import sharded
-from esmshard.data.packing import Plan, deal
+from esmshard.data.batching.packing import StepPlan, assign
+from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.model import weights
+from esmshard.launch.process_group import World, world
 from esmshard.model.config import SIZES
-from esmshard.model.esm2 import ESM2
-from esmshard.parallel.layout import Layout, layout
-from esmshard.parallel.load import RowsOf, materialise
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import shard
-from esmshard.settings import OptimSettings, ParallelSettings, Recipe
-from esmshard.tasks.contact import ContactTask
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import OptimSettings, ParallelSettings, Recipe
+from esmshard.sharding.layout import Layout, layout
+from esmshard.sharding.load import RowsOf, materialise
+from esmshard.sharding.shard import shard
+from esmshard.tasks.base import Task, collate
+from esmshard.tasks.contact.contact_task import ContactTask
 from esmshard.tasks.finetuner import FineTuner, new_head
-from esmshard.tasks.protocol import Task, collate
-from esmshard.train import finetune
-from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
-from esmshard.train.splits import open_split
+from esmshard.train import finetune, loop
+from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.step import train_step
 from esmshard.vocab import CLS, EOS, MASK
 
 
 def load(path: str) -> Recipe:
-    return recipes.load(Path(path))
+    return recipe_file.load(Path(path))
 
 
 def laid(ranks: World, **settings: Any) -> Layout:
@@ -64,7 +64,7 @@ def sharded_model(recipe: Recipe, ranks: World, laid_: Layout | None = None) -> 
     """As the main job builds it."""
     laid_ = laid_ or laid_out(recipe, ranks)
     task = ContactTask(recipe.task, {})
-    base = weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
+    base = open_weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
     with torch.device("meta"):
         model = FineTuner(ESM2(base.config), task.head(base.config))
     model.adapt(recipe.adapt, recipe.train.seed)
@@ -75,14 +75,14 @@ def sharded_model(recipe: Recipe, ranks: World, laid_: Layout | None = None) -> 
     return model.train(), task
 
 
-def rough_head(recipe: Recipe, task: Task, base: weights.Weights) -> dict[str, torch.Tensor]:
+def rough_head(recipe: Recipe, task: Task, base: open_weights.Weights) -> dict[str, torch.Tensor]:
     """A new head with a large last layer: behind a tiny one all other gradients vanish, and any two are equal."""
     state = new_head(recipe, task, base)[0].state_dict()
     last = [name for name in state if name.endswith(("out.weight", "regression.weight"))]
     return state | {name: torch.randn(state[name].shape, generator=torch.Generator().manual_seed(1)) for name in last}
 
 
-def rough_rows(model: FineTuner, base: weights.Weights, head: torch.nn.Module) -> RowsOf:
+def rough_rows(model: FineTuner, base: open_weights.Weights, head: torch.nn.Module) -> RowsOf:
     """`model.rows_of` with a large B for each LoRA: behind zeros all gradients of A vanish."""
     read = model.rows_of(base, head)
 
@@ -108,14 +108,14 @@ def curve(path: str, steps: int) -> dict[str, Any]:
         model, task = sharded_model(recipe, ranks, how)
         optimizer = adamw(model, recipe.optim)
         data = open_split(recipe, "train", task.labels)
-        plan = Plan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
+        plan = StepPlan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
         before = full(model.trunk.embed_tokens.weight)
         losses, norms = [], []
         for step in range(steps):
             set_learning_rate(optimizer, schedule(step, steps, 0.1, "cosine"))
             epoch, records = plan.step(step)
-            micro = deal(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.rank, ranks.size)
-            batches = ((*collate(task, [data.get(n, epoch) for n in m.records]), m.ghost) for m in micro)
+            micro = assign(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.rank, ranks.size)
+            batches = ((*collate(task, [data.get(n, epoch) for n in m.records]), m.is_dummy) for m in micro)
             result = train_step(model, task, optimizer, batches, recipe.optim.clip, ranks, how)
             losses.append(result.loss)
             norms.append(result.grad_norm)
@@ -158,9 +158,9 @@ def first_batch(path: str, broken: bool) -> str:
     def step_begins(*_: Any, **__: Any) -> None:
         raise InputError("the first step begins")
 
-    finetune.train_step = step_begins
+    loop.train_step = step_begins
     if broken:
-        finetune.deal = lambda records, lengths, most, rank, size: deal(records, lengths, most, 0, size)
+        loop.assign = lambda records, lengths, most, rank, size: assign(records, lengths, most, 0, size)
     try:
         finetune.run(load(path))
     except InputError as error:

@@ -10,9 +10,9 @@ import numpy as np
 from conftest import write_subset
 from shared import random_weights, size, texts, write_model
 
-from esmshard import recipe as recipes
 from esmshard.model.config import EsmConfig
-from esmshard.settings import Recipe
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import Recipe
 
 LENGTHS = size([40, 25, 60, 33, 50, 21, 45, 38] * 3, [12, 25, 18, 14, 21, 16] * 2)
 LONGEST = max(LENGTHS)
@@ -127,4 +127,4 @@ def written(directory: Path, case: str, **sections: Any) -> Path:
 
 def loaded(directory: Path, case: str, **sections: Any) -> Recipe:
     """The recipe itself."""
-    return recipes.load(written(directory, case, **sections))
+    return recipe_file.load(written(directory, case, **sections))

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model import files, weights
+from esmshard.launch.process_group import World
 from esmshard.model.config import EsmConfig
-from esmshard.model.layouts import TIED, to_transformers, transformers_config
-from esmshard.model.weights import Weights
-from esmshard.parallel.mesh import World
+from esmshard.model.weights import open_weights, weight_reader
+from esmshard.model.weights.key_maps import TIED, to_transformers, transformers_config
+from esmshard.model.weights.open_weights import Weights
 from esmshard.vocab import MASK, STANDARD, encode
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def random_weights(config: EsmConfig, seed: int = 0) -> Weights:
     swapped would show. Attention is sharpened, so that its maps differ from pair to pair, and the embedding is larger
     than a fresh one. `inv_freq` is rounded as in released files.
     """
-    base, generator = weights.fresh(config, seed), torch.Generator().manual_seed(seed)
+    base, generator = open_weights.fresh(config, seed), torch.Generator().manual_seed(seed)
     state: dict[str, torch.Tensor] = {}
     for name, read in base.read.items():
         if name == TIED:
@@ -118,7 +118,7 @@ def random_weights(config: EsmConfig, seed: int = 0) -> Weights:
         elif name == "embed_tokens.weight":
             tensor *= 5
         state[name] = tensor
-    return replace(base, read=files.tensors(state), seed=None)
+    return replace(base, read=weight_reader.tensors(state), seed=None)
 
 
 def write_model(directory: Path, found: Weights) -> Path:

@@ -9,9 +9,9 @@ from shared import distance, masked_pack, size
 from small_model import FULL, LORA, OF_LOGITS, built, check, computed
 from torch._dynamo.utils import counters
 
-from esmshard.model.esm2 import TransformerLayer
-from esmshard.parallel.layout import Layout
-from esmshard.settings import AdaptSettings
+from esmshard.model.trunk import TransformerLayer
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.sharding.layout import Layout
 from esmshard.tasks.finetuner import FineTuner
 
 pytestmark = pytest.mark.gpu

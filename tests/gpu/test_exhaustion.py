@@ -12,13 +12,13 @@ from shared import random_weights, size, start, steps, texts, write_model
 
 import esmshard
 from esmshard.batch import TokenBatch
+from esmshard.embed.compute.embedder import Computed, Embedder
+from esmshard.embed.compute.outputs import choose
+from esmshard.embed.job.embed_job import embed
+from esmshard.embed.job.embed_request import request
 from esmshard.errors import InputError
-from esmshard.infer.compute import Computed, Embedder
-from esmshard.infer.embed import embed
-from esmshard.infer.embed_request import request
-from esmshard.infer.outputs import choose
 from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.esm2 import ESM2
+from esmshard.model.trunk import ESM2
 from esmshard.vocab import encode
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +76,7 @@ def finetuned(device: torch.device, recipe: Path, tokens: int) -> tuple[int, str
         process = start(
             "finetune", recipe, f"batch.tokens_per_rank={tokens}", "--nproc", "1", "--no-report", "--resume", "auto"
         )
-        _, err = process.communicate(timeout=200)
+        _, err = process.communicate(timeout=600)
         return process.returncode, err
     try:
         esmshard.finetune(recipe, nproc=1, report=False, resume="auto", **{"batch.tokens_per_rank": tokens})
@@ -118,7 +118,7 @@ def test_a_model_that_does_not_fit_is_one_sentence(
         def too_much(*rest: Any) -> None:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
 
-        monkeypatch.setattr("esmshard.train.finetune.materialise", too_much)
+        monkeypatch.setattr("esmshard.train.loop.materialise", too_much)
     try:
         with pytest.raises(InputError, match=r"^out of memory: weights and optimizer state of the model do not fit on"):
             esmshard.finetune(recipe, nproc=1, report=False, **{"batch.tokens_per_rank": 1000})

@@ -10,15 +10,15 @@ import torch
 from shared import alone, size, steps, texts
 
 import esmshard
-from esmshard import recipe as recipes
 from esmshard.checkpoint.saver import Saver
-from esmshard.model.esm2 import ESM2
-from esmshard.parallel import plan
-from esmshard.settings import Recipe
+from esmshard.model.trunk import ESM2
+from esmshard.planner import memory_model
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import Recipe
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.train import evaluate
-from esmshard.train.fitting import RESERVED, largest_fitting
-from esmshard.train.job import prepare
+from esmshard.train.run_inputs import prepare
+from esmshard.train.token_budget import RESERVED, largest_fitting
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def recipe_of(proteins: Path, checkpointing: str, global_tokens: int, number: in
     }
     path = proteins / f"{checkpointing}.yaml"
     path.write_text(json.dumps(content))
-    return path, recipes.load(path)
+    return path, recipe_file.load(path)
 
 
 def fitting(recipe: Recipe, device: torch.device) -> int:
@@ -74,8 +74,8 @@ def fitting(recipe: Recipe, device: torch.device) -> int:
     with torch.device("meta"):
         model = FineTuner(ESM2(job.weights.config), job.task.head(job.weights.config))
     model.adapt(recipe.adapt, 0)
-    numbers = plan.of_model(model, job.weights.config.dim, job.weights.config.n_heads)
-    room = int(RESERVED * plan.free_bytes(device, 1))
+    numbers = memory_model.of_model(model, job.weights.config.dim, job.weights.config.n_heads)
+    room = int(RESERVED * memory_model.free_bytes(device, 1))
     return largest_fitting(job, numbers, room, alone(device))
 
 
@@ -91,7 +91,7 @@ def test_a_run_fills_the_card_without_running_out_of_memory(
     with pytest.raises(TrainedError):
         esmshard.finetune(path, nproc=1, report=False, out=str(tmp_path / "run"))
     lines = steps(tmp_path / "run")
-    resolved = recipes.load(tmp_path / "run" / "recipe.yaml")
+    resolved = recipe_file.load(tmp_path / "run" / "recipe.yaml")
     taken = resolved.batch.tokens_per_rank
     assert isinstance(taken, int)
     assert [line["step"] for line in lines] == list(range(1, number + 1))

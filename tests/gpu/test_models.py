@@ -12,8 +12,8 @@ from shared import random_weights, size, texts, write_model
 
 import esmshard
 from esmshard.batch import pack
-from esmshard.infer.compute import Computed, Embedder
-from esmshard.infer.outputs import Long, choose
+from esmshard.embed.compute.embedder import Computed, Embedder
+from esmshard.embed.compute.outputs import Long, choose
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.shipped import shipped

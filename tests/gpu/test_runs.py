@@ -16,7 +16,7 @@ from cases import loaded, written
 from shared import size, start, steps, texts
 
 import esmshard
-from esmshard.model.esm2 import TransformerLayer
+from esmshard.model.trunk import TransformerLayer
 from esmshard.train import evaluate, finetune
 
 pytestmark = pytest.mark.gpu
@@ -162,7 +162,7 @@ STEPS = size(100, 60)
 def until(recipe: Path, out: Path, taken: int, number: int) -> tuple[int, str]:
     """Begin or go on with a run, and send it a signal as soon as it has taken some steps; exit code and stderr."""
     process = start("finetune", recipe, f"out={out}", "--nproc", "1", "--no-report", "--resume", "auto")
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     path, before = out / "metrics.jsonl", attempts(out)
     while process.poll() is None:
         if attempts(out) > before and len(path.read_text().rpartition('"from_step"')[2].splitlines()) > taken:
@@ -170,7 +170,7 @@ def until(recipe: Path, out: Path, taken: int, number: int) -> tuple[int, str]:
         assert time.monotonic() < end, "the run does not come so far"
         time.sleep(0.002)
     process.send_signal(number)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     return process.returncode, err
 
 

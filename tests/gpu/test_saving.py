@@ -15,11 +15,11 @@ from training import Training, set_up
 
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.saver import Saver
+from esmshard.launch.process_group import World, world
 from esmshard.model.dropout import RecordDropout
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import local
-from esmshard.train.optim import state_tensors
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.shard import local
+from esmshard.train.optimizer import state_tensors
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +71,7 @@ def test_a_save_in_the_background_has_the_bytes_of_one_at_once(
     write = sharded.write
 
     def later(*args: Any, **options: Any) -> Path:
-        assert may_write.wait(60)
+        assert may_write.wait(600)
         seen.append(threading.current_thread().name)
         return write(*args, **options)
 

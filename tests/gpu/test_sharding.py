@@ -12,14 +12,14 @@ from shared import apart, size
 from torch.distributed.tensor import DTensor
 from training import Training, set_up
 
+from esmshard.launch.process_group import World, world
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.parallel.communication import CommunicationClock, time_collectives
-from esmshard.parallel.layout import STRATEGIES, Layout, layout
-from esmshard.parallel.mesh import World, world
-from esmshard.parallel.shard import groups, local, trainable
-from esmshard.parallel.watch import Watch
-from esmshard.settings import ParallelSettings, Recipe
-from esmshard.train.optim import state_tensors
+from esmshard.monitor.communication import CommunicationClock, time_collectives
+from esmshard.monitor.watch import Watch
+from esmshard.recipe.sections import ParallelSettings, Recipe
+from esmshard.sharding.layout import STRATEGIES, Layout, layout
+from esmshard.sharding.shard import groups, local, trainable
+from esmshard.train.optimizer import state_tensors
 
 pytestmark = pytest.mark.gpu
 
@@ -141,7 +141,7 @@ def test_watching_a_sharded_step_changes_nothing_and_reports_what_there_is(
     device: torch.device, ranks: World, tmp_path: Path
 ) -> None:
     """Collectives of a world of one take no time; memory is that of the device."""
-    from esmshard.parallel.stuck import Control
+    from esmshard.monitor.stuck_ranks import Control
     from esmshard.train.step import train_step
 
     recipe = loaded(tmp_path, "mlm")

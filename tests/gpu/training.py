@@ -8,17 +8,17 @@ import torch
 from shared import alone
 
 from esmshard.batch import TokenBatch
-from esmshard.data.packing import Plan, deal
-from esmshard.model.esm2 import ESM2
-from esmshard.parallel.load import materialise
-from esmshard.parallel.mesh import World
-from esmshard.parallel.shard import local, shard, trainable
-from esmshard.settings import Recipe
+from esmshard.data.batching.packing import StepPlan, assign
+from esmshard.launch.process_group import World
+from esmshard.model.trunk import ESM2
+from esmshard.recipe.sections import Recipe
+from esmshard.sharding.load import materialise
+from esmshard.sharding.shard import local, shard, trainable
+from esmshard.tasks.base import collate
 from esmshard.tasks.finetuner import FineTuner, new_head
-from esmshard.tasks.protocol import collate
 from esmshard.train.evaluate import validate
-from esmshard.train.job import Job, prepare
-from esmshard.train.optim import adamw, schedule, set_learning_rate
+from esmshard.train.optimizer import adamw, schedule, set_learning_rate
+from esmshard.train.run_inputs import RunInputs, prepare
 from esmshard.train.step import LossScale, StepResult, train_step
 
 
@@ -26,7 +26,7 @@ from esmshard.train.step import LossScale, StepResult, train_step
 class Training:
     """A run that has been set up on a device."""
 
-    job: Job
+    job: RunInputs
     model: FineTuner
     optimizer: torch.optim.Optimizer
     ranks: World
@@ -35,12 +35,12 @@ class Training:
     def batches(self, step: int) -> Iterator[tuple[TokenBatch, list[torch.Tensor], bool]]:
         """The micro-batches of a step."""
         job = self.job
-        plan = Plan(job.train.tokens, job.recipe.batch.global_tokens, job.recipe.train.seed)
+        plan = StepPlan(job.train.tokens, job.recipe.batch.global_tokens, job.recipe.train.seed)
         epoch, records = plan.step(step)
         most = job.recipe.batch.tokens_per_rank
         assert isinstance(most, int)
-        for micro in deal(records, job.train.tokens, most, 0, 1):
-            yield (*collate(job.task, [job.train.get(n, epoch) for n in micro.records]), micro.ghost)
+        for micro in assign(records, job.train.tokens, most, 0, 1):
+            yield (*collate(job.task, [job.train.get(n, epoch) for n in micro.records]), micro.is_dummy)
 
     def step(self, number: int) -> StepResult:
         """Take a step, counted from 0."""
@@ -86,7 +86,7 @@ def set_up(recipe: Recipe, device: torch.device, ranks: World | None = None, lay
     ranks = ranks or alone(device)
     job = prepare(recipe, 1, 1, device)
     if layout is not None:
-        job = Job(**{**vars(job), "layout": layout})
+        job = RunInputs(**{**vars(job), "layout": layout})
     with torch.device("meta"):
         model = FineTuner(ESM2(job.weights.config), job.task.head(job.weights.config))
     model.adapt(recipe.adapt, recipe.train.seed)

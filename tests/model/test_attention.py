@@ -12,7 +12,7 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.model.attention import SelfAttention, attend, inverse_frequencies, kernel_name, rotate
 from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.esm2 import ESM2
+from esmshard.model.trunk import ESM2
 from esmshard.vocab import STANDARD, encode
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)

@@ -9,10 +9,10 @@ from torch import nn
 from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM
 
-from esmshard.model import hub, weights
 from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.esm2 import ESM2
-from esmshard.model.layouts import (
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import hub, open_weights
+from esmshard.model.weights.key_maps import (
     config_of_fair_esm,
     config_of_transformers,
     fair_esm_settings,
@@ -36,7 +36,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("family", SMALL)
 def test_names_of_transformers_and_back(family: str) -> None:
     config = SMALL[family]
-    names = list(weights.shapes(config))
+    names = list(open_weights.shapes(config))
     assert names == [name for key in map(to_transformers, names) for name in from_transformers(key, config)]
     assert len({to_transformers(name) for name in names}) == len(names) > 50
     with torch.device("meta"):

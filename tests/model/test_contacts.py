@@ -12,15 +12,16 @@ from model_files import fair_esm, ours, tokenise
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esmshard.model import attention, weights
+from esmshard.launch.process_group import World
+from esmshard.model import attention
 from esmshard.model import contacts as contacts_module
 from esmshard.model.attention import attention_map
 from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import ContactAccumulator, corrected_maps, predict_contacts
-from esmshard.model.esm2 import ESM2
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.mesh import World
-from esmshard.parallel.shard import shard
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.shard import shard
 from esmshard.vocab import STANDARD
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
@@ -132,7 +133,7 @@ def test_contacts_train_the_trunk_as_stacked_maps_do(model: ESM2) -> None:
 
 
 def checkpointed(model: ESM2, mode: str) -> ESM2:
-    """A copy whose layers are run again in the backward pass, as `esmshard.parallel.shard` has them."""
+    """A copy whose layers are run again in the backward pass, as `esmshard.sharding.shard` has them."""
     model = copy.deepcopy(model)
     shard(model, Layout(activation_checkpointing=mode), World(0, 1, torch.device("cpu"), None))  # type: ignore[arg-type]
     return model
@@ -259,7 +260,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 def test_memory_for_contacts_is_a_small_part_of_the_maps(train: bool) -> None:
     """Above what the trunk needs. Maps of 6 layers of 20 heads for 512 residues are 127 MB."""
     config = EsmConfig(n_layers=6, dim=320, n_heads=20)
-    model = weights.build(weights.fresh(config, 0), torch.device("cpu"))
+    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu"))
     _, batch = tokenise(["MKTAYIAK" * 64])
 
     def trunk() -> None:

@@ -8,8 +8,8 @@ import torch
 from hub_server import NAME, own_caches, snapshot
 from model_files import TINY, fair_esm, write_fair_esm
 
-from esmshard.model import hub
-from esmshard.model.weights import load_model
+from esmshard.model.weights import hub
+from esmshard.model.weights.open_weights import load_model
 
 CONFIG, VOCAB, INDEX = b"{}", b"L\nA\n", b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
 

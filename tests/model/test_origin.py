@@ -8,8 +8,8 @@ import pytest
 from model_files import SMALL, fair_esm, ours, write_fair_esm, write_transformers
 
 from esmshard.errors import InputError
-from esmshard.model import origin, weights
 from esmshard.model.config import SIZES
+from esmshard.model.weights import open_weights, origin
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def identity(path: Path) -> dict[str, object]:
-    return origin.identity(weights.read(str(path)), str(path))
+    return origin.identity(open_weights.read(str(path)), str(path))
 
 
 def test_files_are_known_by_size_and_hash(base: Path) -> None:
@@ -73,15 +73,15 @@ def test_a_missing_base_is_one_sentence(base: Path) -> None:
 
 def test_fresh_weights_are_known_by_seed_and_architecture() -> None:
     nano = SIZES["nano"]
-    before = origin.identity(weights.fresh(nano, 3), "nano")
+    before = origin.identity(open_weights.fresh(nano, 3), "nano")
     assert (before["seed"], before["files"]) == (3, {})
     again = origin.reopen(before, "step_1")
     name = "layers.0.fc1.weight"
-    assert (again[name] == weights.fresh(nano, 3)[name]).all()
+    assert (again[name] == open_weights.fresh(nano, 3)[name]).all()
     with pytest.raises(InputError, match=r"nano is other random weights; give the model that it was trained on$"):
-        origin.check(origin.identity(weights.fresh(nano, 4), "nano"), before, "step_1")
+        origin.check(origin.identity(open_weights.fresh(nano, 4), "nano"), before, "step_1")
     with pytest.raises(InputError, match="mini is another architecture"):
-        origin.check(origin.identity(weights.fresh(SIZES["mini"], 3), "mini"), before, "step_1")
+        origin.check(origin.identity(open_weights.fresh(SIZES["mini"], 3), "mini"), before, "step_1")
 
 
 def test_large_files_are_announced(

@@ -8,31 +8,31 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from esmshard import recipe as recipes
 from esmshard.batch import pack
-from esmshard.data.labels import UNRESOLVED
-from esmshard.data.structures import contact_labels
-from esmshard.model import weights
+from esmshard.data.labels.coordinates import UNRESOLVED
+from esmshard.data.structures.contact_labels import contact_labels
 from esmshard.model.config import SIZES, STARTER
 from esmshard.model.contacts import predict_contacts
+from esmshard.model.weights import open_weights
+from esmshard.recipe import recipe_file
 from esmshard.shipped import shipped
-from esmshard.tasks import TASKS
+from esmshard.tasks.base import Inputs
+from esmshard.tasks.contact.contact_precision import base_rate, contact_precision
 from esmshard.tasks.finetuner import load_finetuned, new_head
 from esmshard.tasks.mlm import corrupt
-from esmshard.tasks.precision import base_rate, contact_precision
-from esmshard.tasks.protocol import Inputs
+from esmshard.tasks.registry import new_task
 from esmshard.vocab import encode
 
 CPU = torch.device("cpu")
 
 
 def test_it_is_whole_and_small() -> None:
-    found = weights.read(STARTER)
+    found = open_weights.read(STARTER)
     assert found.config == SIZES[STARTER]
     assert found.notices == [], "trunk, LM head and contact regression are there"
     assert found.head
-    assert sum(path.stat().st_size for path in weights.place(STARTER).iterdir()) < 12_000_000
-    about = json.loads((weights.place(STARTER) / "esmshard.json").read_text())
+    assert sum(path.stat().st_size for path in open_weights.place(STARTER).iterdir()) < 12_000_000
+    about = json.loads((open_weights.place(STARTER) / "esmshard.json").read_text())
     assert about["recipe"]["task"]["name"] == "contact"
     assert not any(part.startswith("/") for part in _texts(about)), "no path of the machine that made it"
 
@@ -44,17 +44,17 @@ def _texts(node: object) -> list[str]:
 
 
 def test_its_card_says_what_it_is_not() -> None:
-    card = (weights.place(STARTER) / "README.md").read_text()
+    card = (open_weights.place(STARTER) / "README.md").read_text()
     assert "not an ESM-2" in card
     assert "MIT" in card
 
 
 def test_a_directory_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert weights.place("starter") == shipped("data") / "starter" / "model"
+    assert open_weights.place("starter") == shipped("data") / "starter" / "model"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "starter").mkdir()
-    assert weights.place("starter") == Path("starter")
-    assert weights.place("other") == Path("other")
+    assert open_weights.place("starter") == Path("starter")
+    assert open_weights.place("other") == Path("other")
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,10 @@ def test_its_contact_head_has_learned(chains: Chains) -> None:
 
 
 def test_the_shipped_recipe_goes_on_with_its_head() -> None:
-    recipe = recipes.load(recipes.resolve("contact"))
+    recipe = recipe_file.load(recipe_file.resolve("contact"))
     assert (recipe.model.name, recipe.init) == (STARTER, "pretrained")
-    found = weights.read(STARTER)
-    head, told = new_head(recipe, TASKS["contact"](recipe.task, {}), found)
+    found = open_weights.read(STARTER)
+    head, told = new_head(recipe, new_task(recipe.task, {}), found)
     assert told is not None
     assert told.startswith("the head goes on from the contact head of ")
     assert all(torch.equal(tensor, found.head[name]()) for name, tensor in head.state_dict().items())
@@ -97,14 +97,14 @@ def test_the_shipped_recipe_goes_on_with_its_head() -> None:
 
 def test_its_contact_regression_was_fitted(chains: Chains) -> None:
     """It knows little: the starter learned contacts through its contact head, and not as attention."""
-    trunk = weights.load_model(STARTER, CPU)
+    trunk = open_weights.load_model(STARTER, CPU)
     with torch.no_grad():
         rows = [contact_precision(predict_contacts(trunk, pack([t]))[0].numpy(), y) for t, y in chains]
     assert mean(rows, "all P@L/5") > 1.5 * mean([base_rate(y) for _, y in chains], "all P@L/5")
 
 
 def test_its_lm_head_knows_more_than_frequencies(chains: Chains) -> None:
-    trunk = weights.load_model(STARTER, CPU)
+    trunk = open_weights.load_model(STARTER, CPU)
     loss = count = 0.0
     for n, (tokens, _) in enumerate(chains):
         hidden, at_P = corrupt(tokens, 0.15, f"test:{n}")

@@ -7,9 +7,9 @@ import torch
 from model_files import SMALL, fair_esm, ours, tokenise
 
 from esmshard.model.contacts import ContactAccumulator
-from esmshard.model.export import few
-from esmshard.model.layouts import TIED
-from esmshard.model.streamed import streamed
+from esmshard.model.weights.export import few
+from esmshard.model.weights.key_maps import TIED
+from esmshard.model.weights.streamed import streamed
 
 
 @pytest.mark.parametrize("family", SMALL)

@@ -16,8 +16,8 @@ from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
 from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.esm2 import ESM2, EsmOutput
-from esmshard.model.weights import load_model
+from esmshard.model.trunk import ESM2, EsmOutput
+from esmshard.model.weights.open_weights import load_model
 from esmshard.vocab import MASK, PAD, STANDARD
 
 LENGTHS = {"ESM-2": (30, 1, 1500, 2, 271, 3, 1022), "ESM-1b": (30, 1, 1022, 2, 271, 3), "ESM-1v": (271, 1022, 1, 30)}

@@ -10,7 +10,7 @@ from model_files import fair_esm, ours, tokenise
 from esmshard.batch import TokenBatch
 from esmshard.model.config import SIZES
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.esm2 import ESM2, EsmOutput
+from esmshard.model.trunk import ESM2, EsmOutput
 from esmshard.vocab import MASK, STANDARD
 
 CONFIG = SIZES["esm2_t6_8M_UR50D"]

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from esmshard.report.html import report
+from esmshard.report.text.html_report import report
 
 SECTIONS = [
     *("metrics", "curves", "predictions", "length", "calibration", "speed", "time", "data", "versions", "recipe"),

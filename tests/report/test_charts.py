@@ -13,10 +13,11 @@ import pytest
 from matplotlib.figure import Figure
 from scipy import stats
 
-from esmshard.data.loader import Example
+from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError
-from esmshard.report import charts, plots, scores
-from esmshard.report.left import read
+from esmshard.report.draw import charts, plots
+from esmshard.report.read.run_directory import read
+from esmshard.report.text import scores
 from esmshard.tasks.intervals import Interval
 
 
@@ -221,9 +222,9 @@ SCORES = ["0.9", "0.95", "0.1", "0.5", "", "0.3"]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tested run on six proteins: one too long, one without a score."""
-    from esmshard import recipe as recipes
+    from esmshard.recipe import recipe_file
 
-    (tmp_path / "recipe.yaml").write_text(recipes.dump(recipes.load(recipes.resolve("contact"), ["out=x"])))
+    (tmp_path / "recipe.yaml").write_text(recipe_file.dump(recipe_file.load(recipe_file.resolve("contact"), ["out=x"])))
     one = {"long P@L": {"value": 0.5, "low": 0.4, "high": 0.6}}
     about = {"task": "contact", "split": "test", "records": 6, "interval": "", "step": 1, "weights_sha256": "w1"}
     tested = {"columns": ["long P@L"], "lower_is_better": False, "metrics": {"fine-tuned": one}, "differences": {}}

@@ -12,9 +12,10 @@ from run_directories import Page, page
 from variant_run_directories import METRICS, PROTEIN, RANKED, RECIPE, cross_validated, variants, write
 
 from esmshard.errors import InputError
-from esmshard.report import charts, methods_text, variant_maps
-from esmshard.report.html import report
-from esmshard.report.variants_left import read_variants
+from esmshard.report.draw import charts
+from esmshard.report.read.variant_run_directory import read_variants
+from esmshard.report.text import methods_text, variant_maps
+from esmshard.report.text.html_report import report
 from esmshard.tasks.intervals import Interval
 
 SECTIONS = [

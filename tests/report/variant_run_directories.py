@@ -8,7 +8,7 @@ from typing import Any
 
 from run_directories import attempt, evaluation, interval, make, step
 
-from esmshard import recipe as recipes
+from esmshard.recipe import recipe_file
 
 PROTEIN = "MKTAYIAK"
 RECIPE = """\
@@ -52,7 +52,7 @@ def write(path: Path, rows: Sequence[Sequence[Any]]) -> None:
 
 def resolved(run: Path, text: str = RECIPE) -> dict[str, Any]:
     (run / "whole.yaml").write_text(text)
-    found = recipes.load(run / "whole.yaml").model_dump(mode="json")
+    found = recipe_file.load(run / "whole.yaml").model_dump(mode="json")
     (run / "whole.yaml").unlink()
     return found
 

@@ -11,20 +11,27 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model import files, weights
+from esmshard.launch.process_group import World
 from esmshard.model.config import SIZES
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.esm2 import ESM2
-from esmshard.model.weights import Weights
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.mesh import World
-from esmshard.parallel.shard import shard
-from esmshard.settings import AdaptSettings
-from esmshard.task_settings import ContactSettings
-from esmshard.tasks import contact_heads
-from esmshard.tasks.contact_heads import PRIOR, PRIOR_LOGIT, AttentionHead, BothHead, PairwiseHead, new_head, start
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights, weight_reader
+from esmshard.model.weights.open_weights import Weights
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.shard import shard
+from esmshard.tasks.contact import contact_heads
+from esmshard.tasks.contact.contact_heads import (
+    PRIOR,
+    PRIOR_LOGIT,
+    AttentionHead,
+    BothHead,
+    PairwiseHead,
+    new_head,
+    start,
+)
+from esmshard.tasks.contact.contact_settings import ContactSettings
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.numbers import HEADS
 from esmshard.vocab import encode
 
 HEAD_NAMES = ("attention", "pairwise", "both")
@@ -141,7 +148,7 @@ def test_bf16_of_the_trunk_leaves_contacts_in_fp32(trunk: ESM2) -> None:
 
 def test_the_attention_head_says_what_the_models_own_contact_head_says(trunk: ESM2) -> None:
     head = new_head(settings("attention"), TINY)
-    found = Weights(TINY, "trained", files.tensors(trunk.state_dict()))
+    found = Weights(TINY, "trained", weight_reader.tensors(trunk.state_dict()))
     start(head, found)
     batch = batch_of(50, 20)
     with torch.no_grad():
@@ -153,8 +160,8 @@ def test_the_attention_head_says_what_the_models_own_contact_head_says(trunk: ES
 
 
 def test_a_head_without_a_regression_to_start_from_starts_at_the_prior(trunk: ESM2) -> None:
-    state = files.tensors(trunk.state_dict())
-    fresh = weights.fresh(TINY, 0)
+    state = weight_reader.tensors(trunk.state_dict())
+    fresh = open_weights.fresh(TINY, 0)
     absent = Weights(TINY, "ESM-1v", state, absent=("contact_head",))
     for name in ("attention", "both"):
         for found in (fresh, absent):
@@ -171,8 +178,8 @@ def test_a_head_without_a_regression_to_start_from_starts_at_the_prior(trunk: ES
 @pytest.mark.parametrize("name", ["attention", "pairwise", "both"])
 def test_a_head_goes_on_from_one_of_its_kind_and_size(trunk: ESM2, name: str) -> None:
     before = new_head(settings(name), TINY)
-    state = files.tensors(trunk.state_dict())
-    found = Weights(TINY, "my contacts", state, head=files.tensors(before.state_dict()))
+    state = weight_reader.tensors(trunk.state_dict())
+    found = Weights(TINY, "my contacts", state, head=weight_reader.tensors(before.state_dict()))
     after = new_head(settings(name), TINY)
     assert any(not torch.equal(t, before.state_dict()[n]) for n, t in after.state_dict().items())
     assert start(after, found) == "the head goes on from the contact head of my contacts"
@@ -186,7 +193,7 @@ def test_a_head_goes_on_from_one_of_its_kind_and_size(trunk: ESM2, name: str) ->
 
 
 def test_both_starts_where_the_attention_head_does(trunk: ESM2) -> None:
-    found = Weights(TINY, "trained", files.tensors(trunk.state_dict()))
+    found = Weights(TINY, "trained", weight_reader.tensors(trunk.state_dict()))
     batch, outputs = batch_of(50), {}
     for name in ("attention", "both"):
         torch.manual_seed(0)
@@ -225,7 +232,9 @@ def test_pairs_are_multiplied_both_ways_round(trunk: ESM2) -> None:
 @pytest.mark.parametrize("blocks", [0, 1, 4])
 def test_a_new_head_starts_near_the_share_of_contacts_and_tells_pairs_apart(head: str, blocks: int) -> None:
     torch.manual_seed(0)
-    tuner = FineTuner(weights.build(weights.fresh(TINY, 0), torch.device("cpu")), new_head(settings(head), TINY))
+    tuner = FineTuner(
+        open_weights.build(open_weights.fresh(TINY, 0), torch.device("cpu")), new_head(settings(head), TINY)
+    )
     (logits_LL,) = tuner(pack([encode("MKTAYIAKMKWW")]))
     assert torch.allclose(logits_LL.sigmoid(), torch.full((12, 12), PRIOR), rtol=0, atol=PRIOR / 4)
     assert len(logits_LL.unique()) > 50
@@ -333,7 +342,7 @@ def test_the_planner_knows_the_size_of_every_head(head: str) -> None:
         for keys in ({}, {"channels": 12, "blocks": 5}):
             made = settings(head, **keys)
             parameters = list(new_head(made, config).parameters())
-            assert HEADS["contact"](made).parameters(config) == sum(p.numel() for p in parameters)
+            assert made.head_parameters(config) == sum(p.numel() for p in parameters)
             assert all(p.requires_grad for p in parameters)
 
 
@@ -356,7 +365,7 @@ def test_memory_for_the_backward_pass_is_as_planned(trunk: ESM2, head: str) -> N
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         outputs = tuner.head(x_TD.requires_grad_(), batch, given) if given else tuner.head(x_TD.requires_grad_(), batch)
     assert len(outputs) == 1
-    planned = HEADS["contact"](made).head_bytes(122)
+    planned = made.head_bytes(122)
     if head == "attention":
         assert sum(kept.values()) < planned
     else:
@@ -364,6 +373,6 @@ def test_memory_for_the_backward_pass_is_as_planned(trunk: ESM2, head: str) -> N
 
 
 def test_of_a_large_map_the_planner_counts_each_block_once() -> None:
-    planned = HEADS["contact"](settings("pairwise", channels=16, blocks=5))
+    planned = settings("pairwise", channels=16, blocks=5)
     maps = [planned.head_bytes(n) / (4 * 16 * n * n) for n in (256, 257)]
     assert maps == pytest.approx([4 + 6 * 5, 4 + 5 + 6], abs=0.2)

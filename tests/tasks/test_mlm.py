@@ -9,18 +9,17 @@ import pytest
 import torch
 from model_files import TINY, fair_esm, ours
 
-from esmshard.data.ingest import ingest
-from esmshard.data.loader import Example, Examples
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.store.ingestion import ingest
 from esmshard.errors import InputError
 from esmshard.model.config import SIZES
-from esmshard.model.weights import build, fresh
-from esmshard.settings import AdaptSettings
-from esmshard.task_settings import MlmSettings
-from esmshard.tasks import TASKS
+from esmshard.model.weights.open_weights import build, fresh
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.tasks.base import collate
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.tasks.mlm import MlmTask
-from esmshard.tasks.numbers import HEADS
-from esmshard.tasks.protocol import collate
+from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.registry import new_task
 from esmshard.vocab import CLS, EOS, MASK, decode, encode
 
 SETTINGS = MlmSettings(name="mlm")
@@ -337,7 +336,7 @@ def test_the_head_has_no_parameters_and_nothing_is_learned() -> None:
     assert not list(TASK.head(TINY).parameters())
     assert TASK.learn(None) is TASK
     assert dict(TASK.facts) == {}
-    numbers = HEADS["mlm"](SETTINGS)
-    assert numbers.parameters(TINY) == 0
+    numbers = SETTINGS
+    assert numbers.head_parameters(TINY) == 0
     assert numbers.head_bytes(1000) == 4 * 3 * 33 * 150  # three arrays of 33 fp32 numbers at 150 places
-    assert isinstance(TASKS["mlm"](SETTINGS, {}), MlmTask)
+    assert isinstance(new_task(SETTINGS, {}), MlmTask)

@@ -14,14 +14,15 @@ from pydantic import TypeAdapter, ValidationError
 from scipy import stats
 from sklearn import metrics as reference
 
-from esmshard.data.loader import Example, Examples
+from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
-from esmshard.model.esm2 import ESM2
-from esmshard.task_settings import ResidueSettings, TaskSettings
-from esmshard.tasks import residue
+from esmshard.model.trunk import ESM2
+from esmshard.recipe.task_section import AnyTask
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.numbers import OUTPUTS, ResidueNumbers
-from esmshard.tasks.residue import ResidueTask
+from esmshard.tasks.labelled import residue
+from esmshard.tasks.labelled.class_balance import OUTPUTS
+from esmshard.tasks.labelled.residue import ResidueTask
+from esmshard.tasks.labelled.residue_settings import ResidueSettings
 from esmshard.vocab import STANDARD, encode
 
 STATES = ("HGI", "EB", "STC")
@@ -87,7 +88,7 @@ def examples(n: int, kind: str = "class", seed: int = 0, back: int = 3) -> list[
 )
 def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        TypeAdapter(TaskSettings).validate_python({"name": "residue", **given})
+        TypeAdapter(AnyTask).validate_python({"name": "residue", **given})
 
 
 def test_letters_are_joined_to_classes(files: Files) -> None:
@@ -248,7 +249,7 @@ def test_the_planner_knows_the_size_of_the_head(hidden: int) -> None:
     ):
         settings = ResidueSettings(name="residue", hidden=hidden, **given)
         head = ResidueTask(settings, facts).head(TINY)
-        assert ResidueNumbers(settings).parameters(TINY) == sum(p.numel() for p in head.parameters())
+        assert settings.head_parameters(TINY) == sum(p.numel() for p in head.parameters())
 
 
 def test_dropout_is_of_training_alone() -> None:

@@ -14,14 +14,15 @@ from pydantic import TypeAdapter, ValidationError
 from scipy import stats
 from sklearn import metrics as reference
 
-from esmshard.data.loader import Example, Examples
+from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
-from esmshard.model.esm2 import ESM2
-from esmshard.task_settings import SequenceSettings, TaskSettings
+from esmshard.model.trunk import ESM2
+from esmshard.recipe.task_section import AnyTask
+from esmshard.tasks.base import collate
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.numbers import OUTPUTS, SequenceNumbers
-from esmshard.tasks.protocol import collate
-from esmshard.tasks.sequence import SequenceTask
+from esmshard.tasks.labelled.class_balance import OUTPUTS
+from esmshard.tasks.labelled.sequence import SequenceTask
+from esmshard.tasks.labelled.sequence_settings import SequenceSettings
 from esmshard.vocab import STANDARD, encode
 
 NUMBERS = {"targets": ["Tm"], "mean": [50.0], "std": [4.0]}
@@ -86,7 +87,7 @@ def examples(n: int, kind: str = "number", seed: int = 0) -> list[Example]:
 )
 def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        TypeAdapter(TaskSettings).validate_python({"name": "sequence", **given})
+        TypeAdapter(AnyTask).validate_python({"name": "sequence", **given})
     SequenceSettings(name="sequence", kind="multilabel", balance=1)
 
 
@@ -238,7 +239,7 @@ def test_the_planner_knows_the_size_of_the_head(hidden: int | None) -> None:
     for facts, kind in ((NUMBERS, "number"), ({"classes": ["x"] * OUTPUTS, "counts": [1] * OUTPUTS}, "class")):
         settings = SequenceSettings(name="sequence", kind=kind, hidden=hidden)  # type: ignore[arg-type]
         head = SequenceTask(settings, facts).head(TINY)
-        assert SequenceNumbers(settings).parameters(TINY) == sum(p.numel() for p in head.parameters())
+        assert settings.head_parameters(TINY) == sum(p.numel() for p in head.parameters())
 
 
 def test_dropout_is_of_training_alone() -> None:

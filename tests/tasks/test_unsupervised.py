@@ -11,16 +11,16 @@ from model_files import TINY, fair_esm, ours
 from sklearn.linear_model import LogisticRegression
 
 from esmshard.batch import pack
-from esmshard.data.loader import Example
+from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError
 from esmshard.model.attention import attention_map
 from esmshard.model.config import EsmConfig
-from esmshard.model.esm2 import ESM2
-from esmshard.task_settings import ContactSettings
-from esmshard.tasks import contact, unsupervised
-from esmshard.tasks.contact import ContactTask
+from esmshard.model.trunk import ESM2
+from esmshard.tasks.contact import contact_task, unsupervised
+from esmshard.tasks.contact.contact_precision import contact_precision, valid_pairs
+from esmshard.tasks.contact.contact_settings import ContactSettings
+from esmshard.tasks.contact.contact_task import ContactTask
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.precision import contact_precision, valid_pairs
 from esmshard.vocab import STANDARD, encode
 
 N_MAPS = TINY.n_layers * TINY.n_heads
@@ -210,7 +210,7 @@ def test_a_fit_on_drawn_pairs_is_about_that_on_all(trunk: ESM2, monkeypatch: pyt
 @pytest.fixture
 def labelled(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> list[Example]:
     """Examples whose `cb` are the labels themselves, not coordinates."""
-    monkeypatch.setattr(contact, "contact_labels", lambda labels_LL: labels_LL)
+    monkeypatch.setattr(contact_task, "contact_labels", lambda labels_LL: labels_LL)
     rng = np.random.default_rng(8)
     return [Example(e.id, e.tokens, {"cb": planted(trunk, e, rng)}) for e in examples(22)]
 

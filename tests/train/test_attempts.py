@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 
-from esmshard import recipe as recipes
 from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError
-from esmshard.train import finetune, goodput
-from esmshard.train.lease import Lease
+from esmshard.launch.preemption import Preempted
+from esmshard.recipe import recipe_file
+from esmshard.train import finetune
+from esmshard.train.records import goodput
+from esmshard.train.records.attempt import Attempt
+from esmshard.train.records.lease import Lease
 
 
 def run(recipe: Path, *overrides: str, resume: str | None = "auto") -> None:
-    finetune.run(recipes.load(recipe, list(overrides)), resume)
+    finetune.run(recipe_file.load(recipe, list(overrides)), resume)
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -150,7 +153,7 @@ def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_pat
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
         started.send_signal(number)
         time.sleep(0.05)
-    said = started.communicate(timeout=300)[1]
+    said = started.communicate(timeout=600)[1]
     assert started.returncode == 75, said
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
@@ -163,3 +166,32 @@ def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_pat
     assert [loss for _, loss in losses(out)] == pytest.approx([loss for _, loss in losses(finished / "run")], abs=1e-4)
     assert goodput.summary(lines(out))["useful_steps"] == 1
     assert "goodput " in done.stderr
+
+
+def test_a_run_that_never_comes_to_a_step_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three starts in a row that are stopped before a step; a step in between begins the count again."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def start(steps: int) -> dict[str, Any]:
+        with Attempt(tmp_path, time.time()) as attempt:
+            attempt.open(True, 10)
+            attempt.begin(0)
+            for step in range(steps):
+                attempt.step_done({"step": step + 1})
+            raise Preempted("stopped by SIGUSR1")
+
+    def status() -> tuple[str, int, int]:
+        found = json.loads((tmp_path / "status.json").read_text())
+        return found["state"], found["idle"], found["exit_code"]
+
+    for steps, idle in ((0, 1), (0, 2), (1, 0), (0, 1), (0, 2)):
+        with pytest.raises(Preempted):
+            start(steps)
+        assert status() == ("preempted", idle, 75)
+    said = r"3 starts in a row were asked to stop before they had done a step \(now: stopped by SIGUSR1\); give the job"
+    with pytest.raises(InputError, match=said):
+        start(0)
+    assert status() == ("failed", 3, 1)
+    with pytest.raises(Preempted):
+        start(0)
+    assert status() == ("preempted", 1, 75), "whoever starts it again has done something about it"

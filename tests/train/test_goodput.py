@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from esmshard.train.goodput import attempt_line, cut, parse, sentence, summary
+from esmshard.train.records.goodput import attempt_line, cut, parse, sentence, summary
 
 
 def step(n: int, time: float, step_s: float | None = 2.0) -> dict[str, Any]:

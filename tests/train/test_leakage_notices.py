@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from esmshard import recipe as recipes
-from esmshard.train import job as jobs
+from esmshard.recipe import recipe_file
+from esmshard.train import run_inputs
 from esmshard.train.finetune import run
 
 
 def test_a_clean_split_is_one_line(tiny_recipe: Path) -> None:
-    job = jobs.prepare(recipes.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
-    assert jobs.leakage_notices(job) == [
+    job = run_inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
+    assert run_inputs.leakage_notices(job) == [
         "leakage: none of 5 valid records and 5 test records is identical or similar to training records (similar: one "
         "training record has a fifth of the 5-mers; remote homologs are not seen so)"
     ]
@@ -24,7 +24,7 @@ def test_a_run_says_what_is_shared_and_goes_on(tiny_recipe: Path, capsys: pytest
         shutil.copy(tiny_recipe.with_name(f"train.{ending}"), tiny_recipe.with_name(f"test.{ending}"))
     text = tiny_recipe.read_text().replace("test: valid.fasta", "test: test.fasta")
     tiny_recipe.write_text(text)
-    run(recipes.load(tiny_recipe, ["train.steps=1"]))
+    run(recipe_file.load(tiny_recipe, ["train.steps=1"]))
     err = capsys.readouterr().err
     assert err.count("leakage: of 24 test records 24 are identical and 0 similar to training records (") == 1
     assert "leakage: none of 5 valid records is" in err
@@ -34,6 +34,6 @@ def test_a_check_that_fails_does_not_stop_the_run(tiny_recipe: Path, monkeypatch
     def fail(*_: object, **__: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(jobs, "check", fail)
-    job = jobs.prepare(recipes.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
-    assert jobs.leakage_notices(job) == ["leakage: could not be checked (no memory)"]
+    monkeypatch.setattr(run_inputs, "check", fail)
+    job = run_inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
+    assert run_inputs.leakage_notices(job) == ["leakage: could not be checked (no memory)"]

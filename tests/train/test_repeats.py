@@ -7,26 +7,26 @@ from typing import Any
 
 import pytest
 
-from esmshard import recipe as recipes
-from esmshard.data.ingest import cached
+from esmshard.data.splits.recipe_splits import fold_of, open_split
+from esmshard.data.store.ingestion import cached
 from esmshard.errors import InputError, UsageError
-from esmshard.train import repeats
-from esmshard.train.repeats import is_done, summarise
-from esmshard.train.splits import fold_of, open_split
+from esmshard.recipe import recipe_file
+from esmshard.train.experiments import repeats
+from esmshard.train.experiments.repeats import is_done, summarise
 
 
 def test_seeds_count_up_and_folds_come_for_each(tiny_recipe: Path) -> None:
-    recipe = recipes.load(tiny_recipe, ["train.seed=7"])
+    recipe = recipe_file.load(tiny_recipe, ["train.seed=7"])
     assert [run.name for run in repeats.repeats(recipe, 3, None)] == ["seed-7", "seed-8", "seed-9"]
     found = repeats.repeats(recipe, 2, 3)
     assert [run.name for run in found] == [f"seed-{s}-fold-{f}" for s in (7, 8) for f in (0, 1, 2)]
-    one = recipes.load(tiny_recipe, list(found[5].overrides))
+    one = recipe_file.load(tiny_recipe, list(found[5].overrides))
     assert (one.train.seed, one.data.folds, one.data.fold) == (8, 3, 2)
     assert Path(one.out) == Path(recipe.out) / "seed-8-fold-2" == found[5].out
 
 
 def test_a_recipe_of_one_fold_is_not_repeated(tiny_recipe: Path) -> None:
-    recipe = recipes.load(tiny_recipe, ["data.folds=4", "data.fold=1"])
+    recipe = recipe_file.load(tiny_recipe, ["data.folds=4", "data.fold=1"])
     with pytest.raises(UsageError, match="remove that key"):
         repeats.repeats(recipe, 2, None)
 
@@ -34,7 +34,7 @@ def test_a_recipe_of_one_fold_is_not_repeated(tiny_recipe: Path) -> None:
 def test_each_record_is_tested_in_one_fold_and_trained_on_in_the_others(tiny_recipe: Path) -> None:
     ids = {"train": [], "test": []}  # type: dict[str, list[set[str]]]
     for fold in range(3):
-        recipe = recipes.load(tiny_recipe, ["data.folds=3", f"data.fold={fold}"])
+        recipe = recipe_file.load(tiny_recipe, ["data.folds=3", f"data.fold={fold}"])
         for name, found in ids.items():
             split = open_split(recipe, name, None)
             found.append({split.id(n) for n in range(len(split))})
@@ -58,7 +58,7 @@ def test_folds_do_not_depend_on_the_seed_but_on_clusters(tmp_path: Path, tiny_re
     clustered_N = fold_of(store, 4, str(table))
     assert all(len({int(clustered_N[n]) for n in range(k, 14, 5)}) == 1 for k in range(5))
     one, other = (
-        open_split(recipes.load(tiny_recipe, ["data.folds=3", "data.fold=0", f"train.seed={seed}"]), "test", None)
+        open_split(recipe_file.load(tiny_recipe, ["data.folds=3", "data.fold=0", f"train.seed={seed}"]), "test", None)
         for seed in (1, 2)
     )
     assert [one.id(n) for n in range(len(one))] == [other.id(n) for n in range(len(other))]
@@ -80,7 +80,7 @@ def evaluation(value: float | None, baseline: float) -> dict[str, Any]:
 
 
 def test_the_summary_has_mean_deviation_and_students_interval(tmp_path: Path, tiny_recipe: Path) -> None:
-    runs = repeats.repeats(recipes.load(tiny_recipe, [f"out={tmp_path}"]), 3, None)
+    runs = repeats.repeats(recipe_file.load(tiny_recipe, [f"out={tmp_path}"]), 3, None)
     for run, value in zip(runs, (0.5, 0.6, 0.7), strict=True):
         run.out.mkdir()
         (run.out / "evaluation.json").write_text(json.dumps(evaluation(value, 0.25)))
@@ -107,7 +107,7 @@ def test_the_summary_has_mean_deviation_and_students_interval(tmp_path: Path, ti
 
 
 def test_a_run_without_scores_is_named(tmp_path: Path, tiny_recipe: Path) -> None:
-    runs = repeats.repeats(recipes.load(tiny_recipe, [f"out={tmp_path}"]), 2, None)
+    runs = repeats.repeats(recipe_file.load(tiny_recipe, [f"out={tmp_path}"]), 2, None)
     with pytest.raises(InputError, match=r"seed-3/evaluation.json: no such file; go on with --resume auto"):
         summarise(tmp_path, runs, None)
     assert not is_done(runs[0].out)

@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from esmshard import recipe as recipes
 from esmshard.errors import InputError
 from esmshard.model.config import SIZES
-from esmshard.model.esm2 import ESM2
-from esmshard.settings import AdaptSettings
-from esmshard.task_settings import ContactSettings
-from esmshard.tasks import TASKS
+from esmshard.model.trunk import ESM2
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.tasks.contact.contact_settings import ContactSettings
 from esmshard.tasks.finetuner import FineTuner, load_finetuned
+from esmshard.tasks.registry import new_task
 from esmshard.train import finetune
-from esmshard.train.job import prepare
+from esmshard.train.run_inputs import prepare
 
 CPU = torch.device("cpu")
 
 
 def steps(recipe: Path, *overrides: str) -> int:
-    return prepare(recipes.load(recipe, overrides), 1, 1, CPU).steps
+    return prepare(recipe_file.load(recipe, overrides), 1, 1, CPU).steps
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def test_epochs_are_counted_in_steps(tiny_recipe: Path) -> None:
 
 
 def frozen(*parts: str) -> set[str]:
-    task = TASKS["contact"](ContactSettings(name="contact", channels=4, blocks=0), {})
+    task = new_task(ContactSettings(name="contact", channels=4, blocks=0), {})
     model = FineTuner(ESM2(SIZES["nano"]), task.head(SIZES["nano"]))
     model.adapt(AdaptSettings(), 0)
     before = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -67,11 +67,11 @@ def test_what_is_frozen_does_not_learn() -> None:
 @pytest.mark.parametrize("part", ["layers.2", "layers.0-2"])
 def test_a_layer_that_is_not_there_is_refused_before_training(tiny_recipe: Path, part: str) -> None:
     with pytest.raises(InputError, match=r"adapt.freeze: .*: the model has layers.0 to layers.1"):
-        prepare(recipes.load(tiny_recipe, [f"adapt.freeze=[{part}]"]), 1, 1, CPU)
+        prepare(recipe_file.load(tiny_recipe, [f"adapt.freeze=[{part}]"]), 1, 1, CPU)
 
 
 def test_a_frozen_part_stays_what_it_was(tiny_recipe: Path) -> None:
-    recipe = recipes.load(tiny_recipe, ["adapt.freeze=[embedding, layers.0]", "train.steps=2"])
+    recipe = recipe_file.load(tiny_recipe, ["adapt.freeze=[embedding, layers.0]", "train.steps=2"])
     out = finetune.run(recipe)
     assert out is not None
     trained = load_finetuned(str(out / "model")).model.trunk.state_dict()
@@ -85,17 +85,17 @@ def test_a_frozen_part_stays_what_it_was(tiny_recipe: Path) -> None:
 def test_a_run_stops_when_validations_do_not_get_better_and_takes_the_best(tiny_recipe: Path) -> None:
     options = ["train.steps=30", "train.eval_every=1", "train.early_stop=2", "checkpoint.keep=1"]
     options += ["optim.lr=1e-12", "optim.head_lr=1e-12"]  # nothing gets better than after the first step
-    out = finetune.run(recipes.load(tiny_recipe, options))
+    out = finetune.run(recipe_file.load(tiny_recipe, options))
     assert out is not None
     assert [line["step"] for line in lines(out) if line.get("split") == "valid"] == [1, 2, 3]
     assert json.loads((out / "status.json").read_text())["state"] == "done"
     assert json.loads((out / "model" / "esmshard.json").read_text())["step"] == 1
-    finetune.run(recipes.load(tiny_recipe, options), "auto")
+    finetune.run(recipe_file.load(tiny_recipe, options), "auto")
     assert max(line["step"] for line in lines(out) if "loss" in line) == 3, "a run that has stopped does not go on"
 
 
 def test_a_probe_is_fitted_without_a_step(tiny_recipe: Path) -> None:
-    out = finetune.run(recipes.load(tiny_recipe, ["task.head=attention", "adapt.method=probe"]))
+    out = finetune.run(recipe_file.load(tiny_recipe, ["task.head=attention", "adapt.method=probe"]))
     assert out is not None
     found = lines(out)
     assert [line["step"] for line in found if line.get("split") == "valid"] == [0]
@@ -107,6 +107,6 @@ def test_a_probe_is_fitted_without_a_step(tiny_recipe: Path) -> None:
 
 @pytest.mark.parametrize(("processes", "options"), [(2, ()), (1, ("parallel.cpu_offload=true",))])
 def test_a_probe_wants_one_process(tiny_recipe: Path, processes: int, options: tuple[str, ...]) -> None:
-    recipe = recipes.load(tiny_recipe, ["task.head=attention", "adapt.method=probe", *options])
+    recipe = recipe_file.load(tiny_recipe, ["task.head=attention", "adapt.method=probe", *options])
     with pytest.raises(InputError, match="is fitted in one process"):
         prepare(recipe, processes, processes, CPU)

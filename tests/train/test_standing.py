@@ -15,9 +15,9 @@ import pytest
 from command import esmshard
 
 from esmshard.errors import UsageError
-from esmshard.train import lease, status
-from esmshard.train.lease import Lease
-from esmshard.train.standing import Standing, as_json, as_text, exit_code, standings
+from esmshard.train.records import lease, status
+from esmshard.train.records.lease import Lease
+from esmshard.train.records.standing import Standing, as_json, as_text, exit_code, standings
 
 RUNNING: dict[str, Any] = {
     "state": "running",
@@ -87,7 +87,7 @@ def test_a_run_of_this_machine(tmp_path: Path) -> None:
 def test_a_process_that_was_killed(tmp_path: Path) -> None:
     """As a rank under torchrun: status.json stays as it was, and so does the lease."""
     script = (
-        "import sys, time; from pathlib import Path; from esmshard.train.lease import Lease\n"
+        "import sys, time; from pathlib import Path; from esmshard.train.records.lease import Lease\n"
         "with Lease(Path(sys.argv[1]), print): print('held', flush=True); time.sleep(100)"
     )
     run(tmp_path)

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import pytest
 
 from esmshard.errors import InputError
-from esmshard.train import status
-from esmshard.train.lease import Lease
-from esmshard.train.status import Status, begun_by_this_launch, mark_failed, read, replace_text, write
+from esmshard.train.records import status
+from esmshard.train.records.lease import Lease
+from esmshard.train.records.status import Status, begun_by_this_launch, mark_failed, read, replace_text, write
 
 RUNNING: dict[str, Any] = {
     "state": "running",
     "step": 200,
     "steps": 380,
     "attempt": 2,
+    "idle": 1,
     "message": "training",
     "checkpoint": "step_000190",
     "started": 1000.5,
@@ -70,6 +72,19 @@ def test_running_holds_as_long_as_the_lease(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"  # reading writes nothing
 
 
+def test_others_wait_until_the_run_has_ended(tmp_path: Path) -> None:
+    with lease(tmp_path):
+        write(tmp_path, **RUNNING)
+        waiting = threading.Thread(target=status.wait_while_running, args=(tmp_path, 0.01), daemon=True)
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        write(tmp_path, **RUNNING | {"state": "done", "exit_code": 0})
+        waiting.join(600)
+        assert not waiting.is_alive()
+    status.wait_while_running(tmp_path / "nowhere")
+
+
 def test_running_after_a_kill_is_failed(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
@@ -102,9 +117,10 @@ def test_a_launcher_speaks_for_killed_processes(tmp_path: Path) -> None:
     write(tmp_path, **RUNNING)
     old = json.loads((tmp_path / "status.json").read_text()) | {"updated": 5.0}
     (tmp_path / "status.json").write_text(json.dumps(old))
+    before = time.time()
     mark_failed(tmp_path, "rank 0 was ended by SIGKILL", 137)
     new = json.loads((tmp_path / "status.json").read_text())
-    assert time.time() - new["updated"] < 60
+    assert before <= new["updated"] <= time.time()
     assert new == old | {
         "state": "failed",
         "exit_code": 137,
@@ -118,6 +134,14 @@ def test_a_damaged_one_is_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
     with pytest.raises(InputError, match=r"status.json: damaged; remove it"):
         read(tmp_path)
+
+
+def test_a_file_without_idle_starts_is_read(tmp_path: Path) -> None:
+    write(tmp_path, **RUNNING | {"state": "preempted"})
+    known = json.loads((tmp_path / "status.json").read_text())
+    del known["idle"]
+    (tmp_path / "status.json").write_text(json.dumps(known))
+    assert found(tmp_path)["idle"] == 0
 
 
 def test_text_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

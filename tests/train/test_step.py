@@ -14,18 +14,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import equality
 import work
 
-from esmshard import recipe as recipes
+from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.parallel.layout import Layout
-from esmshard.parallel.mesh import world
-from esmshard.parallel.watch import peak_flops
-from esmshard.tasks.protocol import collate
+from esmshard.launch.process_group import world
+from esmshard.monitor.watch import peak_flops
+from esmshard.recipe import recipe_file
+from esmshard.sharding.layout import Layout
+from esmshard.tasks.base import collate
 from esmshard.train import finetune
 from esmshard.train import step as steps
-from esmshard.train.fitting import out_of_memory_in_evaluation, out_of_memory_in_steps, out_of_memory_of_model
-from esmshard.train.optim import adamw, set_learning_rate
-from esmshard.train.splits import open_split
+from esmshard.train.optimizer import adamw, set_learning_rate
 from esmshard.train.step import LossScale, train_step
+from esmshard.train.token_budget import out_of_memory_in_evaluation, out_of_memory_in_steps, out_of_memory_of_model
 
 
 def test_the_scale_halves_after_an_overflow_and_doubles_after_2000_good_steps() -> None:
@@ -135,6 +135,7 @@ def test_the_peak_of_a_device_is_that_of_its_data_sheet(monkeypatch: pytest.Monk
     names = {
         "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
         "NVIDIA A10": (125e12, 31.2e12),
+        "NVIDIA A10G": (70e12, 35e12),
         "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
         "NVIDIA L40S": (362e12, 91.6e12),
         "NVIDIA L4": (121e12, 30.3e12),
@@ -191,7 +192,7 @@ def test_a_lower_max_length_is_not_advised_for_a_run_that_goes_on() -> None:
 
 def test_after_the_last_step_it_is_the_evaluation(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint is kept, and another call does what is left."""
-    recipe, out = recipes.load(tiny_recipe), tiny_recipe.parent / "run"
+    recipe, out = recipe_file.load(tiny_recipe), tiny_recipe.parent / "run"
 
     def too_much(*args: Any, **how: Any) -> None:
         raise CUDA
@@ -211,7 +212,7 @@ def test_after_the_last_step_it_is_the_evaluation(tiny_recipe: Path, monkeypatch
 
 
 def test_on_a_gpu_the_evaluation_can_be_done_without_it(tiny_recipe: Path) -> None:
-    recipe, out = recipes.load(tiny_recipe), tiny_recipe.parent / "run"
+    recipe, out = recipe_file.load(tiny_recipe), tiny_recipe.parent / "run"
     with pytest.raises(InputError) as caught, out_of_memory_in_evaluation(recipe, torch.device("cuda")):
         raise CUDA
     assert str(caught.value).endswith(
@@ -231,7 +232,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(tiny_recipe: Path) -> N
     for guard in (
         out_of_memory_in_steps(4096, 100, "none", lambda: 1500, lambda: True),
         out_of_memory_of_model(device),
-        out_of_memory_in_evaluation(recipes.load(tiny_recipe), device),
+        out_of_memory_in_evaluation(recipe_file.load(tiny_recipe), device),
     ):
         with pytest.raises(RuntimeError, match="a bug"), guard:
             raise RuntimeError("a bug")

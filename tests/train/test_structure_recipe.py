@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from structure_texts import THREE, Line, chain, cif, pdb
 
-from esmshard import cli
+from esmshard.cli import app
 
 RECIPE = """\
 task: {{name: contact, channels: 8, blocks: 1}}
@@ -55,7 +55,7 @@ def recipe(tmp_path: Path) -> Iterator[Path]:
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
     monkeypatch.setattr(sys, "argv", ["esmshard", *map(str, arguments)])
     with pytest.raises(SystemExit) as left:
-        cli.main()
+        app.main()
     assert left.value.code in (0, None)
 
 
@@ -89,7 +89,7 @@ def test_a_broken_structure_is_one_sentence(
     (recipe.parent / "train" / "9trn.pdb").write_text("<html>")
     monkeypatch.setattr(sys, "argv", ["esmshard", "finetune", str(recipe), "--dry-run"])
     with pytest.raises(SystemExit) as left:
-        cli.main()
+        app.main()
     assert left.value.code == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: {recipe.parent}/train/9trn.pdb: holds a web page")

@@ -19,10 +19,11 @@ from machines import descendants
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import offline
 
-from esmshard import recipe as recipes
 from esmshard.errors import UsageError
-from esmshard.parallel.preemption import Preempted
-from esmshard.train import finetune, goodput, tracking
+from esmshard.launch.preemption import Preempted
+from esmshard.recipe import recipe_file
+from esmshard.train import finetune, loop
+from esmshard.train.records import goodput, tracking
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 BOTH = "track=[tensorboard, wandb]"
@@ -94,7 +95,7 @@ def books(out: Path) -> dict[str, Any]:
 
 def settled(out: Path) -> None:
     """Wait until the tracker of a run is gone; on a busy machine a run does not wait long enough."""
-    words = [b"esmshard.train.tracker", str(out).encode()]
+    words = [b"esmshard.train.records.tracker", str(out).encode()]
 
     def gone() -> bool:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -178,7 +179,7 @@ def test_what_is_done_again_is_shown_once(tracked: Path) -> None:
 
 def at_step(patch: pytest.MonkeyPatch, number: int, act: Any) -> None:
     """Before a step, while the run goes on as it is."""
-    real, calls = finetune.train_step, []
+    real, calls = loop.train_step, []
 
     def step(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
@@ -186,11 +187,11 @@ def at_step(patch: pytest.MonkeyPatch, number: int, act: Any) -> None:
             act()
         return real(*arguments, **options)
 
-    patch.setattr(finetune, "train_step", step)
+    patch.setattr(loop, "train_step", step)
 
 
 def run(recipe: Path, *overrides: str, resume: str | None = None) -> None:
-    finetune.run(recipes.load(recipe, list(overrides)), resume)
+    finetune.run(recipe_file.load(recipe, list(overrides)), resume)
 
 
 @pytest.fixture
@@ -311,11 +312,11 @@ def test_without_a_key_the_records_stay_in_files(
 
 def test_a_new_start_is_a_new_run(tmp_path: Path) -> None:
     """`--overwrite` removes what trackers left; a start that had no checkpoint yet goes on with the same run."""
-    from esmshard.parallel.mesh import own_device
-    from esmshard.train.job import prepare
-    from esmshard.train.start import starting_point
+    from esmshard.launch.process_group import own_device
+    from esmshard.train.resume import starting_point
+    from esmshard.train.run_inputs import prepare
 
-    job = prepare(recipes.load(write(tmp_path)), 1, 1, own_device(0, 1))
+    job = prepare(recipe_file.load(write(tmp_path)), 1, 1, own_device(0, 1))
     for name in ("tensorboard", "wandb"):
         (job.out / name).mkdir(parents=True)
     (job.out / "tracking.json").write_text('{"wandb": {"id": "abc"}}')
@@ -342,7 +343,7 @@ def test_a_directory_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_tracker_is_named_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="track: names a tracker twice"):
-        recipes.load(write(tmp_path), ["track=[wandb, wandb]"])
+        recipe_file.load(write(tmp_path), ["track=[wandb, wandb]"])
 
 
 def test_the_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +355,7 @@ def test_the_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def feed(out: Path, from_step: int, enough: Any) -> None:
     """The process alone, over files that are there, until its parent is killed. Its pipe stays open."""
     command = 'exec 3<&0; "$@" <&3 & wait'  # a process in the background has no input of its own
-    tracker = [sys.executable, "-m", "esmshard.train.tracker", str(out), str(from_step), "60", "tensorboard"]
+    tracker = [sys.executable, "-m", "esmshard.train.records.tracker", str(out), str(from_step), "60", "tensorboard"]
     environment = tracking.clean(os.environ)
     with subprocess.Popen(["sh", "-c", command, "sh", *tracker], stdin=subprocess.PIPE, env=environment) as parent:
         until(enough)

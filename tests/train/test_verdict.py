@@ -15,7 +15,7 @@ import pytest
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.metrics import means
 from esmshard.train import evaluate
-from esmshard.train.verdict import verdict
+from esmshard.train.records.verdict import verdict
 
 NAN = math.nan
 NO_INTERVAL = (NAN, NAN)
@@ -63,7 +63,12 @@ def test_the_best_baseline_of_an_error_is_the_lowest() -> None:
 
 COLUMNS = ("P@L", "rare")
 TASK: Any = SimpleNamespace(
-    columns=COLUMNS, lower_is_better=False, facts={}, summary=lambda rows: means(rows, COLUMNS), names=()
+    columns=COLUMNS,
+    lower_is_better=False,
+    facts={},
+    prepared=list,
+    summary=lambda rows: means(rows, COLUMNS),
+    names=(),
 )
 
 

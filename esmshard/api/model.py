@@ -1,0 +1,307 @@
+"""An opened model in Python: `esmshard.load`."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from esmshard.api import sequence_inputs
+from esmshard.api.sequence_inputs import SequenceInputs, Sequences
+from esmshard.data.batching.loader import Example
+from esmshard.data.batching.packing import by_length
+from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
+from esmshard.embed.compute.outputs import Dtype, Long, Output, choose
+from esmshard.errors import InputError, UsageError
+from esmshard.model.config import EsmConfig
+from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights, recorded
+from esmshard.predict.variant_ranking import predictions
+from esmshard.predict.zero_shot import Method, score
+from esmshard.progress import say
+from esmshard.tasks.base import Task
+from esmshard.tasks.finetuner import FineTuned, load_finetuned
+from esmshard.tasks.registry import traits
+from esmshard.tasks.variants.marginals import WINDOW
+from esmshard.vocab import decode
+
+Array = npt.NDArray[np.float32]
+TOKENS = 4096
+"""Tokens that a head processes at once on all cores, if its output is no pair map."""
+SMALL = 1024
+"""Tokens below which a pack on one core is slower."""
+
+
+class Model:
+    """A protein language model, with its fine-tuned head if it has one. `load` opens it.
+
+    Sequences are a list of strings, a dictionary of strings, or the `pathlib.Path` of a FASTA file or token store.
+    Results have the same order. For a single string, the result is that of one sequence. Sequences are read as in FASTA
+    files: lower case, a `*` at the end, gaps and `J` are corrected with a warning. Any other character that is no
+    residue is an `InputError`, and so is DNA or RNA. `<cls>` and `<eos>` are added by the model and never part of a
+    result, except in the pool `cls`.
+    """
+
+    def __init__(self, name: str, esm: ESM2, unlearned: Sequence[str] = (), tuned: FineTuned | None = None) -> None:
+        self.name = name
+        self.esm = esm
+        """The trunk, a `torch.nn.Module`."""
+        self.tuned = tuned
+        """Trunk and head as one module, and the task; None for a model without a head."""
+        self._unlearned = tuple(unlearned)
+
+    @property
+    def config(self) -> EsmConfig:
+        """The architecture: layers, width, heads."""
+        return self.esm.config
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.esm.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and arithmetic of the trunk."""
+        return self.esm.embed_tokens.weight.dtype
+
+    @property
+    def task(self) -> str | None:
+        """The task of the fine-tuned head: `contact`, `mlm`, `residue`, `sequence`, `variant`; None without a head."""
+        return None if self.tuned is None else str(self.tuned.about["recipe"]["task"]["name"])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns of `predict`: targets, classes or amino acids; empty for pair maps and without a
+        head.
+        """
+        return () if self.tuned is None else self.tuned.task.names
+
+    def __repr__(self) -> str:
+        config, kind = self.config, "" if self.task is None else f", task={self.task!r}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Model({self.name!r}{kind}, layers={config.n_layers}, dim={config.dim}, {dtype} on {self.device})"
+
+    def embed(
+        self,
+        sequences: Sequences,
+        pool: str | Sequence[str] = "mean",
+        layers: int | Sequence[int] | None = None,
+        long: str | Long = "full",
+        tokens: int | None = None,
+    ) -> Any:
+        """Compute embeddings, float32.
+
+        Args:
+            sequences: N sequences; see the class.
+            pool: `mean`, `max` and `cls` give [N, D]; `residue` gives a list of [L, D], `logits` of [L, 33] over
+                `esmshard.vocab.TOKENS`, `contacts` of [L, L] by the language model's own regression. Several pools are
+                a list.
+            layers: 0 (embedding) to the number of layers; the last by default. Several layers are a list.
+            long: the treatment of sequences over 1,022 residues: `full`, `window` or `truncate`, or an
+                `embed.compute.outputs.Long`.
+            tokens: tokens computed at once. A longer sequence is computed alone.
+
+        Returns:
+            An array or list. If `pool` or `layers` is a list, it is a dictionary of arrays or lists by names such as
+            `mean_6`.
+
+        Raises:
+            InputError: if a sequence cannot be read, memory does not suffice, or the requested part of the model was
+                never trained.
+        """
+        pools = [pool] if isinstance(pool, str) else list(pool)
+        wanted = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
+        outputs = choose(pools, wanted, self.config.n_layers, self.name)
+        if not outputs:
+            raise UsageError("pool: give at least one")
+        for pool_name, part in (("logits", "lm_head"), ("contacts", "contact_head")):
+            if pool_name in pools:
+                self._needs(part)
+        how = long if isinstance(long, Long) else Long(long)  # type: ignore[arg-type]  # the embedder checks it
+        asked = sequence_inputs.sequences(sequences)
+        found = self._computed(asked, outputs, how, tokens)
+        if isinstance(pool, str) and (layers is None or isinstance(layers, int)):
+            return found[outputs[0].name]
+        return found
+
+    def contacts(self, sequences: Sequences) -> Any:
+        """Compute contact probabilities, symmetric float32 [L, L] for each sequence.
+
+        They come from the fine-tuned head if it predicts contacts, else from the language model's regression on
+        attention maps.
+
+        Raises:
+            InputError: as for `embed` and `predict`.
+        """
+        return self.predict(sequences) if traits(self.task).predicts_contacts else self.embed(sequences, "contacts")
+
+    def score(
+        self, wild_type: str, variants: Iterable[str], method: Method = "masked-marginals", window: int = WINDOW
+    ) -> npt.NDArray[np.float64]:
+        """Score variants of a protein by the language model, without training; float64 [N], higher is more natural.
+
+        Args:
+            wild_type: the protein.
+            variants: N variants, such as `A24G`, `A24G:V30L`, `p.Ala24Gly` or `WT`.
+            method: `masked-marginals`, `wild-type-marginals` or `pseudo-perplexity`; see `predict.zero_shot.score`.
+            window: residues of a longer protein that the model gets at once.
+
+        Returns:
+            The scores. A variant that changes a residue outside the 20 amino acids, such as X or U, has NaN.
+
+        Raises:
+            InputError: if a variant does not fit the protein, with the variant's name; or the model has no trained LM
+                head.
+        """
+        protein = _protein(wild_type)
+        mutations = sequence_inputs.variants(variants, protein)
+        self._needs("lm_head")
+        return score(self.esm, protein, mutations, method, window)
+
+    def predict(self, sequences: Sequences) -> Any:
+        """Compute the predictions of the fine-tuned head, float32.
+
+        For whole proteins the result is [N, C] with the columns `names`. For residues it is a list of [L, C] or, if the
+        label is a number, [L]. For contacts it is a list of [L, L].
+
+        For a model of variants, `sequences` are variants of its protein, such as `A24G:V30L` or `WT`, numbered like the
+        wild type, from 1. The result is the model's prediction, also for measured variants and the wild type.
+
+        Raises:
+            InputError: if the model has no head, or a sequence or variant cannot be read.
+        """
+        if self.tuned is None:
+            raise InputError(f"{self.name}: has no fine-tuned head; fine-tune it first, or take embed or contacts")
+        task, model = self.tuned.task, self.tuned.model
+        if task.settings.reads_table:
+            return self._predict_variants(sequences, task)
+        asked = sequence_inputs.sequences(sequences)
+        self._check_lengths(asked)
+        # pair maps are computed one at a time
+        most = max(TOKENS // packs_at_once(self.device), SMALL) if task.names else 1
+        groups = list(by_length([len(tokens) for tokens in asked.tokens], most))
+
+        def one(members: Sequence[int]) -> list[Array]:
+            questions = [task.question(Example(asked.names[n], asked.tokens[n], {})) for n in members]
+            return [task.predict(output) for output in model.outputs(questions)]
+
+        values: list[Array] = [np.empty(0, np.float32)] * len(asked.tokens)
+        for members, arrays in zip(groups, side_by_side(one, groups, self.device), strict=True):
+            for n, array in zip(members, arrays, strict=True):
+                values[n] = array
+        if asked.single:
+            return values[0]
+        return np.stack(values) if task.names and not task.per_residue else values
+
+    def _predict_variants(self, variants: Sequences, task: Task) -> Array:
+        assert self.tuned is not None
+        if isinstance(variants, os.PathLike):
+            raise UsageError(
+                f"{variants}: a list of variants is expected; `esmshard predict MODEL TABLE` reads a table"
+            )
+        names = [variants] if isinstance(variants, str) else sequence_inputs.as_list(variants, "variants")
+        mutations = sequence_inputs.variants(names, str(task.facts["protein"]))
+        if shift := task.facts.get("offset"):
+            warnings.warn(
+                f"{self.name}: variants are numbered as its wild type is, from 1; the table that it was trained on "
+                f"counts otherwise: its positions {shift:+d} are these",
+                stacklevel=3,
+            )
+        first, last = int(task.facts["first"]), int(task.facts["first"]) + int(task.facts["length"])
+        for name, one in zip(names, mutations, strict=True):
+            if any(not first <= mutation.position < last for mutation in one):
+                raise InputError(f"{name}: the model sees residues {first + 1:,} to {last:,} of its protein only")
+        if not mutations:
+            raise InputError("there is no variant; give at least one")
+        values = predictions(self.tuned, mutations)
+        return values[0] if isinstance(variants, str) else values
+
+    def _computed(
+        self, asked: SequenceInputs, outputs: Sequence[Output], long: Long, tokens: int | None
+    ) -> dict[str, Any]:
+        """Compute the arrays of each output, in the order of the sequences."""
+        if long.mode == "full":
+            self._check_lengths(asked)
+        values: dict[str, list[Array]] = {one.name: [np.empty(0, np.float32)] * len(asked.tokens) for one in outputs}
+        for n, found in Embedder(self.esm, outputs, long=long, tokens=tokens).compute(asked.tokens):
+            if isinstance(found, Failed):
+                raise InputError(f"{asked.names[n]}: {found.reason}")
+            for name, array in found.values.items():
+                values[name][n] = array.numpy()
+        pooled = {one.name: one.pooled for one in outputs}
+        if asked.single:
+            return {name: arrays[0] for name, arrays in values.items()}
+        return {name: np.stack(arrays) if pooled[name] else arrays for name, arrays in values.items()}
+
+    def _check_lengths(self, asked: SequenceInputs) -> None:
+        """Check that the model has a position for each residue: ESM-1b and ESM-1v have a table of positions."""
+        most = self.config.max_positions
+        for name, tokens in zip(asked.names, asked.tokens, strict=True):
+            if most is not None and len(tokens) > most:
+                raise InputError(
+                    f"{name} has {len(tokens) - 2:,} residues, and this model positions for {most - 2:,}; cut it, or "
+                    "take an ESM-2"
+                )
+
+    def _needs(self, part: str) -> None:
+        if part in self._unlearned:
+            what = {"lm_head": "LM head", "contact_head": "contact regression"}[part]
+            raise InputError(f"{self.name}: has no trained {what}; take another model")
+
+
+def load(
+    model: str | Path, device: str | torch.device | None = None, dtype: Dtype | torch.dtype | None = None
+) -> Model:
+    """Open a model, fine-tuned or not.
+
+    Args:
+        model: a directory of a fine-tuned model (`runs/contact/model`), a directory in `transformers`' layout, an
+            adapter's directory, a fair-esm `.pt`, a released name such as `esm2_t33_650M_UR50D`, which is downloaded,
+            or `starter`.
+        device: by default the first GPU, or else the CPU.
+        dtype: dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
+
+    Raises:
+        InputError: with the file and its problem; UsageError for an unknown device or dtype.
+    """
+    name, where, precision = str(model), _device(device), _dtype(dtype)
+    if (open_weights.place(name) / "esmshard.json").is_file():
+        with torch.random.fork_rng(devices=[]):  # a head gets random values before its weights are read
+            tuned = load_finetuned(name, where)
+        tuned.model.trunk.to(precision)
+        return Model(name, tuned.model.trunk, open_weights.read(name).unlearned, tuned)
+    found = open_weights.read(name)
+    with recorded.compared(found.files, say):
+        return Model(name, open_weights.build(found, where, precision).eval(), found.unlearned)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return open_weights.default_device()
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device is {device!r}; cpu, cuda, cuda:1 or mps is expected") from None
+    there: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if found.type in there and (not there[found.type]() or (found.index or 0) >= torch.cuda.device_count() > 0):
+        raise UsageError(f"device is {device!r}, and there is none; leave it out, or give cpu")
+    return found
+
+
+def _dtype(dtype: Dtype | torch.dtype | None) -> torch.dtype:
+    found = torch.float32 if dtype is None else dtype if isinstance(dtype, torch.dtype) else TORCH.get(dtype)
+    if found is None or found not in TORCH.values():
+        raise UsageError(f"dtype is {dtype!r}; one of {', '.join(get_args(Dtype))} is expected")
+    return found
+
+
+def _protein(wild_type: str) -> str:
+    if not isinstance(wild_type, str):
+        raise UsageError(f"the wild type is of type {type(wild_type).__name__}; a string of residues is expected")
+    return decode(sequence_inputs.sequences(wild_type, "the wild type").tokens[0])

@@ -1,0 +1,204 @@
+"""Sequences and variants in Python's forms: lists, dictionaries, FASTA files. They are checked as in files."""
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.fasta import nucleotides
+from esmshard.data.fasta.advice import instead
+from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.data.fasta.symbols import Edits, RefusedSymbols, Rules, clean, shown
+from esmshard.data.store.token_store import TokenStore, is_store
+from esmshard.data.tables import counted
+from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
+from esmshard.errors import InputError, UsageError
+from esmshard.vocab import CLS, EOS, encode
+
+Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
+"""One sequence, several, several by id, or the path of a FASTA file or token store, which is never a plain string."""
+_COLUMNS = ("sequence", "sequences", "seq", "protein_sequence", "mutated_sequence")
+"""Usual names of a column of sequences."""
+
+
+@dataclass(frozen=True)
+class SequenceInputs:
+    """N sequences in order."""
+
+    tokens: list[npt.NDArray[np.uint8]]
+    """The tokens `<cls> ... <eos>` of each sequence, uint8 [L + 2]."""
+    names: list[str]
+    """The name of each sequence in messages: `sequences[3]`, `sequences['P01308']` or `x.fasta: record 'P01308'`."""
+    single: bool
+    """Whether one sequence was given and not a list."""
+
+
+def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
+    """Encode sequences by the rules of `esmshard.data.fasta.symbols`. Each kind of change causes a warning.
+
+    >>> sequences(["MKT", "MK"]).tokens[0].tolist()
+    [0, 20, 15, 11, 2]
+
+    Args:
+        given: see `Sequences`.
+        single: the name, in messages, of a sequence that is not in a list.
+
+    Raises:
+        InputError: with sequence and position of a character that is no residue; or for an empty sequence or list.
+    """
+    if isinstance(given, os.PathLike):
+        return _of_file(Path(given))
+    edits, rules = Edits(), Rules()
+    alone = isinstance(given, str)
+    if isinstance(given, str):
+        if re.search(r"[./\\]", given):  # 'my.fasta' would otherwise be read as a sequence with a gap
+            raise UsageError(f"{shown(given)!r} is no sequence; give a file as a pathlib.Path")
+        pairs: list[tuple[object, object]] = [(single, given)]
+    elif isinstance(given, Mapping):
+        pairs = list(given.items())
+    else:
+        pairs = list(enumerate(as_list(given, "sequences")))
+    if not pairs:
+        raise InputError("there is no sequence; give at least one")
+    tokens, names = [], []
+    for n, (key, written) in enumerate(pairs):
+        names.append(single if alone else f"sequences[{key!r}]")
+        if not isinstance(written, str):
+            raise InputError(f"{names[-1]} is of type {type(written).__name__}; a string of residues is expected")
+        try:
+            residues = clean(written, rules, edits, str(key))
+        except RefusedSymbols as error:
+            others = f", as {counted(more, 'sequence')} after it" if (more := _refused(pairs[n + 1 :])) else ""
+            raise InputError(f"{names[-1]} {error.what}{others}; {error.fix}, or leave it out") from None
+        assert residues is not None, "a record is left out only where the rules say 'drop'"
+        tokens.append(np.frombuffer(bytes([CLS]) + residues + bytes([EOS]), dtype=np.uint8))
+    if found := nucleotides.finding((one[1:-1] for one in tokens), counted(len(tokens), "sequence")):
+        raise InputError(
+            f"{found}; translate them, or, if they are proteins nevertheless, write them to x.fasta, run `esmshard "
+            "ingest x.fasta -o x.store --on-nucleotides keep`, and give pathlib.Path('x.store')"
+        )
+    _warn(edits, "")
+    return SequenceInputs(tokens, names, alone)
+
+
+def as_list(given: Any, what: str) -> list[Any]:
+    """Return a list of strings from a list-like argument.
+
+    Refused are arguments whose items are something else: the names of a table's columns, the letters of a Biopython
+    sequence, or a set, which has no order.
+
+    >>> as_list(("MKT", "MK"), "sequences")
+    ['MKT', 'MK']
+
+    Args:
+        given: a list, tuple, generator, 1-d array or Series.
+        what: the name of the items, in the plural, for messages.
+
+    Raises:
+        UsageError: with the expression to type instead.
+    """
+    kind = type(given).__name__
+    expected = f"a list of {what} is expected, not"
+    if isinstance(given, str):
+        raise UsageError(f"a list of {what} is expected, and this is a single one; write [{shown(given)!r}]")
+    if isinstance(given, bytes | bytearray):
+        raise UsageError(f"{expected} {kind}; write given.decode()")
+    columns = getattr(given, "column_names", getattr(given, "columns", None))  # tables of Arrow and pandas
+    shape = getattr(given, "shape", None)
+    if columns is not None and not callable(columns):
+        names = [str(name) for name in columns]
+        likely = next((name for known in _COLUMNS for name in names if name.lower() == known), None)
+        typed = f'df["{likely}"]' if likely and what == "sequences" else f"the column that has the {what}, as df[NAME]"
+        raise UsageError(f"{expected} a {kind} with the columns {', '.join(map(shown, names[:5]))}; give {typed}")
+    if shape is not None and len(shape) != 1:
+        fix = "x[:, 0]" if len(shape) == 2 else "x.ravel()" if shape else "str(x)"
+        raise UsageError(f"{expected} an array of shape {tuple(shape)}; give one dimension, as {fix}")
+    if kind in ("Seq", "MutableSeq", "SeqRecord"):  # Biopython's objects are sequences of letters
+        raise UsageError(f"{expected} a {kind}; give {'str(given.seq)' if kind == 'SeqRecord' else 'str(given)'}")
+    if isinstance(given, set | frozenset):
+        raise UsageError(f"{expected} a {kind}, which has no order that results could come in; give sorted(given)")
+    if isinstance(given, Mapping):
+        raise UsageError(f"{expected} a {kind}; give list(given.values())")
+    if hasattr(given, "read"):
+        raise UsageError(f"{expected} an open file; give its pathlib.Path")
+    if not isinstance(given, Iterable):
+        raise UsageError(f"{expected} {kind}")
+    return list(given)
+
+
+def _of_file(path: Path) -> SequenceInputs:
+    """Read the records of a FASTA file or a token store."""
+    if is_store(path):
+        store = TokenStore(path)
+        ids, residues = [store.id(n) for n in range(len(store))], [store.residues(n) for n in range(len(store))]
+        tokens = [np.concatenate(([CLS], one, [EOS])).astype(np.uint8) for one in residues]
+    else:
+        edits = Edits()
+        records = list(read_fasta(path, edits))
+        ids, tokens = [record.id for record in records], [encode(record.sequence) for record in records]
+        if found := nucleotides.finding((one[1:-1] for one in tokens), counted(len(records), "record")):
+            raise InputError(f"{path}: {found}; translate them, or, {instead([path], '--on-nucleotides keep')}")
+        _warn(edits, f"{path}: ")
+    return SequenceInputs(tokens, [f"{path}: record '{shown(record_id)}'" for record_id in ids], single=False)
+
+
+def _refused(pairs: Sequence[tuple[object, object]]) -> int:
+    """Count the sequences that cannot be read. Called only for an error message."""
+    count = 0
+    for _, written in pairs:
+        try:
+            clean(str(written), Rules(), Edits(), "")
+        except RefusedSymbols:
+            count += 1
+    return count
+
+
+def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
+    """Return the substitutions of each variant, such as `A24G:V30L` or `WT`. Synonymous ones are left out.
+
+    >>> [len(one) for one in variants(["K2R:T3S", "WT", "K2K"], "MKT")]
+    [2, 0, 0]
+
+    Args:
+        given: the variants; see `esmshard.data.variants.substitutions` for their forms.
+        protein: the wild type, whose first residue is number 1.
+
+    Raises:
+        InputError: with the variant that is none, does not fit the protein, or has a stop codon.
+    """
+    found = []
+    for n, cell in enumerate(as_list(given, "variants")):
+        where = f"variants[{n}]"
+        if not isinstance(cell, str):
+            raise InputError(f"{where} is of type {type(cell).__name__}; a string such as 'A24G' is expected")
+        try:
+            mutations = parse_variant(cell)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        for mutation in mutations:
+            if mutation.mutant == STOP:
+                raise InputError(f"{where}: {mutation} is a stop codon, which no model has a letter for; remove it")
+            if not 0 <= mutation.position < len(protein):
+                raise InputError(f"{where}: {mutation}: the wild type has residues 1 to {len(protein):,}")
+            if protein[mutation.position] != mutation.wild:
+                raise InputError(
+                    f"{where}: {mutation}: residue {mutation.position + 1} of the wild type is "
+                    f"{protein[mutation.position]}; number the residues as they are in it, from 1"
+                )
+        found.append(tuple(one for one in mutations if one.mutant != one.wild))
+    return found
+
+
+def _warn(edits: Edits, where: str) -> None:
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("esmshard."):
+        level, frame = level + 1, frame.f_back  # the warning gets the caller's line
+    for notice in edits.notices():
+        warnings.warn(f"{where}{notice}", stacklevel=level)

@@ -1,0 +1,1 @@
+"""The command line: options are declared here, and nothing is computed here."""

@@ -1,0 +1,129 @@
+"""The command line: its commands in the order of `--help`, and the exit codes and messages of all of them.
+
+The commands themselves are functions in the modules beside this one. They import torch, and all that needs it, when
+they are called.
+"""
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from esmshard import __version__
+from esmshard.cli import (
+    cluster_commands,
+    data_commands,
+    finetune_commands,
+    inference_commands,
+    model_commands,
+    recipe_commands,
+)
+from esmshard.errors import InputError, UsageError
+
+COMMANDS = (
+    finetune_commands.finetune,
+    finetune_commands.plan,
+    data_commands.ingest,
+    data_commands.split,
+    model_commands.consolidate,
+    model_commands.download,
+    cluster_commands.bundle,
+    model_commands.verify,
+    inference_commands.embed,
+    inference_commands.predict,
+    inference_commands.score,
+    inference_commands.evaluate,
+    finetune_commands.status,
+    finetune_commands.report,
+    cluster_commands.launch,
+    cluster_commands.doctor,
+)
+"""A command has the name of its function. `--help` lists them in this order, and `recipes` after them."""
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Fine-tune ESM-2 protein language models, sharded, from one recipe.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in COMMANDS:
+    app.command()(command)
+app.add_typer(recipe_commands.app, name="recipes")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"esmshard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one sentence on stderr and an exit code, never a traceback."""
+    try:
+        _main()
+    except SystemExit as leaving:
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise
+        # One of several processes exits without finalizing the interpreter. A thread of gloo that needs the interpreter
+        # at that moment would end the process with SIGABRT, which launchers take for a failure of the run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+
+
+def _main() -> None:
+    from esmshard.launch import preemption, process_environment
+
+    try:
+        _refuse_former_options(sys.argv[1:])
+        app()
+    except preemption.Preempted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(stop, file=sys.stderr)
+        raise SystemExit(preemption.leaving_code(stop.unsaved)) from None
+    except InputError as error:
+        # A wrong command or recipe is wrong on every rank alike. Rank 0 prints the message.
+        everywhere = error.shared or isinstance(error, UsageError)
+        if everywhere and os.environ.get("RANK", "0") != "0":
+            if process_environment.LAUNCHER in os.environ:
+                raise SystemExit(error.exit_code) from None
+            # A mistake of rank 0, too, ends this process while it waits. Otherwise this process prints the message.
+            process_environment.wait_for_first(error.exit_code)
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{(error.strerror or str(error)).lower()}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(process_environment.CRASHED) from None
+
+
+def _refuse_former_options(arguments: list[str]) -> None:
+    """Refuse options of earlier releases, by which `finetune` and `doctor` were started on each machine."""
+    former = ("--nnodes", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--local-addr")
+    command = arguments[0] if arguments else ""
+    given = next((word for word in arguments if word.partition("=")[0] in former), None)
+    if command in ("finetune", "doctor") and given is not None:
+        raise UsageError(
+            f"{given.partition('=')[0]}: several machines are started by Slurm (`srun esmshard {command} ...`, a task "
+            f"a GPU) or by torchrun (`torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
+            f"HOST:29400 --rdzv-id NAME -m esmshard {command} ...` on each machine); give it to torchrun, before `-m`"
+        )

@@ -1,0 +1,157 @@
+"""Commands for clusters: a scheduler's job, the checks of a machine, and installation without internet."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from esmshard.cli.shared_options import Overwrite
+
+
+def launch(
+    ctx: typer.Context,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file, or the name of a shipped one; or embed, or doctor, to run these."
+        ),
+    ],
+    arguments: Annotated[
+        Optional[list[str]],
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4; of embed, after --, its own."),
+    ] = None,
+    target: Annotated[str, typer.Option(help="The scheduler: slurm or kubernetes.")] = "",
+    nodes: Annotated[
+        Optional[str],
+        typer.Option(metavar="N|MIN:MAX", help="Machines, 1 by default; 1:2 also runs, and goes on, with fewer."),
+    ] = None,
+    gpus_per_node: Annotated[
+        Optional[int], typer.Option(min=0, max=1_024, metavar="N", help="By default those of the site profile.")
+    ] = None,
+    nproc: Annotated[
+        Optional[int], typer.Option(min=1, max=1_024, help="Processes of a machine; one a GPU by default, or one.")
+    ] = None,
+    time_limit: Annotated[
+        Optional[str], typer.Option("--time", metavar="TIME", help="Of Slurm, as 24:00:00; by default the profile's.")
+    ] = None,
+    array: Annotated[
+        Optional[int],
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            metavar="N",
+            help="Of embed: workers, each with a GPU. Of a recipe: runs, from as many seeds.",
+        ),
+    ] = None,
+    name: Annotated[Optional[str], typer.Option(help="Of the job; the recipe's by default.")] = None,
+    out: Annotated[
+        Optional[Path], typer.Option("-o", "--out", help="File to write; NAME.sbatch or NAME.job.yaml by default.")
+    ] = None,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, and stop.")] = False,
+) -> None:
+    """Run a recipe, or workers of embed, on a cluster: write the scheduler's file, and submit it where there is one."""
+    from esmshard.cluster.scripts import launch_command, submit
+    from esmshard.cluster.scripts import site as sites
+    from esmshard.progress import say
+
+    options = launch_command.Options(
+        target=launch_command.chosen_target(target),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        nproc=nproc,
+        time=time_limit,
+        array=array,
+        name=name,
+    )
+    profile = sites.found()
+    site = launch_command.merged(sites.load(), options)
+    if site.python is None:
+        site = site.model_copy(update={"python": sys.executable})
+    given = arguments or []
+    if what == "embed":
+        # The parser of `embed` reads its arguments now, so that a mistake shows here and not in the queue.
+        assert ctx.parent is not None
+        parser = ctx.parent.command.get_command(ctx.parent, "embed")  # type: ignore[attr-defined]
+        with parser.make_context("embed", list(given), parent=ctx.parent) as parsed:
+            job = launch_command.embed_job(given, parsed.params, options, site)
+    elif what == "doctor":
+        job = launch_command.doctor_job(given, options, site)
+    else:
+        job = launch_command.finetune_job(what, given, options, site)
+    text = launch_command.render(job, site, options.target)
+    say(f"site profile: {profile or f'none at {sites.path()}; all its keys have their defaults'}")
+    for path in launch_command.not_here(job) if target == "slurm" else ():
+        say(f"{path}: is not here; see to it that the nodes have it")
+    if dry_run:
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+        return
+    file = out or launch_command.default_file(job, options.target)
+    submit.write(text, file, overwrite, job.reads)
+    print(file)
+    print(submit.submit(file, options.target))
+
+
+def doctor(
+    recipe: Annotated[
+        Optional[str], typer.Argument(help="A recipe that is to run here: does it fit, are data and weights here?")
+    ] = None,
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything for programs.")] = False,
+    nproc: Annotated[
+        Optional[int],
+        typer.Option(min=1, max=1_024, help="Processes to measure between; all GPUs, or two, by default."),
+    ] = None,
+    out: Annotated[
+        Optional[Path], typer.Option(metavar="DIR", help="Where a run would be written; here, or as the recipe says.")
+    ] = None,
+) -> None:
+    """Report what is wrong with this machine, with fixes: versions, GPUs, links, limits, disks; and fit a recipe."""
+    from esmshard.cluster.doctor import diagnosis
+    from esmshard.launch import launchers
+
+    if nproc is None:
+        launchers.join()
+    code = diagnosis.run(diagnosis.DoctorRequest(recipe, tuple(overrides or ()), nproc, out, as_json))
+    if code:
+        raise SystemExit(code)
+
+
+def bundle(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make; an unfinished one is gone on with.")],
+    weights: Annotated[
+        Optional[list[str]], typer.Option(metavar="NAME,...", help="Released models to put in. May come again.")
+    ] = None,
+    extras: Annotated[
+        str, typer.Option(metavar="PART,...", help="Optional parts, as h5,plots,tables; all, or none.")
+    ] = "all",
+    torch: Annotated[
+        str, typer.Option(help="Build of torch: cpu, a CUDA as cu126 or cu130, or default, that of the package index.")
+    ] = "default",
+    torch_version: Annotated[Optional[str], typer.Option(help="As 2.11.0; by default that of here.")] = None,
+    torch_index: Annotated[
+        Optional[str], typer.Option(metavar="URL", help="A mirror of https://download.pytorch.org/whl.")
+    ] = None,
+    python: Annotated[Optional[str], typer.Option(help="Of the site, as 3.12; the one here by default.")] = None,
+    platform: Annotated[
+        Optional[str], typer.Option(help="Of the site, as manylinux_2_28_x86_64; like this machine by default.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a directory that installs esmshard where there is no internet: wheels, weights, sums, install.sh."""
+    from esmshard.cluster.bundle import build_bundle, wheelhouse
+
+    parts = [part.strip() for part in extras.split(",") if part.strip()]
+    request = build_bundle.BundleRequest(
+        weights=tuple(dict.fromkeys(one.strip() for given in weights or [] for one in given.split(",") if one.strip())),
+        extras=() if parts == ["none"] else tuple(parts),
+        torch=torch,
+        torch_version=torch_version,
+        torch_index=torch_index or build_bundle.TORCH_INDEX,
+        python=python or wheelhouse.RUNNING,
+        platform=platform,
+    )
+    print(build_bundle.bundle(out, request, overwrite))

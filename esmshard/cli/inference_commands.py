@@ -1,0 +1,279 @@
+"""Commands that ask a model: embeddings, predictions, zero-shot scores, and metrics on labelled data."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from esmshard.cli.shared_options import Overwrite
+from esmshard.errors import UsageError
+
+
+def embed(
+    model: Annotated[
+        str, typer.Argument(help="A model; or status, verify or merge, of what was written as OUT before.")
+    ],
+    fasta: Annotated[
+        Path,
+        typer.Argument(
+            help="FASTA, plain or compressed, - for the standard input, or a token store; after status and so on, OUT."
+        ),
+    ],
+    out: Annotated[
+        Optional[Path], typer.Option("-o", "--out", help="File to write; without an ending, a directory of parts.")
+    ] = None,
+    fmt: Annotated[
+        Optional[str],
+        typer.Option(
+            "--format",
+            help="h5, npy, parquet, h5ad, safetensors, fair-esm-pt or parts; by the ending of OUT by default.",
+        ),
+    ] = None,
+    pool: Annotated[
+        str,
+        typer.Option(
+            metavar="POOL,...",
+            help="mean, max, cls, residue, logits, contacts; by default residue for h5, mean for most.",
+        ),
+    ] = "",
+    layers: Annotated[
+        str, typer.Option(metavar="N,...", help="Layers, 0 for the embedding, -1 for the last, which is the default.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="Numbers in the file: fp32, fp16 or bf16.")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="Of the arithmetic: fp32, bf16, fp16, or auto, which is what the device is fast in.")
+    ] = "auto",
+    long: Annotated[
+        str, typer.Option(help="Proteins over --window residues: full, window (overlapping, blended) or truncate.")
+    ] = "full",
+    window: Annotated[int, typer.Option(help="Residues of a window, or that are left by truncate.")] = 1022,
+    overlap: Annotated[int, typer.Option(help="Residues that neighbouring windows share.")] = 256,
+    tokens: Annotated[
+        Optional[int],
+        typer.Option(min=1, max=1_000_000_000, help="Computed at once; 2,048 on a CPU and 16,384 on a GPU by default."),
+    ] = None,
+    nproc: Annotated[
+        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; all GPUs, or one, by default.")
+    ] = None,
+    reuse: Annotated[
+        Optional[Path], typer.Option(metavar="DIR", help="Take equal sequences from an earlier directory of parts.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on, or join other workers on OUT; begin where there is nothing.")
+    ] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Keep what the GPU has no memory for in the machine's, or on its disk.")
+    ] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="The processes hold one model together, which is bigger than a GPU.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a record failed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how long it would take and how large it would be, and stop.")
+    ] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write embeddings, without BOS and EOS, in input order; or look at what was written."""
+    from esmshard.embed.compute.outputs import Long
+
+    if model in ("status", "verify", "merge") and not Path(model).exists():
+        from esmshard.embed.job import embed_status
+
+        if model == "merge":
+            print(embed_status.merge(fasta, out, fmt, overwrite))
+        else:
+            print(embed_status.status(fasta) if model == "status" else embed_status.verify(fasta))
+        return
+    if out is None:
+        raise UsageError("-o: name the file to write, or the directory")
+    try:
+        chosen = [int(layer) for layer in layers.split(",") if layer.strip()]
+    except ValueError:
+        raise UsageError(f"--layers {layers}: numbers with commas between them are expected, as 5,6") from None
+    from esmshard.embed.job import embed_job, embed_plan, embed_request
+
+    how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
+    how |= {"layers": chosen, "dtype": dtype, "precision": precision, "long": Long(long, window, overlap)}  # type: ignore[arg-type]
+    asked = embed_request.request(model, out, **how)
+    if dry_run and (shard or offload):
+        raise UsageError("--dry-run times a model that each process holds whole; leave --shard and --offload out")
+    if dry_run:
+        print(embed_plan.dry_run(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
+        return
+    if shard and nproc is None:
+        from esmshard.launch import launchers
+
+        launchers.join()
+    report = embed_job.embed(
+        asked,
+        fasta,
+        nproc=nproc,
+        tokens=tokens,
+        reuse=reuse,
+        resume=resume,
+        overwrite=overwrite,
+        offload=offload,
+        shard=shard,
+    )
+    if not shard or os.environ.get("RANK", "0") == "0":  # the ranks of a launcher write one output together
+        print(report)
+    report.check()
+    if report.failed and strict:
+        raise SystemExit(1)
+
+
+def predict(
+    model: Annotated[str, typer.Argument(help="A consolidated model with a fine-tuned head; of variants also a run.")],
+    data: Annotated[
+        Optional[Path],
+        typer.Argument(
+            help="FASTA, - for the standard input, a token store, or structures (PDB, mmCIF); of variants their table."
+        ),
+    ] = None,
+    out: Annotated[
+        Optional[Path],
+        typer.Option("-o", "--out", help="File to write: .npz, one array a record under its id, .csv or .parquet."),
+    ] = None,
+    all_singles: Annotated[
+        bool, typer.Option("--all-singles", help="Of variants: every single substitution, in place of a table.")
+    ] = False,
+    propose: Annotated[
+        Optional[int],
+        typer.Option(
+            min=1, max=1_000_000, metavar="N", help="Of variants: N to measure next, promising and not all of one kind."
+        ),
+    ] = None,
+    kappa: Annotated[
+        float, typer.Option(min=0, help="Of --propose: standard deviations that uncertainty is worth.")
+    ] = 1.0,
+    diversity: Annotated[
+        float, typer.Option(min=0, help="Of --propose: what a position or residue costs that was chosen already.")
+    ] = 0.15,
+    mutant: Annotated[
+        Optional[str], typer.Option(metavar="COLUMN", help="Of a table: mutations; found by its name by default.")
+    ] = None,
+    offset: Annotated[
+        Optional[int],
+        typer.Option(help="Of a table: added to its positions; by default what was added to those of the run's table."),
+    ] = None,
+    png: Annotated[
+        Optional[Path], typer.Option(metavar="DIR", help="Of contacts: a picture of each map, besides.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Of FASTA: exit with 1 if a record failed, as listed in OUT.failed.tsv.")
+    ] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write what the fine-tuned head says: contact maps, classes and values; variants in their order."""
+    from esmshard.predict import variant_ranking
+
+    if out is None:
+        raise UsageError("-o: name the file to write")
+    if variant_ranking.models_of(model):
+        if (data is None) != all_singles:
+            raise UsageError("of variants, give either a table or --all-singles")
+        if png or strict:
+            raise UsageError("--png and --strict are for FASTA files, and these are variants")
+        how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
+        how |= {"kappa": kappa, "diversity": diversity}
+        print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} variants")
+        return
+
+    from esmshard.predict import predictions
+
+    if all_singles or propose or mutant or offset is not None:
+        raise UsageError(
+            f"--all-singles, --propose, --mutant and --offset are for models of variants, and {model} is none"
+        )
+    if data is None:
+        raise UsageError("give a FASTA file, or a token store, to predict")
+    done = predictions.predict(model, data, out, png=png, overwrite=overwrite)
+    failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
+    print(f"{out}: {done.records:,} records{failed}")
+    if done.failures and strict:
+        raise typer.Exit(1)
+
+
+def score(
+    model: Annotated[str, typer.Argument(help="A model with an LM head; no fine-tuning is needed.")],
+    wild_type: Annotated[Path, typer.Argument(metavar="WILD_TYPE", help="FASTA file with one protein.")],
+    table: Annotated[Optional[Path], typer.Argument(help="Variants of it, in a table.")] = None,
+    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="CSV file to write.")] = None,
+    all_singles: Annotated[
+        bool, typer.Option("--all-singles", help="Every single substitution, in place of a table.")
+    ] = False,
+    method: Annotated[
+        str, typer.Option(help="masked-marginals, wild-type-marginals or pseudo-perplexity.")
+    ] = "masked-marginals",
+    mutant: Annotated[
+        Optional[str], typer.Option(metavar="COLUMN", help="Mutations; found by its name by default.")
+    ] = None,
+    target: Annotated[
+        Optional[str],
+        typer.Option(metavar="COLUMN", help="Measured values, to compare with; found by its name by default."),
+    ] = None,
+    offset: Annotated[
+        Optional[int], typer.Option(help="Added to the positions of the table; what fits the wild type by default.")
+    ] = None,
+    window: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Residues of a long protein that the model sees at once.")
+    ] = 1022,
+    overwrite: Overwrite = False,
+) -> None:
+    """Score variants with the language model alone (zero-shot), higher being more natural."""
+    from esmshard.predict.zero_shot import score_table
+
+    if out is None:
+        raise UsageError("-o: name the CSV file to write")
+    if (table is None) != all_singles:
+        raise UsageError("give either a table of variants or --all-singles")
+    how: dict[str, Any] = {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
+    how |= {"method": method, "window": window, "overwrite": overwrite}
+    print(score_table(model, wild_type, table, out, **how))
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A consolidated model directory with a fine-tuned head.")],
+    data: Annotated[str, typer.Argument(help="A labelled FASTA file, structures, or sample:contact/test.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Directory for evaluation.json and per_protein.csv.")],
+    labels: Annotated[
+        Optional[str], typer.Option(metavar="FILE", help="Labels of DATA, if they are not in it or beside it.")
+    ] = None,
+    png: Annotated[
+        Optional[Path],
+        typer.Option(metavar="DIR", help="Of contacts: a picture of each predicted map beside the true contacts."),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Score a model on labelled data, with intervals, beside the baselines."""
+    from esmshard.data.splits.recipe_splits import open_tested
+    from esmshard.predict import contact_pictures
+    from esmshard.progress import say
+    from esmshard.recipe.sections import Recipe
+    from esmshard.report.draw.plots import draw_maps
+    from esmshard.tasks.finetuner import load_finetuned
+    from esmshard.train import evaluate as evaluation
+
+    for name in ("evaluation.json", "per_protein.csv"):
+        if (out / name).exists() and not overwrite:
+            raise UsageError(f"{out / name}: exists already; choose another directory or pass --overwrite")
+    if png is not None:
+        contact_pictures.check(png, overwrite=overwrite)
+    found = load_finetuned(model)
+    recipe = Recipe.model_validate(found.about["recipe"])
+    if recipe.task.reads_table:
+        raise UsageError(
+            f"{model}: is of variants; finetune tests on folds of their table, and `esmshard predict MODEL TABLE` "
+            "says Spearman's correlation with the measured values of another one"
+        )
+    if png is not None and found.task.names:
+        raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
+    examples = open_tested(data, labels, recipe, found.task.labels)
+    for notice in examples.notices:
+        say(f"{examples.path}: {notice}")
+    out.mkdir(parents=True, exist_ok=True)
+    print(evaluation.report(model, examples, out, warn=say, labels=labels))
+    if png is not None:
+        draw_maps(found, examples, png)
+        say(f"maps in {png}: above the diagonal what is predicted, below it the true contacts")

@@ -1,0 +1,8 @@
+"""Options that several commands have, with one text."""
+
+from typing import Annotated
+
+import typer
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Read a checkpoint that another user wrote.")]

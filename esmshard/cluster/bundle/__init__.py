@@ -1,0 +1,1 @@
+"""A directory with all files for an installation on machines without internet."""

@@ -1,0 +1,268 @@
+"""A recipe on this machine: whether its data and weights are present, whether it fits into memory, how it computes."""
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esmshard.cluster.doctor import gpus
+from esmshard.cluster.doctor.findings import Finding, gib, guarded
+from esmshard.errors import InputError, UsageError
+from esmshard.planner.machines import CUDA_CONTEXT, GPUS, Machines, data_sheet
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import Recipe
+
+if TYPE_CHECKING:
+    from esmshard.planner.memory_model import ModelNumbers
+
+GROUP = "recipe"
+CORRECT = "correct what this names, in the recipe or its files"
+
+
+def check(name: str, overrides: Sequence[str], cards: Sequence[gpus.Card], processes: int, nodes: int) -> list[Finding]:
+    """All that can be found out about a recipe on this machine. Nothing is downloaded.
+
+    Args:
+        name: a file, or the name of a shipped recipe.
+        overrides: of the recipe.
+        cards: GPUs of this machine, of which the first `processes` are used; none for CPUs.
+        processes: of a machine.
+        nodes: machines.
+
+    Raises:
+        UsageError: the recipe itself is wrong.
+    """
+    recipe = _first_fold(name, overrides)
+    findings = guarded(GROUP, partial(_weights, recipe))
+    data = guarded(GROUP, partial(_data, recipe))
+    if all(finding.level == "ok" for finding in data):
+        findings += data + guarded(GROUP, partial(_memory, recipe, cards[:processes], processes, nodes))
+        if findings[0].level == "ok":
+            findings += guarded(GROUP, partial(_prepared, recipe, processes, nodes))
+    else:
+        findings += data
+    return findings + guarded(GROUP, partial(_out, Path(recipe.out)))
+
+
+def _first_fold(name: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe; of a table of variants, which is cross-validated, the recipe of its first fold."""
+    path = recipe_file.resolve(name)
+    resolved = recipe_file.load(path, overrides)
+    if not resolved.divides_table:
+        return resolved
+    from esmshard.data.splits.variant_records import FOLDS
+    from esmshard.train.experiments.repeats import repeats
+
+    folds = None if resolved.data.split in ("mutations", "given") else FOLDS
+    several = repeats(resolved, 1, folds)
+    return recipe_file.load(path, [*overrides, *several[0].overrides]) if several else resolved
+
+
+def _weights(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the weights are on this machine."""
+    from esmshard.model.config import SIZES, STARTER
+    from esmshard.model.weights import hub, open_weights
+
+    name, fix = recipe.model.name, "correct model.name: a path, a released model (docs/method.md), or starter"
+    path = open_weights.place(name)
+    values: dict[str, Any] = {"model": name}
+    if name not in SIZES and not path.exists():
+        close = difflib.get_close_matches(name, [*SIZES, STARTER], 1)
+        fix = f"pass model.name={close[0]}" if close else fix
+        found = f"{name}: no such file or directory, and no model of that name"
+        yield Finding(GROUP, "weights", "error", found, fix, values)
+    elif recipe.init == "random" and name in SIZES:
+        found = f"{name} starts from random weights: none are needed"
+        yield Finding(GROUP, "weights", "ok", found, values=values)
+    elif name not in hub.RELEASED or path.exists():
+        try:
+            open_weights.read(name)
+        except InputError as error:
+            yield Finding(GROUP, "weights", "error", str(error), fix, values)
+        else:
+            yield Finding(GROUP, "weights", "ok", f"{name} is present", values=values)
+    elif (cached := hub.find(name)) is not None:
+        yield Finding(GROUP, "weights", "ok", f"{name} is in {cached}", values=values | {"path": str(cached)})
+    else:
+        variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        offline = [variable for variable in variables if os.environ.get(variable, "0") not in ("", "0")]
+        fix = f"esmshard download {name}, where there is internet and the caches are shared"
+        found = f"{name} is in no cache, and {offline[0]} forbids to download it" if offline else ""
+        found = found or f"{name} is in no cache: the run would download it at its start"
+        yield Finding(GROUP, "weights", "error" if offline else "note", found, fix, values | {"path": None})
+
+
+def _data(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the splits can be opened; FASTA files are read into the cache, as the run would do."""
+    from esmshard.data.splits.recipe_splits import open_split
+
+    counts: dict[str, int] = {}
+    for name in ("train", "valid", "test"):
+        try:
+            counts[name] = len(open_split(recipe, name, None))
+        except (InputError, OSError) as error:
+            yield Finding(
+                GROUP, "data", "error", f"{name}: {error}", "correct the path or the file (`data` of the recipe)"
+            )
+            return
+    found = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    yield Finding(GROUP, "data", "ok", f"records: {found}", values=counts)
+
+
+def _memory(recipe: Recipe, cards: Sequence[gpus.Card], processes: int, nodes: int) -> Iterator[Finding]:
+    try:
+        yield _on_gpus(recipe, cards, nodes) if cards else _on_cpu(recipe, processes, nodes)
+    except UsageError:
+        raise
+    except InputError as error:
+        yield Finding(GROUP, "memory", "error", str(error), CORRECT)
+
+
+def as_machines(cards: Sequence[gpus.Card], nodes: int) -> tuple[Machines, bool]:
+    """The GPUs for the planner, with the least memory that is free now; and whether the planner has their data sheet.
+
+    A GPU without a data sheet is planned with the speeds of an A100: these change the advice, and not what fits.
+    """
+    first = min(cards, key=lambda card: card.memory_total or 0)
+    sheet = data_sheet(first.name, first.memory_total)
+
+    def room(total: int, free: int | None) -> int:
+        is_idle = free is None or free > 0.9 * total  # the driver itself takes the rest
+        return total if is_idle or free is None else free + CUDA_CONTEXT
+
+    rooms = [room(card.memory_total, card.memory_free) for card in cards if card.memory_total]
+    gpu = replace(
+        sheet or replace(GPUS["A100-40GB"], name=first.name),
+        memory_bytes=min(rooms, default=sheet.memory_bytes if sheet else 0),
+        has_bf16=(first.capability or (8, 0)) >= (8, 0),
+    )
+    return Machines(gpu, len(cards), nodes), sheet is not None
+
+
+def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Finding:
+    from esmshard.planner.recipe_plan import keys, plan
+
+    machines, is_known = as_machines(cards, nodes)
+    planned = plan(recipe, machines)
+    wanted = recipe.parallel
+    choice = (wanted.strategy, wanted.activation_checkpointing, wanted.cpu_offload)
+    options = {(option.strategy, option.checkpointing, option.cpu_offload): option for option in planned.options}
+    own = options.get(choice)
+    values: dict[str, Any] = {"machines": str(machines), "room": planned.room, "known": is_known, "best": keys(planned)}
+    guess = "" if is_known else " (its speeds are not in the planner's table)"
+    if own is not None and own.memory is not None:
+        values |= {"strategy": own.strategy, "fits": own.fits, "total": own.memory.total, "tokens": own.tokens}
+        if own.fits:
+            found = f"fits on {machines}{guess}: {own.strategy}, {own.tokens:,} tokens a rank at a time, "
+            found += f"{gib(own.memory.total)} of {gib(planned.room)}"
+            return Finding(GROUP, "memory", "ok", found, values=values)
+    if planned.best is not None:
+        why = own.impossible if own is not None and own.impossible else "does not fit"
+        found = f"{wanted.strategy} with checkpointing {wanted.activation_checkpointing} on {machines}{guess}: {why}"
+        return Finding(GROUP, "memory", "error", found, f"pass {' '.join(keys(planned))}", values)
+    found, _, fix = planned.reasons()[0].partition("; ")
+    return Finding(GROUP, "memory", "error", f"{found}{guess}", fix or "take more or larger GPUs", values)
+
+
+def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Finding:
+    """As `finetune` chooses batch.tokens_per_rank, from the memory that is free now."""
+    import torch
+
+    from esmshard.data.splits.recipe_splits import in_tokens, open_split
+    from esmshard.launch.process_group import precision_on
+    from esmshard.planner import memory_model
+    from esmshard.planner.recipe_plan import head_bytes
+    from esmshard.sharding.layout import layout
+    from esmshard.train.token_budget import RESERVED
+
+    device, world = torch.device("cpu"), processes * nodes
+    train = open_split(recipe, "train", None)
+    recipe, lengths, beside = in_tokens(recipe, train), train.tokens, train.beside
+    laid_out = layout(recipe.parallel, world, processes, precision_on(device, recipe.parallel.precision))
+    numbers, heads = _numbers(recipe), head_bytes(recipe.task, lengths, laid_out)
+    room = int(RESERVED * memory_model.free_bytes(device, processes))
+    longest, share = int(lengths.max()), -(-recipe.batch.global_tokens // world)
+    most = {"longest": longest + beside, "share": share + beside}
+    largest = max(memory_model.largest_micro_batch(numbers, laid_out, room, heads, "cpu", **most) - beside, longest)
+    wanted = recipe.batch.tokens_per_rank
+    tokens = largest if wanted == "auto" else wanted
+    parts = -(-share // tokens)
+    need = memory_model.memory(numbers, laid_out, tokens + beside, heads(tokens), "cpu", micro_batches=parts).total
+    values = {"room": room, "total": need, "tokens": tokens, "strategy": laid_out.strategy, "fits": need <= room}
+    found = f"{processes} process{'es' * (processes > 1)} of this CPU: {tokens:,} tokens at a time, {gib(need)} of "
+    found += f"{gib(room)} each"
+    if need <= room:
+        return Finding(GROUP, "memory", "ok", f"fits into {found}", values=values)
+    lower = "" if tokens <= largest else f"batch.tokens_per_rank={largest}, "
+    fix = f"pass {lower}parallel.activation_checkpointing=full or a lower data.max_length, or take more machines"
+    return Finding(GROUP, "memory", "error", f"does not fit into {found}", fix, values)
+
+
+def _prepared(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
+    """Every mistake of the recipe that `finetune` finds before it starts processes."""
+    from esmshard.launch.process_group import own_device
+    from esmshard.train.run_inputs import prepare
+
+    try:
+        job = prepare(recipe, processes * nodes, processes, own_device(0, processes))
+    except (InputError, OSError) as error:
+        yield Finding(GROUP, "checked", "error", str(error).replace("\n", "; "), CORRECT)
+        return
+    found = f"{job.recipe.task.name}, {job.weights.config.n_parameters:,} parameters, {job.steps} steps"
+    yield Finding(GROUP, "checked", "ok", found, values={"steps": job.steps})
+
+
+def _out(out: Path) -> Iterator[Finding]:
+    from esmshard.train.run_inputs import check_out
+
+    try:
+        check_out(out, None, overwrite=False)
+    except UsageError as error:
+        found, _, fix = str(error).partition("; ")
+        yield Finding(GROUP, "out", "note", found, fix, {"path": str(out)})
+
+
+def written_bytes(recipe: Recipe) -> int:
+    """Bytes of checkpoints and model: fp32 weights, and two moments for each weight that learns.
+
+    While a checkpoint is written, there is one more than are kept.
+    """
+    try:
+        numbers = _numbers(recipe)
+    except (InputError, OSError):  # `_weights` reports it
+        return 0
+    each = 4 * numbers.parameters + 8 * numbers.trained
+    return each * (recipe.checkpoint.keep + 1 + recipe.checkpoint.keep_best) + 4 * numbers.parameters
+
+
+def _numbers(recipe: Recipe) -> "ModelNumbers":
+    """What the planner needs of the model with its head, by the model's name alone or as its file says."""
+    from esmshard.model.config import SIZES
+    from esmshard.model.weights import open_weights
+    from esmshard.planner.parameter_counts import numbers_of
+
+    name = recipe.model.name
+    config = SIZES[name] if name in SIZES and not Path(name).exists() else open_weights.read(name).config
+    return numbers_of(config, recipe.task.head_parameters(config), recipe.adapt, logits=recipe.task.trains_lm_head)
+
+
+def arithmetic(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """How a rank computes on its own device.
+
+    Args:
+        facts: of `doctor_ranks.facts`: device, precision, wanted, kernel; or `precision_error`.
+    """
+    if facts.get("precision_error"):
+        fix = "set parallel.precision=auto"
+        yield Finding(GROUP, "precision", "error", facts["precision_error"], fix, {"wanted": facts["wanted"]})
+        return
+    values = {key: facts[key] for key in ("device", "precision", "wanted", "kernel")}
+    found = "precision {wanted} is {precision} on {device}; attention kernel: {kernel}".format(**values)
+    if facts["kernel"] == "padded" and facts["device"].startswith("cuda"):
+        found += ", which pads every batch to its longest protein; the packed one needs bf16 or fp16 from Ampere on"
+        yield Finding(GROUP, "precision", "note", found, values=values)
+    else:
+        yield Finding(GROUP, "precision", "ok", found, values=values)

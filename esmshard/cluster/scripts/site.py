@@ -1,0 +1,308 @@
+"""The site profile: the settings that all jobs of one cluster share.
+
+The profile is a YAML file, named by $ESMSHARD_SITE, or else `esmshard/site.yaml` in the user's configuration directory
+($XDG_CONFIG_HOME, by default ~/.config). Without a file all keys have their defaults. Options of `esmshard launch` take
+precedence. docs/site.md has an example and lists the keys.
+
+`${VAR}` is expanded where the profile is read, in python, scratch, container.image, container.mounts and exports; `~`
+in all of these but exports. In scratch, `${SLURM_...}` is left for the job: `/scratch/${SLURM_JOB_ID}`.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from esmshard.errors import UsageError
+from esmshard.recipe.section_base import Clash, Settings
+from esmshard.recipe.yaml_keys import Tree, read
+
+VARIABLE = "ESMSHARD_SITE"
+"""The environment variable with the path of the profile."""
+
+OF_THE_JOB = r"SLURM_\w+"
+"""The variables of `scratch` that have a value only in the job."""
+
+_WORD = re.compile(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", re.ASCII)
+_TIME = re.compile(r"\d{1,6}(:\d\d){0,2}|\d{1,5}-\d{1,2}(:\d\d){0,2}", re.ASCII)
+_GPUS = "gpus_per_node and slurm.gpu_type of the profile, or esmshard launch --gpus-per-node"
+_LAUNCH, _SCRIPT = "esmshard launch {}", "the script itself, which relies on it"
+_OURS = {
+    **{key: f"slurm.{key} of the profile" for key in ("time", "partition", "account", "qos", "constraint")},
+    "job-name": _LAUNCH.format("--name"),
+    "array": _LAUNCH.format("--array"),
+    "nodes": _LAUNCH.format("--nodes"),
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), _GPUS),
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal", "requeue", "no-requeue", "no-kill"),
+        _SCRIPT,
+    ),
+    **dict.fromkeys(("wrap", "test-only"), _SCRIPT),
+}
+"""The options of sbatch that another key sets or that would break the script, each with the reason."""
+
+_AS_ANOTHER = ("uid", "gid", "get-user-env", "chdir", "export", "export-file", "prolog", "epilog", "bcast", "clusters")
+"""The options of sbatch or srun that run the job as another user, in another directory, on another cluster, or with
+other variables than the script needs. A profile serves all users of a site and must not decide this for them.
+"""
+
+
+def directive(value: str) -> str:
+    """Check a value for an #SBATCH line, which has neither reliable quoting nor a second line.
+
+    Raises:
+        ValueError: if the value cannot stand in such a line.
+    """
+    if not _WORD.fullmatch(value):
+        raise ValueError(
+            f"{value!r} cannot stand in an #SBATCH line; use no blanks, quotes, backslashes, backquotes, # or $"
+        )
+    return value
+
+
+def time_limit(value: str) -> str:
+    """Check a time for sbatch, such as 24:00:00, 2-12:00:00 or 90 (minutes).
+
+    Raises:
+        ValueError: if it is no such time.
+    """
+    if not _TIME.fullmatch(value):
+        raise ValueError(f"must be a time such as 24:00:00, 2-12:00:00 or 90 (minutes), not {value!r}")
+    return value
+
+
+class ContainerSite(Settings):
+    """In which image jobs run."""
+
+    runtime: Literal["none", "pyxis", "apptainer"] = "none"
+    """How Slurm starts it: `none` runs the environment of `python`; `pyxis` through srun's --container-image (enroot);
+    `apptainer` through `apptainer exec --nv`. Kubernetes always has one."""
+    image: str | None = None
+    """Name in a registry, or the path of a .sqsh or .sif file."""
+    mounts: tuple[str, ...] = Field((), strict=False)
+    """Directories of the machine that the container sees, as /data or /data:/data:ro. The run's own directories are
+    added by themselves."""
+
+    @field_validator("mounts")
+    @classmethod
+    def _places(cls, mounts: tuple[str, ...]) -> tuple[str, ...]:
+        for mount in mounts:
+            if not re.fullmatch(r"/[^:,\n]*(:/[^:,\n]*(:[a-z+]+)?)?", mount):
+                raise ValueError(
+                    f"{mount!r} must be a directory such as /data, /data:/data or /data:/data:ro, with an absolute path"
+                )
+        return mounts
+
+
+class SlurmSite(Settings):
+    """The settings for sbatch."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: str | None = None
+    """Time limit of a job, as 24:00:00."""
+    cpus_per_gpu: int | None = Field(None, ge=1, le=4096)
+    memory: str | None = None
+    """Of a node, as 480G."""
+    gpu_type: str | None = None
+    """Type of the GPUs, where the site has several: a100 asks for a100:4 in place of 4."""
+    gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    """How GPUs are asked for: `gpus-per-node` is --gpus-per-node=a100:4, `gres` is --gres=gpu:a100:4."""
+    setup: tuple[str, ...] = Field((), strict=False)
+    """Lines of bash that the job runs first, before `modules` and as they stand, such as `module use /apps/modules`,
+    `source /opt/conda/etc/profile.d/conda.sh`, `conda activate esm` and `ulimit -l unlimited`. One that fails ends the
+    job."""
+    modules: tuple[str, ...] = Field((), strict=False)
+    """Loaded by `module load`, after `setup`."""
+    options: tuple[str, ...] = Field((), strict=False)
+    """Further options of sbatch, each as --mail-type=END. Refused are those that other keys say, and those that run a
+    job as somebody else or elsewhere (--uid, --gid, --chdir, --clusters, --export, --prolog and their like)."""
+    grace: int = Field(180, ge=10, le=65535)
+    """Seconds before the time limit at which the run is asked to save (--signal=B:USR1@N)."""
+
+    @field_validator("gpu_type")
+    @classmethod
+    def _type(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value, re.ASCII):
+            raise ValueError(f"must be the name of a type of GPU, such as a100, not {value!r}")
+        return value
+
+    @field_validator("setup")
+    @classmethod
+    def _lines(cls, setup: tuple[str, ...]) -> tuple[str, ...]:
+        for line in setup:
+            if re.search(r"[\n\r\0]", line) or not line.strip():
+                raise ValueError(f"{line!r} must be one line of bash; write an entry for each line")
+        return setup
+
+    @field_validator("partition", "account", "qos", "constraint")
+    @classmethod
+    def _words(cls, value: str | None) -> str | None:
+        return None if value is None else directive(value)
+
+    @field_validator("time")
+    @classmethod
+    def _limit(cls, value: str | None) -> str | None:
+        return None if value is None else time_limit(value)
+
+    @field_validator("memory")
+    @classmethod
+    def _size(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\d{1,9}[KMGT]?", value, re.ASCII):
+            raise ValueError(f"must be a size such as 480G, not {value!r}")
+        return value
+
+    @field_validator("modules")
+    @classmethod
+    def _modules(cls, modules: tuple[str, ...]) -> tuple[str, ...]:
+        for module in modules:
+            if not re.fullmatch(r"[A-Za-z0-9][\w./+:@-]*", module, re.ASCII):
+                raise ValueError(f"{module!r} is no name of a module, such as cuda/12.8")
+        return modules
+
+    @field_validator("options")
+    @classmethod
+    def _options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            name = re.match(r"--([a-z][a-z-]*)(=.|$)", option)
+            if name is None:
+                raise ValueError(f"{option!r} must be an option of sbatch in its long form, as --mail-type=END")
+            if option.startswith("--gres=gpu"):
+                raise ValueError(f"{option} is set by {_GPUS}, with gpu_option: gres; remove it from the options")
+            if name[1] in _OURS:
+                raise ValueError(f"--{name[1]} is set by {_OURS[name[1]]}; remove it from the options")
+            if any(one.startswith(name[1]) for one in _AS_ANOTHER):  # Slurm takes --ui for --uid
+                raise ValueError(
+                    f"--{name[1]} would run jobs as somebody else, elsewhere, or with other variables than the script "
+                    "relies on; remove it (variables belong under exports)"
+                )
+            directive(option)
+        return options
+
+
+class KubernetesSite(Settings):
+    """The settings for the cluster."""
+
+    namespace: str = "default"
+    claim: str | None = None
+    """PersistentVolumeClaim that all pods mount (ReadWriteMany), with data and results."""
+    mount: str = "/work"
+    """Where the pods see it; the working directory of the command."""
+    gpu_resource: str = "nvidia.com/gpu"
+    cpu: str | None = None
+    """CPU cores of a pod that has all GPUs of a node, as 16. One with fewer gets its share."""
+    memory: str | None = None
+    """Of such a pod, as 128Gi."""
+    shm: str = "16Gi"
+    """Size of /dev/shm, through which processes of one node exchange tensors; the runtime's own 64 MiB is too small."""
+    resources: dict[str, str] = Field(default_factory=dict)
+    """Further resources of a pod, such as rdma/hca: "1"."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    tolerations: tuple[dict[str, str], ...] = Field((), strict=False)
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Of job and pods, such as kueue.x-k8s.io/queue-name: team-a."""
+    pull_secret: str | None = None
+    """Secret with which images are pulled."""
+    secret: str | None = None
+    """Secret whose keys become environment variables of the job, such as WANDB_API_KEY."""
+    user: int = Field(1000, ge=1, lt=2**31)
+    """User id in the container; never 0."""
+    port: int = Field(29400, ge=1024, le=65535)
+    """Port of the rendezvous: torchrun listens on it in the first pod of a run."""
+    trainer: str | None = Field(None, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
+    """Name of a ClusterTrainingRuntime of Kubeflow Trainer 2.3 or later, such as torch-distributed: `finetune` and
+    `doctor` are rendered as a TrainJob then. Without it they are an Indexed Job, for which a cluster needs nothing
+    but Kubernetes."""
+
+
+class Site(Settings):
+    """The whole profile."""
+
+    gpus_per_node: int | None = Field(None, ge=0, le=1024)
+    """0 for machines without GPUs."""
+    python: str | None = None
+    """Interpreter of the environment in which esmshard is installed, on the nodes; by default the one that renders."""
+    exports: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the job, such as NCCL_SOCKET_IFNAME: ib0."""
+    scratch: str | None = None
+    """Fast directory of each node, for caches and temporary files."""
+    container: ContainerSite = ContainerSite()  # type: ignore[call-arg]
+    slurm: SlurmSite = SlurmSite()  # type: ignore[call-arg]
+    kubernetes: KubernetesSite = KubernetesSite()  # type: ignore[call-arg]
+
+    @field_validator("exports")
+    @classmethod
+    def _names(cls, exports: dict[str, str]) -> dict[str, str]:
+        for name, value in exports.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise Clash(name, f"{name!r} is no name of an environment variable")
+            if name.startswith("SLURM_"):
+                raise Clash(name, "is Slurm's own; it would not be what the job runs with")
+            if "\0" in value:
+                raise Clash(name, "holds a NUL, which no environment variable can")
+        return exports
+
+    @field_validator("python", "scratch")
+    @classmethod
+    def _path(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("/", "${SLURM_")):
+            raise ValueError(f"must be an absolute path, not {value!r}")
+        if value is not None and ("\0" in value or "\n" in value):
+            raise ValueError("must be a path of one line")
+        return value
+
+
+def path() -> Path:
+    """Return the path of the profile, which need not exist."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named).expanduser()
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "esmshard" / "site.yaml"
+
+
+def found() -> Path | None:
+    """Return the profile that `load` reads; None if there is none.
+
+    Raises:
+        UsageError: if $ESMSHARD_SITE names a file that does not exist.
+    """
+    place = path()
+    if place.is_file():
+        return place
+    if os.environ.get(VARIABLE):
+        raise UsageError(f"{place}: no such file; {VARIABLE} names it as the site profile")
+    return None
+
+
+def load() -> Site:
+    """Load the site profile; without a file all values are defaults.
+
+    Raises:
+        UsageError: with one sentence for each problem, as `site.yaml:4:3: slurm.partitoin: unknown key; did you mean
+            'partition'?`.
+    """
+    place = found()
+    if place is None:
+        return Site()  # type: ignore[call-arg]
+    tree = read(place, "a site profile", Site, may_be_empty=True)
+    _expand(tree, ("python",))
+    _expand(tree, ("scratch",), keep=OF_THE_JOB)
+    _expand(tree, ("exports",), home=False)
+    for key in ("image", "mounts"):
+        _expand(tree, ("container", key))
+    return tree.checked(Site)
+
+
+def _expand(tree: Tree, keys: Sequence[str], *, home: bool = True, keep: str = "") -> None:
+    for node, last in tree.texts(*keys):
+        exact = (*keys, last) if isinstance(last, str) and last != keys[-1] else tuple(keys)
+        text = tree.variables(str(node[last]), exact, keep)
+        if text is None and isinstance(last, str):
+            del node[last]  # one message for a key is enough
+        elif text is not None:
+            node[last] = str(Path(text).expanduser()) if home and text.startswith("~") else text

@@ -1,0 +1,1 @@
+"""The records of each optimizer step and micro-batch, planned alike for every number of processes."""

@@ -1,0 +1,249 @@
+"""Records with their labels, cropped as the recipe says, ready for a task to collate."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.batching.packing import MicroBatch
+from esmshard.data.fasta.symbols import shown
+from esmshard.errors import InputError
+from esmshard.vocab import CLS, EOS
+
+Long = Literal["crop", "window", "full", "skip", "error"]
+
+FIXED = "fixed"
+"""The value of `Example.draw` outside training."""
+SEEN = "seen_in_training.txt"
+"""Name of the file with the ids of a run's training and validation records, one a line, if the task keeps them. The
+file is kept with the model, so that a prediction of one of these records is not taken for a test.
+"""
+
+
+class Labels(Protocol):
+    """Labels of the records of a store: arrays by name for each record."""
+
+    @property
+    def per_residue(self) -> bool:
+        """Whether the first dimension of the arrays is L, so that a crop of the sequence crops them too."""
+
+    @property
+    def labelled_N(self) -> npt.NDArray[np.bool_] | None:
+        """Whether each record has labels, bool [N]; records without labels are left out. None if all records have
+        labels.
+        """
+
+    def __getitem__(self, n: int) -> Mapping[str, npt.NDArray[Any]]: ...
+
+
+class Store(Protocol):
+    """A store of records: a `TokenStore`, or an object with the same members."""
+
+    notices: list[str]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Number of residues of each record, int32 [N]."""
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """Facts about all records; `residues` is one of them."""
+
+    @property
+    def digest(self) -> str:
+        """A digest of the sequences and their order."""
+
+    def __len__(self) -> int: ...
+
+    def id(self, n: int) -> str:
+        """Return the id of record n."""
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        """Return the residue tokens of record n, uint8 [L]."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One record, or a window of it, as a task sees it."""
+
+    id: str
+    tokens: npt.NDArray[np.uint8]
+    """`<cls> ... <eos>`, uint8 [L + 2]."""
+    labels: Mapping[str, npt.NDArray[Any]]
+    """Arrays of first dimension L, cropped with the tokens, or values of the whole protein."""
+    draw: str = FIXED
+    """The text that random choices are derived from, together with the id: seed and epoch in training, FIXED otherwise.
+    """
+
+
+class Examples:
+    """The examples of a split: sequences and labels, with records over `max_length` treated as `long` says.
+
+    Args:
+        name: name of the split, for messages.
+        path: path of the FASTA file.
+        store: the N records of the file.
+        labels: labels of the same records in the same order; None if there are no labels to learn from.
+        long: see `recipe.DataSettings.long`.
+        max_length: most residues of an example; None keeps every record whole.
+        seed: seed of the recipe. Crops depend on (seed, epoch, id), never on rank or batch.
+        members_N: whether each record belongs to the split, bool [N]; by default all do.
+        digest: a digest of the sequences, their order and the choice of members; by default that of the store.
+
+    Raises:
+        InputError: a record is longer than `max_length` and `long` is `error`, or no record is left.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        store: Store,
+        labels: Labels | None,
+        *,
+        long: Long = "full",
+        max_length: int | None = None,
+        seed: int = 0,
+        members_N: npt.NDArray[np.bool_] | None = None,
+        digest: str | None = None,
+    ) -> None:
+        self.name, self.path, self.store = name, path, store
+        self._digest = digest
+        self.notices = [*store.notices, *getattr(labels, "notices", ())]
+        """What was changed or left out while reading, one sentence each."""
+        self.labels = labels
+        """Labels of all records of the store."""
+        self._seed = seed
+        self._crop: int | None = None
+        # Record and first residue of each example, [E]; None if every example is a record from its first residue on.
+        self._record_E: npt.NDArray[np.int64] | None = None
+        self._start_E: npt.NDArray[np.int64] | None = None
+        cut_E: npt.NDArray[np.int32] = store.lengths
+        taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
+        if labels is not None and labels.labelled_N is not None:
+            taken_N = taken_N & labels.labelled_N
+        if not taken_N.all():
+            self._record_E = np.flatnonzero(taken_N)
+            cut_E = store.lengths[self._record_E]
+            if not len(cut_E):
+                raise InputError(f"{path}: {name} has no labelled record; give it labels, or another file")
+        if max_length is not None and long != "full" and int(cut_E.max()) > max_length:
+            cut_E = self._shorten(long, max_length, cut_E)
+        self.tokens: npt.NDArray[np.int32] = cut_E + np.int32(2)
+        """Tokens of each example as trained on, with `<cls>` and `<eos>`, int32 [E]."""
+        self.beside = 0
+        """Tokens that go through the model in addition with every micro-batch. For variants, these are the tokens of
+        the wild type.
+        """
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the sequences, their order and the choice of members."""
+        return self._digest or self.store.digest
+
+    def get(self, n: int, epoch: int | None = None) -> Example:
+        """Return example n as it is trained on in an epoch. Without an epoch, nothing is cropped at random.
+
+        A crop or window keeps `<cls>` and `<eos>`, although its ends are not the ends of the protein, so that every
+        sequence of a batch has them.
+        """
+        record, start = self._origin(n)
+        record_id, residues = self.id(n), self.store.residues(record)
+        labels = {} if self.labels is None else self.labels[record]
+        window = None
+        if self._start_E is not None:
+            window = slice(start, start + int(self.tokens[n]) - 2)
+        elif epoch is not None and self._crop is not None and len(residues) > self._crop:
+            digest = hashlib.sha256(f"{self._seed}:{epoch}:{record_id}".encode()).digest()
+            start = int.from_bytes(digest[:8], "little") % (len(residues) - self._crop + 1)
+            window = slice(start, start + self._crop)
+        if window is not None:
+            residues = residues[window]
+            if self.labels is not None and self.labels.per_residue:
+                labels = {name: values[window] for name, values in labels.items()}
+        tokens = np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")
+        return Example(record_id, tokens, labels, FIXED if epoch is None else f"{self._seed}:{epoch}")
+
+    def id(self, n: int) -> str:
+        """Return the id of example n, without reading its tokens."""
+        record, start = self._origin(n)
+        record_id, length = self.store.id(record), int(self.tokens[n]) - 2
+        if self._start_E is None or length == self.store.lengths[record]:
+            return record_id
+        return f"{record_id}/{start + 1}-{start + length}"
+
+    def length(self, n: int) -> int:
+        """Return the number of residues of the record of example n."""
+        return int(self.store.lengths[self._origin(n)[0]])
+
+    def whole(self, n: int) -> npt.NDArray[np.uint8]:
+        """Return all residue tokens of the record of example n, without cropping, uint8 [L]."""
+        return self.store.residues(self._origin(n)[0])
+
+    def blocks(self) -> npt.NDArray[np.int64] | None:
+        """Return a block number for each example, int64 [E]. Examples of one block, such as variants of one position,
+        are not independent observations. None if all examples are independent.
+        """
+        block_N: npt.NDArray[np.int64] | None = getattr(self.labels, "block_N", None)
+        if block_N is None or self._record_E is None:
+            return block_N
+        return block_N[self._record_E]
+
+    def _origin(self, n: int) -> tuple[int, int]:
+        """Return the record and the first residue of an example."""
+        record = n if self._record_E is None else int(self._record_E[n])
+        return record, 0 if self._start_E is None else int(self._start_E[n])
+
+    def _shorten(self, long: Long, most: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Apply `long` to records over `most` residues, and return the number of residues of each
+        example, int32 [E].
+        """
+        over = np.flatnonzero(lengths > most)
+        first = self.store.id(self._origin(int(over[0]))[0])
+        if long == "error":
+            raise InputError(
+                f"{self.path}: record '{shown(first)}' has {lengths[over[0]]:,} residues, data.max_length is {most:,}; "
+                "raise it, or set data.long to crop, window, full or skip"
+            )
+        if long == "crop":
+            self._crop = most
+            return np.minimum(lengths, most)
+        count = f"{len(over):,} record{'s' if len(over) > 1 else ''} over {most:,} residues"
+        more = ", ..." if len(over) > 1 else ""
+        record_N = np.arange(len(lengths)) if self._record_E is None else self._record_E
+        if long == "skip":
+            if len(over) == len(lengths):
+                raise InputError(f"{self.path}: every record is longer than data.max_length, {most:,}; raise it")
+            self.notices.append(f"{count} left out ({shown(first)}{more})")
+            self._record_E = record_N[lengths <= most]
+            return lengths[lengths <= most]
+        # A record is covered by as few windows as possible, evenly spread, so that neighbours overlap by about the
+        # same.
+        windows = -(-lengths.astype(np.int64) // most)
+        place_E = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
+        room_E = np.repeat(np.maximum(lengths - most, 0), windows)
+        self._record_E = np.repeat(record_N, windows)
+        self._start_E = place_E * room_E // np.maximum(np.repeat(windows, windows) - 1, 1)
+        self.notices.append(f"{count} cut into {int(windows[over].sum()):,} windows ({shown(first)}{more})")
+        return np.repeat(np.minimum(lengths, most), windows)
+
+
+def digests(data: Examples, batches: Sequence[MicroBatch], epoch: int) -> dict[bytes, str]:
+    """Return a digest of each example of some micro-batches, with its id. Dummy micro-batches are left out.
+
+    The digest includes the number of the example, so that the same sequence under two ids has two digests.
+    """
+    numbers = (n for batch in batches if not batch.is_dummy for n in batch.records)
+    examples = ((n, data.get(n, epoch)) for n in numbers)
+    return {_digest(n, example): example.id for n, example in examples}
+
+
+def _digest(number: int, example: Example) -> bytes:
+    return hashlib.blake2b(f"{number} {example.id}\n".encode() + example.tokens.tobytes(), digest_size=16).digest()

@@ -1,0 +1,143 @@
+"""`KEY=VALUE` attributes in FASTA headers, as FLIP and biotrainer write them.
+
+    >Seq1 TARGET=0.1 SET=train VALIDATION=False        FLIP, biotrainer before 1.0
+    >Seq1 TARGET=DVCD SET=val MASK=1101                biotrainer 1.0 and later
+
+White space separates attributes, so that a value is one word. Only the requested keys are read: `OS=Homo sapiens
+OX=9606 GN=HBB` in a UniProt header is ignored. A lower-case key is read as its upper-case form, and counted.
+(Format: `docs/data_standardization.md` of sacdallago/biotrainer.)
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.tables import MISSING, NUMBER, shown
+from esmshard.errors import InputError, NotANumber
+
+Split = Literal["train", "valid", "test"]
+
+_SPLITS: dict[str, Split] = {
+    "train": "train",
+    **dict.fromkeys(("val", "valid", "validation"), "valid"),
+    "test": "test",
+}
+_BLANKS = " \t\n\r\v\f"
+_WORD = re.compile(r"\S+", re.ASCII)  # Only ASCII white space separates words, as where ids are read.
+TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Texts that mean yes or no, in lower case. Programs write all of these for a column of 0 and 1."""
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+def attributes(header: str, keys: Sequence[str], where: str, edits: Edits | None = None) -> dict[str, str]:
+    """Read the values of the requested keys from a header.
+
+    Args:
+        header: the header line without `>`; its first word is the id.
+        keys: the requested keys, in upper case.
+        where: the file, or file and line, for messages.
+        edits: collects lower-case keys.
+
+    Raises:
+        InputError: an attribute comes twice, has no value, or has no space before it; the message names the record.
+
+    >>> attributes("Seq1 TARGET=0.1 SET=train", ("TARGET", "SET"), "x.fasta")
+    {'TARGET': '0.1', 'SET': 'train'}
+    """
+    found: dict[str, str] = {}
+    for match in _keyed(tuple(keys)).finditer(header):
+        begin = match.start()
+        while begin > 0 and header[begin - 1] not in _BLANKS:
+            begin -= 1
+        before, written, value = header[begin : match.start()], match[1], _WORD.match(header, match.end())
+        key = written.upper()
+        # A space is missing in Seq1;SET=, trainSET= and TARGET=DSET=, but the key of DATASET=3 is not SET.
+        in_name = before != "" and (before[-1].isalpha() or before[-1] == "_") and "=" not in before
+        if in_name and not (written == key and before[-1].islower()):
+            continue
+        if before or not header[:begin].strip() or (value and "=" in value[0]):
+            word = header[begin : value.end() if value else match.end()]
+            raise InputError(
+                f"{where}: record {shown(id_of(header))} has {shown(word)} as one word; white space divides the id and "
+                "the attributes, as in '>Seq1 TARGET=0.1 SET=train'"
+            )
+        if value is None:
+            raise InputError(
+                f"{where}: record {shown(id_of(header))} has nothing after '{written}='; write its value there, or "
+                "leave it out"
+            )
+        if key in found:
+            raise InputError(f"{where}: record {shown(id_of(header))} has {key}= twice; leave one of them out")
+        if written != key and edits is not None:
+            edits.add("lower-case keys were read as upper case", id_of(header))
+        found[key] = value[0]
+    return found
+
+
+@functools.lru_cache
+def _keyed(keys: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(f"({'|'.join(map(re.escape, keys))})=", re.IGNORECASE | re.ASCII)
+
+
+def id_of(header: str) -> str:
+    """Return the first word of a header."""
+    word = _WORD.search(header)
+    return word[0] if word else ""
+
+
+def split_of(set_value: str, validation: str, where: str) -> Split:
+    """Return the split that SET and VALIDATION name together. `SET=train VALIDATION=True` is the validation split.
+
+    Args:
+        set_value: `train`, `val`, `valid`, `validation` or `test`, in any case.
+        validation: `True`, `False`, `1` or `0`; empty if there is no VALIDATION (FLIP's CSV files leave it empty).
+        where: file and record, for messages.
+
+    Raises:
+        InputError: a value is none of these, or the two contradict each other.
+
+    >>> split_of("train", "True", "x.fasta")
+    'valid'
+    """
+    split = _SPLITS.get(set_value.lower())
+    if split is None:
+        raise InputError(f"{where}: SET is {shown(set_value)}; write train, val or test")
+    if not validation:
+        return split
+    truth = TRUTH.get(validation.lower())
+    if truth is None:
+        raise InputError(f"{where}: VALIDATION is {shown(validation)}; write True or False")
+    if truth and split == "test":
+        raise InputError(
+            f"{where}: SET is test and VALIDATION is {validation}; a test protein must not choose the model, so write "
+            "SET=train or VALIDATION=False"
+        )
+    if not truth and split == "valid":
+        raise InputError(f"{where}: SET is {set_value}, but VALIDATION is {validation}; leave VALIDATION out")
+    return "valid" if truth else split
+
+
+def number(text: str, where: Callable[[], str]) -> float:
+    """Convert an attribute's value to a number. The result is NaN for the values in `tables.MISSING`, such as `nan`.
+
+    Args:
+        text: the value.
+        where: returns the record and key for messages. It is called only before an error, since ids are read from disk.
+
+    Raises:
+        InputError: the value is not a finite float32 number.
+
+    >>> number("-1.5e3", lambda: "x.fasta: record 'a': TARGET")
+    -1500.0
+    """
+    if text.lower() in MISSING:
+        return float("nan")
+    value = float(text) if NUMBER.fullmatch(text) else float("inf")
+    if abs(value) > FLOAT32_MAX:
+        raise NotANumber(
+            f"{where()} is {shown(text)}, which is not a finite number; write one with a decimal point, or nan "
+            "where there is none"
+        )
+    return value

@@ -1,0 +1,226 @@
+"""ESM's symbol rules. Nothing is changed silently: every kind of edit is counted and named.
+
+| in the file | becomes |
+|---|---|
+| lower-case letters | upper case, counted; in A3M files insertions: removed, counted |
+| `J` (leucine or isoleucine) | `X`, counted |
+| `-` and `.` | removed, counted (`keep_gaps` keeps them; `.` of an A3M file is removed all the same) |
+| one `*` at the end | removed, counted |
+| spaces, carriage returns, blank lines, a byte-order mark | removed |
+| `X B U Z O` | kept: ESM-2 saw them in training |
+| anything else, an inner `*`, no residues at all | as `on_unknown` says: by default an error |
+| `<mask>`, written out | one such symbol: `on_unknown` `mask` makes one `<mask>` of it |
+"""
+
+import hashlib
+import re
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from esmshard.errors import UsageError
+from esmshard.vocab import GAPS, MASK, RESIDUES, TOKENS
+
+BLANKS = b" \t\n\r\v\f"
+STRANGE = 255
+"""The code in `table` for bytes that need a closer look."""
+
+_NO_BLANKS = str.maketrans("", "", BLANKS.decode())
+# Only ASCII letters are changed: str.upper() turns a German sharp s into two serines.
+_UPPER = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
+_MASKED = "\0"
+_MASK_TEXT = re.compile(re.escape(TOKENS[MASK]), re.IGNORECASE)
+_MASK_SYMBOL = "\uf8ff"
+"""The symbol that replaces a written `<mask>` while its sequence is checked: the last code point for private use."""
+_CHAINS = ":/|+"
+"""Symbols that programs for complexes write between the chains of one record."""
+LEFT_OUT = "a sequence with symbols that are no residues, or without any, was left out"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules that say what a reader may change. Every change is counted."""
+
+    on_unknown: Literal["error", "mask", "drop"] = "error"
+    """What happens to a symbol that is no residue: refuse it, read it as `<mask>`, or drop its record. A record without
+    residues is dropped by `drop` and refused otherwise.
+    """
+    a3m: bool = False
+    """Whether the file is an alignment in A3M format, whose lower-case letters and `.` are insertions and are removed.
+    """
+    keep_gaps: bool = False
+    """Whether to keep `-` (and `.`, but not in A3M files) as the gap tokens of the alphabet."""
+    long: Literal["full", "crop", "window", "skip", "error"] = "full"
+    """What happens to a sequence over `max_length`. `full` keeps it. `crop` keeps one window, whose start is drawn from
+    the id; the header gets `residues=FIRST-LAST`. `window` makes as few windows as cover the sequence, evenly spread,
+    each a record named `ID/FIRST-LAST`. `skip` leaves the record out; `error` refuses it.
+    """
+    max_length: int | None = None
+    """Most residues of a sequence. Only `long` uses it."""
+    on_nucleotides: Literal["error", "keep"] = "error"
+    """What happens to records that together look like DNA or RNA (`esmshard.data.fasta.nucleotides`): refuse them, or
+    keep them as proteins.
+    """
+
+    def __post_init__(self) -> None:
+        if self.long != "full" and self.max_length is None:
+            raise UsageError(f"--long {self.long}: needs --max-length")
+        if self.max_length is not None and self.max_length < 1:
+            raise UsageError(f"--max-length {self.max_length}: 1 or more is expected")
+
+
+class RefusedSymbols(Exception):
+    """A record breaks the rules. The message continues after `FILE:LINE: record 'ID' `.
+
+    Args:
+        what: what is wrong with the record.
+        fix: what to do about the record.
+        droppable: whether `on_unknown=drop` would leave the record out.
+    """
+
+    def __init__(self, what: str, fix: str, *, droppable: bool = False) -> None:
+        super().__init__(f"{what}; {fix}")
+        self.what, self.fix, self.droppable = what, fix, droppable
+
+
+@dataclass
+class Edits:
+    """A tally of what was changed while reading: for each kind, the number of records and the ids
+    of the first three.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, record_id: str) -> None:
+        """Count one edit of a record."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        examples = self.first.setdefault(kind, [])
+        if len(examples) < 3:
+            examples.append(shown(record_id))
+
+    def extend(self, later: "Edits") -> None:
+        """Add the edits of records that come after the records counted here."""
+        for kind, count in later.counts.items():
+            self.counts[kind] = self.counts.get(kind, 0) + count
+            self.first[kind] = (self.first.get(kind, []) + later.first[kind])[:3]
+
+    def notices(self) -> list[str]:
+        """Return one sentence for each kind of edit."""
+        return [
+            f"{kind} in {count:,} record{'s' if count > 1 else ''} ({', '.join(self.first[kind])}"
+            f"{', ...' if count > len(self.first[kind]) else ''})"
+            for kind, count in self.counts.items()
+        ]
+
+
+def shown(name: str) -> str:
+    r"""Format an id for a message: at most 60 characters, all of them printable.
+
+    >>> shown("a\x1bb")
+    'a\\x1bb'
+    """
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name[:61])
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def table(rules: Rules, others: Mapping[str, int]) -> bytes:
+    """Make a table for `bytes.translate`: accepted letters become their tokens, `others` their
+    codes, the rest STRANGE.
+    """
+    codes = bytearray([STRANGE]) * 256
+    for letter in _kept(rules):
+        codes[ord(letter)] = TOKENS.index(letter)
+    for letter, code in others.items():
+        codes[ord(letter)] = code
+    return bytes(codes)
+
+
+def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | None:
+    """Convert a sequence as written in the file to residue tokens; None if its record is left out.
+
+    Raises:
+        RefusedSymbols: the sequence has a symbol that is no residue, named with its position, or has no residues.
+    """
+    kinds: list[str] = []
+    text = written = _MASK_TEXT.sub(_MASK_SYMBOL, written.translate(_NO_BLANKS))
+    if text.endswith("*"):
+        text = text[:-1]
+        kinds.append("a '*' at the end was removed")
+    if rules.a3m:
+        aligned = re.sub(r"[a-z.]", "", text)
+        if aligned != text:
+            kinds.append("insertions were removed")
+    else:
+        aligned = text.translate(_UPPER)
+        if aligned != text:
+            kinds.append("lower-case letters were read as upper case")
+    sequence = aligned if rules.keep_gaps else re.sub(r"[-.]", "", aligned)
+    if sequence != aligned:
+        kinds.append("gaps were removed")
+    if "J" in sequence:
+        kinds.append("J (Leu or Ile) was read as X")
+        sequence = sequence.replace("J", "X")
+    strange = re.compile(f"[^{re.escape(_kept(rules))}]")
+    foreign = strange.search(sequence)
+    if (foreign or not sequence) and rules.on_unknown == "drop":
+        edits.add(LEFT_OUT, record_id)
+        return None
+    if not sequence:
+        raise RefusedSymbols("has no residues", "remove it", droppable=True)
+    if foreign and rules.on_unknown == "error":
+        removed = ("" if rules.keep_gaps else GAPS) + (string.ascii_lowercase + "." if rules.a3m else "")
+        position = [k for k, symbol in enumerate(written) if symbol not in removed][foreign.start()] + 1
+        symbol = TOKENS[MASK] if foreign[0] == _MASK_SYMBOL else shown(foreign[0])
+        what = f"has '{symbol}' at position {position}, which is not a residue"
+        raise RefusedSymbols(what, _fix(foreign[0]), droppable=True)
+    if foreign:
+        kinds.append("symbols that are no residues were read as <mask>")
+        sequence = strange.sub(_MASKED, sequence)
+    for kind in kinds:
+        edits.add(kind, record_id)
+    return sequence.encode("ascii").translate(table(rules, {_MASKED: MASK}))
+
+
+def _fix(symbol: str) -> str:
+    """Advise what to do about a symbol that is no residue."""
+    if symbol == "*":
+        return "cut the sequence at the stop codon"
+    if symbol in _CHAINS:
+        return "if it divides the chains of a complex, write each chain as a record of its own"
+    return "write X for an unknown residue"
+
+
+def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:
+    """Apply `rules.long` to a sequence, and return (id, header, tokens) of each record that it becomes.
+
+    Raises:
+        RefusedSymbols: the sequence is longer than `max_length`, and `rules.long` is `error`.
+    """
+    length, most, record_id = len(tokens), rules.max_length, name.decode()
+    if most is None or length <= most or rules.long == "full":
+        return [(name, header, tokens)]
+    if rules.long == "error":
+        raise RefusedSymbols(
+            f"has {length:,} residues, over {most:,}", "raise the limit, or crop, window or skip long sequences"
+        )
+    if rules.long == "skip":
+        edits.add(f"a sequence over {most:,} residues was left out", record_id)
+        return []
+    if rules.long == "crop":
+        edits.add(f"a sequence over {most:,} residues was cropped", record_id)
+        digest = hashlib.blake2b(name, digest_size=8).digest()
+        start = int.from_bytes(digest, "little") % (length - most + 1)
+        return [(name, header + b" residues=%d-%d" % (start + 1, start + most), tokens[start : start + most])]
+    edits.add(f"a sequence over {most:,} residues was cut into windows", record_id)
+    windows = -(-length // most)
+    starts = [k * (length - most) // (windows - 1) for k in range(windows)]
+    after = header.lstrip(BLANKS)[len(name) :]
+    names = [name + b"/%d-%d" % (start + 1, start + most) for start in starts]
+    return [(new, new + after, tokens[start : start + most]) for new, start in zip(names, starts, strict=True)]
+
+
+def _kept(rules: Rules) -> str:
+    gaps = "-" if rules.a3m else GAPS
+    return RESIDUES + gaps if rules.keep_gaps else RESIDUES

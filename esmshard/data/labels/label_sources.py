@@ -1,0 +1,101 @@
+"""Sources of a recipe's labels: one file for all splits, an `.npz` beside each FASTA file, or the FASTA headers."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.labels.coordinates import CoordinateRecords, npz_beside, read_arrays
+from esmshard.data.labels.pairing import Tally
+from esmshard.data.tables import Table, read_table
+from esmshard.errors import InputError, UsageError
+from esmshard.recipe import recipe_file
+from esmshard.recipe.data_section import DataSettings
+
+_FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+
+
+def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
+    """Open what the label readers take: a table, the path of a label FASTA, or None for the headers of the FASTA file.
+
+    The strings and numbers of an `.npz` are a table too. Without `data.labels`, the `.npz` beside the FASTA file is
+    used if it has the array that `data.target` names.
+
+    Raises:
+        InputError: the file cannot be read.
+        UsageError: `data.id_column` is set, and there is no table.
+    """
+    source: Table | Path | None = None
+    if data.labels is None:
+        path = npz_beside(fasta)
+        if data.target and path.exists() and data.target[0] in (table := read_npz(path)).columns:
+            source = table
+    else:
+        source = table_or_fasta(recipe_file.sample(data.labels))
+    if data.id_column is not None and not isinstance(source, Table):
+        raise UsageError(f"data.id_column: {source or fasta} is no table; remove it, or name a table in data.labels")
+    return source
+
+
+def table_or_fasta(path: Path) -> Table | Path:
+    """Read a table or an `.npz` as a table; return the path of a FASTA file unread.
+
+    Raises:
+        InputError: the table cannot be read.
+    """
+    if _FASTA.search(path.name):
+        return path
+    return read_npz(path) if path.suffix == ".npz" else read_table(path)
+
+
+def read_npz(path: Path) -> Table:
+    """Read the arrays of an `.npz` with one string or number a record as a table with the columns `id` and `sequence`.
+
+    The ids are the array `names`. The array `seqs`, if there is one, is compared with the FASTA file when rows and
+    records are matched. Other arrays, such as coordinates, are left out.
+
+    Raises:
+        InputError: the file cannot be read, or has no array `names` with a different string for each record.
+    """
+    arrays = read_arrays(path)
+    names = arrays.get("names")
+    if names is None or names.ndim != 1 or names.dtype.kind != "U" or not len(names):
+        raise InputError(f"{path}: has no array 'names' with the id of each record; add it")
+    if len(np.unique(names)) < len(names):
+        twice = next(name for k, name in enumerate(names) if name in names[:k])
+        raise InputError(f"{path}: names has '{twice}' twice; make the file again")
+    columns = {
+        {"names": "id", "seqs": "sequence"}.get(name, name): _cells(values)
+        for name, values in arrays.items()
+        if values.shape == names.shape and values.dtype.kind in "Ubiuf"
+    }
+    if "seqs" in arrays and "sequence" not in columns:
+        raise InputError(f"{path}: names and seqs do not fit each other; make the file again")
+    return Table(path, columns, list(range(1, len(names) + 1)))
+
+
+def _cells(values: npt.NDArray[np.generic]) -> list[str]:
+    return [str(value) for value in values.tolist()]
+
+
+def require_all(labelled_N: npt.NDArray[np.bool_], store: CoordinateRecords, fasta: Path, where: object) -> None:
+    """Refuse records without a label.
+
+    Args:
+        labelled_N: whether each record has a label, bool [N].
+        store: the N records.
+        fasta: the file of the records.
+        where: the place where labels were searched, for the message.
+
+    Raises:
+        InputError: some records have no label; the message has their number and the first three ids.
+    """
+    without = Tally()
+    for n in np.flatnonzero(~labelled_N):
+        without.add(store.id(int(n)))
+    if without.count:
+        raise InputError(
+            f"{fasta}: {without.count:,} of {len(store):,} records have no label in {where} {without}; add their "
+            "labels, or remove the records"
+        )

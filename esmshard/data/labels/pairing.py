@@ -1,0 +1,223 @@
+"""Matching of labels in another file to the records of a FASTA file, and messages about labels and records without a
+match.
+"""
+
+import hashlib
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.labels.coordinates import CoordinateRecords, Policy, Surplus
+from esmshard.data.tables import Table, listed, shown
+from esmshard.errors import InputError, UsageError
+from esmshard.vocab import encode_residues
+
+UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
+"""An id as UniProt writes it; the group is the accession."""
+_IDS = (
+    "id",
+    "name",
+    "entry",
+    "identifier",
+    "accession",
+    "protein",
+    "protein_id",
+    "sequence_id",
+    "seq_id",
+    "uniprot_id",
+)
+_SEQUENCES = ("sequence", "seq", "mutated_sequence")
+_LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.replace("J", "X") + "X", "-.")
+
+
+@dataclass
+class Tally:
+    """A count, with the names of the first three: `1,204 (P1, P2, P3, ...)`. Memory does not grow with the count."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, name: str) -> None:
+        """Count one item."""
+        self.count += 1
+        if len(self.first) < 3:
+            self.first.append(name)
+
+    def __str__(self) -> str:
+        return f"({', '.join(self.first)}{', ...' if self.count > len(self.first) else ''})"
+
+
+def only_column(table: Table, names: Sequence[str], argument: str) -> str | None:
+    """Find the column that has one of these names, in upper or lower case; None if there is none.
+
+    Raises:
+        UsageError: there are several such columns.
+    """
+    found = [column for column in table.columns if column.lower() in names]
+    if len(found) > 1:
+        raise UsageError(
+            f"{table.path}: {' and '.join(map(shown, found[:3]))} may both be meant; say which one with {argument}"
+        )
+    return found[0] if found else None
+
+
+def rows_of_records(
+    table: Table,
+    store: CoordinateRecords,
+    fasta: Path,
+    *,
+    id_column: str | None,
+    same: Callable[[int, int], bool],
+    labelled_R: npt.NDArray[np.bool_],
+    what: Literal["label", "split"] = "label",
+    missing: Policy,
+    surplus: Surplus,
+    edits: Edits,
+) -> npt.NDArray[np.int64]:
+    """Return the row of each record, int64 [N], -1 for a record without a label.
+
+    Rows are matched to records by an id column, or by the sequence if the table has no ids. If the table has both, the
+    sequences must agree. A record `sp|P69905|HBA_HUMAN` matches its whole id or its accession; the latter is counted.
+
+    Args:
+        table: the table of R rows.
+        store: the N records.
+        fasta: the file of the records, for messages.
+        id_column: column of the ids; without it, the one column that is called `id`, `name`, `entry` or the like.
+        same: returns whether two rows give the same label.
+        labelled_R: whether each row gives a label at all, bool [R].
+        what: the word for a label in messages.
+        missing: what happens to records without a labelled row.
+        surplus: what happens to rows without a record.
+        edits: collects what was left out, and rows that came twice with the same label.
+
+    Raises:
+        InputError: rows contradict each other, or rows or records have no match; the message names the lines or counts.
+    """
+    id_column = id_column or only_column(table, _IDS, "id_column")
+    sequence_column = only_column(table, _SEQUENCES, "id_column") if id_column is None else _sequences(table, id_column)
+    column = id_column or sequence_column
+    if column is None:
+        raise InputError(f"{table.path}: has no column of ids or sequences that is known; {listed(table.columns)}")
+    by_sequence = id_column is None or id_column == sequence_column
+    rows: dict[str | bytes, int] = {}
+    for row, cell in enumerate(table.column(column)):
+        if not cell:
+            raise InputError(f"{table.where(row)}: column {shown(column)} is empty; fill it in, or remove the row")
+        first = rows.setdefault(_digest(_tokens(table, row, column)) if by_sequence else cell, row)
+        if first != row:
+            if not same(first, row):
+                raise InputError(
+                    f"{table.where(row)}: {shown(cell)} has another {what} than in line {table.lines[first]}; "
+                    "leave one of them out"
+                )
+            edits.add(f"a row that came twice with the same {what} was read once", shown(cell, 20)[1:-1])
+
+    row_N = np.full(len(store), -1, dtype=np.int64)
+    used_R = np.zeros(len(table), dtype=np.bool_)
+    for n in range(len(store)):
+        if by_sequence:
+            found = rows.get(_digest(store.residues(n).tobytes()))
+        else:
+            record_id = store.id(n)
+            found = rows.get(record_id)
+            accession = UNIPROT.match(record_id) if found is None else None
+            if accession and (found := rows.get(accession[1])) is not None:
+                edits.add("the UniProt accession was taken for the id", record_id)
+            if found is not None and sequence_column is not None and table.columns[sequence_column][found]:
+                _same_sequence(table, found, sequence_column, store, n, fasta)
+        if found is not None:
+            used_R[found] = True
+            row_N[n] = found if labelled_R[found] else -1
+    extra = Tally()
+    cells = table.column(column)
+    for row in rows.values():
+        if not used_R[row]:
+            name = shown(cells[row], 20)[1:-1]
+            extra.add(name)
+            if surplus != "ignore":
+                edits.add(f"a {what} of no record was passed over", name)
+    lacks = f"{what} in {table.path}"
+    settle(store, fasta, row_N >= 0, lacks, extra, table.path, missing=missing, surplus=surplus, edits=edits)
+    return row_N
+
+
+def settle(
+    store: CoordinateRecords,
+    fasta: Path,
+    labelled_N: npt.NDArray[np.bool_],
+    lacks: str,
+    extra: Tally,
+    source: Path,
+    *,
+    missing: Policy,
+    surplus: Surplus,
+    edits: Edits,
+) -> None:
+    """Refuse or count records without a label and labels without a record.
+
+    Args:
+        store: the N records.
+        fasta: the file of the records.
+        labelled_N: whether each record has a label, bool [N].
+        lacks: what records are missing, as in `label in scores.csv` or `TARGET=`.
+        extra: labels without a record, which the caller has added to `edits`.
+        source: the file of the labels.
+        missing: what happens to records without a label.
+        surplus: what happens to labels without a record.
+        edits: collects the records that are left out.
+
+    Raises:
+        InputError: some are refused, or no record has a label; the message has both counts and the first three of each.
+    """
+    without = Tally()
+    for n in np.flatnonzero(~labelled_N):
+        without.add(store.id(int(n)))
+    if without.count == len(store):
+        theirs = f", whose ids are others {extra}" if extra.count else ""
+        raise InputError(f"{fasta}: no record {without} has a {lacks}{theirs}; look whether the files belong together")
+    problems, fixes = [], []
+    if without.count and missing == "error":
+        problems.append(f"{without.count:,} of {len(store):,} records have no {lacks} {without}")
+        fixes.append("missing=drop to leave such records out")
+    if extra.count and surplus == "error":
+        problems.append(f"{extra.count:,} of the labels in {source} have no record {extra}")
+        fixes.append("surplus=drop to pass over such labels")
+    if problems:
+        raise InputError(f"{fasta}: {', and '.join(problems)}; fix the ids, or say {' and '.join(fixes)}")
+    for n in np.flatnonzero(~labelled_N):
+        edits.add(f"no {lacks}, so that it was left out,", store.id(int(n)))
+
+
+def _sequences(table: Table, id_column: str) -> str | None:
+    """Return the column with the sequence of each row, if there is just one."""
+    found = [column for column in table.columns if column.lower() in _SEQUENCES]
+    return id_column if id_column in found else found[0] if len(found) == 1 else None
+
+
+def _tokens(table: Table, row: int, column: str) -> bytes:
+    """Convert a cell's sequence to tokens as the FASTA reader would."""
+    letters = "".join(table.columns[column][row].split()).removesuffix("*").translate(_LETTERS)
+    try:
+        return encode_residues(letters)
+    except ValueError as error:
+        raise InputError(f"{table.where(row)}: column {shown(column)}: {error}") from None
+
+
+def _same_sequence(table: Table, row: int, column: str, store: CoordinateRecords, n: int, fasta: Path) -> None:
+    if _tokens(table, row, column) != store.residues(n).tobytes():
+        raise InputError(
+            f"{table.where(row)}: the sequence of {shown(store.id(n))} is not the one in {fasta}; correct one of them"
+        )
+
+
+def _digest(tokens: bytes) -> bytes:
+    """Hash a sequence to sixteen bytes, so that the keys of long proteins take no more memory."""
+    return hashlib.blake2b(tokens, digest_size=16).digest()

@@ -1,0 +1,1 @@
+"""Train, validation and test sets: how records are assigned to them, and what the sets share."""

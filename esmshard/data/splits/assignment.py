@@ -1,0 +1,341 @@
+"""Assignment of records to sets. It takes plain data and returns numbers; no file is read here.
+
+Every function returns int64 [N]: the number of a set in `SETS`, or with `folds` the number of a fold, and `LEFT_OUT`
+for a record that may go to no set. In round f of K, the records of fold f are the test set, the records of fold (f + 1)
+mod K the validation set, and the others the training set (`sets_of_fold`).
+
+Random choices follow from the seed and from the names of records, clusters and positions, never from the order of a
+file. All records of a group go to one set. The largest group is assigned first. Each group goes to a set that is drawn
+in proportion to its free room, so that every set gets large and small families; the small groups at the end fill what
+is free. The sets miss the ratios by less than the size of the largest group, and no set is empty if there are enough
+groups.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.tables import counted
+from esmshard.errors import InputError, UsageError
+
+SETS = ("train", "valid", "test")
+TRAIN, VALID, TEST = range(3)
+LEFT_OUT = -1
+RATIOS = (0.8, 0.1, 0.1)
+
+Numbers = npt.NDArray[np.int64]
+
+
+def by_ratio(keys: Sequence[str], ratios: Sequence[float] = RATIOS, seed: int = 0, folds: int | None = None) -> Numbers:
+    """Split at random. If all keys differ, every set misses its share by less than one record, unless it would be
+    empty.
+
+    Args:
+        keys: keys of N records; records of one key stay together. A digest of the sequence, or the name of the variant,
+            keeps duplicates in one set.
+        ratios: shares of training, validation and test set; they need not add up to one.
+        seed: seed of the draw.
+        folds: make K folds of nearly equal size instead of three sets.
+
+    Raises:
+        InputError: there are fewer keys than sets.
+        UsageError: the ratios or the number of folds cannot be used.
+    """
+    return by_cluster(keys, ratios, seed, folds)
+
+
+def by_cluster(
+    clusters: Sequence[str],
+    ratios: Sequence[float] = RATIOS,
+    seed: int = 0,
+    folds: int | None = None,
+) -> Numbers:
+    """Assign whole clusters to sets, so that no family is in two sets.
+
+    Args:
+        clusters: name of the cluster of each of N records; see `components` for several clusterings.
+        ratios: shares of training, validation and test set; they need not add up to one.
+        seed: seed of the draw.
+        folds: make K folds of nearly equal size instead of three sets.
+
+    Raises:
+        InputError: there are fewer clusters than sets.
+        UsageError: the ratios or the number of folds cannot be used.
+    """
+    names, group_N = _groups(clusters)
+    size_G = np.bincount(group_N, minlength=len(names)).tolist()
+    number_N: Numbers = _assign(names, size_G, _shares(ratios, folds), seed, "cluster")[group_N]
+    return number_N
+
+
+def components(*memberships: Sequence[str]) -> list[str]:
+    """Join clusterings: records that share a cluster in any of them get one name, directly or through other records.
+
+    Args:
+        memberships: for each clustering, the name of the cluster of each of N records.
+
+    Returns:
+        N names. A joined cluster gets the alphabetically first of its names in the first clustering.
+
+    >>> components(["a", "b", "c", "d"], ["1", "1", "2", "3"])
+    ['a', 'a', 'c', 'd']
+    """
+    parent = list(range(len(memberships[0])))
+
+    def root(n: int) -> int:
+        while parent[n] != n:
+            parent[n] = parent[parent[n]]  # This halves the path, so that chains stay short.
+            n = parent[n]
+        return n
+
+    for clusters in memberships:
+        first: dict[str, int] = {}
+        for n, name in enumerate(clusters):
+            parent[root(n)] = root(first.setdefault(name, n))
+    names: dict[int, str] = {}
+    for n, name in enumerate(memberships[0]):
+        names[root(n)] = min(name, names.get(root(n), name))
+    return [names[root(n)] for n in range(len(parent))]
+
+
+def by_position(
+    positions: Sequence[frozenset[int]],
+    ratios: Sequence[float] = RATIOS,
+    seed: int = 0,
+    folds: int | None = None,
+) -> Numbers:
+    """Split variants of one protein by the positions that they change: each set gets random positions.
+
+    A variant whose positions lie in several sets is left out, since it would show a model positions of another set.
+    Joining such positions (connected components) is no alternative: variants with several random changes connect all
+    positions, and all variants would be in one set. The unchanged wild type goes to the first set or fold.
+
+    Args:
+        positions: 0-based positions that each of N variants changes.
+        ratios: shares of the variants in training, validation and test set; they need not add up to one.
+        seed: seed of the draw.
+        folds: make K folds of nearly equal numbers of variants instead of three sets.
+
+    Raises:
+        InputError: a set would be empty.
+        UsageError: the ratios or the number of folds cannot be used.
+    """
+    count = Counter(place for changed in positions for place in changed)
+    shares = _shares(ratios, folds)
+    number_P = _assign([str(place) for place in count], list(count.values()), shares, seed, "position")
+    return _along(positions, dict(zip(count, number_P.tolist(), strict=True)), _names(folds))
+
+
+def by_modulo(positions: Sequence[frozenset[int]], folds: int) -> Numbers:
+    """Make ProteinGym's modulo folds: the i-th of the changed positions goes to fold i mod K.
+
+    Neighbours in the sequence are in different folds, so that a held-out position has training positions beside it. The
+    place among the changed positions decides, not the position itself (`create_folds_by_position_modulo` in ProteinNPT,
+    Notin et al. 2023). That code drops variants with several changes; here such variants stay if all their positions
+    are in one fold, as in `by_position`.
+
+    Args:
+        positions: 0-based positions that each of N variants changes.
+        folds: the number K of folds.
+
+    Raises:
+        InputError: a fold would be empty.
+        UsageError: K is less than 3.
+    """
+    places = _places(positions, folds)
+    return _along(positions, {place: i % folds for i, place in enumerate(places)}, _names(folds))
+
+
+def by_contiguous(positions: Sequence[frozenset[int]], folds: int) -> Numbers:
+    """Make ProteinGym's contiguous folds: K stretches along the sequence.
+
+    Each fold has the same number of changed positions. If this number is not whole, the first folds have one more
+    (`create_folds_by_contiguous_position_discontiguous` in ProteinNPT, Notin et al. 2023). Variants with several
+    changes, arguments and errors are as in `by_modulo`.
+    """
+    places = _places(positions, folds)
+    size, longer = divmod(len(places), folds)
+    fold_P = np.repeat(np.arange(folds), [size + (k < longer) for k in range(folds)]).tolist()
+    return _along(positions, dict(zip(places, fold_P, strict=True)), _names(folds))
+
+
+def by_mutation_count(
+    counts: Sequence[int], names: Sequence[str], train_max: int = 1, ratios: Sequence[float] = RATIOS, seed: int = 0
+) -> Numbers:
+    """Train on few changes and test on many: FLIP's one_vs_rest, two_vs_rest, three_vs_rest (Dallago et al. 2021).
+
+    Args:
+        counts: number of changes of each of N variants; the wild type (0) is always in the training set.
+        names: names of the variants; variants of one name stay together.
+        train_max: most changes of a variant outside the test set.
+        ratios: the first two divide these variants at random into training and validation set; the third is not used.
+        seed: seed of the draw.
+
+    Raises:
+        InputError: a set would be empty.
+        UsageError: the ratios cannot be used.
+    """
+    count_N = np.asarray(counts)
+    number_N = _below((count_N <= train_max).tolist(), (count_N > 0).tolist(), names, _shares(ratios, None), seed)
+    if not (number_N == TEST).any():
+        raise InputError(
+            f"no variant has more than {counted(train_max, 'change')}, so that the test set would be empty; lower "
+            f"--train-max (the most changes are {count_N.max(initial=0)})"
+        )
+    return number_N
+
+
+def low_to_high(
+    values: npt.ArrayLike, names: Sequence[str], limit: float, ratios: Sequence[float] = RATIOS, seed: int = 0
+) -> Numbers:
+    """Train on low values and test on high values: FLIP's low_vs_high (Dallago et al. 2021).
+
+    Args:
+        values: values of N variants; a variant with NaN is left out.
+        names: names of the variants; variants of one name stay together, on the side of their mean.
+        limit: highest value of the training and validation set. FLIP takes the value of the wild type.
+        ratios: the first two divide the low values at random into training and validation set; the third is not used.
+        seed: seed of the draw.
+
+    Raises:
+        InputError: a set would be empty.
+        UsageError: the ratios cannot be used.
+    """
+    given_N = np.asarray(values, dtype=np.float64)
+    keys, group_N = _groups(names)
+    sum_G = np.bincount(group_N, np.nan_to_num(given_N), minlength=len(keys))
+    count_G = np.bincount(group_N, ~np.isnan(given_N), minlength=len(keys))
+    value_N = np.divide(sum_G, count_G, out=np.full(len(keys), np.nan), where=count_G > 0)[group_N]
+    number_N = _below((value_N <= limit).tolist(), [True] * len(value_N), names, _shares(ratios, None), seed)
+    number_N[np.isnan(given_N)] = LEFT_OUT
+    if not (number_N == TEST).any():
+        raise InputError(f"no value is above {limit:g}, so that the test set would be empty; lower --train-max")
+    return number_N
+
+
+def sets_of_fold(fold_N: Numbers, fold: int, folds: int) -> Numbers:
+    """Return the three sets of round `fold` of `folds`, as numbers in `SETS`, int64 [N].
+
+    >>> sets_of_fold(np.array([0, 1, 2, 3, -1]), 3, 4).tolist()
+    [1, 0, 0, 2, -1]
+    """
+    number_N = np.full(len(fold_N), TRAIN, dtype=np.int64)
+    number_N[fold_N == (fold + 1) % folds] = VALID
+    number_N[fold_N == fold] = TEST
+    number_N[fold_N == LEFT_OUT] = LEFT_OUT
+    return number_N
+
+
+def check_given(number_N: Numbers, source: Path) -> None:
+    """Check that a split from a file has records in all three sets."""
+    for k, name in enumerate(SETS):
+        if not (number_N == k).any():
+            raise InputError(f"{source}: gives no record to the {name} set; give it some, or split in another way")
+
+
+def _shares(ratios: Sequence[float], folds: int | None) -> list[float]:
+    """Return the share of each set or fold; the shares add up to one."""
+    if folds is not None:
+        _check_folds(folds)
+        return [1 / folds] * folds
+    if len(ratios) != len(SETS) or not all(0 < ratio < float("inf") for ratio in ratios):
+        raise UsageError(f"ratios are {list(ratios)}; three numbers above zero are expected, for train, valid and test")
+    return [ratio / sum(ratios) for ratio in ratios]
+
+
+def _check_folds(folds: int) -> None:
+    if folds < len(SETS):
+        raise UsageError(f"--folds {folds}: at least 3 are needed, for train, valid and test")
+
+
+def _assign(names: list[str], sizes: Sequence[float], shares: list[float], seed: int, what: str) -> Numbers:
+    """Return the number of the set of each of G groups, int64 [G]. The top of the file describes the method."""
+    if len(names) < len(shares):
+        raise InputError(
+            f"{counted(len(shares), 'set')} cannot be made of {counted(len(names), what)}, which may not be cut; give "
+            "more data, or split in another way"
+        )
+    draws = [hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest() for name in names]
+    order = sorted(range(len(names)), key=lambda g: (-sizes[g], draws[g]))
+    room = [share * sum(sizes) for share in shares]
+    empty = set(range(len(shares)))
+    slack = 1e-9 * sum(sizes)  # 0.1 * 30 is a little more than 3.
+    number_G = np.empty(len(names), dtype=np.int64)
+    for done, g in enumerate(order):
+        candidates = sorted(empty) if len(order) - done <= len(empty) else range(len(shares))
+        fitting = [k for k in candidates if sizes[g] <= room[k] + slack]
+        if fitting:
+            at = int.from_bytes(draws[g][8:], "big") / 2**64 * sum(room[k] for k in fitting)
+            chosen = fitting[-1]
+            for k in fitting:
+                at -= room[k]
+                if at < 0:
+                    chosen = k
+                    break
+        else:
+            chosen = max(candidates, key=lambda k: room[k])
+        number_G[g] = chosen
+        room[chosen] -= sizes[g]
+        empty.discard(chosen)
+    return number_G
+
+
+def _places(positions: Sequence[frozenset[int]], folds: int) -> list[int]:
+    """Return the changed positions in order, after a check that there is at least one for each fold."""
+    _check_folds(folds)
+    places = sorted(frozenset().union(*positions))
+    if len(places) < folds:
+        found = counted(len(places), "changed position")
+        raise InputError(f"{counted(folds, 'fold')} cannot be made of {found}; lower --folds")
+    return places
+
+
+def _along(positions: Sequence[frozenset[int]], number_of: dict[int, int], names: Sequence[str]) -> Numbers:
+    """Assign each variant to the one set that holds all its positions; other variants are left out."""
+    number_N = np.empty(len(positions), dtype=np.int64)
+    for n, changed in enumerate(positions):
+        numbers = {number_of[p] for p in changed} or {0}
+        number_N[n] = numbers.pop() if len(numbers) == 1 else LEFT_OUT
+    for k, name in enumerate(names):
+        if not (number_N == k).any():
+            left = int((number_N == LEFT_OUT).sum())
+            raise InputError(
+                f"{name} would be empty, since {left:,} of {counted(len(positions), 'variant')} change positions of "
+                "several sets; try another --seed, or --by mutations"
+            )
+    return number_N
+
+
+def _below(
+    low: Sequence[bool], movable: Sequence[bool], names: Sequence[str], shares: Sequence[float], seed: int
+) -> Numbers:
+    """Divide the low variants into training and validation set, and put the rest into the test set. Only movable
+    variants may be in the validation set.
+    """
+    pool = [n for n in range(len(names)) if low[n] and movable[n]]
+    keys, group_P = _groups([names[n] for n in pool])
+    if len(keys) < TEST:
+        raise InputError(
+            f"{counted(len(keys), 'variant')} up to --train-max cannot make a training and a validation set; raise it"
+        )
+    two = [share / sum(shares[:TEST]) for share in shares[:TEST]]
+    number_N = np.where(low, TRAIN, TEST).astype(np.int64)
+    number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), two, seed, "variant")[group_P]
+    return number_N
+
+
+def _groups(names: Sequence[str]) -> tuple[list[str], Numbers]:
+    """Return the distinct names in the order of their first use, and for each of N names its place among these, int64
+    [N].
+    """
+    place: dict[str, int] = {}
+    group_N = np.array([place.setdefault(name, len(place)) for name in names], dtype=np.int64)
+    return list(place), group_N
+
+
+def _names(folds: int | None) -> Sequence[str]:
+    return SETS if folds is None else [f"fold {k}" for k in range(folds)]

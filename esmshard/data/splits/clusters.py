@@ -1,0 +1,131 @@
+"""Clusters of similar sequences from MMseqs2: read from its table of results, or computed if MMseqs2 is installed."""
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xopen import xopen
+
+from esmshard.data.splits.assignment import components
+from esmshard.data.tables import first_three
+from esmshard.errors import InputError
+
+OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
+"""Options of MMseqs2: 30% identity over 80% of both sequences, at the highest sensitivity of the search."""
+
+_INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The cluster of each of N records."""
+
+    names: list[str]
+    """For each record, the id of the representative of its cluster; for joined clusters, the
+    alphabetically first id.
+    """
+    source: str
+    """Source of the clusters: the file, or the program with its version and options."""
+    notices: list[str]
+    """What was joined or ignored, one sentence each."""
+
+
+def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
+    """Read a file of `representative<TAB>member` lines, such as MMseqs2's `_cluster.tsv`, plain or compressed.
+
+    Clusters that share a record are joined. MMseqs2 shortens `sp|P69905|HBA_HUMAN` to `P69905`, so a record whose id is
+    missing is searched under its accession too.
+
+    Args:
+        path: the file.
+        ids: ids of the N records.
+
+    Raises:
+        InputError: a line cannot be read, or records are in no cluster; the message names them.
+    """
+    representatives: list[str] = []
+    members: list[str] = []
+    try:
+        with xopen(path, "rt", encoding="utf-8-sig", threads=0) as handle:
+            for number, line in enumerate(handle, 1):
+                cells = [cell.strip() for cell in line.split("\t")]
+                if cells == [""]:
+                    continue
+                if len(cells) != 2 or not all(cells):
+                    raise InputError(
+                        f"{path}:{number}: is not 'representative<TAB>member'; give the _cluster.tsv of MMseqs2"
+                    )
+                representatives.append(cells[0])
+                members.append(cells[1])
+    except InputError:
+        raise
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; clusters are expected there") from None
+    except Exception as error:  # Each decompression library has errors of its own.
+        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", 0) or error
+        raise InputError(f"{path}: cannot be read ({reason}); give the _cluster.tsv of MMseqs2") from None
+    names, absent, used = [], [], set()
+    cluster = dict(zip(members, components(representatives, members), strict=True)) if members else {}
+    for record_id in ids:
+        name = record_id
+        if name not in cluster and record_id.startswith(("sp|", "tr|")):
+            name = record_id.split("|")[1]
+        if name in cluster:
+            names.append(cluster[name])
+            used.add(name)
+        else:
+            absent.append(record_id)
+    if absent:
+        raise InputError(
+            f"{path}: {len(absent):,} of {len(ids):,} records are in no cluster ({first_three(absent, str)}); cluster "
+            "the very file that is split"
+        )
+    notices = []
+    first: dict[str, str] = {}
+    several = {m for m, r in zip(members, representatives, strict=True) if first.setdefault(m, r) != r}
+    if several:
+        named = first_three(sorted(several), str)
+        notices.append(f"{path}: {len(several):,} in several clusters ({named}), which were joined")
+    surplus = [member for member in cluster if member not in used]
+    if surplus:
+        notices.append(f"{path}: {len(surplus):,} that are no records were passed over ({first_three(surplus, str)})")
+    return Clusters(names, str(path), notices)
+
+
+def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
+    """Cluster sequences with MMseqs2 at 30% identity (`OPTIONS`).
+
+    Args:
+        sequences: sequences of the N records.
+        ids: ids of the same records.
+        directory: directory for temporary files, about ten times the size of the sequences.
+
+    Raises:
+        InputError: MMseqs2 is not installed, or fails; the message has the last line that MMseqs2 wrote.
+    """
+    program = shutil.which("mmseqs")
+    if program is None:
+        raise InputError(f"clusters need the program mmseqs (MMseqs2), which is not found; {_INSTALL}")
+    with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
+        work = Path(name)
+        numbers = []
+        with open(work / "in.fasta", "w", encoding="ascii") as file:
+            for number, sequence in enumerate(sequences):
+                file.write(f">{number}\n{sequence}\n")  # Numbers are used as ids, since MMseqs2 shortens some ids.
+                numbers.append(str(number))
+        version = _run(program, "version").strip()
+        _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
+        found = read_clusters(work / "out_cluster.tsv", numbers)
+    names = [ids[int(number)] for number in found.names]
+    return Clusters(names, f"MMseqs2 {version}, easy-cluster {' '.join(OPTIONS)}", [])
+
+
+def _run(program: str, *arguments: str) -> str:
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        raise InputError(f"mmseqs {arguments[0]} failed with code {done.returncode} ({lines[-1].strip()}); {_INSTALL}")
+    return done.stdout

@@ -1,0 +1,368 @@
+"""What a test set shares with the training set: identical sequences, close relatives, or positions of variants.
+
+Two kinds of data are distinguished.
+
+*Families*: a training protein that is like a test protein leaks. Proteins are compared by their common 5-mers, without
+an alignment. Two unrelated proteins of 300 residues share a 5-mer by chance in a few of a hundred pairs (300 * 300 /
+20**5); two proteins that agree in a share p of their residues have about p**5 of their 5-mers in common. A test record
+is called similar if one training record has the share `SIMILAR` of its distinct 5-mers (72% identity, if changes are
+spread evenly) and at least `FEWEST` of them, so that short peptides are not similar by chance. CD-HIT uses the same
+word length for 70% identity and more (Li and Godzik 2006). So this check finds near-duplicates and close homologs. It
+does not find remote homologs, which at 30% identity have 0.2% of their 5-mers in common. Finding these takes a search
+by alignment, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
+
+*Variants of one protein*: all records are similar, and positions leak. A test variant asks little that is new if
+training variants change the same positions.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.vocab import STANDARD, encode_residues
+
+K = 5
+SIMILAR = 0.2
+FEWEST = 4
+MOST = 100_000_000
+"""Most training residues, and most pairs of equal 5-mers, that a check compares: about half a minute on one core."""
+
+_WORDS = len(STANDARD) ** K
+_CODE = np.full(256, -1, dtype=np.int32)
+_CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(len(STANDARD))
+_BLOCK = 1_000_000
+"""Training residues that are compared at a time; with their pairs they take about 150 MB."""
+_INDEXED = 10_000_000
+"""Most residues of the other sets that are compared: their 5-mers take about 300 MB while they are sorted."""
+_SAMPLE = 500
+_BLIND = "similar: one training record has a fifth of the 5-mers; remote homologs are not seen so"
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ComparedRecords:
+    """N records whose residues and ids are read one at a time: a token store, or a part of one."""
+
+    count: int
+    residues: Callable[[int], npt.NDArray[np.uint8]]
+    """Residue tokens of record n, uint8 [L]."""
+    id: Callable[[int], str]
+
+    def part(self, number_M: _Ints) -> "ComparedRecords":
+        """Return M of the records, under new numbers from 0."""
+        return ComparedRecords(
+            len(number_M), lambda n: self.residues(int(number_M[n])), lambda n: self.id(int(number_M[n]))
+        )
+
+    def about(self) -> float:
+        """Estimate the number of residues of all records from an even sample."""
+        lengths = [len(self.residues(int(n))) for n in _spread(self.count, _SAMPLE)]
+        return sum(lengths) / max(1, len(lengths)) * self.count
+
+    def blocks(self, most: int) -> "Iterator[tuple[int, list[npt.NDArray[np.uint8]]]]":
+        """Yield blocks of about `most` residues: the number of the first record, and the residues of each record."""
+        first, block, size = 0, [], 0
+        for n in range(self.count):
+            block.append(self.residues(n))
+            size += len(block[-1])
+            if size >= most or n + 1 == self.count:
+                yield first, block
+                first, block, size = n + 1, [], 0
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What one set shares with the training set."""
+
+    records: int
+    identical: int
+    """Records of these that have the same sequence, or the same mutations, as a training record."""
+    compared: int
+    """Records that the following counts are about: an even sample of many records, or variants of equal length."""
+    similar: int = 0
+    """For families: records that are similar to a training record and not identical to one."""
+    closest: list[tuple[str, str, float]] = field(default_factory=list)
+    """For families: up to three of all these, closest first, as (id, id of the training record,
+    share of the 5-mers).
+    """
+    every_position: int = 0
+    """For variants: records that change only positions that training variants change too."""
+    any_position: int = 0
+    """For variants: records that change at least one such position."""
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """The result of a check."""
+
+    variants: bool
+    """Whether the records are variants of one protein."""
+    train_records: int
+    train_compared: int
+    overlaps: dict[str, Overlap]
+    """The overlap of each set, by the name of the set."""
+
+    def notices(self) -> list[str]:
+        """Return one sentence for each set that shares something, and one for those that share nothing."""
+        sampled = self.train_compared < self.train_records
+        train = f"{self.train_compared:,} of {self.train_records:,} training" if sampled else "training"
+        what, leaks, clean = "variants" if self.variants else "records", [], []
+        for name, o in self.overlaps.items():
+            of = f"{o.records:,} {name} {what}"
+            if o.compared < o.records:
+                of += f" ({o.compared:,} of them compared in full)"
+            if not (o.identical or o.similar or o.any_position):
+                clean.append(of)
+            elif self.variants:
+                leaks.append(
+                    f"leakage: of {of} {o.identical:,} are {train} variants, {o.every_position:,} change only "
+                    f"positions that these change too, and {o.any_position:,} at least one such position"
+                )
+            else:
+                pairs = ", ".join(f"{mine} and {other} {share:.0%}" for mine, other, share in o.closest)
+                leaks.append(
+                    f"leakage: of {of} {o.identical:,} are identical and {o.similar:,} similar to {train} records "
+                    f"({pairs}; {_BLIND})"
+                )
+        if clean:
+            same = "changes a position that" if self.variants else "is identical or similar to"
+            these = f"{train} variants change" if self.variants else f"{train} records ({_BLIND})"
+            leaks.append(f"leakage: none of {' and '.join(clean)} {same} {these}")
+        return leaks
+
+
+def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> Leakage:
+    """Compare sets with the training set.
+
+    Records are taken for variants of one protein if most of their sequences have one length, and at least half of these
+    differ from the most common residue at no more than a tenth of the positions.
+
+    Args:
+        train: the training set.
+        others: the sets to compare with the training set, by name.
+        most: most training residues, and most pairs of equal 5-mers, to compare. Of more, an even sample of the
+            training set or of the other sets is compared, and the counts say so.
+    """
+    total = train.count
+    if train.about() > most:
+        train = train.part(_spread(total, int(most / train.about() * total)))
+    common_L = _common_residues(train, list(others.values()))
+    overlaps = _families(train, others, most) if common_L is None else _variants(train, others, common_L)
+    return Leakage(common_L is not None, total, train.count, overlaps)
+
+
+def check_variants(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> Leakage:
+    """Compare sets of variants of one protein whose mutations are known.
+
+    Args:
+        names: names of N variants; equal names mean the same variant.
+        positions: positions that each variant changes.
+        sets: numbers of the variants in each set; one set is called `train`.
+    """
+    train = sets["train"].tolist()
+    trained, changed = {names[n] for n in train}, frozenset().union(*(positions[n] for n in train))
+    overlaps = {
+        set_name: Overlap(
+            records=len(number_M),
+            identical=sum(names[n] in trained for n in number_M.tolist()),
+            compared=len(number_M),
+            every_position=sum(bool(positions[n]) and positions[n] <= changed for n in number_M.tolist()),
+            any_position=sum(not positions[n].isdisjoint(changed) for n in number_M.tolist()),
+        )
+        for set_name, number_M in sets.items()
+        if set_name != "train"
+    }
+    return Leakage(True, len(train), len(train), overlaps)
+
+
+def _spread(count: int, most: int) -> _Ints:
+    """Return at most `most` of the numbers below `count`, evenly spread."""
+    some = min(count, max(1, most))
+    return np.arange(some, dtype=np.int64) * count // max(1, some)
+
+
+def _common_residues(train: ComparedRecords, others: Sequence[ComparedRecords]) -> npt.NDArray[np.uint8] | None:
+    """Return the most common residue at each position if all records are variants of one protein,
+    uint8 [L]; else None.
+    """
+    learned = [train.residues(int(n)) for n in _spread(train.count, _SAMPLE)]
+    sample = learned + [r.residues(int(n)) for r in others for n in _spread(r.count, _SAMPLE)]
+    lengths = np.array([len(residues) for residues in sample])
+    length = int(np.bincount(lengths[: len(learned)]).argmax()) if learned else 0
+    aligned_SL = np.array([residues for residues in sample if len(residues) == length], dtype=np.uint8)
+    if length == 0 or 2 * len(aligned_SL) <= len(sample):
+        return None
+    learned_SL = np.array([residues for residues in learned if len(residues) == length], dtype=np.uint8)
+    counts_AL = np.stack([(learned_SL == token).sum(0) for token in range(int(learned_SL.max()) + 1)])
+    common_L = counts_AL.argmax(0).astype(np.uint8)
+    differences_S = (aligned_SL != common_L).sum(1)
+    return common_L if np.median(differences_S) <= length / 10 else None
+
+
+def _variants(
+    train: ComparedRecords, others: Mapping[str, ComparedRecords], common_L: npt.NDArray[np.uint8]
+) -> dict[str, Overlap]:
+    length, partner = len(common_L), _identical(train, list(others.values()))
+    changed_L = np.zeros(length, dtype=np.bool_)
+    for _, block in train.blocks(_BLOCK):
+        for residues in block:
+            if len(residues) == length:
+                changed_L |= residues != common_L
+    overlaps = {}
+    for (name, records), partner_N in zip(others.items(), partner, strict=True):
+        compared = every = some = 0
+        for _, block in records.blocks(_BLOCK):
+            for residues in block:
+                if len(residues) == length:
+                    compared += 1
+                    mine_L = residues != common_L
+                    seen = int((mine_L & changed_L).sum())
+                    some += seen > 0
+                    every += 0 < seen == int(mine_L.sum())
+        overlaps[name] = Overlap(
+            records.count, int((partner_N >= 0).sum()), compared, every_position=every, any_position=some
+        )
+    return overlaps
+
+
+def _families(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int) -> dict[str, Overlap]:
+    partner = _identical(train, list(others.values()))
+    numbers = _affordable(train, list(others.values()), most)
+    index = _Index([r.part(number_M) for r, number_M in zip(others.values(), numbers, strict=True)])
+    share_Q, nearest_Q = index.nearest(train)
+    overlaps, start = {}, 0
+    for (name, records), partner_N, number_M in zip(others.items(), partner, numbers, strict=True):
+        share_M, nearest_M = (array_Q[start : start + len(number_M)] for array_Q in (share_Q, nearest_Q))
+        start += len(number_M)
+        pairs = [(1.0, int(n), int(partner_N[n])) for n in np.flatnonzero(partner_N >= 0)]
+        close = np.flatnonzero((share_M > 0) & (partner_N[number_M] < 0))
+        pairs += [(float(share_M[m]), int(number_M[m]), int(nearest_M[m])) for m in close]
+        # The sort is stable: identical pairs come first, and equal pairs keep the order of the records.
+        pairs.sort(key=lambda pair: -pair[0])
+        closest = [(records.id(n), train.id(other), share) for share, n, other in pairs[:3]]
+        overlaps[name] = Overlap(
+            records.count, int((partner_N >= 0).sum()), len(number_M), similar=len(close), closest=closest
+        )
+    return overlaps
+
+
+def _identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -> list[_Ints]:
+    """For each set, return the first training record of the same sequence as each record, int64 [N]; -1 if there is
+    none.
+    """
+    hash_Q = np.concatenate([_hashes(r) for r in others]) if others else np.empty(0, dtype=np.uint64)
+    distinct_U, place_Q = np.unique(hash_Q, return_inverse=True)
+    partner_U = np.full(len(distinct_U), -1, dtype=np.int64)
+    hash_T = _hashes(train)
+    if len(distinct_U):
+        at_T = np.minimum(np.searchsorted(distinct_U, hash_T), len(distinct_U) - 1)
+        found = np.flatnonzero(distinct_U[at_T] == hash_T)[::-1]  # in reverse, so that the first record is written last
+        partner_U[at_T[found]] = found
+    ends = np.cumsum([r.count for r in others])[:-1]
+    return np.split(partner_U[place_Q], ends)
+
+
+def _hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
+    """Hash each sequence to 64 bits. With ten million times a million pairs, one in two million checks is wrong."""
+    digests = (hashlib.blake2b(records.residues(n).tobytes(), digest_size=8).digest() for n in range(records.count))
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+
+def _affordable(train: ComparedRecords, others: Sequence[ComparedRecords], most: int) -> list[_Ints]:
+    """Choose the records of each set to compare, spread evenly: as many as memory and `most` pairs allow."""
+    share = min(1.0, _INDEXED / max(1.0, sum(r.about() for r in others)))
+    numbers = [_spread(r.count, int(share * r.count)) for r in others]
+    index = _Index([r.part(number_M) for r, number_M in zip(others, numbers, strict=True)])
+    some = _spread(train.count, _SAMPLE)
+    pairs = index.pairs(train.part(some)) * train.count / max(1, len(some))
+    share *= min(1.0, most / max(1.0, pairs))
+    return [_spread(r.count, int(share * r.count)) for r in others]
+
+
+class _Index:
+    """A sorted index of the distinct 5-mers of Q records. The records of word w are `record_P[begin_W[w] : begin_W[w +
+    1]]`.
+    """
+
+    def __init__(self, sets: Sequence[ComparedRecords]) -> None:
+        first, words, records = 0, [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
+        for part in sets:
+            for start, block in part.blocks(_BLOCK):
+                record_P, word_P = _words(block)
+                words.append(word_P.astype(np.int32))
+                records.append((record_P + first + start).astype(np.int32))
+            first += part.count
+        word_P = np.concatenate(words)
+        order = np.argsort(word_P, kind="stable")
+        self.record_P = np.concatenate(records)[order]
+        self.begin_W = np.concatenate([[0], np.cumsum(np.bincount(word_P, minlength=_WORDS))])
+        self.size_Q: _Ints = np.bincount(self.record_P, minlength=first)
+
+    def pairs(self, train: ComparedRecords) -> int:
+        """Count the pairs of equal words of the indexed records and training records."""
+        total = 0
+        for _, block in train.blocks(_BLOCK):
+            _, word_P = _words(block)
+            total += int((self.begin_W[word_P + 1] - self.begin_W[word_P]).sum())
+        return total
+
+    def nearest(self, train: ComparedRecords) -> tuple[npt.NDArray[np.float64], _Ints]:
+        """Find the nearest training record of each indexed record: the share of common words, float64 [Q], and its
+        number, int64 [Q]. The share is 0 and the number -1 if no training record is similar.
+        """
+        share_Q = np.zeros(len(self.size_Q))
+        nearest_Q = np.full(len(self.size_Q), -1, dtype=np.int64)
+        least_Q = np.maximum(FEWEST, np.ceil(SIMILAR * self.size_Q - 1e-9))
+        for first, block in train.blocks(_BLOCK):
+            record_P, word_P = _words(block)
+            begin_P, count_P = self.begin_W[word_P], self.begin_W[word_P + 1] - self.begin_W[word_P]
+            # Pieces end with a training record, so that no pair of records is counted in two pieces.
+            piece_P = (np.cumsum(count_P) - count_P) // (4 * _BLOCK)
+            piece_P = piece_P[np.searchsorted(record_P, record_P)]
+            for piece in np.unique(piece_P):
+                here = slice(*np.searchsorted(piece_P, [piece, piece + 1]))
+                count_H = count_P[here]
+                before_H = np.cumsum(count_H) - count_H
+                place = np.repeat(begin_P[here] - before_H, count_H) + np.arange(count_H.sum())
+                key = np.repeat(record_P[here], count_H) * len(share_Q) + self.record_P[place]
+                key, shared = _counted(key)
+                mine = key % len(share_Q)
+                enough = shared >= least_Q[mine]
+                other, mine, shared = key[enough] // len(share_Q) + first, mine[enough], shared[enough]
+                share = shared / self.size_Q[mine]
+                # The last value written stays, so the highest share and the first record come last.
+                order = np.lexsort((-other, share))
+                order = order[share[order] > share_Q[mine[order]]]
+                share_Q[mine[order]], nearest_Q[mine[order]] = share[order], other[order]
+        return share_Q, nearest_Q
+
+
+def _words(block: Sequence[npt.NDArray[np.uint8]]) -> tuple[_Ints, _Ints]:
+    """Return the distinct 5-mers of the 20 amino acids in each record: record numbers and words, sorted by both, int64
+    [P] each.
+    """
+    if not block:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    end = np.zeros(K, dtype=np.uint8)  # <cls> is no amino acid, so that no word spans two records.
+    letter_T = _CODE[np.concatenate([part for residues in block for part in (residues, end)])]
+    count = len(letter_T) - K + 1
+    word_T = np.zeros(count, dtype=np.int64)
+    whole_T = np.ones(count, dtype=np.bool_)
+    for k in range(K):
+        letter_C = letter_T[k : k + count]
+        word_T = word_T * len(STANDARD) + letter_C
+        whole_T &= letter_C >= 0
+    record_T = np.repeat(np.arange(len(block)), [len(residues) + K for residues in block])[:count]
+    key_P, _ = _counted(record_T[whole_T] * _WORDS + word_T[whole_T])
+    return key_P // _WORDS, key_P % _WORDS
+
+
+def _counted(key: _Ints) -> tuple[_Ints, _Ints]:
+    """Return the distinct keys, sorted, and their counts. Sorting in place is several times faster than `np.unique`."""
+    key.sort()
+    first = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.empty(0, dtype=np.int64)
+    return key[first], np.diff(first, append=len(key))

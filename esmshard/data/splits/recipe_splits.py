@@ -1,0 +1,110 @@
+"""Opens the splits of a recipe. No torch."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.batching.loader import Examples, Labels
+from esmshard.data.splits import assignment
+from esmshard.data.splits.clusters import read_clusters
+from esmshard.data.splits.set_members import marked_otherwise, members
+from esmshard.data.splits.variant_records import open_variants
+from esmshard.data.store.ingestion import cached
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.structures import structure_folder
+from esmshard.recipe import recipe_file
+from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import Recipe
+
+OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
+
+
+def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples:
+    """Open one split: tokens (ingested on first use) and labels. Only training records are cropped.
+
+    Under cross-validation, the test set is the part of the training file that the fold leaves out. A file that the
+    recipe names for several splits is divided as its headers or its table of labels say, if they do.
+
+    Args:
+        recipe: the recipe as loaded.
+        name: train, valid or test.
+        labels: opens the labels of a FASTA file and its records; None if only the sequences are needed.
+    """
+    data, seed = recipe.data, recipe.train.seed
+    if recipe.task.reads_table:
+        return open_variants(data, name, alone=recipe.task.wild_type_alone)
+    divided = data.folds is not None and name != "valid"
+    path = recipe_file.sample(getattr(data, "train" if divided else name))
+    fasta, tokens = _records(path)
+    found = None if labels is None else labels(fasta, tokens, data)
+    members_N, notices = members(data, name, path, fasta, tokens)
+    digest = tokens.digest
+    if members_N is not None:
+        digest = hashlib.sha256(digest.encode() + np.packbits(members_N).tobytes()).hexdigest()
+    if divided:
+        assert data.folds is not None
+        members_N = (fold_of(tokens, data.folds, data.clusters) == data.fold) == (name == "test")
+    how: dict[str, Any] = {"members_N": members_N, "digest": digest}
+    if name == "train":
+        how |= {"long": data.long, "max_length": data.max_length, "seed": seed}
+    examples = Examples(name, path, tokens, found, **how)
+    examples.notices += notices
+    return examples
+
+
+def open_tested(source: str, file: str | None, recipe: Recipe, labels: OpenLabels) -> Examples:
+    """Open labelled records for a test of a model. They are no split of the recipe.
+
+    Args:
+        source: a FASTA file, a token store, structures, or a sample.
+        file: the file of the labels, if they are not in the records or beside them.
+        recipe: the recipe of the model.
+        labels: opens the labels of a FASTA file and its records.
+    """
+    path = recipe_file.sample(source)
+    fasta, tokens = _records(path)
+    where = recipe.data.model_copy(update={"labels": file, "mask": None})
+    examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
+    if others := marked_otherwise("test", path, tokens):
+        examples.notices.append(
+            f"all its records are scored, whatever SET= in its headers says ({others}); `esmshard split {path} -o DIR "
+            "--by given` writes those of the test set to DIR/test.fasta"
+        )
+    return examples
+
+
+def _records(path: Path) -> tuple[Path, TokenStore]:
+    """Return the FASTA file that a data path means, and its records. For structures, the FASTA file
+    is made from them.
+    """
+    fasta = structure_folder.cached_split(path) if structure_folder.holds_structures(path) else path
+    tokens = cached(fasta)
+    if fasta != path:  # Notices about the structures come before notices about their sequences.
+        tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
+    return fasta, tokens
+
+
+def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
+    """Return the recipe with `batch.sequences` converted to tokens."""
+    if recipe.batch.sequences is None:
+        return recipe
+    tokens = recipe.batch.sequences * int(train.tokens.max())
+    batch = recipe.batch.model_copy(update={"sequences": None, "global_tokens": tokens})
+    return recipe.model_copy(update={"batch": batch})
+
+
+def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:
+    """Return the fold of each record, int64 [N], the same for every seed of a recipe.
+
+    Records of one cluster stay together. Without clusters, records of one sequence stay together.
+    """
+    count = len(store)
+    if clusters is not None:
+        groups = read_clusters(Path(clusters), [store.id(n) for n in range(count)]).names
+    else:
+        groups = [hashlib.blake2b(store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]
+    return assignment.by_cluster(groups, folds=folds)

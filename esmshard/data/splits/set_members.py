@@ -1,0 +1,99 @@
+"""Splits inside one file: `SET=` in its headers, or a column `set`, says to which split each record belongs."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.fasta.headers import attributes, split_of
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.labels.label_sources import label_source
+from esmshard.data.labels.pairing import only_column
+from esmshard.data.splits.given_splits import given_splits
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tables import Table, counted
+from esmshard.errors import InputError, UsageError
+from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.section_base import listed
+
+SPLITS = ("train", "valid", "test")
+_LOOKED_AT = 100
+"""Records of a file that are searched for SET= in their headers, if the recipe names the file for one split only."""
+
+
+def members(
+    data: DataSettings, name: str, path: Path, fasta: Path, tokens: TokenStore
+) -> tuple[npt.NDArray[np.bool_] | None, list[str]]:
+    """Return which records of a file belong to a split, bool [N], and notices about it.
+
+    Args:
+        data: the data section of the recipe. A file that it names for one split only is that split, whatever its
+            headers say.
+        name: name of the split.
+        path: the file as the recipe names it.
+        fasta: the FASTA file of the records, which is another file if `path` is structures.
+        tokens: the N records.
+
+    Returns:
+        None for the records if all of them belong to the split.
+
+    Raises:
+        InputError: some records have no split, or no record has this one.
+        UsageError: `data.folds` divides the file too.
+    """
+    splits = SPLITS if data.folds is None else SPLITS[:2]  # With folds, the test set is a part of the training file.
+    if name not in splits:
+        return None, []
+    if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
+        others = marked_otherwise(name, path, tokens)
+        unused = (
+            f"SET= in its headers is not used, as it is the file of {name} alone, and all its records are taken "
+            f"({others}); name one file in data.train, data.valid and data.test to have SET= divide it"
+        )
+        return None, [unused] if others else []
+    source = label_source(fasta, data) if data.labels is not None else None
+    if isinstance(source, Table) and only_column(source, ("set", "split"), "data.labels") is None:
+        source = None
+    if source is None and not any(_has_set(tokens, n, path) for n in range(len(tokens))):
+        return None, []
+    where = "SET= in its headers" if source is None else f"{source.path if isinstance(source, Table) else source}"
+    if data.folds is not None:
+        raise UsageError(
+            f"data.folds: divides {path}, which {where} divides too; leave out folds, or give data.valid another file"
+        )
+    edits = Edits()
+    given = given_splits(tokens, fasta, source, id_column=data.id_column, surplus="drop", edits=edits)
+    counts: Counter[str | None] = Counter(given)
+    if not counts[name]:
+        there = listed([f"{count:,} of {split}" for split, count in counts.items()])
+        raise InputError(
+            f"{path}: has no record of {name}, as {where} says ({there}); mark some, or give data.{name} another file"
+        )
+    notice = f"{where} divides it: {counts[name]:,} of {counted(len(given), 'record')} are of {name}"
+    return np.array([split == name for split in given]), [notice, *edits.notices()]
+
+
+def marked_otherwise(name: str, path: Path, tokens: TokenStore) -> str | None:
+    """Count in a clause the records of a one-split file whose headers name another split; None if there are none."""
+    if not any(_says_set(tokens, n) for n in range(min(_LOOKED_AT, len(tokens)))):
+        return None
+    others: Counter[str] = Counter()
+    for n in range(len(tokens)):
+        try:
+            found = attributes(tokens.description(n), ("SET", "VALIDATION"), str(path))
+            split = split_of(found["SET"], found.get("VALIDATION", ""), str(path)) if "SET" in found else name
+        except InputError:  # The value is no split, whatever it means.
+            continue
+        others[split] += split != name
+    return listed([f"{count:,} say {split}" for split, count in others.items() if count]) if others.total() else None
+
+
+def _says_set(tokens: TokenStore, n: int) -> bool:
+    """Return whether a header has `SET=` anywhere, even in DATASET= or OFFSET=. This is quicker than `_has_set`."""
+    return b"SET=" in tokens.header(n).upper()
+
+
+def _has_set(tokens: TokenStore, n: int, path: Path) -> bool:
+    """Return whether a header has the attribute SET."""
+    return _says_set(tokens, n) and "SET" in attributes(tokens.description(n), ("SET",), str(path))

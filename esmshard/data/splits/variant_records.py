@@ -1,0 +1,268 @@
+"""The variants of a recipe's table as a split: sequences made from the wild type, measured values, and the members of
+each set.
+"""
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.batching.loader import Examples
+from esmshard.data.splits import assignment
+from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
+from esmshard.data.splits.variant_split import given_sets
+from esmshard.data.tables import counted, first_three
+from esmshard.data.variants.mutations import Variants, read_variants
+from esmshard.data.variants.numbering import Misnumbered
+from esmshard.data.variants.substitutions import Mutation, name_of
+from esmshard.errors import InputError, UsageError
+from esmshard.files import sha256
+from esmshard.recipe import recipe_file
+from esmshard.recipe.data_section import DataSettings
+from esmshard.vocab import encode_residues
+
+FOLDS = 5
+"""Number of folds of a table if the recipe does not say."""
+OUT_OF_FOLD = "variants.csv"
+"""File in which a cross-validation writes one row for every variant of its table."""
+LEFT_OUT_WHY = "left out because"
+"""Last column of that file: why no variant was made of a row."""
+
+
+class VariantRecords:
+    """N variants of a protein in place of a token store. Each sequence is made when it is read.
+
+    Args:
+        path: path of the table.
+        wild_type: residues of the protein, or of the part of it that the model sees.
+        mutations: mutations of each variant, in the numbering of the whole protein from 0.
+        first: residue of the protein at which that part begins, from 0.
+    """
+
+    def __init__(self, path: Path, wild_type: str, mutations: list[tuple[Mutation, ...]], first: int = 0) -> None:
+        self.path, self.wild_type, self.mutations, self.first = path, wild_type, mutations, first
+        self.notices: list[str] = []
+        self._residues = np.frombuffer(encode_residues(wild_type), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.mutations)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Number of residues of each variant, int32 [N]."""
+        return np.full(len(self), len(self._residues), dtype=np.int32)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The number of residues of all variants."""
+        return {"residues": len(self) * len(self._residues)}
+
+    @property
+    def digest(self) -> str:
+        """A digest of the variants and their order."""
+        text = f"{self.wild_type}\n{self.first}\n" + "\n".join(map(name_of, self.mutations))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def id(self, n: int) -> str:
+        """Return the name of variant n, such as `A24G:V30L` or `WT`."""
+        return name_of(self.mutations[n])
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        """Return the residue tokens of variant n, uint8 [L]."""
+        residues = self._residues.copy()
+        for mutation in self.mutations[n]:
+            residues[mutation.position - self.first] = _token(mutation.mutant)
+        return residues
+
+
+@functools.cache
+def _token(letter: str) -> int:
+    return int(encode_residues(letter)[0])
+
+
+class VariantLabels:
+    """Measured values of variants, and the blocks that resamples of a test set keep together."""
+
+    per_residue: ClassVar[bool] = False
+    labelled_N: None = None
+
+    def __init__(self, variants: Variants, first: int, length: int, data: DataSettings) -> None:
+        self.names, self.protein, self.first, self.length = variants.target_names, variants.wild_type, first, length
+        self.offset = variants.offset
+        self.transform, self.lower_is_better = data.transform or "none", tuple(data.lower_is_better or ())
+        self.target_NT = variants.target_NT.astype(np.float32)
+        self.block_N = np.array([min(m.position for m in one) if one else -1 for one in variants.mutations], np.int64)
+        """The first changed position of each variant, int64 [N]; -1 for the wild type."""
+
+    def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
+        return {"target": self.target_NT[n]}
+
+
+def open_variants(data: DataSettings, name: str, *, alone: bool) -> Examples:
+    """Open one split of the table that a recipe names. `train` has the notices about the whole table.
+
+    Args:
+        data: data section of a recipe with task `variant`.
+        name: train, valid or test.
+        alone: whether the model sees the wild type only, so that a variant takes the room of one residue.
+
+    Raises:
+        InputError: table or wild type cannot be read, do not fit each other, or cannot be divided by the recipe's
+            split.
+    """
+    variants = table_of(data)
+    fold_N, notices = divide(data)
+    set_N = fold_N
+    if data.split not in ("mutations", "given"):
+        set_N = assignment.sets_of_fold(fold_N, data.fold, data.folds or FOLDS)
+    members_N = set_N == SETS.index(name)
+    if name == "train" and data.train_share is not None and data.train_share < 1:
+        members_N = _share(members_N, variants.names(), data.train_share)
+    wild_type, first = part_seen(variants, data)
+    records = VariantRecords(variants.table.path, wild_type, variants.mutations, first)
+    labels = VariantLabels(variants, first, len(wild_type), data)
+    if not members_N.any():
+        raise InputError(
+            f"{records.path}: no variant is left to {name}; choose another data.split, or fewer data.folds"
+        )
+    examples = Examples(name, records.path, records, labels, members_N=members_N)
+    examples.beside = len(wild_type) + 2
+    if alone:
+        examples.tokens = np.full(len(examples), 3, dtype=np.int32)
+    examples.notices = [*variants.notices, *notices] if name == "train" else []
+    return examples
+
+
+@functools.lru_cache(maxsize=2)
+def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
+    assert data.table is not None
+    assert data.wild_type is not None
+    lenient = data.unusable == "drop"
+    try:
+        variants = read_variants(
+            recipe_file.sample(data.table),
+            wild_type=recipe_file.sample(data.wild_type),
+            mutant=data.mutant,
+            targets=data.target or (),
+            offset="auto" if data.offset is None else data.offset,
+            on_unusable="drop" if lenient else "error",
+            on_stop="drop" if lenient else "error",
+            on_synonymous="drop" if lenient else "error",
+            replicates=data.replicates or "mean",
+        )
+    except Misnumbered as error:
+        raise InputError(error.spelled("data.offset=")) from None
+    for name in data.lower_is_better or ():
+        if name not in variants.target_names:
+            raise UsageError(f"data.lower_is_better: {name} is no target; there is {', '.join(variants.target_names)}")
+    if data.transform == "log" and (low_N := (variants.target_NT <= 0).any(1)).any():
+        bad = [variants.rows[n][0] for n in np.flatnonzero(low_N)]
+        raise InputError(
+            f"{variants.table.path}: {counted(len(bad), 'variant')} with a value of 0 or less, which has no logarithm "
+            f"({first_three(bad, variants.table.at)}); remove them, or set data.transform to rank or none"
+        )
+    return variants
+
+
+def table_of(data: DataSettings) -> Variants:
+    """Read the table of a recipe. It is read again only when the table or the wild type has changed."""
+    same = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None})
+    paths = [recipe_file.sample(name) for name in (data.table, data.wild_type) if name is not None]
+    return _read(same, tuple(sha256(path) if path.is_file() else "" for path in paths))
+
+
+_IN_RECIPE = {
+    "try another --seed, or --by mutations": "set data.split=mutations",  # Folds are the same for every seed.
+    "--train-max": "data.train_max",
+    "--folds": "data.folds",
+}
+"""The recipe keys that replace options of `esmshard split` in messages."""
+
+
+def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
+    """Return the fold of each variant, int64 [N] (or its set, if the split has no folds), and notices about variants
+    that are left out. The result is the same for all seeds.
+    """
+    variants = table_of(data)
+    names = variants.names()
+    try:
+        number_N = _number(variants, names, data)
+    except InputError as error:
+        if str(error).startswith(str(variants.table.path)):
+            raise
+        said = str(error)
+        for option, key in _IN_RECIPE.items():
+            said = said.replace(option, key)
+        raise InputError(f"{variants.table.path}: {said}") from None
+    left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
+    if not left:
+        return number_N, []
+    why = "without a set" if data.split == "given" else "that change positions of several folds"
+    fix = ""
+    if len(left) > len(names) / 2 and data.split != "given":
+        fix = "; data.split mutations, or random, uses them all"
+    path = variants.table.path
+    return number_N, [f"{path}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)}){fix}"]
+
+
+def _number(variants: Variants, names: list[str], data: DataSettings) -> Numbers:
+    """Return the fold or set of each variant, int64 [N]."""
+    folds, positions = data.folds or FOLDS, variants.positions()
+    number_N: Numbers
+    if data.split == "random":
+        number_N = assignment.by_ratio(names, folds=folds)
+    elif data.split == "mutations":
+        number_N = assignment.by_mutation_count([len(p) for p in positions], names, data.train_max or 1)
+    elif data.split == "given":
+        every = [row for rows in variants.rows for row in rows]
+        set_R = given_sets(variants.table, every, variants.table.path)
+        first = np.cumsum([0, *map(len, variants.rows)])[:-1]
+        number_N = set_R[first]
+        wrong = np.flatnonzero(np.repeat(number_N, [len(rows) for rows in variants.rows]) != set_R)
+        if len(wrong):
+            raise InputError(
+                f"{variants.table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
+                f"({first_three([every[n] for n in wrong], variants.table.at)}); give it one"
+            )
+    elif data.split == "contiguous":
+        number_N = assignment.by_contiguous(positions, folds)
+    elif data.split == "modulo":
+        number_N = assignment.by_modulo(positions, folds)
+    else:
+        number_N = assignment.by_position(positions, folds=folds)
+    return number_N
+
+
+def part_seen(variants: Variants, data: DataSettings) -> tuple[str, int]:
+    """Return the part of the wild type that the model sees, and the residue at which this part begins, from 0.
+
+    With `data.long` `window`, this part is `data.max_length` residues around all mutated residues. It is the same for
+    all variants, so that one forward pass of the wild type serves them all.
+
+    Raises:
+        InputError: the mutated residues do not fit into such a window.
+    """
+    protein, most = variants.wild_type, data.max_length
+    if data.long != "window" or len(protein) <= most:
+        return protein, 0
+    mutated = sorted(set().union(*variants.positions())) or [0]
+    low, high = mutated[0], mutated[-1]
+    if high - low >= most:
+        raise InputError(
+            f"{variants.table.path}: the mutated residues {low + 1} to {high + 1} do not fit into a window of "
+            f"data.max_length, {most}; raise it, or set data.long to full"
+        )
+    first = min(max((low + high + 1 - most) // 2, 0), len(protein) - most)
+    return protein[first : first + most], first
+
+
+def _share(members_N: npt.NDArray[np.bool_], names: list[str], share: float) -> npt.NDArray[np.bool_]:
+    """Keep a share of the members, drawn by their names. A smaller share is a part of a larger one."""
+    members = np.flatnonzero(members_N)
+    drawn = sorted(members, key=lambda n: hashlib.sha256(names[n].encode()).digest())
+    taken_N = np.zeros_like(members_N)
+    taken_N[drawn[: max(1, round(share * len(drawn)))]] = True
+    return taken_N

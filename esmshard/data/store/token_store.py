@@ -1,0 +1,214 @@
+"""The token store: FASTA files as uint8 tokens with int64 offsets, memory-mapped. `esmshard.data.store.ingestion`
+writes it.
+
+A store is a directory that is written under another name and renamed when it is complete. Version 2:
+
+    tokens-00000.u8 ...   residues of all records, one byte each; every record is followed by `<eos>`
+    headers-00000.txt ... header lines without `>`, one a line; the first word is the id
+    offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of all token shards in order
+    headers.npy           int64 [N + 1]: the same for the header shards
+    ids.npy               uint64 [N]: `keys` of the ids, sorted
+    rows.npy              uint32 or uint64 [N]: the number of the record of each key
+    manifest.json         version, alphabet, counts, lengths, sources, rules, edits; size and sha256 of each file
+
+Opening reads the manifest and maps the arrays; memory does not grow with the number of records. A shard is mapped when
+a process first reads it.
+"""
+
+import bisect
+import functools
+import hashlib
+import tokenize
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.errors import InputError
+from esmshard.files import read_json, sha256
+from esmshard.vocab import ALPHABET_HASH
+
+FORMAT, VERSION = "esmshard-tokens", 2
+ARRAYS = {"offsets.npy": ["<i8"], "headers.npy": ["<i8"], "ids.npy": ["<u8"], "rows.npy": ["<u4", "<u8"]}
+_AT_ONCE = 1 << 20
+_OPEN_SHARDS = 256
+"""Most shards that stay mapped. Each of them uses a file descriptor."""
+
+
+class TokenStore:
+    """A token store opened for reading. Tokens and headers are read from disk when they are used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = _manifest(path)
+        shards, sizes = self.manifest.get("shards"), self.manifest.get("bytes")
+        try:
+            if not isinstance(shards, list) or not isinstance(sizes, dict):
+                raise ValueError("its manifest lacks shards or sizes")
+            if self.manifest["sha256"].keys() != sizes.keys():
+                raise ValueError("its manifest lacks hashes")
+            self.notices: list[str] = self.manifest["notices"]
+            """What was changed when the source was read, one sentence each."""
+            found = {name: (path / name).stat().st_size for name in sizes}
+            self.offsets, self.header_offsets, self.keys, self.rows = (
+                _array(path / name, dtypes) for name, dtypes in ARRAYS.items()
+            )
+            # For each shard, the number of its first record, and its first byte of tokens and of headers.
+            begins = np.cumsum([[0, 0, 0], *([s["records"], s["tokens"], s["headers"]] for s in shards)], axis=0)
+            self._first_records, *self._first_bytes = begins.T.tolist()
+        except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path}: the token store is damaged ({error}); delete it and ingest again") from None
+        records, tokens, headers = begins[-1].tolist()
+        whole = records == self.manifest.get("records") == len(self.offsets) - 1 == len(self.header_offsets) - 1
+        whole = whole and len(self.keys) == len(self.rows) == records and set(ARRAYS) <= set(sizes)
+        if not whole or self.offsets[-1] != tokens or self.header_offsets[-1] != headers or sizes != found:
+            raise InputError(f"{path}: the token store is truncated; delete it and ingest again")
+        self._maps: OrderedDict[str, npt.NDArray[np.uint8]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"])  # type: ignore[misc]  # Another process maps the files again.
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @functools.cached_property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Number of residues of each record, int32 [N]. Computed on first use."""
+        lengths = np.empty(len(self), np.int32)  # No record is longer than `fasta_reader.LONGEST`, so int32 suffices.
+        for at in range(0, len(self), _AT_ONCE):
+            lengths[at : at + _AT_ONCE] = np.diff(self.offsets[at : at + _AT_ONCE + 1]) - 1
+        return lengths
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        """Return the residue tokens of record n, uint8 [L]."""
+        return self._read("tokens", 0, self.offsets, n)
+
+    def description(self, n: int) -> str:
+        """Return the header line of record n without `>`."""
+        try:
+            return self.header(n).strip().decode()
+        except UnicodeDecodeError:
+            raise self._damaged(n) from None
+
+    def id(self, n: int) -> str:
+        """Return the id of record n."""
+        words = self.header(n).split(None, 1)
+        try:
+            return words[0].decode()
+        except (IndexError, UnicodeDecodeError):
+            raise self._damaged(n) from None
+
+    def find(self, record_id: str) -> int | None:
+        """Return the number of the record with this id, or None. Reads some pages of the index, not the ids."""
+        name = record_id.encode(errors="surrogatepass")
+        wanted = keys([name])[0]
+        at = int(self.keys.searchsorted(wanted))
+        while at < len(self) and self.keys[at] == wanted:
+            n = int(self.rows[at])
+            if n >= len(self):
+                raise self._damaged(n)
+            if self.header(n).split(None, 1)[:1] == [name]:
+                return n
+            at += 1
+        return None
+
+    @property
+    def digest(self) -> str:
+        """A digest of the sequences and their order: the hash of the sha256 of all token shards."""
+        hashes = self.manifest["sha256"]
+        text = "".join(hashes[token_shard(k)] for k in range(len(self.manifest["shards"])))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def verify(self) -> None:
+        """Compare every file with its sha256, while opening compares sizes only. `InputError` names the first changed
+        file.
+        """
+        for name, wanted in self.manifest["sha256"].items():
+            if sha256(self.path / name) != wanted:
+                raise InputError(f"{self.path}/{name}: has changed since it was written; ingest again")
+
+    def header(self, n: int) -> bytes:
+        """Return the header line of record n without `>`, as written in the file."""
+        return self._read("headers", 1, self.header_offsets, n).tobytes()
+
+    def _read(self, kind: str, column: int, offsets: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of record n without the byte that ends the record."""
+        if not 0 <= n < len(self):
+            raise IndexError(n)
+        shard = bisect.bisect_right(self._first_records, n) - 1
+        name = token_shard(shard) if kind == "tokens" else header_shard(shard)
+        mapped = self._maps.get(name)
+        if mapped is None:
+            try:
+                mapped = np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
+            except (OSError, ValueError) as error:
+                raise InputError(f"{self.path}/{name}: cannot be read ({error}); ingest again") from None
+            self._maps[name] = mapped
+            if len(self._maps) > _OPEN_SHARDS:
+                self._maps.popitem(last=False)
+        else:
+            self._maps.move_to_end(name)
+        begin = self._first_bytes[column][shard]
+        first, end = int(offsets[n]) - begin, int(offsets[n + 1]) - 1 - begin
+        if not 0 <= first < end < len(mapped):  # Opening has checked the last offset only.
+            raise self._damaged(n)
+        return mapped[first:end]
+
+    def _damaged(self, n: int) -> InputError:
+        return InputError(f"{self.path}: the token store is damaged at record {n}; delete it and ingest again")
+
+
+def _array(path: Path, dtypes: Sequence[str]) -> npt.NDArray[Any]:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (SyntaxError, tokenize.TokenError) as error:  # numpy reads the header of an .npy file as Python code.
+        raise ValueError(str(error)) from None
+    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.str not in dtypes:
+        raise ValueError(f"{path.name} is not what was written")
+    return np.asarray(array)
+
+
+def token_shard(k: int) -> str:
+    """Return the file name of the k-th shard of tokens."""
+    return f"tokens-{k:05d}.u8"
+
+
+def header_shard(k: int) -> str:
+    """Return the file name of the k-th shard of headers."""
+    return f"headers-{k:05d}.txt"
+
+
+def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Hash each id to 64 bits, uint64 [N]. Two ids may have the same hash, so callers compare the ids too.
+
+    >>> [hex(key) for key in keys([b"P69905"])]
+    ['0xbc417f960518015e']
+    """
+    high = np.fromiter(map(zlib.crc32, names), np.uint64, len(names))
+    return high << np.uint64(32) | np.fromiter(map(zlib.adler32, names), np.uint64, len(names))
+
+
+def is_store(path: Path) -> bool:
+    """Return whether a path is a token store, which has a manifest."""
+    return (path / "manifest.json").is_file()
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = read_json(path / "manifest.json")
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path}: not a token store (it has no manifest.json)") from None
+    except (OSError, ValueError):
+        raise InputError(f"{path}/manifest.json: cannot be read; delete the store and ingest again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise InputError(f"{path}: not a token store")
+    if manifest.get("version") != VERSION or manifest.get("alphabet") != ALPHABET_HASH:
+        raise InputError(f"{path}: a token store of another version; delete it and ingest again")
+    return manifest

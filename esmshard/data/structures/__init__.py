@@ -1,0 +1,1 @@
+"""PDB and mmCIF files: chains, coordinates, and the contacts that follow from them."""

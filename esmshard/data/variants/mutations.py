@@ -1,0 +1,454 @@
+"""Measured variants of one protein, read from tables as laboratories write them. `substitutions` reads the cells."""
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.fasta import nucleotides
+from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.tables import Table, counted, first_three, listed, read_table, shown
+from esmshard.data.variants.numbering import placed
+from esmshard.data.variants.substitutions import (
+    LOWER,
+    STOP,
+    Mutation,
+    RefusedVariant,
+    compare,
+    name_of,
+    parse_variant,
+    renumbered,
+)
+from esmshard.errors import InputError, UsageError
+from esmshard.vocab import RESIDUES, encode_residues
+
+MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
+SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
+TARGET_COLUMNS = ("DMS_score", "score", "fitness", "target", "effect")
+NAME_MUTANT = "set data.mutant=COLUMN in a recipe, or pass --mutant COLUMN"
+NAME_TARGET = "set data.target=COLUMN in a recipe, or pass --target COLUMN"
+"""Advice for messages: how to name a column."""
+
+Refusal = Literal["error", "drop"]
+MOST_UNUSABLE = 0.1
+"""Largest share of the rows that may be left out as unusable. If more are unusable, the file is not what its reader
+expects.
+"""
+Synonymous = Literal["error", "drop", "keep"]
+Replicates = Literal["error", "mean", "keep"]
+
+_SMALL = re.compile("[a-z]")
+
+
+@dataclass(frozen=True, eq=False)
+class Variants:
+    """N variants of one protein with T measured targets, in the order of the table."""
+
+    wild_type: str
+    mutations: list[tuple[Mutation, ...]]
+    """Mutations of each variant, by position; empty for the wild type. Positions count residues of
+    `wild_type` from 0.
+    """
+    target_NT: npt.NDArray[np.float64]
+    """Measured values, float64 [N, T]; NaN where one of several targets is missing, but never in a whole row."""
+    target_names: tuple[str, ...]
+    weight_N: npt.NDArray[np.float64]
+    """Number of table rows that were averaged, float64 [N]."""
+    rows: list[tuple[int, ...]]
+    """Rows of `table` behind each variant."""
+    table: Table
+    notices: list[str]
+    """One sentence for everything that was changed, left out or averaged."""
+    offset: int
+    """The number that was added to the positions of the table; the sums are positions in `wild_type` from 1."""
+    left_out: dict[int, str]
+    """Rows of `table` that no variant was made of, with the reasons."""
+
+    def __len__(self) -> int:
+        return len(self.mutations)
+
+    def sequences(self) -> list[str]:
+        """Return the sequence of each variant."""
+        wild_type, sequences = self.wild_type.encode(), []
+        for mutations in self.mutations:
+            sequence = bytearray(wild_type)
+            for mutation in mutations:
+                sequence[mutation.position] = ord(mutation.mutant)
+            sequences.append(sequence.decode())
+        return sequences
+
+    def names(self) -> list[str]:
+        """Return names such as `A24G:V30L`, in the numbering of `wild_type` from 1; `WT` for the wild type."""
+        return [name_of(mutations) for mutations in self.mutations]
+
+    def names_in_table(self) -> list[str]:
+        """Return the names in the numbering of the table."""
+        return [name_of(renumbered(mutations, -self.offset)) for mutations in self.mutations]
+
+    def positions(self) -> list[frozenset[int]]:
+        """Return the mutated positions of each variant, counted from 0."""
+        return [frozenset(mutation.position for mutation in mutations) for mutations in self.mutations]
+
+
+def read_variants(
+    path: Path,
+    *,
+    wild_type: Path | str,
+    mutant: str | None = None,
+    targets: Sequence[str] | None = (),
+    sequence: str | None = None,
+    offset: int | Literal["auto"] = 0,
+    on_unusable: Refusal = "error",
+    on_stop: Refusal = "error",
+    on_synonymous: Synonymous = "error",
+    replicates: Replicates = "error",
+) -> Variants:
+    """Read the variants of a table, and check each mutation against the wild type.
+
+    Args:
+        path: the table; see `tables.read_table`.
+        wild_type: a FASTA file with one record (a Path), or the sequence itself (a str).
+        mutant: column of mutations; by default the only one with a usual name (MUTANT_COLUMNS, in any case).
+        targets: columns of measured values; by default the only one with a usual name (TARGET_COLUMNS). None reads no
+            values, for variants that are to be predicted.
+        sequence: column of whole mutated sequences. Without `mutant`, mutations follow from a comparison with the wild
+            type; with `mutant`, both must agree. By default one of SEQUENCE_COLUMNS if no column has mutations.
+        offset: number added to the positions of the table. "auto" finds the shift that fits the wild type.
+        on_unusable: what to do with cells that name no substitutions, and mutations of a residue that the wild type
+            does not have there. More than a tenth of the rows is always an error.
+        on_stop: what to do with variants that have a stop codon.
+        on_synonymous: what to do with variants that have a change to the same residue; `keep` leaves the change in the
+            names and positions.
+        replicates: what to do with a variant in several rows; `mean` averages each target over the rows that have it.
+
+    Raises:
+        UsageError: arguments contradict each other.
+        InputError: the table cannot be read or does not fit; the message has the first three lines of each problem.
+    """
+    policies = _Policies(on_unusable, on_stop, on_synonymous, replicates)
+    if offset != "auto" and not isinstance(offset, int):
+        raise UsageError(f"offset is {offset!r}; it is a whole number or 'auto'")
+    reading = _Reading(read_table(path))
+    protein = _wild_type(reading, wild_type)
+    if mutant is None and sequence is None:
+        mutant, sequence = _columns(reading.table)
+    if mutant is None and offset not in (0, "auto"):
+        raise UsageError(f"{path}: offset shifts numbered mutations, but column {shown(sequence or '')} has sequences")
+    target_names, target_RT = _targets(reading, targets)
+    rows = _rows_with_values(reading, target_names, target_RT)
+    parsed, shift = _checked(reading, (mutant, sequence), rows, protein, offset, policies)
+    groups = _grouped(reading, parsed, replicates)
+    return Variants(
+        wild_type=protein.sequence,
+        mutations=[mutations for mutations, _ in groups],
+        target_NT=_averaged(target_RT, [rows for _, rows in groups]),
+        target_names=target_names,
+        weight_N=np.array([len(rows) for _, rows in groups], np.float64),
+        rows=[rows for _, rows in groups],
+        table=reading.table,
+        notices=reading.notices,
+        offset=shift,
+        left_out=reading.left_out,
+    )
+
+
+@dataclass(frozen=True)
+class _Policies:
+    """What happens to rows that cannot be used, or that come twice; see `read_variants`."""
+
+    on_unusable: Refusal
+    on_stop: Refusal
+    on_synonymous: Synonymous
+    replicates: Replicates
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("on_unusable", Refusal),
+            ("on_stop", Refusal),
+            ("on_synonymous", Synonymous),
+            ("replicates", Replicates),
+        ):
+            value, choices = getattr(self, name), get_args(kind)
+            if value not in choices:
+                raise UsageError(f"{name} is {value!r}; it is one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A table, and what has been changed in it or left out of it so far."""
+
+    table: Table
+    notices: list[str] = field(default_factory=list)
+    left_out: dict[int, str] = field(default_factory=dict)
+
+    def note(self, rows: Sequence[int], what: str, verb: str = "left out") -> None:
+        """Add a notice about these rows, if there are any."""
+        if rows:
+            named = first_three(rows, self.table.at)
+            self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({named})")
+
+
+class _Protein(NamedTuple):
+    """The wild type."""
+
+    sequence: str
+    name: str
+    """Name of the wild type in messages."""
+
+
+def _rows_with_values(reading: _Reading, target_names: Sequence[str], target_RT: npt.NDArray[np.float64]) -> list[int]:
+    """Return the rows that have a value of some target; all rows if no target is read."""
+    if not target_names:
+        return list(range(len(reading.table)))
+    empty_R = np.isnan(target_RT).all(1)
+    empty, why = np.flatnonzero(empty_R).tolist(), f"without a value in {' or '.join(map(shown, target_names))}"
+    reading.note(empty, why)
+    reading.left_out.update(dict.fromkeys(empty, why))
+    with_values: list[int] = np.flatnonzero(~empty_R).tolist()
+    return with_values
+
+
+def _checked(
+    reading: _Reading,
+    columns: tuple[str | None, str | None],
+    rows: list[int],
+    protein: _Protein,
+    offset: int | Literal["auto"],
+    policies: _Policies,
+) -> tuple[dict[int, tuple[Mutation, ...]], int]:
+    """Return the variant in each row that can be used, numbered as the wild type, and the number added to positions.
+
+    Args:
+        reading: the table.
+        columns: the columns of mutations and of mutated sequences, at least one of them. If there are both, they must
+            agree.
+        rows: rows that are to be read.
+        protein: the wild type.
+        offset: see `read_variants`.
+        policies: what happens to rows that cannot be used.
+    """
+    table, (mutant, sequence) = reading.table, columns
+    compare_cell = functools.partial(compare, wild_type=protein.sequence)
+    shift = 0
+    if mutant is None:
+        assert sequence is not None
+        parsed = _parsed(reading, sequence, rows, compare_cell, _SMALL, policies.on_unusable)
+    else:
+        parsed = _parsed(reading, mutant, rows, parse_variant, LOWER, policies.on_unusable)
+        most = MOST_UNUSABLE if policies.on_unusable == "drop" else 0.0
+        parsed, shift = placed(table, parsed, *protein, offset, reading.notices, reading.left_out, most)
+    stops = _having(parsed, lambda mutation: mutation.mutant == STOP)
+    parsed = _without(reading, parsed, stops, "a stop codon", policies.on_stop)
+    same = _having(parsed, lambda mutation: mutation.mutant == mutation.wild)
+    parsed = _without(reading, parsed, same, "a synonymous change", policies.on_synonymous)
+    if not parsed:
+        said = "; ".join(reading.notices)
+        raise InputError(f"{table.path}: no variant is left of {counted(len(table), 'row')} ({said})")
+    if mutant is not None and sequence is not None:
+        compared = _parsed(reading, sequence, list(parsed), compare_cell, _SMALL, "error")
+        _agree(table, parsed, compared, f"{shown(mutant)} and {shown(sequence)}")
+    return parsed, shift
+
+
+def _wild_type(reading: _Reading, wild_type: Path | str) -> _Protein:
+    """Read the wild type from a FASTA file, or check the sequence that was passed."""
+    if isinstance(wild_type, str):
+        return _Protein(_protein(wild_type, "wild_type", reading.notices), "the wild type")
+    return _Protein(protein_of(wild_type, reading.notices), str(wild_type))
+
+
+def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
+    """Read the sequence in a FASTA file with one record; `notices` gets what was changed in it."""
+    edits = Edits()
+    records = list(read_fasta(fasta, edits))
+    if len(records) > 1:
+        raise InputError(
+            f"{fasta}: has {len(records):,} records ({first_three(records, lambda record: record.id)}); "
+            "the wild type is a file with one"
+        )
+    residues = np.frombuffer(encode_residues(records[0].sequence), np.uint8)
+    if found := nucleotides.finding([residues], "1 record"):
+        raise InputError(f"{fasta}: {found}; give the protein that it codes for")
+    if notices is not None:
+        notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
+    return records[0].sequence
+
+
+def _protein(text: str, where: str, notices: list[str]) -> str:
+    """Check a sequence that was passed as text, and return it in upper case."""
+    sequence = "".join(text.split())
+    if _SMALL.search(sequence):
+        sequence = sequence.encode().upper().decode()  # of bytes: changes ASCII only
+        notices.append(f"{where}: lower-case letters were read as upper case")
+    foreign = re.search(f"[^{RESIDUES}]", sequence)
+    if foreign:
+        raise InputError(
+            f"{where} has {shown(foreign[0])} at position {foreign.start() + 1}, which is not a residue in one-letter "
+            "code; a FASTA file is given as a Path"
+        )
+    if not sequence:
+        raise InputError(f"{where} is empty; the sequence of the wild type is expected")
+    return sequence
+
+
+def _columns(table: Table) -> tuple[str | None, str | None]:
+    """Find the column of mutations, or else the column of mutated sequences."""
+    mutant = _usual(table, MUTANT_COLUMNS, NAME_MUTANT)
+    sequence = None if mutant else _usual(table, SEQUENCE_COLUMNS, "rename the one that is not")
+    if mutant is None and sequence is None:
+        raise InputError(
+            f"{table.path}: has no column with a usual name for mutations ({', '.join(MUTANT_COLUMNS)}) or mutated "
+            f"sequences ({', '.join(SEQUENCE_COLUMNS)}); {listed(table.columns)}; name one: "
+            f"{NAME_MUTANT}"
+        )
+    return mutant, sequence
+
+
+def _usual(table: Table, usual: Sequence[str], fix: str) -> str | None:
+    """Find the only column with one of the usual names, in any case; None if there is none. `fix` is the advice if
+    there are several.
+    """
+    lower = {name.lower() for name in usual}
+    found = [name for name in table.columns if name.lower() in lower]
+    if len(found) > 1:
+        raise InputError(f"{table.path}: columns {' and '.join(map(shown, found))} may both be meant; {fix}")
+    return found[0] if found else None
+
+
+def _targets(reading: _Reading, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
+    """Return the names of the T targets and their values in the R rows, float64 [R, T]."""
+    table = reading.table
+    if targets is None:
+        return (), np.empty((len(table), 0))
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    if not names:
+        usual = _usual(table, TARGET_COLUMNS, NAME_TARGET)
+        if usual is None:
+            raise InputError(
+                f"{table.path}: has no column with a usual name for measured values ({', '.join(TARGET_COLUMNS)}); "
+                f"{listed(table.columns)}; name one: {NAME_TARGET}"
+            )
+        names = (usual,)
+    if len(set(names)) < len(names):
+        raise UsageError(f"data.target: names a column twice: {', '.join(names)}")
+    target_RT = np.stack([table.numbers(name) for name in names], axis=1)
+    for name in names:
+        commas = [row for row, cell in enumerate(table.column(name)) if "," in cell]
+        reading.note(commas, f"of {shown(name)} with a decimal comma", "read")
+    missing_R = np.isnan(target_RT)
+    some = np.flatnonzero(missing_R.any(1) & ~missing_R.all(1)).tolist()
+    reading.note(some, f"without a value in one of {', '.join(map(shown, names))}", "kept")
+    return names, target_RT
+
+
+def _parsed(
+    reading: _Reading,
+    column: str,
+    rows: list[int],
+    read: Callable[[str], tuple[Mutation, ...]],
+    small: re.Pattern[str],
+    on_unusable: Refusal,
+) -> dict[int, tuple[Mutation, ...]]:
+    """Read the variant in each row whose cell can be read. `small` finds cells in lower case."""
+    table, cells = reading.table, reading.table.column(column)
+    parsed: dict[int, tuple[Mutation, ...]] = {}
+    refused: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for row in rows:
+        try:
+            parsed[row] = read(cells[row])
+        except RefusedVariant as error:
+            refused[error.fix].append((row, error.problem))
+    unusable = len(rows) - len(parsed)
+    if refused and on_unusable == "drop" and unusable <= MOST_UNUSABLE * len(rows):
+        for cases in refused.values():
+            named = first_three(cases, lambda case: f"{table.at(case[0])} {case[1]}")
+            what = f"whose {shown(column)} names no substitutions"
+            reading.notices.append(f"{table.path}: left out {counted(len(cases), 'row')} {what}: {named}")
+            reading.left_out.update(cases)
+    elif refused:
+        fix, cases = next(iter(refused.items()))
+        others = len(rows) - len(parsed) - len(cases)
+        named = first_three(cases, lambda case: f"{table.at(case[0])} {case[1]}")
+        raise InputError(
+            f"{table.path}: {len(cases):,} of {counted(len(rows), 'cell')} of column {shown(column)} cannot be used: "
+            f"{named}; {fix}{f' ({others:,} more for other reasons)' if others else ''}"
+        )
+    lower = [row for row in parsed if small.search(cells[row])]
+    reading.note(lower, f"of {shown(column)} in lower case as upper case", "read")
+    return parsed
+
+
+def _agree(
+    table: Table, named: dict[int, tuple[Mutation, ...]], compared: dict[int, tuple[Mutation, ...]], columns: str
+) -> None:
+    """Refuse rows whose mutations and sequence are not the same protein."""
+    wrong = [row for row, variant in named.items() if tuple(m for m in variant if m.mutant != m.wild) != compared[row]]
+    if wrong:
+        rows = first_three(wrong, lambda row: f"{table.at(row)} ({name_of(named[row])} and {name_of(compared[row])})")
+        raise InputError(
+            f"{table.path}: columns {columns} name different proteins in {counted(len(wrong), 'row')}: {rows}; correct "
+            "them, or read one of the two columns"
+        )
+
+
+def _having(parsed: dict[int, tuple[Mutation, ...]], test: Callable[[Mutation], bool]) -> set[int]:
+    """Return the rows with such a mutation. The test runs once for each mutation, not for each of many more rows."""
+    such = {mutation for mutation in set(chain.from_iterable(parsed.values())) if test(mutation)}
+    return {row for row, mutations in parsed.items() if not such.isdisjoint(mutations)} if such else set()
+
+
+def _without(
+    reading: _Reading,
+    parsed: dict[int, tuple[Mutation, ...]],
+    rows: set[int],
+    what: str,
+    policy: Synonymous,
+) -> dict[int, tuple[Mutation, ...]]:
+    """Leave out these rows, which have `what`, or refuse them, as the policy says."""
+    if policy == "keep" or not rows:
+        return parsed
+    if policy == "error":
+        table = reading.table
+        named = first_three(sorted(rows), lambda row: f"{table.at(row)} {shown(name_of(parsed[row]))}")
+        share = f"{len(rows):,} of {counted(len(parsed), 'variant')}"
+        raise InputError(f"{table.path}: {what} in {share}: {named}; remove these rows, or set data.unusable=drop")
+    reading.note(sorted(rows), f"with {what}")
+    reading.left_out.update(dict.fromkeys(rows, what))
+    return {row: mutations for row, mutations in parsed.items() if row not in rows}
+
+
+def _grouped(
+    reading: _Reading, parsed: dict[int, tuple[Mutation, ...]], replicates: Replicates
+) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
+    """Return each variant with its rows: all rows of the same mutations, unless replicates are kept apart."""
+    table, groups = reading.table, defaultdict[tuple[Mutation, ...], list[int]](list)
+    for row, mutations in parsed.items():
+        groups[mutations].append(row)
+    several = [mutations for mutations, rows in groups.items() if len(rows) > 1]
+    if several:
+        named = first_three(several, lambda key: f"{shown(name_of(key))} in {first_three(groups[key], table.at)}")
+        found = f"{counted(len(several), 'variant')} in several rows: {named}"
+        if replicates == "error":
+            raise InputError(f"{table.path}: {found}; set data.replicates=mean, or remove all but one row")
+        reading.notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {found}")
+    if replicates == "keep":
+        return [(mutations, (row,)) for row, mutations in parsed.items()]
+    return [(mutations, tuple(rows)) for mutations, rows in groups.items()]
+
+
+def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
+    """Average each target over the rows of each variant that have it, float64 [N, T]; NaN if no row has it."""
+    group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
+    values_RT = target_RT[[row for rows in rows_N for row in rows]]
+    sum_NT, count_NT = np.zeros((2, len(rows_N), target_RT.shape[1]))
+    np.add.at(sum_NT, group_R, np.nan_to_num(values_RT))
+    np.add.at(count_NT, group_R, ~np.isnan(values_RT))
+    return np.divide(sum_NT, count_NT, out=np.full_like(sum_NT, np.nan), where=count_NT > 0)

@@ -1,0 +1,190 @@
+"""Substitutions as a cell of a mutation table names them.
+
+Everything that is not in this list is refused with a reason.
+
+| the cell | its meaning |
+|---|---|
+| `A24G`, `p.A24G`, `p.Ala24Gly`, `p.(Ala24Gly)`, `NP_000509.1:p.Ala24Gly` | one substitution |
+| `A24G:V30L`, also with `;`, `,`, `/`, `+` or spaces, `p.[Ala24Gly;Val30Leu]` | several substitutions in one protein |
+| `WT`, `_wt`, `wild-type`, `p.=` | the wild type |
+| `A24*`, `p.Ala24Ter` | a stop codon: refused or dropped |
+| `A24A`, `p.Ala24=` | a synonymous change: refused, dropped or kept |
+
+Three-letter codes and brackets are HGVS (den Dunnen et al. 2016, https://hgvs-nomenclature.org); `_wt` comes from
+Enrich2 (Rubin et al. 2017). Lower case is read too.
+"""
+
+import functools
+import itertools
+import re
+from typing import NamedTuple
+
+import numpy as np
+from Bio.Data.IUPACData import protein_letters_3to1_extended
+
+from esmshard.data.tables import counted, shown
+from esmshard.errors import InputError
+from esmshard.vocab import RESIDUES, STANDARD
+
+STOP = "*"
+
+_WILD = frozenset(RESIDUES)
+_MUTANT = frozenset(STANDARD + "UO" + STOP)
+_INEXACT = frozenset("BJXZ")
+_LETTER = {name.upper(): letter for name, letter in protein_letters_3to1_extended.items()} | {"TER": STOP}
+_WILD_TYPE = frozenset({"wt", "_wt", "wildtype", "wild-type", "wild_type", "wild type", "=", "p.=", "p.(=)", "p.[=]"})
+_ACCESSION = re.compile(r"([NX]P_\d+|[A-Z][A-Z0-9_]*\d\.\d+):(?=p\.)")
+_JOINED = re.compile(r"\s*[:;,/+]\s*|\s+")
+_SUBSTITUTION = re.compile(r"([A-Z]{3}|[A-Z])(-?\d{1,6})([A-Z]{3}|[A-Z]|\*|=)", re.ASCII | re.IGNORECASE)
+LOWER = re.compile(r"(?<![A-Za-z])[a-z]{1,3}-?\d|\d[a-z]")
+"""Finds one-letter and three-letter codes in lower case."""
+_UNSUPPORTED = {
+    "delins": "an insertion in place of residues",
+    "ins": "an insertion",
+    "dup": "a duplication",
+    "fs": "a frameshift",
+    "ext": "an extension",
+    "del": "a deletion",
+    "\N{GREEK SMALL LETTER DELTA}": "a deletion",  # The comparison is in lower case.
+    "\N{INCREMENT}": "a deletion",
+}
+_SUBSTITUTIONS_ONLY = "only substitutions are supported, so remove these rows"
+_UNKNOWN = "remove variants that are not known exactly"
+
+
+class RefusedVariant(InputError):
+    """A cell cannot be used. `problem` describes the cell; cells with the same kind of problem share one `fix`."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem}; {fix}")
+        self.problem, self.fix = problem, fix
+
+
+# a dataclass sorts and hashes ten times slower, and tables have hundreds of thousands of mutations
+class Mutation(NamedTuple):
+    """A substitution of one residue.
+
+    >>> print(Mutation(23, "A", "G"))
+    A24G
+    """
+
+    position: int
+    """Position in the protein, counted from 0."""
+    wild: str
+    mutant: str
+    """One letter. `*` is a stop codon; the letter of `wild` is a synonymous change."""
+
+    def __str__(self) -> str:
+        return f"{self.wild}{self.position + 1}{self.mutant}"
+
+
+def name_of(mutations: tuple[Mutation, ...]) -> str:
+    """Return the name of a variant, such as `A24G:V30L` or `WT`."""
+    return ":".join(map(str, mutations)) or "WT"
+
+
+def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, ...]:
+    """Return the same substitutions in a numbering that is ahead by `shift`.
+
+    >>> name_of(renumbered((Mutation(0, "M", "L"),), 23))
+    'M24L'
+    """
+    return tuple(Mutation(m.position + shift, m.wild, m.mutant) for m in mutations)
+
+
+def parse_variant(cell: str) -> tuple[Mutation, ...]:
+    """Read the substitutions that a cell names, sorted by position; none for the wild type.
+
+    >>> [str(mutation) for mutation in parse_variant("p.[Val30Leu;Ala24Gly]")]
+    ['A24G', 'V30L']
+    >>> parse_variant("WT")
+    ()
+
+    Raises:
+        RefusedVariant: the cell is no list of substitutions; the message says what the cell has instead.
+    """
+    cell = cell.strip()
+    if cell.lower() in _WILD_TYPE:
+        return ()
+    if not cell:
+        raise RefusedVariant("an empty cell", "write WT for the wild type")
+    body = _ACCESSION.sub("", cell, count=1) if "p." in cell else cell
+    if body[:2].lower() == "p.":
+        body = body[2:]
+        for opening, closing in ("[]", "()"):
+            if body.startswith(opening) and body.find(closing) == len(body) - 1:
+                body = body[1:-1]
+    mutations = tuple(sorted(_substitution(word) for word in _JOINED.split(body)))
+    for one, other in itertools.pairwise(mutations):
+        if one.position == other.position:
+            raise RefusedVariant(f"{shown(cell)} changes position {one.position + 1} twice", "name each position once")
+    return mutations
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _substitution(word: str) -> Mutation:
+    code = word.removeprefix("p.")
+    if code.startswith("(") and code.endswith(")"):
+        code = code[1:-1]
+    match = _SUBSTITUTION.fullmatch(code)
+    if match:
+        before, number, after = match[1].upper(), match[2], match[3].upper()
+        wild = _LETTER.get(before, before)
+        mutant = wild if after == "=" else _LETTER.get(after, after)
+        if wild in _WILD and (mutant in _MUTANT or mutant == wild):
+            return Mutation(int(number) - 1, wild, mutant)
+        if wild in _WILD and after == "X":
+            raise RefusedVariant(
+                f"{shown(word)} has X, which may be a stop codon or an unknown residue",
+                "write * or Ter for a stop codon, and remove variants with unknown residues",
+            )
+        if wild in _WILD and mutant in _INEXACT:
+            raise RefusedVariant(f"{shown(word)} has {match[3]}, which is not one residue", _UNKNOWN)
+    if any(character.isdigit() for character in code):
+        for sign, what in _UNSUPPORTED.items():
+            if sign in code.lower():
+                raise RefusedVariant(f"{shown(word)} is {what}", _SUBSTITUTIONS_ONLY)
+        if code.endswith("-"):
+            raise RefusedVariant(f"{shown(word)} is a deletion", _SUBSTITUTIONS_ONLY)
+        if re.match(r"[cgnm]\.", code):
+            raise RefusedVariant(
+                f"{shown(word)} is a change of nucleotides", "give that of the protein, as in p.Ala24Gly"
+            )
+    if code == "_sy":
+        raise RefusedVariant(
+            "'_sy' is a synonymous change without a place", "remove it, or write its place as in p.Ala24="
+        )
+    raise RefusedVariant(
+        f"{shown(word)} is no substitution", "write A24G, A24G:V30L or p.Ala24Gly, and WT for the wild type"
+    )
+
+
+def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
+    """Return the substitutions that turn the wild type into another sequence of its length.
+
+    >>> [str(mutation) for mutation in compare("MKV", "MKT")]
+    ['T3V']
+
+    Raises:
+        RefusedVariant: the sequence has another length, gaps, or differs by a letter that is not one residue.
+    """
+    text = "".join(sequence.split())
+    if len(text) == len(wild_type) + 1:
+        text = text.removesuffix(STOP)
+    if "-" in text or "." in text:
+        raise RefusedVariant(f"{shown(sequence)} has a gap", _SUBSTITUTIONS_ONLY)
+    if len(text) != len(wild_type):
+        raise RefusedVariant(
+            f"{shown(sequence)} has {counted(len(text), 'residue')}",
+            f"the wild type has {len(wild_type):,}, and {_SUBSTITUTIONS_ONLY}",
+        )
+    if not text.isascii():  # upper() would turn some letters into two.
+        raise RefusedVariant(f"{shown(sequence)} is no sequence", "write it in one-letter codes")
+    text = text.upper()
+    differ_L = np.frombuffer(text.encode(), np.uint8) != np.frombuffer(wild_type.encode(), np.uint8)
+    mutations = tuple(Mutation(k, wild_type[k], text[k]) for k in np.flatnonzero(differ_L).tolist())
+    for mutation in mutations:
+        if mutation.mutant not in _MUTANT:
+            problem = f"{shown(mutation.mutant)} at position {mutation.position + 1} is not one residue"
+            raise RefusedVariant(problem, _UNKNOWN)
+    return mutations

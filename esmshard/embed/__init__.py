@@ -1,0 +1,1 @@
+"""Embeddings of any number of sequences, by one process or many, with restarts."""

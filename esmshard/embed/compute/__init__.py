@@ -1,0 +1,1 @@
+"""The arrays that a model computes for sequences, on one device or with offloaded layers."""

@@ -1,0 +1,211 @@
+"""Models that are larger than the GPU or the memory of one machine: layers stay in memory or on disk until they run.
+
+`accelerate` decides where each layer is stored, and copies layers to the computing device in every forward pass. A pass
+takes at least the time of this copying, so packs should be as large as memory allows.
+"""
+
+import logging
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esmshard.batch import TokenBatch
+from esmshard.errors import InputError, UsageError
+from esmshard.model.attention import OnAttention
+from esmshard.model.trunk import ESM2, EsmOutput
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.key_maps import TIED
+from esmshard.model.weights.open_weights import Weights
+from esmshard.progress import say
+
+SHARE = 0.8
+"""The share of free memory that layers may take. The rest is for activations."""
+
+Place = int | str
+"""A location in `accelerate`'s terms: the number of a GPU, `mps`, `cpu` or `disk`."""
+
+
+def offloaded(
+    found: Weights,
+    *,
+    folder: Path,
+    memory: Mapping[Place, str | int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> ESM2:
+    """Build a model in evaluation mode whose layers are on GPUs, in memory and on disk, in this order, as they fit.
+
+    Its weights have no gradients. A batch may come from any device. Outputs, embedding, LM head and contact regression
+    are on `device`. Calls from several threads run one after the other, since a layer is loaded for one call only.
+
+    Weights are read tensor by tensor, and each goes to its location at once. So memory holds at most one tensor more
+    than `memory` allows, and the disk holds one copy in `dtype`.
+
+    Args:
+        found: the weights of the model, see `esmshard.model.weights.open_weights.read`.
+        folder: an empty directory for the layers on disk; created if any are there. It must exist as long as the model
+            is used. The caller removes it.
+        memory: bytes (`20GB`, `8GiB` or a number) that layers may take, by location: GPU number, `mps`, `cpu`. By
+            default 0.8 of the free memory of GPUs and machine. Other layers go to disk.
+        dtype: dtype of weights and arithmetic, as for `open_weights.build`.
+        device: the computing device; by default the first GPU, or else the CPU. `cuda` without a number means all GPUs:
+            each computes the layers that it stores.
+
+    Raises:
+        UsageError: if `accelerate` is not installed, `memory` names an unknown location, or `folder` is not empty.
+        InputError: if the disk has not enough room, or the weights cannot be read.
+    """
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        raise UsageError("--offload needs accelerate; pip install 'esmshard[big]'") from None
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: is not an empty directory; give another one for the layers on disk")
+    with torch.device("meta"):
+        model = ESM2(found.config)
+    model.to(dtype).requires_grad_(False).eval()
+    main, places = _places(model, memory, device or open_weights.default_device(), dtype)
+    on_disk = sum(_bytes(model.get_submodule(name)) for name, place in places.items() if place == "disk")
+    if on_disk:
+        _make_room(folder, on_disk)
+    _read_weights(model, found, places, main, folder)
+    _dispatch(model, places, main, folder if on_disk else None)
+    say(f"{found.source}: {_summary(places)}")
+    where = torch.device("cuda", main) if isinstance(main, int) else torch.device(main)
+    model.forward = _on(model.forward, where)  # type: ignore[method-assign]
+    return model
+
+
+def _places(
+    model: ESM2, memory: Mapping[Place, str | int] | None, device: torch.device, dtype: torch.dtype
+) -> tuple[Place, dict[str, Place]]:
+    """Return the computing location, and the location of each layer and of each other part of the model, by name."""
+    from accelerate import infer_auto_device_map
+
+    parts = [name for name, _ in model.named_children() if name != "layers"]
+    main, budget = _budget(memory, device)
+    if main in budget:
+        budget[main] -= sum(_bytes(model.get_submodule(part)) for part in parts)
+    # Keys are layer numbers. A layer is not split, because the projections of its attention are read without a call.
+    layers = infer_auto_device_map(
+        model.layers, max_memory=budget, no_split_module_classes=["TransformerLayer"], dtype=dtype, clean_result=False
+    )
+    return main, dict.fromkeys(parts, main) | {f"layers.{n}": place for n, place in layers.items()}
+
+
+def _make_room(folder: Path, nbytes: int) -> None:
+    """Create the directory for layers on disk. Refuse a disk without enough room."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise InputError(
+            f"{folder}: {nbytes / 1e9:.1f} GB of layers go to disk, and {free / 1e9:.1f} GB are free there; give "
+            "another directory, or bf16 weights, which take half of it"
+        )
+
+
+def _read_weights(model: ESM2, found: Weights, places: Mapping[str, Place], main: Place, folder: Path) -> None:
+    """Read the weights one by one, each to the location of its layer or part."""
+    from accelerate.utils import offload_weight, save_offload_index, set_module_tensor_to_device
+
+    index: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        if name == TIED:
+            continue
+        place = places[".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])]
+        value = found[name].to(tensor.dtype)
+        if name.endswith("inv_freq"):  # a buffer, which stays where its layer is computed
+            set_module_tensor_to_device(model, name, main if place in ("cpu", "disk") else place, value=value)
+        elif place == "disk":
+            index = offload_weight(value.contiguous(), name, str(folder), index)
+        else:
+            set_module_tensor_to_device(model, name, place, value=value)
+    model.tie_weights()
+    save_offload_index(index, str(folder))
+
+
+def _dispatch(model: ESM2, places: dict[str, Place], main: Place, folder: Path | None) -> None:
+    """Let `accelerate` copy each layer to where it is computed. `folder` holds the layers on disk, if there are any."""
+    from accelerate import dispatch_model
+
+    log = logging.getLogger("accelerate.big_modeling")
+    before = log.level
+    log.setLevel(logging.ERROR)  # it warns that some weights are elsewhere, which is intended here
+    try:
+        dispatch_model(
+            model,
+            places,
+            main_device=main,
+            offload_dir=None if folder is None else str(folder),
+            preload_module_classes=["TransformerLayer"],
+        )
+    finally:
+        log.setLevel(before)
+
+
+def _budget(memory: Mapping[Place, str | int] | None, device: torch.device) -> tuple[Place, dict[Place, int]]:
+    """Return the computing location, and the bytes for layers by location."""
+    from accelerate.utils import get_max_memory
+
+    main: Place = device.type if device.type != "cuda" else device.index or 0
+    if memory is None:
+        free = {place: int(SHARE * size) for place, size in get_max_memory().items()}
+        if device.type != "cuda" or device.index is not None:
+            free = {place: size for place, size in free.items() if place in (main, "cpu")}
+        return main, free
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    for place in memory:
+        if isinstance(place, int) and not 0 <= place < gpus:
+            there = f"GPUs 0 to {gpus - 1} are there" if gpus else f"the model is to run on {device.type}"
+            raise UsageError(f"memory: names GPU {place}, and {there}; leave it out")
+    if device.type == "cuda" and device.index is None:
+        main = min((place for place in memory if isinstance(place, int)), default=0)
+    try:
+        return main, dict(get_max_memory(dict(memory)))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"memory: {str(error).rstrip('.')}; write it like cpu=20GB") from None
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
+
+
+def _summary(places: Mapping[str, Place]) -> str:
+    """Describe in a sentence where the layers are."""
+    counts = Counter(place for name, place in places.items() if name.startswith("layers."))
+    names = {"cpu": "in memory", "disk": "on disk", "mps": "on the GPU"}
+    return "layers: " + ", ".join(f"{n} {names.get(str(place), f'on GPU {place}')}" for place, n in counts.items())
+
+
+def _on(forward: Callable[..., EsmOutput], device: torch.device) -> Callable[..., EsmOutput]:
+    """Wrap `ESM2.forward` so that input and output are on one device, and calls run one at a time.
+
+    With several GPUs, layers use each other's outputs, and an accumulator of contacts uses those of all layers.
+    """
+    turn = threading.Lock()
+
+    def one_at_a_time(
+        batch: TokenBatch,
+        layers: Sequence[int] | None = None,
+        logits_at: torch.Tensor | None = None,
+        on_attention: OnAttention | None = None,
+    ) -> EsmOutput:
+        def on_qk(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
+            assert on_attention is not None
+            on_attention(layer, sequence, q_THK.to(device), k_THK.to(device))
+
+        with turn:
+            output = forward(
+                batch.to(device),
+                layers=layers,
+                logits_at=None if logits_at is None else logits_at.to(device),
+                on_attention=None if on_attention is None else on_qk,
+            )
+        return EsmOutput({n: x_TD.to(device) for n, x_TD in output.representations.items()}, output.logits_PV)
+
+    return one_at_a_time

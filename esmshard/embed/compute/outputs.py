@@ -1,0 +1,162 @@
+"""The outputs that `embed` computes for each sequence, and the description that a file has of them. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.errors import UsageError
+from esmshard.vocab import VOCAB_SIZE
+
+Pool = Literal["mean", "max", "cls", "residue", "logits", "contacts"]
+POOLS: tuple[Pool, ...] = get_args(Pool)
+LAYERLESS: tuple[Pool, ...] = ("logits", "contacts")
+"""The outputs that come from the whole model and belong to no layer."""
+
+Dtype = Literal["fp32", "fp16", "bf16"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+NUMPY: Mapping[Dtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
+"""The numpy type of each dtype. numpy has no bfloat16, so its bits are kept as uint16; see `as_float`."""
+
+MAX_LENGTH, OVERLAP = 1022, 256
+"""The length in residues that ESM-2 was trained on, and the residues that neighbouring windows share."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One array for each sequence of L residues.
+
+    `mean`, `max` and `cls` are [D], `residue` [L, D], `logits` [L, 33] over the tokens of `esmshard.vocab`, `contacts`
+    [L, L] probabilities. `<cls>` and `<eos>` are used for `cls` only.
+    """
+
+    pool: Pool
+    layer: int | None
+    """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`."""
+
+    @property
+    def name(self) -> str:
+        """Return the name that files use.
+
+        >>> Output("mean", 33).name, Output("contacts", None).name
+        ('mean_33', 'contacts')
+        """
+        return self.pool if self.layer is None else f"{self.pool}_{self.layer}"
+
+    @property
+    def pooled(self) -> bool:
+        """Whether each sequence has one vector, whatever its length."""
+        return self.pool in ("mean", "max", "cls")
+
+    def shape(self, length: int, dim: int) -> tuple[int, ...]:
+        """Return the shape of the array for a sequence of `length` residues."""
+        if self.pooled:
+            return (dim,)
+        return {"residue": (length, dim), "logits": (length, VOCAB_SIZE), "contacts": (length, length)}[self.pool]
+
+    def numbers(self, length: npt.NDArray[np.int64], dim: int) -> npt.NDArray[np.int64]:
+        """Return the number of values of the array, for many lengths."""
+        if self.pooled:
+            return np.full_like(length, dim)
+        return length * (length if self.pool == "contacts" else dim if self.pool == "residue" else VOCAB_SIZE)
+
+
+def choose(pools: Sequence[str], layers: Sequence[int] | None, n_layers: int, model: str) -> tuple[Output, ...]:
+    """Return every pool of every layer, in the given order. Without `layers` it is the last layer, which is also -1.
+
+    Raises `UsageError` for an unknown pool or layer.
+
+    >>> [one.name for one in choose(["mean", "contacts"], [5, 6], 6, "x")]
+    ['mean_5', 'mean_6', 'contacts']
+    """
+    wanted = [layer if layer >= 0 else n_layers + 1 + layer for layer in layers or [n_layers]]
+    for layer in wanted:
+        if not 0 <= layer <= n_layers:
+            raise UsageError(f"--layers {layer}: {model} has layers 0 to {n_layers}")
+    found: dict[Output, None] = {}
+    for pool in pools:
+        if pool not in POOLS:
+            raise UsageError(f"--pool {pool}: one of {', '.join(POOLS)} is expected")
+        of_pool: list[int | None] = [None] if pool in LAYERLESS else [*wanted]
+        found |= dict.fromkeys(Output(pool, layer) for layer in of_pool)
+    if layers and all(output.layer is None for output in found):
+        raise UsageError(f"--layers: {' and '.join(pools)} come from the whole model; leave --layers out")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class About:
+    """The description of a file of embeddings."""
+
+    outputs: tuple[Output, ...]
+    dim: int
+    """The dimension D."""
+    dtype: Dtype
+    """The dtype of the stored numbers."""
+    n_records: int
+    """The number of records that have a row."""
+    attributes: Mapping[str, Any]
+    """Facts for people and programs: model and its hash, layers, pools, dtypes, treatment of long proteins. Strings and
+    integers.
+    """
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record of an embedding store."""
+
+    id: str
+    length: int
+    """Residues of the record, also where it was truncated before it was computed."""
+    values: Mapping[str, npt.NDArray[Any]]
+    """The arrays by output name, each of `Output.shape` and of type `NUMPY[About.dtype]`."""
+
+
+def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
+    """Convert to numbers that numpy can compute with. bf16 bits become float32; other types do not change."""
+    if dtype != "bf16":
+        return values
+    return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@dataclass(frozen=True)
+class Long:
+    """The treatment of sequences of more than `window` residues.
+
+    `full`: the model gets the whole sequence. ESM-2 has rotary positions, but was trained on 1,022 residues. `window`:
+    the model gets overlapping windows, whose values are blended. `truncate`: the model gets the first `window`
+    residues, and the others have no values.
+    """
+
+    mode: Literal["full", "window", "truncate"] = "full"
+    window: int = MAX_LENGTH
+    overlap: int = OVERLAP
+
+    def check(self) -> "Long":
+        """Raise `UsageError` for impossible values."""
+        if self.mode not in ("full", "window", "truncate"):
+            raise UsageError(f"--long {self.mode}: full, window or truncate is expected")
+        if self.window < 2 or (self.mode == "window" and not 0 <= self.overlap < self.window):
+            raise UsageError(
+                f"--window {self.window} --overlap {self.overlap}: windows of at least 2 residues are expected, which "
+                "share fewer than they have"
+            )
+        return self
+
+    def kept(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of residues that have values, for many lengths."""
+        return np.minimum(length, self.window) if self.mode == "truncate" else length
+
+    def starts(self, length: int) -> list[int]:
+        """Return where the windows of a sequence begin. They are spread evenly, and neighbours share at least `overlap`
+        residues.
+
+        >>> Long("window", 100, 20).starts(250), Long().starts(250)
+        ([0, 75, 150], [0])
+        """
+        if self.mode != "window" or length <= self.window:
+            return [0]
+        count = -(-(length - self.overlap) // (self.window - self.overlap))
+        return [round(k * (length - self.window) / (count - 1)) for k in range(count)]

@@ -1,0 +1,1 @@
+"""File formats of embeddings: the registry and one writer for each."""

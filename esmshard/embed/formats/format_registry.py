@@ -1,0 +1,89 @@
+"""The registry of file formats, by the name of `--format` and the file's ending: what each can hold, and its size."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.embed.compute.outputs import NUMPY, Dtype, Output, Pool
+from esmshard.embed.formats.format_writer import FormatWriter
+from esmshard.embed.formats.record_formats import FairEsmFormat, Hdf5Format, SafetensorsFormat
+from esmshard.embed.formats.table_formats import AnnDataFormat, NpyFormat, ParquetFormat
+from esmshard.errors import UsageError
+
+FORMATS: dict[str, type[FormatWriter]] = {
+    "h5": Hdf5Format,
+    "npy": NpyFormat,
+    "parquet": ParquetFormat,
+    "h5ad": AnnDataFormat,
+    "safetensors": SafetensorsFormat,
+    "fair-esm-pt": FairEsmFormat,
+}
+
+DEFAULT_POOL: dict[str, Pool] = {name: writer.default_pool for name, writer in FORMATS.items()}
+
+
+def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:
+    """Refuse, before anything is computed, outputs that a format cannot hold, and a format whose library is missing.
+
+    Args:
+        fmt: a key of FORMATS.
+        outputs: the outputs to write, at least one.
+        dtype: the dtype of the stored numbers.
+        out: the file, for the message.
+        records: the number of records to write, if known.
+        id_bytes: the bytes of all ids together, in UTF-8, if known.
+
+    Raises:
+        UsageError: with a format that can hold the outputs.
+    """
+    if fmt not in FORMATS:
+        raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(FORMATS)} (by ending, or --format)")
+    if reason := _reason(fmt, outputs, dtype):
+        others = " or ".join(other for other in FORMATS if not _reason(other, outputs, dtype))
+        raise UsageError(f"{out}: {reason}; write it with --format {others}")
+    writer = FORMATS[fmt]
+    writer.require(out)
+    # Every entry of the header takes at least this many bytes: a file refused here would fail at the end.
+    if writer is SafetensorsFormat and (
+        SafetensorsFormat.header_bytes(outputs, records, id_bytes, 60) > SafetensorsFormat.HEADER_LIMIT
+    ):
+        raise SafetensorsFormat.too_long(out)
+
+
+def check_place(fmt: str, out: Path, *, overwrite: bool) -> None:
+    """Refuse to replace a format's files without `overwrite`, and always refuse to replace an unrelated directory."""
+    FORMATS[fmt].check_place(out, overwrite=overwrite)
+
+
+def bytes_of(
+    fmt: str, outputs: Sequence[Output], dtype: Dtype, dim: int, lengths: npt.NDArray[np.int64], id_bytes: int
+) -> int:
+    """Estimate the size of the file, within 3% for files above a megabyte.
+
+    Args:
+        fmt: a key of FORMATS.
+        outputs: the outputs in the file.
+        dtype: the dtype of the stored numbers.
+        dim: the dimension D.
+        lengths: the number of computed residues of each record.
+        id_bytes: the bytes of all ids together, in UTF-8.
+    """
+    size = np.dtype(NUMPY[dtype]).itemsize
+    numbers = sum(int(output.numbers(lengths.astype(np.int64), dim).sum()) for output in outputs)
+    beside = FORMATS[fmt].overhead(outputs, dim * size, len(lengths), int(lengths.sum(dtype=np.int64)), id_bytes)
+    return numbers * size + beside
+
+
+def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:
+    """Return why a format cannot hold the outputs; empty if it can."""
+    writer = FORMATS[fmt]
+    for output in outputs:
+        if output.pool not in writer.pools:
+            return f"{fmt} has a place for {', '.join(writer.pools)}, and none for {output.name}"
+    if len(outputs) > 1 and not writer.several:
+        return f"{fmt} holds one output, and {' and '.join(output.name for output in outputs)} are asked for"
+    if dtype not in writer.dtypes:
+        return f"{fmt} holds {' and '.join(writer.dtypes)}, and not {dtype}"
+    return ""

@@ -1,0 +1,302 @@
+"""The `embed` job: any number of sequences, one process or many, with restarts, to one file or a directory of parts.
+
+All embeddings are first written to an embedding store (`esmshard.embed.store.embedding_store`) at `OUT.partial`. After
+the last part this directory becomes OUT, or its rows are copied, in input order, into the file OUT.
+"""
+
+import errno
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esmshard.embed.formats.format_registry import suits
+from esmshard.embed.job.embed_output import EmbedReport, check_same, finish, finished, report_of
+from esmshard.embed.job.embed_request import PARTS, EmbedRequest, check_output, file_bytes
+from esmshard.embed.store import part_plan
+from esmshard.embed.store.embedding_store import EmbeddingStore, clear, note_file, read_note, remove
+from esmshard.embed.store.part_plan import partial
+from esmshard.embed.store.reuse import Reuse
+from esmshard.embed.store.row_index import RowIndex
+from esmshard.embed.workers.claims import Command, Worker, at_work
+from esmshard.embed.workers.embed_worker import make_embedder, work
+from esmshard.embed.workers.local_workers import run_local
+from esmshard.errors import InputError, UsageError
+from esmshard.launch.process_group import is_launched
+from esmshard.model.weights import recorded
+from esmshard.progress import Progress, rate, say
+
+SHARED_PART = 1 << 16
+"""Tokens of a part where GPUs share a model. This is four packs, since ranks without a part wait for the others."""
+
+
+def embed(
+    asked: EmbedRequest,
+    fasta: Path,
+    *,
+    nproc: int | None = None,
+    tokens: int | None = None,
+    reuse: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    offload: bool = False,
+    shard: bool = False,
+    part_tokens: int | None = None,
+) -> EmbedReport:
+    """Compute the embeddings and write the output.
+
+    Args:
+        asked: the request, see `request`.
+        fasta: a plain or compressed file, `-` for the standard input, or a token store.
+        nproc: processes on this machine; by default one for each GPU, or one.
+        tokens: tokens computed at once.
+        reuse: an earlier embedding store. The rows of equal sequences are copied from it.
+        resume: continue an interrupted run, or join other workers of the same output; begin if there is none.
+        overwrite: replace `out` and the files of an interrupted run.
+        offload: keep layers that do not fit on the GPU in the machine's memory or on its disk.
+        shard: the processes hold one model together. All processes of a launcher call this; the first one writes `out`.
+        part_tokens: tokens of a part.
+
+    Raises:
+        UsageError: if the output exists already, or was begun with another request.
+        InputError: if a file cannot be read. In this case no file is left behind.
+    """
+    if resume and overwrite:
+        raise UsageError("--resume goes on, --overwrite starts over; give one of them")
+    if offload and (shard or nproc not in (None, 1)):
+        raise UsageError("--offload keeps one model in all the memory there is; leave --nproc and --shard out")
+    directory, together = partial(asked.out), shard and is_launched()
+    if together and nproc is not None:
+        raise UsageError("--nproc belongs to a single command; a launcher has started this process already")
+    if shard and not together:
+        from esmshard.embed.workers.sharded_worker import check_ranks
+
+        nproc = nproc or torch.cuda.device_count()
+        check_ranks(nproc)
+
+    every = torch.cuda.device_count() if asked.device.type == "cuda" and not offload else 1
+    processes = nproc or max(1, every)
+
+    def prepare() -> EmbedReport | dict[str, Any]:
+        with _one_sentence(directory):
+            return _prepare(asked, fasta, reuse, resume, overwrite, processes, shard, part_tokens)
+
+    with _one_sentence(directory):
+        if together:
+            return _together(directory, asked, tokens, prepare)
+        try:
+            plan = prepare()
+            if isinstance(plan, EmbedReport):
+                return plan
+            with Command(directory / "work"):  # the workers are separate processes that start later
+                if not (directory / "manifest.json").exists():
+                    _compute(directory, asked, plan, processes, tokens, offload, shard)
+                return finish(directory, asked)
+        except (InputError, OSError):
+            if not resume or directory.exists() or not asked.out.exists():
+                raise
+        return finished(asked, fasta)  # another worker has meanwhile made the output and removed the parts
+
+
+def _prepare(
+    asked: EmbedRequest,
+    fasta: Path,
+    reuse: Path | None,
+    resume: bool,
+    overwrite: bool,
+    processes: int,
+    shard: bool,
+    part_tokens: int | None,
+) -> EmbedReport | dict[str, Any]:
+    """Return the plan, or the manifest, of `OUT.partial`; or the report, if nothing remains to be done."""
+    directory = partial(asked.out)
+    for place in (directory, asked.out):
+        clear(place)
+    if resume and not directory.exists() and asked.out.exists():
+        return finished(asked, fasta)
+    going_on = directory.exists()
+    if not (resume and directory.exists()):
+        check_output(asked, overwrite=overwrite)
+    if directory.exists() and not resume:
+        if worker := at_work(directory / "work", say):
+            raise UsageError(
+                f"{asked.out}: another embed is at work on it ({worker}); wait for it, join it with --resume, stop it "
+                "first, or choose another name"
+            )
+        if not overwrite:
+            raise UsageError(f"{directory}: left by an interrupted run; --resume goes on, --overwrite starts over")
+        remove(directory)
+    if reuse is not None:
+        Reuse(reuse, asked.spec)
+    for notice in asked.found.notices:
+        say(notice)
+    if changed := recorded.altered(asked.found.files):
+        say(changed)
+    if resume and going_on and not directory.exists() and asked.out.exists():  # another worker has finished
+        return finished(asked, fasta)
+    plan = _begin(directory, asked, fasta, reuse, processes, shard, part_tokens)
+    if not (directory / "manifest.json").exists():
+        _check_room(directory, asked, plan)
+    return plan
+
+
+def _together(
+    directory: Path, asked: EmbedRequest, tokens: int | None, prepare: Callable[[], EmbedReport | dict[str, Any]]
+) -> EmbedReport:
+    """Run `embed` in one of the processes of a launcher."""
+    from esmshard.embed.workers.sharded_worker import joined, work_together
+
+    with joined() as ranks:
+        plan = ranks.from_first(prepare)
+        if isinstance(plan, EmbedReport):
+            return plan
+        if "sha256" not in plan:  # without sha256 it is a plan, else a manifest
+            with Command(directory / "work") if ranks.is_first else nullcontext():
+                work_together(directory, plan, ranks, tokens)
+        report = ranks.from_first(lambda: report_of(EmbeddingStore(directory, unfinished=True), asked))
+    return finish(directory, asked) if ranks.is_first else report
+
+
+def _begin(
+    directory: Path,
+    asked: EmbedRequest,
+    fasta: Path,
+    reuse: Path | None,
+    processes: int,
+    shard: bool,
+    part_tokens: int | None,
+) -> dict[str, Any]:
+    if (directory / "manifest.json").exists():  # the run was interrupted while the file was written
+        embeddings = EmbeddingStore(directory)
+        check_same(asked, embeddings, directory)
+        part_plan.same_input(directory, fasta, embeddings.manifest)
+        return embeddings.manifest
+    try:
+        limit = None if asked.spec.long.mode != "full" else asked.found.config.max_positions
+        if shard and asked.device.type != "cpu":
+            part_tokens = part_tokens or SHARED_PART
+        longest, device = limit and limit - 2, asked.device.type
+        plan = part_plan.begin(
+            directory, fasta, asked.spec, asked.facts, reuse, part_tokens, device, longest, processes
+        )
+    except BaseException:
+        if not (directory / "plan.json").exists() and not at_work(directory / "work", say):
+            with suppress(OSError):
+                remove(directory)
+        raise
+    if reuse is not None and plan["reuse"] != str(reuse.resolve()):
+        raise UsageError(
+            f"--reuse {reuse}: {directory} was begun {'with ' + plan['reuse'] if plan['reuse'] else 'without it'}; "
+            "leave it out, or start over with --overwrite"
+        )
+    return plan
+
+
+def _check_room(directory: Path, asked: EmbedRequest, plan: dict[str, Any]) -> None:
+    """Refuse an output that cannot fit on the disk, before the first part is computed."""
+    index = RowIndex(directory / "index")
+    if asked.fmt != PARTS:
+        ids = int(index.ids[plan["records"] :][0])
+        suits(asked.fmt, asked.spec.outputs, asked.spec.dtype, asked.out, records=plan["records"], id_bytes=ids)
+    need = 0
+    for part in range(plan["parts"]):
+        if not note_file(directory, part).exists():
+            need += asked.spec.kind.bytes_of(asked.spec.long.kept(index.lengths_of(part)))
+    if asked.fmt != PARTS:
+        need += file_bytes(asked, index, plan["records"])
+    free = shutil.disk_usage(directory).free
+    if need > free:
+        raise InputError(
+            f"{directory}: {need / 1e9:.1f} GB will be written and {free / 1e9:.1f} GB are free; make room, choose "
+            "another place, or store less (--dtype fp16, --pool mean), and go on with --resume"
+        )
+
+
+def _compute(
+    directory: Path,
+    asked: EmbedRequest,
+    plan: dict[str, Any],
+    processes: int,
+    tokens: int | None,
+    offload: bool,
+    shard: bool,
+) -> None:
+    notes = [read_note(note_file(directory, k)) for k in range(plan["parts"])]
+    before = sum(note["rows"] for note in notes if note is not None)
+    if before:
+        say(f"{directory}: going on; {before:,} of {plan['unique']:,} sequences are done")
+    if None not in notes:
+        return
+    if shard:
+        from esmshard.embed.workers.sharded_worker import run_sharded
+
+        run_sharded(directory, processes, tokens)
+        return
+    with Progress("embed", plan["unique"], done=before) as progress:
+        counter = _Counter(progress, plan["unique"], before)
+        if processes > 1:
+            run_local(directory, asked.device.type, processes, tokens, counter.add)
+        else:
+            with Worker(directory / "work") as worker, _offload_folder(directory, offload) as folder:
+                embedder = make_embedder(plan, asked.device, tokens, folder)
+                work(directory, plan, embedder, worker, counter.add)
+
+
+@dataclass
+class _Counter:
+    """Adds up rows and residues for the line of progress."""
+
+    progress: Progress
+    total: int
+    """Rows of the whole output."""
+    rows: int
+    residues: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def add(self, rows: int, residues: int) -> None:
+        """Count so many more, which have just been computed."""
+        if not rows:
+            return
+        self.rows, self.residues = self.rows + rows, self.residues + residues
+        speed = rate(self.residues / max(time.monotonic() - self.began, 1e-9))
+        # The total can be exceeded, because the work of a killed worker is counted again when it is repeated.
+        self.progress.update(min(self.rows, self.total), f"{speed} residues/s")
+
+
+@contextmanager
+def _offload_folder(directory: Path, wanted: bool) -> Iterator[Path | None]:
+    """Provide a directory for layers that do not fit into memory, and remove it at the end."""
+    if not wanted:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=directory / "work") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _one_sentence(directory: Path) -> Iterator[None]:
+    """Turn the error of a full or read-only disk into a message. Finished parts stay."""
+    try:
+        yield
+    except (OSError, RuntimeError, InputError) as caught:
+        # An error from reading the input may already be a message, but without --resume.
+        error = caught.__cause__ if isinstance(caught, InputError) else caught
+        # numpy, HDF5 and torch say it in words only.
+        number, words = getattr(error, "errno", None), ("No space left", " requested and ", "iostream error")
+        if number in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in words):
+            raise InputError(
+                f"{directory}: the disk is full; what is finished stays there: make room and go on with --resume"
+            ) from None
+        if isinstance(error, OSError) and number in (errno.EROFS, errno.EACCES, errno.EPERM):
+            where = error.filename or directory
+            raise InputError(
+                f"{where}: cannot be written to ({(error.strerror or str(error)).lower()}); fix that and go on with "
+                "--resume, or choose another place"
+            ) from None
+        raise

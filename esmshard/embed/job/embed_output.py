@@ -1,0 +1,196 @@
+"""The output of an embedding store whose parts are finished: a directory or one file, and a report."""
+
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from esmshard.data.fasta.symbols import shown
+from esmshard.embed.formats.format_registry import FORMATS, suits
+from esmshard.embed.job.embed_request import PARTS, EmbedRequest
+from esmshard.embed.store import part_plan
+from esmshard.embed.store.embedding_store import EmbeddingStore, note_file, remove, seal, write_failed
+from esmshard.embed.store.part_plan import Spec
+from esmshard.embed.store.parts import DamagedError
+from esmshard.embed.workers.claims import Worker, workers
+from esmshard.errors import InputError, UsageError
+from esmshard.files import read_json
+from esmshard.predict.writers import ids_file
+from esmshard.progress import Progress, say
+
+
+@dataclass(frozen=True)
+class EmbedReport:
+    """The result of a job."""
+
+    out: Path
+    records: int
+    computed: int
+    """Sequences that went through the model, over all attempts."""
+    duplicates: int
+    """Records with the same sequence as an earlier record."""
+    reused: int
+    """Sequences copied from the earlier embedding store."""
+    windowed: int
+    """Sequences divided into windows for lack of memory."""
+    failed: int
+    """Records without values; `failed.tsv` lists them."""
+    failed_file: Path
+
+    def __str__(self) -> str:
+        said = f"{self.out}: {self.records - self.failed:,} records; {self.computed:,} sequences computed"
+        said += f", {self.duplicates:,} duplicates, {self.reused:,} reused"
+        if self.windowed:
+            said += f"; {self.windowed:,} in windows, as memory did not suffice for them whole"
+        if self.failed:
+            said += f"; {self.failed:,} records failed, see {self.failed_file}"
+        return said
+
+    def check(self) -> None:
+        """Raise `InputError` if every record failed, because the output is then empty."""
+        if self.failed < self.records:
+            return
+        with suppress(OSError, IndexError):  # another worker may remove the file
+            first = self.failed_file.read_text(encoding="utf-8").splitlines()[1].split("\t")
+            raise InputError(
+                f"{self.out}: has no values, as every record failed ({self.records:,}), see {self.failed_file}; the "
+                f"first, {shown(first[0])}: {first[2]}; fix that and start over with --overwrite"
+            )
+        raise InputError(
+            f"{self.out}: has no values, as every record failed ({self.records:,}); see {self.failed_file}"
+        )
+
+
+def finish(directory: Path, asked: EmbedRequest) -> EmbedReport:
+    """Make the output from the finished parts, unless another worker does this."""
+    out = asked.out
+    if not (directory / "manifest.json").exists():
+        count = EmbeddingStore(directory, unfinished=True).manifest["parts"].count(None)
+        if count:
+            others = sum(1 for _ in workers(directory / "work"))
+            say(f"{directory}: {count} parts are in the hands of {others} other workers; the last one finishes {out}")
+            return report_of(EmbeddingStore(directory, unfinished=True), asked)
+    with Worker(directory / "work") as worker:
+        while not worker.claim("finish"):
+            if not directory.exists() or not worker.settle(lambda: ["finish"] if directory.exists() else []):
+                say(f"{out}: is being finished by another worker")
+                return report_of(
+                    EmbeddingStore(directory, unfinished=True) if directory.exists() else EmbeddingStore(out), asked
+                )
+        embeddings = EmbeddingStore(directory, unfinished=True)
+        report = report_of(embeddings, asked)
+        try:
+            if asked.fmt == PARTS:
+                seal(directory).close()
+                remove(out, successor=directory)
+            else:
+                merge(embeddings, out, asked.fmt)
+                remove(directory)
+        except DamagedError as error:
+            # Without its note the part is computed again.
+            note_file(directory, error.part).unlink(missing_ok=True)
+            raise InputError(f"{error}; go on with --resume: only that part is computed again") from None
+        finally:
+            embeddings.close()
+    return report
+
+
+def merge(embeddings: EmbeddingStore, out: Path, fmt: str) -> None:
+    """Write the rows of an embedding store into one file. `OUT.json` describes it; `OUT.failed.tsv` lists failed
+    records, if any.
+
+    Raises:
+        UsageError: if the format cannot hold the rows.
+        DamagedError: if a part does not hold the data that was written.
+    """
+    about = embeddings.about()
+    suits(fmt, about.outputs, about.dtype, out)
+    failed, beside = _failed_file(out), _beside(out)
+    _clear_scratch(out)
+    with FORMATS[fmt](out, about) as writer, Progress("write", about.n_records) as progress:
+        for n, row in enumerate(embeddings.rows()):
+            writer.add(row)
+            if n and n % 4096 == 0:
+                progress.update(n, fmt)
+        for path in (failed, beside):
+            path.unlink(missing_ok=True)
+        write_failed(embeddings, failed)
+    said = {
+        "format": fmt,
+        **embeddings.attributes,
+        "outputs": [one.name for one in embeddings.outputs],
+        "dim": embeddings.spec.dim,
+        "records": about.n_records,
+        "failed": len(embeddings) - about.n_records,
+        "input": embeddings.manifest["input"],
+        "source": embeddings.manifest["source"],
+        "spec": embeddings.spec.as_json(),
+    }
+    scratch = beside.with_name(f".tmp-{beside.name}")
+    scratch.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(beside)
+
+
+def finished(asked: EmbedRequest, fasta: Path) -> EmbedReport:
+    """Handle `--resume` of a finished output: check that it matches the request, and change nothing."""
+    out = asked.out
+    if asked.fmt == PARTS:
+        embeddings = EmbeddingStore(out)
+        check_same(asked, embeddings, out)
+        part_plan.same_input(out, fasta, embeddings.manifest)
+        said = report_of(embeddings, asked)
+    else:
+        try:
+            known = read_json(_beside(out))
+            spec, failed, records = Spec.of(known), int(known["failed"]), int(known["records"])
+            known["model"], known["input"], known["source"]["path"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UsageError(
+                f"{out}: exists already, and {_beside(out).name}, which says what it holds, is missing or damaged; "
+                "--overwrite starts over"
+            ) from None
+        if difference := asked.spec.differs(spec, asked.model, known["model"]):
+            raise UsageError(f"{out}: was made {difference}; --overwrite starts over")
+        part_plan.same_input(out, fasta, known)
+        said = EmbedReport(out, records + failed, 0, 0, 0, 0, failed, _failed_file(out))
+    say(f"{out}: is finished already")
+    return said
+
+
+def check_same(asked: EmbedRequest, embeddings: EmbeddingStore, place: Path) -> None:
+    """Raise `UsageError` if an embedding store does not match the request."""
+    difference = asked.spec.differs(embeddings.spec, asked.model, embeddings.manifest["facts"]["model"])
+    if difference:
+        raise UsageError(f"{place}: was made {difference}; --overwrite starts over")
+
+
+def report_of(embeddings: EmbeddingStore, asked: EmbedRequest) -> EmbedReport:
+    """Report the work on an embedding store, over all attempts."""
+    out = asked.out
+    notes = [note for note in embeddings.manifest["parts"] if note is not None]
+    records, unique = embeddings.manifest["records"], embeddings.manifest["unique"]
+    reused = sum(note["reused"] for note in notes)
+    windowed = sum(len(note["windowed"]) for note in notes)
+    rows = sum(note["rows"] for note in notes)
+    failed = out / "failed.tsv" if asked.fmt == PARTS else _failed_file(out)
+    return EmbedReport(out, records, rows - reused, records - unique, reused, windowed, len(embeddings.failed), failed)
+
+
+def _beside(out: Path) -> Path:
+    return out.with_name(f"{out.name}.json")
+
+
+def _failed_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.failed.tsv")
+
+
+def _clear_scratch(out: Path) -> None:
+    """Remove the temporary files of killed writers: FormatWriter's `.tmp-PROCESS-NAME`."""
+    for path in out.parent.glob(".tmp-*") if out.parent.is_dir() else ():
+        process, _, name = path.name.removeprefix(".tmp-").partition("-")
+        if process.isdigit() and name in (out.name, ids_file(out).name):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,113 @@
+"""The request of an `embed` job, checked before the input is read."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
+from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, bytes_of, check_place, suits
+from esmshard.embed.store.model_hash import model_hash
+from esmshard.embed.store.part_plan import Spec
+from esmshard.embed.store.row_index import RowIndex
+from esmshard.errors import UsageError
+from esmshard.launch.process_group import precision_on
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.open_weights import Weights
+
+PARTS = "parts"
+"""The format that is a directory, namely the embedding store itself."""
+
+
+@dataclass(frozen=True)
+class EmbedRequest:
+    """What to compute and where to write it, checked as far as is possible without reading the input."""
+
+    model: str
+    out: Path
+    fmt: str
+    spec: Spec
+    found: Weights
+    device: torch.device
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return further facts that are written to the plan."""
+        return {"model": self.model, "architecture": asdict(self.found.config), "notices": self.found.notices}
+
+
+def request(
+    model: str,
+    out: Path,
+    *,
+    fmt: str | None = None,
+    pools: Sequence[str] = (),
+    layers: Sequence[int] = (),
+    dtype: str = "fp32",
+    precision: str = "auto",
+    long: Long = Long(),  # noqa: B008  # frozen
+) -> EmbedRequest:
+    """Check a request, and find the model.
+
+    Args:
+        model: see `esmshard.model.weights.open_weights.read`.
+        out: file or directory to write.
+        fmt: a key of FORMATS, or `parts`; by default from the ending of `out`, and `parts` if there is none.
+        pools: see `Output`; by default the usual pool of the format.
+        layers: 0 (embedding) to the number of layers; the last, normed layer by default.
+        dtype: dtype of the numbers in the file.
+        precision: precision of the arithmetic: fp32, bf16, fp16 or `auto`, which is fast on the device.
+        long: the treatment of long sequences.
+
+    Raises:
+        UsageError: if the outputs cannot be computed or written.
+        InputError: if the model cannot be read.
+    """
+    fmt = fmt or out.suffix.removeprefix(".") or PARTS
+    if fmt not in (*FORMATS, PARTS):
+        known = ", ".join([*FORMATS, f"{PARTS} (a directory)"])
+        raise UsageError(f"{out}: no format '{fmt}'; there are {known} (by ending, or --format)")
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
+    found = open_weights.read(model)
+    outputs = choose(list(pools) or [DEFAULT_POOL.get(fmt, "mean")], list(layers), found.config.n_layers, model)
+    for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):
+        if any(one.pool == pool for one in outputs) and part in found.unlearned:
+            raise UsageError(f"--pool {pool}: {model} has no trained {part}, which they come from; take another model")
+    if fmt != PARTS:
+        suits(fmt, outputs, dtype, out)  # type: ignore[arg-type]
+    device = open_weights.default_device()
+    if precision not in ("auto", *DTYPES):
+        raise UsageError(f"--precision {precision}: auto, {', '.join(DTYPES)} are expected")
+    compute: Dtype = precision_on(device, precision)  # type: ignore[arg-type]
+    longest = found.config.max_positions
+    if longest is not None and long.mode != "full" and long.window > longest - 2:
+        raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")
+    spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long.check())  # type: ignore[arg-type]
+    return EmbedRequest(model, out, fmt, spec, found, device)
+
+
+def check_output(asked: EmbedRequest, *, overwrite: bool) -> None:
+    """Refuse to replace an existing output without `overwrite`."""
+    out = asked.out
+    if asked.fmt != PARTS:
+        check_place(asked.fmt, out, overwrite=overwrite)
+    elif out.exists():
+        if not overwrite:
+            raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
+        if not (out / "manifest.json").is_file():
+            raise UsageError(f"{out}: is no directory of embeddings, so it is not replaced; choose another name")
+
+
+def file_bytes(asked: EmbedRequest, index: RowIndex, records: int, fmt: str | None = None) -> int:
+    """Return the bytes of the file that is made from an embedding store."""
+    total = 0
+    for start in range(0, records, 1 << 16):
+        stop = min(start + (1 << 16), records)
+        kept = asked.spec.long.kept(index.lengths[start:stop].astype("int64"))
+        text = index.ids[start : stop + 1]
+        ids = int(text[-1] - text[0])
+        total += bytes_of(fmt or asked.fmt, asked.spec.outputs, asked.spec.dtype, asked.spec.dim, kept, ids)
+    return total

@@ -1,0 +1,1 @@
+"""The processes that claim and compute parts, alone or sharded over several GPUs."""

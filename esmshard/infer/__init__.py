@@ -1,1 +1,0 @@
-"""Embeddings and predictions from a finished model, in one process."""

@@ -1,0 +1,230 @@
+"""Start the processes of a run on this machine, and look after them until all have ended: what `--nproc N` does.
+
+Each process learns its rank from the environment variables that torch reads. They meet through a store that this
+launcher holds, and everything listens on the loopback interface only. On several machines srun or torchrun takes the
+place of this module.
+"""
+
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from subprocess import Popen, TimeoutExpired
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from esmshard.errors import LostProcess
+from esmshard.launch import address, cpu_limits
+from esmshard.launch.preemption import Preempted
+from esmshard.launch.process_environment import CRASHED, LAUNCH, LAUNCHER, SHARED_CORES
+from esmshard.progress import say
+
+STOP_TIMEOUT = 600.0
+"""Seconds that processes have to save and leave after SIGTERM or SIGUSR1. A scheduler's own limit is mostly shorter."""
+
+END_TIMEOUT = 30.0
+"""Seconds that processes have to leave after another signal, for which nothing is saved, or after one has failed."""
+
+# By name, for Windows does not have all of them.
+TO_SAVE, TO_END = (
+    tuple(signal.Signals[name] for name in names if hasattr(signal, name))
+    for names in (("SIGTERM", "SIGUSR1"), ("SIGINT", "SIGHUP", "SIGQUIT"))
+)
+_POLL = 0.1  # seconds between two looks at the processes
+
+
+def run_local(
+    arguments: Sequence[str], nproc: int, *, max_restarts: int = 0, stop_timeout: float = STOP_TIMEOUT
+) -> int:
+    """Run `python ARGUMENTS` in `nproc` processes of this machine, with RANK and so on in their environment.
+
+    Signals that come here are passed on to the processes. The cores are divided among them: each process computes with
+    cores / nproc threads unless OMP_NUM_THREADS says otherwise.
+
+    Args:
+        arguments: of the interpreter, such as `-m esmshard finetune recipe.yaml`.
+        nproc: number of processes to start.
+        max_restarts: how often all processes are started again after one was lost: killed by a signal, crashed (70), or
+            left without another process (69). A user's mistake or a request to stop never leads to a restart.
+        stop_timeout: seconds that the processes have for leaving after SIGTERM or SIGUSR1; then they are killed.
+
+    Returns:
+        0 if all went well; 75 if processes saved and left, or had not begun when SIGTERM came; else the exit code of
+        the process whose failure was the cause, 128 + N if signal N ended it, or the code of a signal that came here.
+    """
+    shared = {LAUNCHER: str(os.getpid()), LAUNCH: uuid.uuid4().hex}
+    if "OMP_NUM_THREADS" not in os.environ:
+        shared |= {"OMP_NUM_THREADS": str(max(1, cpu_limits.cores() // nproc)), SHARED_CORES: "1"}
+    restarts = 0
+    with _listening() as signals:
+        while not signals:
+            processes = _Processes(signals, stop_timeout)
+            with _store(nproc) as store_variables:
+                processes.start(arguments, nproc, {**os.environ, **shared, **store_variables, _RESTARTS: str(restarts)})
+                processes.watch()
+            code, why, may_restart = processes.verdict()
+            if not may_restart or signals or restarts == max_restarts:
+                if why:
+                    say(f"error: {why}")
+                return code
+            restarts += 1
+            say(f"{why or f'a process ended with exit code {code}'}; restart {restarts} of {max_restarts}")
+        return _code_of(signals)
+
+
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # worker.attempt() reads it
+
+
+@contextmanager
+def _store(nproc: int) -> Iterator[dict[str, str]]:
+    """Hold the store through which the processes meet, on the loopback interface; yield the variables that name it.
+
+    It is held here, and not by rank 0, so that the others can still agree on what happened when rank 0 is gone. torch
+    itself would listen on all addresses, and whoever reaches the store can run code: torch pickles what it keeps there.
+    """
+    host = address.loopback()
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.bind((host, 0))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    # The store takes the socket over and closes it, hence detach().
+    store = TCPStore(
+        host, port, nproc, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    variables = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    interface = address.interface(host)
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    yield variables
+    del store
+
+
+@dataclass
+class _Processes:
+    """The processes of one start, and what has become of them."""
+
+    signals: list[int]
+    """Signals that have come to the launcher so far; more come while it runs."""
+    stop_timeout: float
+    handles: "list[Popen[bytes]]" = field(default_factory=list)
+    forwarded: int = 0
+    """How many of the signals have been passed on."""
+    stop_by: float = math.inf
+    """When the processes are killed, on the monotonic clock."""
+    killed_late: int = 0
+    """Processes that did not leave in time after a signal."""
+    ended: list[int] = field(default_factory=list)
+    """Ranks in the order in which they were found to have ended."""
+    codes: list[int | None] = field(default_factory=list)
+    """Exit codes in rank order, -N after signal N; None while a process runs, or if the launcher had to kill it."""
+
+    def start(self, arguments: Sequence[str], nproc: int, environment: dict[str, str]) -> None:
+        """Start all processes, each as the leader of a group of its own: Ctrl-C comes to the launcher alone."""
+        for rank in range(nproc):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+            own = {name: str(value) for name, value in ranks.items()}
+            command = [sys.executable, *arguments]
+            self.handles.append(Popen(command, env=environment | own, start_new_session=True))  # noqa: S603
+        self.codes = [None] * nproc
+
+    def watch(self) -> None:
+        """Pass signals on until all processes have ended, or have to be killed."""
+        while True:
+            self.codes = [process.poll() for process in self.handles]
+            self.ended += [n for n, code in enumerate(self.codes) if code is not None and n not in self.ended]
+            self._pass_on()
+            if None not in self.codes:
+                return
+            left = any(self._has_left(code) for code in self.codes)
+            if left and not self.signals:  # the others cannot go on without a process that was asked alone
+                self.signals.append(signal.SIGTERM)
+                continue
+            now = time.monotonic()
+            if now > self.stop_by:
+                self.killed_late = self.codes.count(None)
+                break
+            failed = [code for code in self.codes if code and not self._has_left(code)]
+            if any(code < 0 or code == CRASHED for code in failed) and not left:
+                break  # the others can do nothing but wait for it in vain
+            if any(code != LostProcess.exit_code or not left for code in failed):
+                # All ranks make the same mistake, and rank 0 says so for all: it needs the time to do that.
+                self.stop_by = min(self.stop_by, now + END_TIMEOUT)
+            time.sleep(_POLL)
+        for process in self.handles:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                with suppress(TimeoutExpired):  # a process that hangs in its driver cannot even be killed
+                    process.wait(END_TIMEOUT)
+
+    def _pass_on(self) -> None:
+        for number in self.signals[self.forwarded :]:
+            for process in self.handles:
+                process.send_signal(number)
+            self.forwarded += 1
+            impatient = self.signals[: self.forwarded].count(signal.SIGINT) > 1
+            seconds = self.stop_timeout if number in TO_SAVE else 0 if impatient else END_TIMEOUT
+            self.stop_by = min(self.stop_by, time.monotonic() + seconds)
+
+    def _has_left(self, code: int | None) -> bool:
+        """Whether a process saved and left, or a signal ended it in its first second, before it could listen."""
+        return code == Preempted.exit_code or (code is not None and -code in TO_SAVE and -code in self.signals)
+
+    def verdict(self) -> tuple[int, str, bool]:
+        """The exit code of all together, why they failed if no process has said it, and whether a restart may help."""
+        left = any(self._has_left(code) for code in self.codes)
+        failed = [
+            (rank, code)
+            for rank in self.ended
+            if (code := self.codes[rank]) and not self._has_left(code) and not (left and code == LostProcess.exit_code)
+        ]
+        if self.killed_late and not failed and self.signals and not any(number in TO_END for number in self.signals):
+            count, name = self.killed_late, signal.Signals(self.signals[0]).name
+            processes = f"{count} process{'es' if count > 1 else ''}"
+            return 1, f"{processes} did not leave within {self.stop_timeout:g} s of {name}, and had to be killed", False
+        if not failed:
+            return (_code_of(self.signals) if left or self.killed_late else 0), "", False
+        rank, code = min(failed, key=lambda one: _weight(one[1]))  # the first one, where they weigh the same
+        if code > 0:
+            words = f"the process of rank {rank} crashed" if code == CRASHED else ""
+            return code, words, code in (CRASHED, LostProcess.exit_code)
+        hint = " (out of memory, perhaps)" if code == -signal.SIGKILL else ""
+        by_us = -code in TO_END and -code in self.signals
+        words = "" if by_us else f"the process of rank {rank} was ended by {signal.Signals(-code).name}{hint}"
+        return 128 - code, words, not by_us
+
+
+def _weight(code: int) -> int:
+    """Of several failures the cause comes first: a mistake, then a signal, a crash, the loss of another process."""
+    return {CRASHED: 2, LostProcess.exit_code: 3}.get(code, 1 if code < 0 else 0)
+
+
+def _code_of(signals: Sequence[int]) -> int:
+    """The exit code after signals: 128 + N for one that ends a run, else 75."""
+    return next((128 + number for number in signals if number in TO_END), Preempted.exit_code)
+
+
+@contextmanager
+def _listening() -> Iterator[list[int]]:
+    """The signals that have come so far. An ignored signal stays ignored: `nohup` would be in vain otherwise.
+
+    Outside the main thread, where Python allows no handlers, no signal is heard.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    heard = [number for number in (*TO_SAVE, *TO_END) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in heard}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

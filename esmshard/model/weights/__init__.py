@@ -1,0 +1,1 @@
+"""Weight files of every layout that is read or written, released names, and adapters."""

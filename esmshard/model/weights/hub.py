@@ -1,0 +1,325 @@
+"""Released models by name: from the caches of fair-esm and of the Hugging Face hub, else downloaded from the hub.
+
+Downloads come only from the hub: fair-esm's own server announces no checksums, so a damaged file could not be detected.
+huggingface_hub reads its environment variables on import, and torch is slow to import, so both are imported late.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from esmshard.errors import InputError, UsageError
+from esmshard.files import read_json, sha256
+from esmshard.progress import say
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+RELEASED = {
+    name: f"facebook/{name}"
+    for name in (
+        "esm2_t6_8M_UR50D",
+        "esm2_t12_35M_UR50D",
+        "esm2_t30_150M_UR50D",
+        "esm2_t33_650M_UR50D",
+        "esm2_t36_3B_UR50D",
+        "esm2_t48_15B_UR50D",
+        "esm1b_t33_650M_UR50S",
+        *(f"esm1v_t33_650M_UR90S_{number}" for number in range(1, 6)),
+    )
+}
+"""The repository on the Hugging Face hub of each released model, by name."""
+
+_CONFIG = "config.json"
+_TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
+_LAYOUTS = tuple(
+    f"{weights}{index}" for weights in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
+)
+"""Files that hold the weights of a model, in the order in which `open_weights.read` looks for them."""
+
+ANSWER = 10.0
+"""Most seconds until the hub's first answer."""
+PATIENCE = 3.0
+"""Seconds that a process waits for another process's download before it reports this."""
+
+
+def check(names: Collection[str], to: Path | None = None, overwrite: bool = False) -> None:
+    """Check the names and outputs of a command before anything is downloaded.
+
+    Raises:
+        UsageError: names are not in `RELEASED`, or outputs exist; all problems are listed.
+    """
+    problems = [f"{name}: not a released model; one of {', '.join(RELEASED)}" for name in names if name not in RELEASED]
+    if to is not None and not overwrite:
+        taken = [to / name for name in names if os.path.lexists(to / name)]
+        problems += [f"{path}: exists already; choose another directory or pass --overwrite" for path in taken]
+    if problems:
+        raise UsageError(*problems)
+
+
+def find(name: str) -> Path | None:
+    """Find a released model in the local caches: fair-esm's `NAME.pt` in torch hub's cache, or a complete snapshot in
+    the hub's cache.
+
+    Never uses the network. A cache that holds the tokenizer only, or lacks a shard, is not a model.
+    """
+    check([name])
+    file = _torch_hub_file(name)
+    return file if file.is_file() else _snapshot(name)
+
+
+def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
+    """Find a released model in the local caches, or download it into the hub's cache. One process of a machine
+    downloads.
+
+    Args:
+        name: one of `RELEASED`.
+        to: make `to/NAME`, a directory of plain files, and leave the caches unchanged.
+        overwrite: replace `to/NAME` if it exists.
+
+    Returns:
+        A directory in transformers' layout, or a fair-esm `.pt` file.
+
+    Raises:
+        UsageError: the name is unknown or the output exists.
+        InputError: the model is not here and cannot be downloaded, or the download is not what the hub announced.
+    """
+    check([name], to, overwrite)
+    if to is not None:
+        return _fetch_to(name, to)
+    found = find(name)
+    if found:
+        return found
+    # The hub is asked before the lock is taken: without a network, all ranks learn this at once, not one by one.
+    info = _ask(name, f"neither {_torch_hub_file(name)} nor a whole copy in {_hub_cache()} is here")
+    with _alone(name):
+        return find(name) or _download(name, info)
+
+
+def _fetch_to(name: str, to: Path) -> Path:
+    target = to / name
+    work = to / f".tmp-{name}-{os.getpid()}"  # mkdtemp would make a directory that is closed to the group.
+    cached = _snapshot(name)
+    info = None if cached else _ask(name, f"not whole in {_hub_cache()}")
+    with _one_sentence(f"{name}:", name, to):
+        try:
+            work.mkdir(parents=True)
+            if cached:
+                wanted = {_CONFIG, *_TOKENIZER, *_weights(cached)}
+                for file in cached.iterdir():
+                    if file.name in wanted:
+                        shutil.copyfile(file, work / file.name)
+            elif info:
+                _download(name, info, work)
+                shutil.rmtree(work / ".cache", ignore_errors=True)  # files of the library
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            elif os.path.lexists(target):
+                target.unlink()
+            work.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    say(f"{name}: in {target}")
+    return target
+
+
+def _torch_hub_file(name: str) -> Path:
+    import torch
+
+    return Path(torch.hub.get_dir()) / "checkpoints" / f"{name}.pt"
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _snapshot(name: str) -> Path | None:
+    """Find a complete snapshot in the hub's cache: the snapshot of `main`, else the newest."""
+    folder = _hub_cache() / f"models--{RELEASED[name].replace('/', '--')}"
+    try:
+        main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        main = ""
+    found = [snapshot for snapshot in (folder / "snapshots").glob("*") if _weights(snapshot)]
+    return max(found, key=lambda snapshot: (snapshot.name == main, snapshot.stat().st_mtime), default=None)
+
+
+def _weights(directory: Path) -> list[str]:
+    """Return the names of the weight files of a complete model, with the index; nothing if a file is missing."""
+    if not (directory / _CONFIG).is_file():
+        return []
+    layout = next((layout for layout in _LAYOUTS if (directory / layout).is_file()), None)
+    if layout is None or not layout.endswith(".index.json"):
+        return [layout] if layout else []
+    try:
+        index = read_json(directory / layout)
+        shards = sorted({str(shard) for shard in index["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [layout, *shards] if shards and all((directory / shard).is_file() for shard in shards) else []
+
+
+def _ask(name: str, tried: str) -> "ModelInfo":
+    """Ask the hub for the files of a model, with their sizes and checksums."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise InputError(
+            f"{name}: {tried}, and offline mode is on (HF_HUB_OFFLINE); download it where there is a network, or "
+            f"{_by_hand(name)}"
+        )
+    with _one_sentence(f"{name}: {tried}, and", name, _hub_cache()):
+        return HfApi().model_info(RELEASED[name], files_metadata=True, timeout=ANSWER)
+
+
+def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Path:
+    """Download the files of a model to a directory, or to the hub's cache, and check each file."""
+    from huggingface_hub import constants, hf_hub_download
+
+    siblings = {sibling.rfilename: sibling for sibling in info.siblings or []}
+    weights = _choose(name, siblings.keys())
+    # The configuration comes last: a directory without it is never taken for a model, even after a crash.
+    files = [*weights, *(file for file in _TOKENIZER if file in siblings), _CONFIG]
+    place = directory or _hub_cache()
+    size = sum(siblings[file].size or 0 for file in files if file in siblings)
+    say(f"{name}: downloading {_bytes(size)} from {constants.ENDPOINT}/{RELEASED[name]}")
+    free = shutil.disk_usage(place).free
+    if size > free:
+        raise InputError(f"{name}: needs {_bytes(size)}, and {place} has {_bytes(free)} left; {_elsewhere(place)}")
+    path = place
+    # Files are downloaded one after the other in this thread, since Ctrl-C would wait for the gigabytes of other
+    # threads.
+    for file in files:
+        with _one_sentence(f"{name}: {file} did not come whole:", name, place):
+            path = Path(hf_hub_download(RELEASED[name], file, local_dir=directory))
+        lfs = siblings[file].lfs if file in siblings else None
+        _verify(name, path, lfs.sha256 if lfs else None, binary=Path(file).suffix in (".safetensors", ".bin"))
+    if not _weights(path.parent):
+        raise InputError(f"{name}: {path.parent} lacks files after the download; try again, or {_by_hand(name)}")
+    if directory is None:
+        say(f"{name}: in {path.parent}")
+    return path.parent
+
+
+def _choose(name: str, files: Collection[str]) -> list[str]:
+    """Choose the weight files to download: one format, and safetensors if the repository has it."""
+    for layout in _LAYOUTS:
+        if layout in files:
+            if not layout.endswith(".index.json"):
+                return [layout]
+            whole = Path(layout.removesuffix(".index.json"))
+            shards = re.compile(rf"{whole.stem}-\d+-of-\d+{re.escape(whole.suffix)}")
+            return [*sorted(filter(shards.fullmatch, files)), layout]
+    raise InputError(f"{name}: {RELEASED[name]} holds no weights in a form that is read here; {_by_hand(name)}")
+
+
+def _verify(name: str, path: Path, announced: str | None, *, binary: bool) -> None:
+    """Compare a file with its announced sha256, and check that it is no web page. A bad file is removed."""
+    from huggingface_hub import constants
+
+    with path.open("rb") as file:
+        start = file.read(512).lstrip().lower()
+    digest = sha256(path) if announced else None  # The library compares sizes only.
+    fault = None
+    if start.startswith((b"<!doctype", b"<html")):
+        fault = "is a web page; a proxy or the network's login page answered"
+    elif digest != announced:
+        fault = f"has sha256 {str(digest)[:12]}..., and {str(announced)[:12]}... was announced"
+    elif path.suffix == ".json":
+        try:
+            read_json(path)
+        except ValueError:
+            fault = "is not JSON"
+    if fault:
+        _discard(path)
+        raise InputError(
+            f"{name}: {path.name} from {constants.ENDPOINT} {fault}, and it was deleted; try again, and if it stays "
+            f"so look for a proxy that alters files, or {_by_hand(name)}"
+        )
+    if binary and not announced:
+        say(f"{name}: {constants.ENDPOINT} announces no sha256 of {path.name}, so it could not be checked")
+
+
+def _discard(path: Path) -> None:
+    """Remove a file and everything that its links lead to: in the cache, the blob and the target of the blob."""
+    while path.is_symlink():
+        target = path.parent / path.readlink()
+        path.unlink()
+        path = target
+    path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Let one process of a machine in at a time. The system frees the lock of a process that dies."""
+    from filelock import FileLock, Timeout
+
+    path = _hub_cache() / ".locks" / f"esmshard-{name}.lock"
+    lock = FileLock(path)
+    with _one_sentence(f"{name}:", name, _hub_cache()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=PATIENCE)
+        except Timeout:
+            say(f"{name}: waiting for another process that downloads it")
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _one_sentence(what: str, name: str, place: Path) -> Iterator[None]:
+    """Turn any failure into one sentence. The libraries retry by themselves if this may help."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # requests, httpx and hf_xet have no common exception type.
+        raise InputError(f"{what} {_reason(error, name, place)}") from None
+
+
+def _reason(error: BaseException, name: str, place: Path) -> str:
+    """Describe what went wrong, and the fix."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import FileMetadataError, RepositoryNotFoundError
+
+    chain = [error]  # The library advises to check the connection after every error; the cause is further down.
+    while chain[-1].__cause__:
+        chain.append(chain[-1].__cause__)
+    for link in chain:
+        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"{place} has no space left; {_elsewhere(place)}"
+        if isinstance(link, OSError) and link.filename:  # The error is about a file; network errors have no file name.
+            return f"{link.filename} cannot be written ({str(link.strerror).lower()}); {_elsewhere(place)}"
+    again = f"try again, or {_by_hand(name)}"
+    if any(isinstance(link, RepositoryNotFoundError) for link in chain):
+        return f"{constants.ENDPOINT} has no repository {RELEASED[name]}, or asks for a token (HF_TOKEN); {again}"
+    if any(isinstance(link, (FileMetadataError, json.JSONDecodeError, UnicodeDecodeError)) for link in chain):
+        return (
+            f"{constants.ENDPOINT} does not answer as a Hugging Face hub does (a proxy or the network's login page may "
+            f"answer for it; HF_ENDPOINT says where the hub is); {again}"
+        )
+    said = next((str(link).strip().splitlines()[0] for link in reversed(chain) if str(link).strip()), "no reason given")
+    return f"{constants.ENDPOINT} could not be reached or broke off ({said}); {again}"
+
+
+def _elsewhere(place: Path) -> str:
+    return "set HF_HOME to another directory" if place == _hub_cache() else "choose another directory"
+
+
+def _by_hand(name: str) -> str:
+    return f"put fair-esm's {name}.pt at {_torch_hub_file(name)}, or give a model's path instead of its name"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

@@ -1,0 +1,118 @@
+"""Opens weight files without running code from them, and describes what is wrong with other files."""
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from esmshard import files
+from esmshard.errors import InputError
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class WeightReader:
+    """A reader of one tensor, or of some rows of it, so that no second copy of a model is needed in memory."""
+
+    shape: torch.Size
+    """Shape of the whole tensor."""
+    rows: Callable[[slice], torch.Tensor]
+
+    def __call__(self, rows: slice = ALL) -> torch.Tensor:
+        """Read the tensor, or these rows of it."""
+        return self.rows(rows)
+
+    def then(self, change: Callable[[torch.Tensor, slice], torch.Tensor]) -> "WeightReader":
+        """Return a reader whose tensors are passed through `change(tensor, rows)`."""
+        return WeightReader(self.shape, lambda rows: change(self.rows(rows), rows))
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a model directory.
+
+    Raises:
+        InputError: the file is missing or is not JSON.
+    """
+    try:
+        return files.read_json(path)
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; the directory is not a complete model") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON{_really(path, f': {error}')}") from None
+
+
+def read_safetensors(path: Path) -> dict[str, WeightReader]:
+    """Return readers of the tensors of a safetensors file, by key. Only the header is read now."""
+
+    def rows(key: str, rows: slice) -> torch.Tensor:
+        with safe_open(path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(key) if rows == ALL else file.get_slice(key)[rows]
+            return tensor
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            sizes = {key: torch.Size(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            return {key: WeightReader(size, partial(rows, key)) for key, size in sizes.items()}
+    except (OSError, SafetensorError) as error:
+        why = _really(path, f" ({error}); copy or download it again")
+        raise InputError(f"{path}: not a readable safetensors file{why}") from None
+
+
+def read_pickle(path: Path) -> dict[str, Any]:
+    """Read the dictionary in a torch file. Only tensors, containers and `argparse.Namespace` may
+    occur; no code is run.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            try:
+                data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # Files of the format before torch 1.6 cannot be mapped.
+                data = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # A broken pickle may raise any exception.
+        code = re.search(r"unsupported (?:global: )?GLOBAL ([\w.]+)", str(error), re.IGNORECASE)
+        if code:
+            raise InputError(
+                f"{path}: holds code ({code[1]}), and none of it was run; weights are tensors only, so get the model "
+                "from its publisher, best as safetensors"
+            ) from None
+        reason = str(error).split("\n")[0].split(". ")[0] or type(error).__name__
+        if reason.startswith("Weights only load failed"):  # torch's message goes on to advise loading with code.
+            reason = "not a torch file"
+        why = _really(path, f" ({reason}); copy or download it again")
+        raise InputError(f"{path}: cannot be read as torch weights{why}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: holds a {type(data).__name__}, not a dictionary of weights")
+    return data
+
+
+def read_state_dict(path: Path) -> dict[str, WeightReader]:
+    """Return readers of the tensors of a torch file that holds nothing else, by key."""
+    return tensors(read_pickle(path))
+
+
+def tensors(state: Mapping[str, Any]) -> dict[str, WeightReader]:
+    """Return readers of the tensors of a dictionary in memory."""
+    return {
+        str(k): WeightReader(v.shape, v.detach().__getitem__) for k, v in state.items() if isinstance(v, torch.Tensor)
+    }
+
+
+def _really(path: Path, otherwise: str) -> str:
+    """Recognise what often replaces a weight file: a git-LFS pointer, or a page that a proxy or the hub sent."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(512).lstrip().lower()
+    except OSError:
+        return otherwise
+    if start.startswith(b"version https://git-lfs"):
+        return ": it is a git-LFS pointer and not the file it stands for; run `git lfs pull`, or download the file"
+    if start.startswith((b"<!doctype html", b"<html")):
+        return ": it is an HTML page, so the download went wrong; download the file again"
+    return otherwise

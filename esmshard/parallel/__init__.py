@@ -1,1 +1,0 @@
-"""Processes, sharding, memory. Knows modules and numbers, no model, task or recipe."""

@@ -1,0 +1,322 @@
+"""The cost of a training step: bytes communicated, and seconds that a rank computes, waits and updates. No torch.
+
+The model is a roofline: matrix products and attention run at a share of the data sheet's FLOP/s, element-wise
+operations at a share of the memory's speed, collectives at a share of the slowest link on their way. FSDP gathers the
+weights of the next layer and reduces the gradients of the last layer while a layer computes; communication that takes
+longer than the layer is exposed. Only the shares below were fitted. They are the same for every model and machine, and
+`benchmarks/published.py` compares the result with published runs. Letters: see `esmshard.batch`.
+"""
+
+from dataclasses import dataclass
+
+from esmshard.planner.machines import Machines
+from esmshard.planner.memory_model import ModelNumbers
+from esmshard.sharding.layout import BYTES, Layout
+
+MATMUL_SHARE = 0.68
+"""The share of the data sheet's FLOP/s that large matrix products reach, with launch gaps and lower clocks included."""
+ATTENTION_SHARE = 0.4
+"""The same share for FlashAttention-2, forward and backward (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100)."""
+HBM_SHARE = 0.8
+"""The share of the data sheet's bytes/s that element-wise kernels reach."""
+LINK_SHARE = 0.75
+"""The share of a link's bytes/s that large collectives reach (nccl-tests, bus bandwidth)."""
+LATENCY = 30e-6
+"""Seconds of an empty collective within a machine. Each further machine adds `HOP`."""
+HOP = 5e-6
+LAUNCH = 4e-4
+"""Seconds that the host needs for one forward pass of an eager layer: about 40 kernels and FSDP's hooks."""
+PCIE = 20e9
+"""Bytes/s between a GPU and pinned memory of its machine."""
+HOST_OPTIMIZER = 20e9
+"""Bytes/s that one process's AdamW reads and writes in the machine's memory, for `cpu_offload`."""
+ADAMW_BYTES = 40
+"""Bytes moved for each parameter: weight, gradient and two moments are read, three of them are written, and clipping
+reads and writes the gradient.
+"""
+
+OUR_PASSES = 88
+"""Vectors of width D that element-wise kernels of one of our layers read or write in the forward pass for a token, in
+the precision of the arithmetic: LayerNorms 4, joined bias and rotation 30 (in fp32), attention 4, sums 6, gelu 8, and
+36 for the reshapes and casts between them. A compiled layer needs about half of them.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of one rank in one step."""
+
+    tokens: int
+    """The tokens of one micro-batch, with padding if there is any."""
+    micro_batches: int = 1
+    attended: float = 0.0
+    """The tokens that a token attends to, averaged over tokens: sum of squared lengths over sum of lengths."""
+    head_bytes: int = 0
+    """Bytes that logits or task head keep for the backward pass of a micro-batch. Moving them takes the head's time."""
+    head_products: int = 0
+    """Parameters of a matrix after the layers that every token goes through, such as that of a large vocabulary."""
+    real: float = 1.0
+    """The share of the tokens that is not padding."""
+    passes: float = OUR_PASSES
+    """See OUR_PASSES; another implementation has its own number."""
+    recomputed_products: float = 0.0
+    """The share of the matrix products that selective checkpointing recomputes; 0 for esmshard, which keeps all of
+    them.
+    """
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes that one rank receives in one step."""
+
+    gather_forward: int
+    gather_backward: int
+    reduce_scatter: int
+    all_reduce: int
+    """Bytes of the all-reduce between copies of the model."""
+    between_machines: int
+    """The part of all bytes that comes from other machines."""
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all bytes."""
+        return self.gather_forward + self.gather_backward + self.reduce_scatter + self.all_reduce
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The seconds of one step on one rank, and figures derived from them."""
+
+    compute: float
+    """Forward and backward passes, without recomputation."""
+    recompute: float
+    communication: float
+    """All collectives, overlapped or not."""
+    exposed: float
+    """The part of the communication that does not overlap with computation."""
+    optimizer: float
+    tokens_per_second: float
+    """Tokens per second of one GPU, without padding."""
+    mfu: float
+    """The FLOPs that the model needs for all tokens, without recomputation, over the data sheet's FLOPs in the same
+    time.
+    """
+    traffic: Traffic
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of one step."""
+        return self.compute + self.recompute + self.exposed + self.optimizer
+
+
+def forward_flops(numbers: ModelNumbers, attended: float) -> float:
+    """Return the FLOPs of one token's forward pass: two for each parameter of a layer, and attention's two products."""
+    return numbers.n_layers * (2 * numbers.layer_parameters + 4 * numbers.dim * attended)
+
+
+def training_flops(numbers: ModelNumbers, attended: float) -> float:
+    """Return the FLOPs of one token's forward and backward pass.
+
+    The gradients of inputs take as much as the forward pass, if anything in the layers learns. The gradients of the
+    matrices that learn take their share. If all matrices learn, the total is three times the forward pass.
+    """
+    through = 1 if numbers.layer_trained else 0
+    products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
+    return numbers.n_layers * (products + (1 + 2 * through) * 4 * numbers.dim * attended)
+
+
+def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
+    """Return time and traffic of one training step.
+
+    Args:
+        numbers: the sizes of the model.
+        layout: the division of the model over `machines.world_size` ranks.
+        work: the work of one rank.
+        machines: the machines on which the run computes.
+    """
+    assert layout.world_size == machines.world_size, "a layout for other machines"
+    gpu, n, m = machines.gpu, numbers.n_layers, work.micro_batches
+    half = layout.precision != "fp32"
+    size, peak = BYTES[layout.precision], gpu.half_flops if half else gpu.fp32_flops
+
+    products = work.tokens * 2 * numbers.layer_parameters / (MATMUL_SHARE * peak)
+    attention = work.tokens * 4 * numbers.dim * work.attended / (ATTENTION_SHARE * peak)
+    moved = work.tokens * work.passes * numbers.dim * size / (HBM_SHARE * gpu.hbm)
+    forward = max(products + attention + moved, LAUNCH)
+    # The gradients of inputs and of weights take two products for each product of the forward pass, and fewer where
+    # weights are frozen.
+    through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
+    backward = through * (2 * max(products + attention + moved, LAUNCH) - (1 - learning) * products)
+    again = {
+        "none": 0.0,
+        "selective": max(moved + work.recomputed_products * products, LAUNCH),
+        "full": forward,
+    }[layout.activation_checkpointing]
+    again = again if through else 0.0
+    head = 3 * work.head_bytes / (HBM_SHARE * gpu.hbm)
+    head += 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
+
+    layer = _Group(numbers.layer_parameters, numbers.layer_trained, layout, machines)
+    root = _Group(numbers.root_parameters, numbers.root_trained, layout, machines)
+    syncs = 1 if layout.accumulate == "unsharded" else m
+    seconds = {
+        "gather": layer.gather(layout.group),
+        "again": 0.0
+        if layout.free_layers is False or not through
+        else layer.gather(layer.kept_over(layout.free_layers)),
+        "reduce": layer.reduce(),
+        "replicas": layer.all_reduce(),
+    }
+    root_gather, root_reduce = root.gather(layout.group), root.reduce()
+    root_again = 0.0 if layout.free_root is False else root.gather(root.kept_over(layout.free_root))
+    per_forward = n * seconds["gather"] + root_gather
+    per_backward = n * seconds["again"] + root_again
+    reducing = syncs * (n * seconds["reduce"] + root_reduce) + n * seconds["replicas"] + root.all_reduce()
+    communication = m * (per_forward + per_backward) + reducing
+
+    # The first gather of a pass and the last reduction overlap with nothing, so the root's time counts fully.
+    shown = m * (root_gather + seconds["gather"] + (n - 1) * max(0.0, seconds["gather"] - forward))
+    for micro_batch in range(m):
+        last = micro_batch == m - 1
+        sent = seconds["reduce"] if last or syncs == m else 0.0
+        sent += seconds["replicas"] if last else 0.0
+        shown += root_again + (n - 1) * max(0.0, seconds["again"] + sent - backward - again)
+        shown += seconds["again"] if layout.free_last is True else 0.0
+        shown += sent + (root_reduce if last or syncs == m else 0.0) + (root.all_reduce() if last else 0.0)
+
+    share = numbers.trained / layout.group
+    optimizer = share * ADAMW_BYTES / (HBM_SHARE * gpu.hbm)
+    if layout.cpu_offload:
+        optimizer = share * ADAMW_BYTES / HOST_OPTIMIZER
+
+    compute, recompute = m * (n * (forward + backward) + head), m * n * again
+    total = compute + recompute + shown + optimizer
+    flops = m * work.tokens * (training_flops(numbers, work.attended) + 6 * work.head_products)
+    return Cost(
+        compute=compute,
+        recompute=recompute,
+        communication=communication,
+        exposed=shown,
+        optimizer=optimizer,
+        tokens_per_second=m * work.tokens * work.real / total,
+        mfu=flops / total / peak,
+        traffic=traffic(numbers, layout, machines, m),
+    )
+
+
+def traffic(numbers: ModelNumbers, layout: Layout, machines: Machines, micro_batches: int = 1) -> Traffic:
+    """Return the bytes that one rank receives in a step. A collective over N ranks brings (N - 1) / N of the whole."""
+    n = numbers.n_layers
+    layers = _Group(n * numbers.layer_parameters, n * numbers.layer_trained, layout, machines)
+    root = _Group(numbers.root_parameters, numbers.root_trained, layout, machines)
+    syncs = 1 if layout.accumulate == "unsharded" else micro_batches
+    forward = micro_batches * (layers.gathered + root.gathered)
+    again, again_outside = 0, 0
+    for group, free in ((layers, layout.free_layers), (root, layout.free_root)):
+        if free is not False and (group is root or numbers.layer_trained):
+            over = group.kept_over(free)
+            again += micro_batches * _received(group.bytes, over)
+            again_outside += micro_batches * round(group.bytes * machines_outside(over, machines))
+    reduced = syncs * (layers.reduced + root.reduced)
+    replicas = layers.all_reduced + root.all_reduced
+    outside = round(
+        (micro_batches * (layers.bytes + root.bytes) + syncs * (layers.reduce_bytes + root.reduce_bytes))
+        * machines_outside(layout.group, machines)
+    )
+    if layout.replicas > 1:
+        outside += round(layers.all_reduced_outside()[1] + root.all_reduced_outside()[1])
+    return Traffic(forward, again, reduced, replicas, outside + again_outside)
+
+
+def machines_outside(ranks: int, machines: Machines) -> float:
+    """Return the share of a gathered tensor that reaches one GPU's network port, when `ranks` consecutive ranks gather.
+
+    A machine receives the parts of the other machines once, over all its ports together.
+    """
+    spanned = max(1, ranks // machines.per_machine)
+    return (spanned - 1) / spanned / machines.per_machine
+
+
+def _received(whole: int, ranks: int) -> int:
+    return whole * (ranks - 1) // ranks
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The collectives of parameters that FSDP gathers as one group."""
+
+    parameters: int
+    trained: int
+    """The number of parameters that have gradients."""
+    layout: Layout
+    machines: Machines
+
+    @property
+    def bytes(self) -> int:
+        return self.parameters * BYTES[self.layout.precision]
+
+    @property
+    def reduce_bytes(self) -> int:
+        return self.trained * BYTES[self.layout.reduce_dtype]
+
+    @property
+    def gathered(self) -> int:
+        return _received(self.bytes, self.layout.group)
+
+    @property
+    def reduced(self) -> int:
+        return _received(self.reduce_bytes, self.layout.group)
+
+    @property
+    def all_reduced(self) -> int:
+        return 2 * _received(self.reduce_bytes // self.layout.group, self.layout.replicas)
+
+    def kept_over(self, free: bool | int) -> int:
+        """Return the number of ranks from which freed weights are gathered again."""
+        return self.layout.group if free is True else int(free)
+
+    def gather(self, ranks: int) -> float:
+        """Return the seconds of an all-gather.
+
+        They include fetching this rank's part from the host if it is kept there, the collective, and the copy out of
+        its buffer. A group of one rank has the copy only.
+        """
+        if not self.layout.sharded:
+            return 0.0
+        fetched = self.parameters * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
+        copied = 2 * self.bytes / (HBM_SHARE * self.machines.gpu.hbm)
+        return fetched + self._seconds(self.bytes, ranks) + copied
+
+    def reduce(self) -> float:
+        """Return the seconds of a reduce-scatter, and of moving this rank's part to the host."""
+        taken = self.trained * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
+        return taken + self._seconds(self.reduce_bytes, self.layout.group)
+
+    def _seconds(self, whole: int, ranks: int) -> float:
+        if ranks == 1:
+            return 0.0
+        machines = self.machines
+        inside = _received(whole, min(ranks, machines.per_machine)) / machines.gpu.link
+        outside = whole * machines_outside(ranks, machines) / machines.network
+        hops = max(0, ranks // machines.per_machine - 1)
+        return LATENCY + HOP * hops + max(inside, outside) / LINK_SHARE
+
+    def all_reduce(self) -> float:
+        """Return the seconds for summing the gradients of all copies."""
+        group, machines = self.layout.group, self.machines
+        if self.layout.replicas == 1:
+            return 0.0
+        near = max(1, machines.per_machine // group)  # copies in one machine
+        inside = 2 * self.reduce_bytes / group * (near - 1) / near / machines.gpu.link
+        apart, outside = self.all_reduced_outside()
+        return LATENCY + HOP * (apart - 1) + (inside + outside / machines.network) / LINK_SHARE
+
+    def all_reduced_outside(self) -> tuple[int, float]:
+        """Return the number of machines or groups with a copy of their own, and the bytes that one GPU gets from the
+        others.
+
+        A machine with several copies sums them first; each of its ports then carries its part of one copy.
+        """
+        held_by = max(self.layout.group, self.machines.per_machine)
+        apart = self.layout.world_size // held_by
+        return apart, 2 * self.reduce_bytes / held_by * (apart - 1) / apart

@@ -1,0 +1,489 @@
+"""The memory of a training step on each rank, and the tokens that fit. No torch until `free_bytes` is called.
+
+`memory` goes through the moments of a training step and adds up the bytes alive at each moment: what FSDP2 keeps and
+gathers, and what a layer of `esmshard.model` keeps for its backward pass. The largest sum is the result. docs/plan.md
+has the formulas and compares them with measured peaks; `benchmarks/peaks.py` measures. Letters: see `esmshard.batch`.
+
+This file is longer than others, because all moments of a step count the same things and are checked against each other.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from esmshard.launch import cpu_limits
+from esmshard.sharding.layout import BYTES, Layout
+
+if TYPE_CHECKING:
+    import torch
+
+Device = Literal["cpu", "cuda", "cuda-padded"]
+"""The kind of attention: `cuda` has kernels for packed attention, `cuda-padded` (before Ampere, and fp32) pads."""
+
+FP32 = 4
+MIB = 2**20
+WORKSPACE = {"cpu": 12 * MIB, "cuda": 96 * MIB, "cuda-padded": 96 * MIB}
+"""Bytes that libraries use. CPU: packed blocks of the matrix product, small tensors, pages of the allocator. GPU:
+cuBLAS's workspace (32 MiB for each handle on Hopper, 8 before) and rounding of the caching allocator. None of torch's
+numbers includes the CUDA context.
+"""
+
+
+MATRICES = {
+    "self_attn.q_proj": "qkv",
+    "self_attn.k_proj": "qkv",
+    "self_attn.v_proj": "qkv",
+    "self_attn.out_proj": "out",
+    "fc1": "fc1",
+    "fc2": "fc2",
+}
+"""The linear layers of a block of `esmshard.model`, by the input that they share."""
+
+
+class _Parameter(Protocol):
+    requires_grad: bool
+    shape: Sequence[int]
+
+    def numel(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelNumbers:
+    """The sizes of a model for the planner: `n_layers` equal layers, and the root, which is all the rest.
+
+    A tied matrix counts once.
+    """
+
+    n_layers: int
+    dim: int
+    n_heads: int
+    layer_parameters: int
+    root_parameters: int
+    layer_trained: int
+    """Parameters of a layer that have gradients and optimizer state."""
+    root_trained: int
+    ffn: int = 4
+    """The width of the feed-forward layer as a multiple of `dim`."""
+    inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")
+    """The matrices that learn or have a LoRA, in this order. Their input is kept for its gradient."""
+    lora: int = 0
+    """The sum of the ranks of a layer's LoRA matrices."""
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of all parameters."""
+        return self.n_layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def trained(self) -> int:
+        """Return the number of parameters that learn."""
+        return self.n_layers * self.layer_trained + self.root_trained
+
+
+def of_model(model: Any, dim: int, n_heads: int) -> ModelNumbers:
+    """Count the parameters of a model with `layers`, which may be sharded or on the meta device.
+
+    If some layers are frozen, each layer counts as the average, and keeps its inputs as a layer that learns.
+    """
+    n, all_of_it = len(model.layers), _counts(model.parameters())
+    in_layers = [_counts(layer.parameters()) for layer in model.layers]
+    in_layer = in_layers[0][0], sum(trained for _, trained in in_layers) // n
+    most = max(range(n), key=lambda k: in_layers[k][1])
+    learns = {name: p for name, p in model.layers[most].named_parameters() if p.requires_grad}
+    matrices = {name.removesuffix(".weight").removesuffix(".lora_A") for name in learns if name.endswith(".weight")}
+    return ModelNumbers(
+        n_layers=n,
+        dim=dim,
+        n_heads=n_heads,
+        layer_parameters=in_layer[0],
+        root_parameters=all_of_it[0] - n * in_layer[0],
+        layer_trained=in_layer[1],
+        root_trained=all_of_it[1] - n * in_layer[1],
+        inputs=tuple(sorted({MATRICES[name] for name in matrices & MATRICES.keys()})),
+        lora=sum(p.shape[0] for name, p in learns.items() if name.endswith("lora_A.weight")),
+    )
+
+
+def _counts(parameters: Iterable[_Parameter]) -> tuple[int, int]:
+    known = list(parameters)
+    return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The bytes of one rank at the peak of a training step, by purpose."""
+
+    when: str
+    """The moment of the peak."""
+    parameters: int = 0
+    """This rank's share of the weights, fp32."""
+    gradients: int = 0
+    """This rank's share of the gradients, whole gradients of the current layer, and gradients being sent."""
+    optimizer: int = 0
+    """Two fp32 moments for each trained parameter of the share."""
+    gathered: int = 0
+    """Whole weights of layers and root in the precision of the arithmetic, and buffers of the all-gather."""
+    activations: int = 0
+    """Tensors that the trunk keeps for the backward pass, and temporary tensors of the current layer."""
+    head: int = 0
+    """The same for the logits or the task's head."""
+    workspace: int = 0
+    """Memory that libraries take for themselves."""
+    host: int = 0
+    """Bytes outside the device, for `cpu_offload`: weights, gradients and optimizer state. `total` leaves them out."""
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all fields but `host`."""
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "head", "workspace")
+"""The fields of `Memory` that `total` adds up."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """The bytes of one layer for one token."""
+
+    kept: int
+    """Bytes kept from the forward to the backward pass."""
+    again: int
+    """With checkpointing, further bytes while the layer is recomputed: those that are not kept."""
+    passing: int
+    """Further bytes while the backward pass of the layer runs: gradients of intermediate results."""
+
+
+def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: float = 1.0) -> LayerBytes:
+    """Return the bytes that one layer keeps of one token, as `esmshard.model` is written.
+
+    Without checkpointing a layer keeps the input (for the first LayerNorm), its normalised form, q, k, v, the
+    attention's output, the sum after attention, its normalised form, and the feed-forward layer before and after gelu.
+    Small tensors are the rotary angles, the attention's log-sum-exp and the LayerNorms' statistics. One more vector is
+    needed on a CPU, where the outputs of several sequences are concatenated, and on a padded device, where q, k, v and
+    output exist as blocks.
+
+    The input of a frozen matrix is not kept: normalised forms, the concatenated output, the output of gelu. If nothing
+    in the layers learns, nothing is kept, and the feed-forward layer's vectors are the most at one moment.
+
+    Args:
+        numbers: the sizes of the model.
+        layout: the layout, for its precision and checkpointing.
+        device: the kind of device.
+        padding: for attention's blocks on a padded device, tokens with padding over tokens without.
+    """
+    d, size = numbers.dim, BYTES[layout.precision]
+    # Autocast keeps the sum of all layers in fp32; FSDP casts it.
+    stream = FP32 if not layout.sharded else size
+    wide = numbers.ffn * d * size
+    blocks = padding if device == "cuda-padded" else 1.0
+    inputs = numbers.inputs
+    attended = d * size if device == "cuda" else round(d * size * (blocks + ("out" in inputs)))
+    qkv = round(3 * d * size * blocks)
+    small = 4 * d // numbers.n_heads + 4 * numbers.n_heads + 16
+    normalised = size * d * (("qkv" in inputs) + ("fc1" in inputs))
+    everything = 2 * stream * d + normalised + qkv + attended + wide * (1 + ("fc2" in inputs)) + small
+    everything += numbers.lora * size
+    if not numbers.layer_trained:
+        return LayerBytes(0, stream * d + wide * 2, 0)
+    # In the backward pass of gelu, the gradients before and after gelu and the gradient of the sum exist. The output of
+    # gelu, if it was kept, is freed already.
+    passing = wide * (1 if "fc2" in inputs else 2) + stream * d
+    if layout.activation_checkpointing == "none":
+        return LayerBytes(everything, 0, passing)
+    if layout.activation_checkpointing == "full":
+        return LayerBytes(stream * d, everything - stream * d, passing)
+    # The outputs of three matrix products (q, k, v are one) and of attention are kept, but not that of fc2. After
+    # recomputation, q, k, v exist with and without rotation. With a LoRA they exist only rotated, because the product
+    # was added to a sum.
+    kept = stream * d + 3 * size * d + size * d + wide + size * d + 4 * numbers.n_heads
+    turned = 0 if numbers.lora and "qkv" in inputs else 3 * size * d
+    return LayerBytes(kept, everything - kept + size * d + turned, passing)
+
+
+def memory(
+    numbers: ModelNumbers,
+    layout: Layout,
+    tokens: int,
+    head_bytes: int,
+    device: Device,
+    *,
+    micro_batches: int = 1,
+    padding: float = 1.0,
+) -> Memory:
+    """Return the bytes of one rank at the peak of a training step.
+
+    Args:
+        numbers: the sizes of the model.
+        layout: the division of the model over the ranks.
+        tokens: the tokens of a rank's largest micro-batch.
+        head_bytes: the bytes that logits or task head keep of it for the backward pass.
+        device: the kind of device.
+        micro_batches: the micro-batches of a step. From the second one on, gradients exist from the start.
+        padding: see `layer_bytes`.
+    """
+    found = _moments(numbers, layout, tokens, head_bytes, device, micro_batches, padding)
+    peak = max(found, key=lambda moment: moment.total)
+    if not layout.cpu_offload or device == "cpu":
+        return peak
+    group = layout.group
+    host = FP32 * (numbers.parameters + numbers.trained) // group + 2 * FP32 * numbers.trained // group
+    return replace(peak, host=host)
+
+
+def _moments(
+    numbers: ModelNumbers,
+    layout: Layout,
+    tokens: int,
+    head_bytes: int,
+    device: Device,
+    micro_batches: int,
+    padding: float,
+) -> list[Memory]:
+    """Return the moments of a step at which the peak can be. Between them all sums grow or fall linearly."""
+    n, group = numbers.n_layers, layout.group
+    here = 0 if layout.cpu_offload and device != "cpu" else FP32  # bytes for each number of this rank's share
+    gradients = _gradients(numbers, layout, here, micro_batches)
+    kept = _kept(numbers, layout, tokens, device, padding)
+    always = Memory(
+        when="",
+        parameters=here * numbers.parameters // group,
+        optimizer=2 * here * numbers.trained // group,
+        workspace=WORKSPACE[device],
+    )
+    k = max(1, n - layout.prefetch_forward)
+    moments = [
+        replace(
+            always,
+            when=f"forward pass of layer {k} of {n}",
+            gradients=gradients.before,
+            gathered=_gathered_forward(numbers, layout, k),
+            activations=k * kept.layer + kept.again + kept.ends,
+        ),
+        replace(
+            always,
+            when="backward pass of the head",
+            gradients=gradients.before + (0 if numbers.layer_trained else gradients.root),
+            gathered=_gathered(numbers, layout, n, at_work=False),
+            activations=n * kept.layer + kept.ends,
+            head=head_bytes,
+        ),
+        replace(always, when="optimizer step", gradients=gradients.share),
+    ]
+    if not numbers.layer_trained:  # the backward pass ends at the head
+        return moments
+    # Gloo's reduce-scatter is an all-reduce of a copy.
+    gloo = gradients.reduce if device == "cpu" and group > 1 else 0
+    for done in sorted({0, min(1, n - 1), max(0, n - 1 - layout.prefetch_backward), n - 1}):
+        moments += _backward(numbers, layout, done, always, gradients, kept, gloo)
+    return moments
+
+
+def _backward(
+    numbers: ModelNumbers,
+    layout: Layout,
+    done: int,
+    always: Memory,
+    gradients: "_Gradients",
+    kept: "_Kept",
+    gloo: int,
+) -> list[Memory]:
+    """Return the moments of one layer's backward pass, after that of `done` layers."""
+    to_do, left = numbers.n_layers - done, gradients.left(done)
+    sent, name = gradients.reduce if done else 0, f"layer {to_do} of {numbers.n_layers}"
+    return [
+        replace(
+            always,
+            when=f"backward pass of {name}",
+            gradients=left + sent + gradients.whole // 3,
+            gathered=_gathered(numbers, layout, to_do, at_work=True),
+            activations=to_do * kept.layer + kept.again + kept.passing + kept.ends,
+        ),
+        replace(
+            always,
+            when=f"end of the backward pass of {name}",
+            gradients=left + sent + gradients.whole,
+            gathered=_gathered(numbers, layout, to_do, at_work=True),
+            activations=(to_do - 1) * kept.layer + kept.ends,
+        ),
+        replace(
+            always,
+            when=f"reduction of the gradients of {name}",
+            gradients=left + gradients.reduce + gradients.whole + gradients.layer_share + gradients.held,
+            gathered=_gathered(numbers, layout, to_do - 1, at_work=False),
+            activations=(to_do - 1) * kept.layer + kept.ends,
+            workspace=always.workspace + gloo,
+        ),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gradients:
+    """The bytes of gradients on one rank."""
+
+    n_layers: int
+    share: int
+    """This rank's share of all gradients."""
+    layer_share: int
+    """This rank's share of the gradients of one layer."""
+    whole: int
+    """The whole gradients of one layer while its backward pass runs."""
+    reduce: int
+    """The same in the precision of the reduction, until they are reduced."""
+    before: int
+    """The gradients of the earlier micro-batches."""
+    held: int
+    """The sums over the copies of a layer, which FSDP keeps until the backward pass ends."""
+    root: int
+    """The gradients of the root, which are reduced at the very end."""
+
+    def left(self, layers_done: int) -> int:
+        """Return the bytes of gradients after the backward pass of `layers_done` layers."""
+        extra = self.root + layers_done * self.held
+        if self.before > self.share:  # shards replace whole gradients
+            return extra + self.before - layers_done * (self.before - self.share) // self.n_layers
+        return extra + max(self.before, layers_done * self.layer_share)
+
+
+def _gradients(numbers: ModelNumbers, layout: Layout, here: int, micro_batches: int) -> _Gradients:
+    """Return the gradients of a step. `here` is the bytes for each number of this rank's share."""
+    group, size = layout.group, BYTES[layout.precision] if layout.sharded else 0
+    share = here * numbers.trained // group
+    reduce = numbers.layer_trained * BYTES[layout.reduce_dtype] if layout.sharded else 0
+    before = share if micro_batches > 1 else 0
+    if micro_batches > 1 and layout.sharded and layout.accumulate == "unsharded":
+        before = numbers.trained * BYTES[layout.reduce_dtype]
+    return _Gradients(
+        n_layers=numbers.n_layers,
+        share=share,
+        layer_share=here * numbers.layer_trained // group,
+        whole=numbers.layer_trained * size,
+        reduce=reduce,
+        before=before,
+        # In fp32 FSDP's sums over several copies use the memory of the gradients themselves.
+        held=reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0,
+        root=numbers.root_trained * size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """The bytes of activations on one rank."""
+
+    layer: int
+    """Bytes of one layer, from its forward to its backward pass."""
+    again: int
+    """Bytes of the layer that is recomputed."""
+    passing: int
+    """Bytes of the layer whose backward pass runs."""
+    ends: int
+    """Bytes of the embedding and the last LayerNorm."""
+
+
+def _kept(numbers: ModelNumbers, layout: Layout, tokens: int, device: Device, padding: float) -> _Kept:
+    each = layer_bytes(numbers, layout, device, padding)
+    number = BYTES[layout.precision] if layout.sharded else FP32
+    ends = 2 * numbers.dim * tokens * number
+    return _Kept(layer=each.kept * tokens, again=each.again * tokens, passing=each.passing * tokens, ends=ends)
+
+
+def _gathered_forward(numbers: ModelNumbers, layout: Layout, k: int) -> int:
+    """Return the bytes of gathered weights in the forward pass of layer k, counted from 1.
+
+    FSDP frees the buffer from which it copied a layer's weights only when the next layer's weights have arrived.
+    """
+    layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_parameters, numbers.root_parameters))
+    if not layout.sharded:
+        return 0 if layout.precision == "fp32" else k * layer * 3 // 4
+    buffers = 1 + min(layout.prefetch_forward, numbers.n_layers - k) if layout.group > 1 else 0
+    behind = 0 if layout.free_layers is True else (k - 1) * layer // (int(layout.free_layers) or 1)
+    return root + (1 + buffers) * layer + behind
+
+
+def _gathered(numbers: ModelNumbers, layout: Layout, to_do: int, at_work: bool) -> int:
+    """Return the bytes of gathered weights in the backward pass.
+
+    Args:
+        numbers: the sizes of the model.
+        layout: the division of the model over the ranks.
+        to_do: the layers whose backward pass has not ended.
+        at_work: whether the backward pass of one of these layers has begun.
+    """
+    size = BYTES[layout.precision]
+    layer, root = numbers.layer_parameters * size, numbers.root_parameters * size
+    if not layout.sharded:
+        # Autocast keeps a copy of each matrix that it cast until the forward pass ends. Copies of layers that are not
+        # recomputed stay until their backward pass. q, k, v are not cast separately.
+        half = 0 if layout.precision == "fp32" else layer * 3 // 4
+        kept = layout.activation_checkpointing == "none" or (to_do == numbers.n_layers and not at_work)
+        return half * (to_do if kept else int(at_work))
+    if layout.free_layers is False:
+        return root + to_do * layer
+    waiting = to_do - int(at_work)
+    # A group of one rank copies each weight when it is needed, and gathers nothing in advance.
+    ahead = min(layout.prefetch_backward, waiting) if layout.group > 1 else 0
+    resting = 0 if layout.free_layers is True else (waiting - ahead) * layer // layout.free_layers
+    return root + (int(at_work) + ahead) * layer + resting
+
+
+def largest_micro_batch(
+    numbers: ModelNumbers,
+    layout: Layout,
+    room: int,
+    head_bytes: Callable[[int], int],
+    device: Device,
+    *,
+    longest: int,
+    share: int,
+    padding: float = 1.0,
+) -> int:
+    """Return the tokens of the largest micro-batch that fits, at most `share`; 0 if the longest record does not fit.
+
+    Args:
+        numbers: the sizes of the model.
+        layout: the division of the model over the ranks.
+        room: bytes for everything that `memory` counts, weights included.
+        head_bytes: returns the bytes of the head for a number of tokens.
+        device: the kind of device.
+        longest: tokens of the longest record, which must fit into one micro-batch.
+        share: tokens of one rank in one step, which a micro-batch never exceeds.
+        padding: see `layer_bytes`.
+    """
+
+    def fits(tokens: int) -> bool:
+        parts = -(-share // tokens)
+        found = memory(numbers, layout, tokens, head_bytes(tokens), device, micro_batches=parts, padding=padding)
+        return found.total <= room
+
+    most = max(longest, share)
+    if fits(most):
+        return most
+    low, high = longest, most  # fits, does not fit
+    if not fits(longest):
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def free_bytes(device: "torch.device", local_processes: int) -> int:
+    """Return the bytes that one process may use: the free memory of its GPU, or its share of the machine's memory.
+
+    The machine's memory is the free memory, limited by what the job or container may still use (`cpu_limits.memory`).
+    """
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that this process's allocator holds without use is free, too
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":  # a part of the machine's memory, with Metal's recommended limit
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    if not hasattr(os, "sysconf"):  # Windows has no such call; use a share of the memory of small machines
+        return 8 * 2**30 // local_processes
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    if (limit := cpu_limits.memory()) is not None:  # a job or container that exceeds its limit is killed
+        free = min(free, max(0, limit[0] - limit[1]))
+    return free // local_processes

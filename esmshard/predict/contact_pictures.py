@@ -1,0 +1,163 @@
+"""Pair maps as pictures, one PNG for each record, drawn with matplotlib (extra `plots`)."""
+
+import io
+import re
+import shutil
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.structures.contact_labels import MIN_SEPARATION
+from esmshard.errors import InputError, UsageError
+
+LEAST_DPI = 140
+INCHES = 3.8
+"""Approximate side of the map in a picture of 5.0 x 4.5 inches."""
+SIDE = 2400
+"""Most pixels along a map. For a longer protein, each pixel shows the highest probability in a square of pairs, since
+single contacts would otherwise be lost between pixels.
+"""
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def check(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that is not empty, unless `overwrite` is set, and a machine without matplotlib."""
+    matplotlib_figure(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file; name a directory for the pictures")
+    if folder.is_dir() and not overwrite and any(folder.iterdir()):
+        raise UsageError(f"{folder}: is not empty; choose another directory or pass --overwrite")
+
+
+def matplotlib_figure(folder: Path) -> tuple[Any, Any]:
+    """Import matplotlib, and return its class of figures, which needs no display, and the library itself.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError(f"{folder}: drawing maps needs matplotlib; pip install 'esmshard[plots]'") from None
+    return Figure, matplotlib
+
+
+def colours() -> Any:
+    """Return the matplotlib colours of probabilities: white for 0 and for pairs without a prediction."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    found = LinearSegmentedColormap.from_list("contacts", ["#ffffff", "#9ecae1", "#4292c6", "#08519c", "#08306b"])
+    return found.with_extremes(bad="white")
+
+
+class MapFolder:
+    """A folder of `ID.png`. All pictures appear together, at the end; files of the same names are replaced.
+
+    This is a context manager: leaving it with an error removes the pictures.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._work = folder, folder / ".tmp-maps"
+        self._made = not folder.exists()
+        self._names = FileNames()
+
+    def add(self, record_id: str, probability_LL: npt.NDArray[np.float32]) -> None:
+        """Draw the map of one record."""
+        self.keep(record_id, draw(probability_LL, record_id))
+
+    def keep(self, record_id: str, png: bytes) -> None:
+        """Add a picture of a record that is already drawn."""
+        (self._work / self._names.new(record_id)).write_bytes(png)
+
+    def __enter__(self) -> "MapFolder":
+        matplotlib_figure(self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._work, ignore_errors=True)  # These are files of a process that was killed.
+        self._work.mkdir()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                for picture in self._work.iterdir():
+                    picture.replace(self._folder / picture.name)
+        finally:
+            shutil.rmtree(self._work, ignore_errors=True)
+            if kind is not None and self._made:
+                with suppress(OSError):  # Another process has put something into the folder.
+                    self._folder.rmdir()
+
+
+class FileNames:
+    """File names for ids. Each is unique and has at most 80 letters, digits and `._-`; all other characters become `_`.
+
+    >>> names = FileNames()
+    >>> [names.new(one) for one in ("sp|P1|N", "a/b", "a_b", "A_B", "..")]
+    ['sp_P1_N.png', 'a_b.png', 'a_b_2.png', 'A_B_3.png', '_..png']
+    """
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._alike: Counter[str] = Counter()
+
+    def new(self, record_id: str) -> str:
+        """Return the file name for an id."""
+        base = _UNSAFE.sub("_", record_id)[:80]
+        if base.startswith("."):
+            base = f"_{base[1:]}"  # Otherwise the file would be hidden, or the name would be a folder's.
+        name = base
+        # Some file systems take a.png and A.png for the same file.
+        while name.lower() in self._taken:
+            self._alike[base.lower()] += 1
+            name = f"{base}_{self._alike[base.lower()] + 1}"
+        self._taken.add(name.lower())
+        return f"{name}.png"
+
+
+def draw(probability_LL: npt.NDArray[np.float32], record_id: str) -> bytes:
+    """Draw one map as a PNG: white at 0, dark blue at 1 for every protein, residues counted from 1, the id as its
+    title.
+
+    Pairs fewer than six residues apart are white, since contact heads learn nothing about them. The full id is stored
+    in the file's text as `Title`, where programs find it.
+    """
+    figure_of, matplotlib = matplotlib_figure(Path(record_id))
+    length = len(probability_LL)
+    place_L = np.arange(length)
+    far_LL = np.abs(place_L[:, None] - place_L) >= MIN_SEPARATION
+    shown = _coarse(np.where(far_LL, probability_LL, np.nan).astype(np.float32))
+    # matplotlib would read text between dollar signs of an id as a formula.
+    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9}):
+        figure = figure_of(figsize=(5.0, 4.5), layout="constrained", dpi=max(LEAST_DPI, len(shown) / INCHES))
+        axes = figure.add_subplot()
+        edges = (0.5, length + 0.5, length + 0.5, 0.5)
+        image = axes.imshow(shown, cmap=colours(), vmin=0, vmax=1, extent=edges, interpolation="nearest")
+        axes.locator_params(integer=True)
+        axes.set_title(
+            record_id if len(record_id) <= 60 else f"{record_id[:59]}\N{HORIZONTAL ELLIPSIS}", fontsize="medium"
+        )
+        axes.set_xlabel("residue")
+        axes.set_ylabel("residue")
+        figure.colorbar(image, ax=axes, label="predicted probability", shrink=0.85)
+        out = io.BytesIO()
+        figure.savefig(out, format="png", facecolor="white", metadata={"Title": record_id})
+    return out.getvalue()
+
+
+def _coarse(probability_LL: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the map, or its maxima over squares if the map is longer than SIDE."""
+    length = len(probability_LL)
+    step = -(-length // SIDE)
+    if step == 1:
+        return probability_LL
+    starts = np.arange(0, length, step)
+    rows = np.fmax.reduceat(probability_LL, starts, axis=0)
+    return np.asarray(np.fmax.reduceat(rows, starts, axis=1))

@@ -1,0 +1,218 @@
+"""What a run of task `variant` knows about variants: measured values, predictions by models that had not seen them, and
+which variants its models were trained on.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard import spreadsheet
+from esmshard.data.batching.loader import SEEN
+from esmshard.data.splits.variant_records import OUT_OF_FOLD
+from esmshard.data.tables import counted
+from esmshard.data.variants.substitutions import parse_variant
+from esmshard.errors import InputError
+from esmshard.files import read_json
+from esmshard.tasks import metrics
+from esmshard.tasks.intervals import LEAST, Interval, block_draws, interval
+
+SUMMARY, VARIANT = "summary.json", "variant"
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a run knows, by the names of variants in the numbering of the wild type."""
+
+    measured: Mapping[str, str]
+    """Measured value of the first target, as text."""
+    out_of_fold: Mapping[str, Sequence[float]]
+    """Predictions of the T targets by the models that were not trained on the variant."""
+    baselines: Mapping[str, Mapping[str, float]]
+    """By the name of a baseline, its predictions of the first target."""
+    seen: frozenset[str] | None
+    """Variants that at least one model was trained on or selected by; None if this is not recorded."""
+    verdict: str | None
+    """Whether fine-tuning was better than the best baseline, in the sentence of the run."""
+
+
+def read(run: Path, models: Sequence[Path], targets: Sequence[str]) -> Known:
+    """Read what a run and its models have recorded.
+
+    Args:
+        run: the directory of a cross-validation, of a single run, or of a model.
+        models: the models of the run.
+        targets: names of the targets.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    summary = json_of(run / SUMMARY) or {}
+    methods = list(summary.get("pooled", {}).get("differences", ()))
+    files = [model / SEEN for model in models]
+    seen = None
+    if all(file.is_file() for file in files):
+        seen = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
+    rows = _rows(run / OUT_OF_FOLD)
+    of = [f" {name}" for name in targets] if len(targets) > 1 else [""]
+    out_of_fold, baselines = {}, {method: dict[str, float]() for method in methods}
+    for row in rows:
+        if any(row.get(f"predicted{one}") for one in of):
+            out_of_fold[row[VARIANT]] = [float(row[f"predicted{one}"] or "nan") for one in of]
+        for method in methods:
+            if cell := row.get(f"{method}{of[0]}"):
+                baselines[method][row[VARIANT]] = float(cell)
+    measured = {row[VARIANT]: row["measured"] for row in rows if row["measured"]}
+    return Known(measured, out_of_fold, baselines, seen, summary.get("verdict"))
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    """Read the columns of `variants.csv` that a run added, by their names without a prefix. Rows without a variant are
+    left out.
+    """
+    if not path.is_file():
+        return []
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            head, *body = list(spreadsheet.reader(file))
+        # The columns of the user's table come first. If one of them has the name of an added column, all added columns
+        # have a prefix.
+        prefix = ""
+        while f"esmshard {prefix}{VARIANT}" in head:
+            prefix += "esmshard "
+        first = len(head) - 1 - head[::-1].index(f"{prefix}{VARIANT}")
+        names = [name.removeprefix(prefix) for name in head[first:]]
+        found = [dict(zip(names, row[first:], strict=True)) for row in body]
+        return [row for row in found if row[VARIANT]]
+    except (ValueError, KeyError, csv.Error) as error:
+        raise InputError(
+            f"{path}: damaged ({error}); repeat its `esmshard finetune` command with --resume auto, which writes it "
+            "anew"
+        ) from None
+
+
+def json_of(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; None if there is no such file.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        found = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: damaged ({error}); make it anew") from None
+    return found if isinstance(found, dict) else None
+
+
+def compared(
+    known: Known, names: Sequence[str], said_N: Array, measured_N: Array, target: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Compare predictions with the measured values of a table, separately for variants that training has seen and
+    others.
+
+    Args:
+        known: what the run knows.
+        names: names of the variants in the N rows of the table.
+        said_N: predictions by the mean of all models, which are no test for variants that these models were trained on.
+        measured_N: measured values; NaN where the table has none.
+        target: name of the values.
+
+    Returns:
+        Facts for a JSON file, and messages for the user.
+    """
+    has_N = ~np.isnan(measured_N)
+    rows = int(has_N.sum())
+    if known.seen is None:
+        why = (
+            f"Spearman with {target}: not given, because it is not recorded beside these models which of the "
+            f"{counted(rows, 'row')} with a value they were trained on"
+        )
+        return {"target": target, "rows_with_values": rows, "seen_in_training": None, "unseen": None, "why": why}, [why]
+    seen_N = np.array([name in known.seen for name in names], dtype=bool)
+    block_N = np.array([_first_position(name) for name in names])
+    facts: dict[str, Any] = {"target": target, "rows_with_values": rows, "seen_in_training": None, "unseen": None}
+    messages = []
+    if (mine_N := seen_N & has_N).any():
+        facts["seen_in_training"], sentence = _seen(known, names, mine_N, measured_N, block_N, target)
+        messages.append(sentence)
+    if (others_N := ~seen_N & has_N).any():
+        places = {_first_position(name) for name in known.seen}
+        found, count = _spearman(said_N, measured_N, block_N, others_N), int(others_N.sum())
+        same = int(np.isin(block_N[others_N], sorted(places)).sum())
+        facts["unseen"] = {"rows": count, "at_positions_seen_in_training": same, "spearman": _finite(found)}
+        where = f"; {same:,} of them change a position that training has seen" if same else ""
+        messages.append(f"{_sentence(found, target)} over {counted(count, 'row')} that no model was trained on{where}")
+    return facts, messages
+
+
+def _seen(
+    known: Known,
+    names: Sequence[str],
+    mine_N: npt.NDArray[np.bool_],
+    measured_N: Array,
+    block_N: npt.NDArray[np.int64],
+    target: str,
+) -> tuple[dict[str, Any], str]:
+    """Compare rows of variants that training has seen: their out-of-fold predictions, beside those of the best
+    baseline.
+    """
+    count = int(mine_N.sum())
+    apart_N = np.array([known.out_of_fold.get(name, [np.nan])[0] for name in names])
+    tested_N = mine_N & ~np.isnan(apart_N)
+    tested = int(tested_N.sum())
+    facts: dict[str, Any] = {"rows": count, "rows_out_of_fold": tested, "spearman_out_of_fold": None}
+    facts["best_baseline"] = None
+    trained = f"{counted(count, 'row')} that the models were trained on"
+    if not tested:
+        return facts, (
+            f"Spearman with {target}: not given for {trained}, as there are no predictions of them by models that had "
+            "not seen them"
+        )
+    found = _spearman(apart_N, measured_N, block_N, tested_N)
+    facts["spearman_out_of_fold"] = _finite(found)
+    each = "each predicted by the models that had not seen it"
+    of = trained if tested == count else f"{tested:,} of {trained}"
+    said = f"{_sentence(found, target)} out of fold over {of}, {each}"
+    others: dict[str, float] = {}
+    for method, values in known.baselines.items():
+        theirs_N = np.array([values.get(name, np.nan) for name in names])
+        if not np.isnan(theirs_N[tested_N]).any():
+            others[method] = metrics.spearman(theirs_N[tested_N], measured_N[tested_N])
+    if best := max((method for method in others if not np.isnan(others[method])), key=others.__getitem__, default=""):
+        theirs_N = np.array([known.baselines[best].get(name, np.nan) for name in names])
+        theirs = _spearman(theirs_N, measured_N, block_N, tested_N)
+        facts["best_baseline"] = {"name": best, "spearman_out_of_fold": _finite(theirs)}
+        said += f"; the best baseline there, {best}, has {theirs}"
+    return facts, said
+
+
+def _sentence(found: Interval, target: str) -> str:
+    if np.isnan(found.value):
+        return f"Spearman with {target} undefined, as all values or all predictions are equal"
+    of = f"no interval, for an interval takes {LEAST} positions" if np.isnan(found.low) else "95% over positions"
+    return f"Spearman with {target} {found} ({of})"
+
+
+def _spearman(
+    said_N: Array, measured_N: Array, block_N: npt.NDArray[np.int64], rows_N: npt.NDArray[np.bool_]
+) -> Interval:
+    """Return Spearman's correlation over some rows, with its 95% interval over positions."""
+    x_N, y_N, blocks = said_N[rows_N], measured_N[rows_N], block_N[rows_N]
+    values = [metrics.spearman(x_N[draw], y_N[draw]) for draw in block_draws(len(blocks), blocks)]
+    return interval([metrics.spearman(x_N, y_N), *values])
+
+
+def _first_position(name: str) -> int:
+    return min((one.position for one in parse_variant(name)), default=-1)
+
+
+def _finite(found: Interval) -> dict[str, float | None]:
+    return {name: None if np.isnan(value) else value for name, value in asdict(found).items()}

@@ -1,0 +1,223 @@
+"""Predictions of a fine-tuned head for every record of a FASTA file, in input order, in one process."""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from esmshard.data.batching.loader import Examples
+from esmshard.data.batching.packing import by_length
+from esmshard.data.store.ingestion import ingest
+from esmshard.data.store.token_store import TokenStore, is_store
+from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
+from esmshard.errors import InputError, UsageError, writing
+from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.monitor.out_of_memory import is_out_of_memory
+from esmshard.predict import contact_pictures, failures
+from esmshard.predict.failures import Failure, failures_file
+from esmshard.predict.writers import CsvWriter, NpzWriter, ParquetWriter, TableWriter, check, pyarrow
+from esmshard.progress import Progress, rate, say
+from esmshard.tasks.base import Inputs
+from esmshard.tasks.finetuner import FineTuned, load_finetuned
+from esmshard.vocab import decode
+
+Array = npt.NDArray[np.float32]
+
+TOKENS, GPU_TOKENS = 4096, 16_384
+"""Default tokens computed at once: TOKENS for pair maps on every device, and on the CPU; GPU_TOKENS for other tasks on
+a GPU.
+"""
+LEAST = 1024
+"""Tokens of a pack below which smaller packs are only slower."""
+WINDOW, PACKS = 512, 64
+"""Most records that are sorted by length together, and most packs that they make. Their predictions stay in memory
+until the window is done. 64 packs of pair maps are at most 256 MiB, unless single records are longer than a pack.
+"""
+PAIR = 256
+"""Tokens of a record from which on the pair map uses more memory than the trunk. A pack of 4,096 tokens of shorter
+proteins is equivalent to a pack of at most 2^20 pairs of longer ones: one of 1,024 tokens, or four of 512.
+"""
+FORMAT, VERSION = "esmshard-predictions", "1"
+
+
+class Predicted(NamedTuple):
+    """The result of a prediction run."""
+
+    records: int
+    """Number of records in the output."""
+    failures: tuple[Failure, ...]
+    """Records that are not in the output, but in `OUT.failed.tsv`."""
+
+
+def predict(
+    model: str,
+    fasta: Path,
+    out: Path,
+    *,
+    png: Path | None = None,
+    tokens: int | None = None,
+    overwrite: bool = False,
+) -> Predicted:
+    """Write the head's predictions for each record to an `.npz`, a `.csv` or a `.parquet` file.
+
+    An `.npz` has one array for each record under its id: for contacts float32 [L, L], symmetric probabilities; for
+    other tasks see their `predict`. A `.csv` or `.parquet` has a line for each protein, or for each residue; contacts
+    cannot be written so.
+
+    A record that does not fit into memory, or is too long for a model with learned positions, is left out of the output
+    and listed in `OUT.failed.tsv`; see `esmshard.predict.failures`.
+
+    Args:
+        model: a directory that `consolidate` wrote.
+        fasta: plain or compressed FASTA file, `-` for standard input, a token store, or structures whose sequences are
+            read: a PDB or mmCIF file, or a directory of them.
+        out: the file to write.
+        png: directory for a picture of each pair map; see `esmshard.predict.contact_pictures`.
+        tokens: most tokens computed at once: in one pack on a GPU, in one pack on each core of the CPU, and for pair
+            maps always in one pack. A longer record is computed alone. By default 4,096, on a GPU 16,384 except for
+            pair maps. The number changes results by rounding only.
+        overwrite: replace `out`, and pictures of the same names.
+
+    Raises:
+        InputError: input or model cannot be used, or no record fits into memory.
+        UsageError: `out` or `png` does not fit the task, exists already, or needs a package that is not installed.
+    """
+    if out.suffix not in (".npz", ".csv", ".parquet"):
+        raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
+    if out.suffix == ".parquet":
+        pyarrow(out)
+    check(out, failures_file(out), overwrite=overwrite)
+    if png is not None:
+        contact_pictures.check(png, overwrite=overwrite)
+    with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
+        # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
+        with writing(Path(scratch), "make room there, or set TMPDIR to a directory that has room"):
+            read = cached_split(fasta) if holds_structures(fasta) else fasta
+            store = TokenStore(read) if is_store(read) else ingest([read], Path(scratch) / "store")
+        for notice in [*(notices(read) if read != fasta else ()), *store.notices]:
+            say(f"{fasta}: {notice}")
+        found = load_finetuned(model)
+        examples = Examples("input", fasta, store, None)
+        if png is not None and found.task.names:
+            raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
+        failed: list[Failure] = []
+        began, residues = time.monotonic(), 0
+        with (
+            writing(out, "make room, or choose another place with -o; nothing of it was kept"),
+            _writer(out, found, model) as writer,
+            nullcontext() if png is None else contact_pictures.MapFolder(png) as pictures,
+            Progress("predict", len(store)) as progress,
+        ):
+            for n, values in enumerate(_predictions(found, examples, tokens)):
+                record_id, length = store.id(n), int(store.lengths[n])
+                if isinstance(values, str):
+                    failed.append(Failure(record_id, length, values))
+                elif isinstance(writer, TableWriter):
+                    writer.add(record_id, values, decode(store.residues(n)))
+                else:
+                    writer.add(record_id, values)
+                    if pictures is not None:
+                        pictures.add(record_id, values)
+                residues += length
+                progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
+            failures.write(out, failed)  # The list of failures comes first: an output is never there without it.
+            if len(failed) == len(store):
+                raise InputError(
+                    f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
+                )
+        return Predicted(len(store) - len(failed), tuple(failed))
+
+
+def _writer(out: Path, found: FineTuned, model: str) -> NpzWriter | CsvWriter | ParquetWriter:
+    task = found.task
+    if out.suffix == ".npz":
+        return NpzWriter(out)
+    if not task.names:
+        raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
+    if out.suffix == ".csv":
+        return CsvWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names)
+    packages = {name: version(name) for name in ("esmshard", "torch", "numpy", "pyarrow")}
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": model,
+        "task": json.dumps(found.about["recipe"]["task"]),
+        "versions": json.dumps(packages),
+    }
+    return ParquetWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names, about=about)
+
+
+def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> Iterator[Array | str]:
+    """Yield one array for each record in order, or the reason why there is none. Within a window records are packed by
+    length, so that packs are evenly full.
+    """
+    task, device, limit = found.task, found.model.device, found.model.trunk.config.max_positions
+    pairs = not task.names
+    most = tokens or (GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS)
+    if not pairs:  # Of pair maps, one pack at a time is computed on all cores, since the maps fill the memory.
+        most = max(most // packs_at_once(device), LEAST)
+
+    def values(inputs: Sequence[Inputs]) -> list[Array] | str:
+        try:
+            return [task.predict(output) for output in found.model.outputs(inputs)]
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return f"memory does not suffice: {error}"[:300]
+
+    def cost(n: int) -> int:
+        return _cost(int(examples.tokens[n]), pairs)
+
+    for window in _windows(examples, most, pairs=pairs):
+        done: dict[int, Array | str] = {}
+        inputs_of: dict[int, Inputs] = {}
+        for n in window:
+            if limit is not None and examples.tokens[n] > limit:
+                done[n] = f"the model has learned positions for {limit - 2} residues"
+            else:
+                inputs_of[n] = task.question(examples.get(n))
+        places = list(inputs_of)
+        groups = by_length([cost(n) for n in places], most) if places else iter(())
+        packs = [[places[k] for k in group] for group in groups]
+        inputs = [[inputs_of[n] for n in members] for members in packs]
+        results = [values(one) for one in inputs] if pairs else side_by_side(values, inputs, device)
+        for members, arrays in zip(packs, results, strict=True):
+            if not isinstance(arrays, str):
+                done |= zip(members, arrays, strict=True)
+                continue
+            if len(members) > 1:  # Packs of the next window would be too large too.
+                most = max(LEAST, min(most, sum(map(cost, members)) // 2))
+            for n in members:  # Each record is computed alone, while nothing else is computed.
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                alone = values([inputs_of[n]])
+                done[n] = alone if isinstance(alone, str) else alone[0]
+        for n in window:
+            yield done.pop(n)
+
+
+def _cost(tokens: int, pairs: bool) -> int:
+    """Return the tokens of a pack that a record uses."""
+    return max(tokens, tokens**2 // PAIR) if pairs else tokens
+
+
+def _windows(examples: Examples, most: int, *, pairs: bool) -> Iterator[range]:
+    """Yield all records in order, WINDOW of them at a time, or as many as make PACKS packs of `most` tokens; at least
+    one.
+    """
+    first = total = 0
+    for n, count in enumerate(examples.tokens.tolist()):
+        cost = _cost(count, pairs)
+        if n > first and (n - first == WINDOW or total + cost > PACKS * most):
+            yield range(first, n)
+            first, total = n, 0
+        total += cost
+    yield range(first, len(examples))

@@ -1,0 +1,401 @@
+"""Ranks variants by the predictions of fine-tuned models, reports how far the models disagree, and proposes variants to
+measure next.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.batching.loader import Examples
+from esmshard.data.splits.variant_records import VariantRecords
+from esmshard.data.tables import counted, first_three
+from esmshard.data.variants.numbering import Misnumbered
+from esmshard.data.variants.substitutions import Mutation, name_of, renumbered
+from esmshard.errors import InputError, UsageError, reading
+from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.predict import known_variants, proposals, variant_tables
+from esmshard.predict.known_variants import Known
+from esmshard.predict.proposals import DIVERSITY, KAPPA
+from esmshard.predict.variant_tables import text
+from esmshard.predict.writers import check
+from esmshard.predict.zero_shot import all_singles, unscored
+from esmshard.progress import Progress, say
+from esmshard.tasks.finetuner import FineTuned, load_finetuned
+from esmshard.tasks.registry import traits
+from esmshard.tasks.variants.frozen_variants import PACKED
+from esmshard.tasks.variants.variant_task import VariantTask
+
+NOT_RANKED = "not ranked because"
+"""The last column of a ranked table: why a row has no rank."""
+IN_TABLE, IN_WILD_TYPE = "mutant in table", "mutant in wild type"
+"""Columns with the names in the other numbering, if the table of the run and its wild type are numbered differently."""
+OUT_OF_FOLD, SEEN = "out-of-fold prediction", "seen in training"
+TOGETHER = 2048
+"""Number of variants that one pass of the wild type serves."""
+
+
+@dataclass(frozen=True)
+class RankingRequest:
+    """N variants to rank, and rows that cannot be ranked."""
+
+    columns: dict[str, list[str]]
+    """Columns of the output, with the N variants first."""
+    mutations: list[tuple[Mutation, ...]]
+    """Mutations of each variant, without synonymous changes."""
+    not_ranked: list[str]
+    """For each row after the variants, why it is not ranked."""
+    values_N: npt.NDArray[np.float64] | None
+    """Measured values of the first target, if the table has this column; NaN where a cell has none."""
+    offset: int
+    """The number that was added to the positions of the table."""
+    notices: list[str]
+
+
+def models_of(run: str) -> list[Path]:
+    """Return the models of a cross-validation of variants, of a single run, or the model itself; none for another task.
+
+    Raises:
+        InputError: runs of the cross-validation have no model yet.
+    """
+    path = Path(run)
+    summary = known_variants.json_of(path / known_variants.SUMMARY)
+    if summary is not None and traits(summary.get("task")).reads_table:
+        with reading(f"{path / 'summary.json'}", "go on with finetune --resume auto"):
+            found = [path / name / "model" for name in summary["runs"]]
+        missing = [model for model in found if not (model / "esmshard.json").is_file()]
+        if missing:
+            raise InputError(f"{missing[0]}: there is no model; go on with finetune --resume auto")
+        return found
+    for model in (path / "model", path):
+        about = known_variants.json_of(model / "esmshard.json")
+        with reading(f"{model / 'esmshard.json'}", "consolidate the run again"):
+            if about is not None and traits(about.get("recipe", {}).get("task", {}).get("name")).reads_table:
+                return [model]
+    return []
+
+
+def predict(
+    run: str,
+    table: Path | None,
+    out: Path,
+    *,
+    mutant: str | None = None,
+    offset: int | None = None,
+    propose: int | None = None,
+    kappa: float = KAPPA,
+    diversity: float = DIVERSITY,
+    overwrite: bool = False,
+) -> int:
+    """Rank variants, best first, write a CSV file, and return the number of rows. A JSON file beside it records how it
+    was made, and how far it can be trusted.
+
+    The first columns are those of `table`, or `mutant` and `measured` of all single substitutions; then the names in
+    the other numbering, if table and wild type are numbered differently; then `prediction` (mean over the models, in
+    the unit of the target), `sd` (standard deviation over the models: folds and seeds) and `rank`; then `out-of-fold
+    prediction` (by the models that had not seen the variant) and `seen in training` (yes or no); for a table also `not
+    ranked because`. With several targets, prediction columns carry the target's name, and the rank is that of the first
+    target. Rows of the table that cannot be used are at the end, without these values.
+
+    If the wild type was measured, a row that is the wild type (`WT`, or a synonymous change) is not predicted, since
+    its value is known.
+
+    Args:
+        run: a run of task `variant`; see `models_of`.
+        table: table of variants to rank; None for all single substitutions.
+        out: a `.csv` file.
+        mutant: column of the mutations.
+        offset: number added to the positions of `table`; by default the offset of the run's own table.
+        propose: write only so many rows, chosen by `proposals.choose` among variants that were not measured.
+        kappa: see `proposals.choose`.
+        diversity: see `proposals.choose`.
+        overwrite: replace `out`.
+
+    Raises:
+        InputError: the run or table cannot be used, or the table does not fit the numbering.
+        UsageError: arguments contradict each other, or files exist.
+    """
+    if out.suffix != ".csv":
+        raise UsageError(f"{out}: variants are ranked in a .csv file; give it that ending")
+    if table is None and offset is not None:
+        raise UsageError("--offset is added to the positions of a table, and all single substitutions have none")
+    check(out, variant_tables.facts_file(out), overwrite=overwrite)
+    paths = models_of(run)
+    models = [load_finetuned(str(model)) for model in paths]
+    task = _same_task(run, models)
+    known = known_variants.read(Path(run), paths, task.names)
+    request = _singles(task, known) if table is None else _of_table(task, known, table, mutant, offset)
+    for notice in request.notices:
+        say(notice)
+    scores = _model_predictions(task, models, request)
+    if propose is None:
+        rows = _every_row(task, known, request, scores, of_table=table is not None)
+    else:
+        rows = _proposed(run, task, known, request, scores, propose, kappa, diversity)
+    variants = len(request.mutations)
+    places = [*rows.order.tolist(), *range(variants, variants + len(rows.not_ranked))]
+    columns = {name: [cells[n] for n in places] for name, cells in request.columns.items()}
+    facts = {"run": run, "models": len(models), "target": task.names[0], "lower_is_better": scores.sign < 0}
+    facts |= {"table": None if table is None else str(table), "offset": request.offset, "verdict": known.verdict}
+    measured = known.measured.get(name_of(()))
+    wild_type = {"measured": None if measured is None else float(measured), "predicted": scores.wild_type}
+    facts |= rows.facts | {"wild_type": wild_type, "rows": len(places), "ranked": len(rows.order)}
+    variant_tables.write(out, columns, rows.new)
+    variant_tables.write_facts(out, facts | {"notices": request.notices})
+    for sentence in rows.messages:
+        say(sentence)
+    return len(places)
+
+
+@dataclass(frozen=True)
+class _ModelPredictions:
+    """Predictions of M models for N variants, float32 [M, N, T]."""
+
+    values_MNT: npt.NDArray[np.float32]
+    wild_type: float
+    """Mean over the models of the first target of the wild type, with which variants are to be compared."""
+    sign: float
+    """-1 if lower values of the first target are better, else 1."""
+
+    @property
+    def mean_N(self) -> npt.NDArray[np.float32]:
+        """The first target, mean over the models, float32 [N]."""
+        mean_N: npt.NDArray[np.float32] = self.values_MNT.mean(0)[:, 0]
+        return mean_N
+
+    @property
+    def order_N(self) -> npt.NDArray[np.int64]:
+        """Numbers of the variants, best first, int64 [N]."""
+        return np.argsort(-self.sign * self.mean_N, kind="stable")
+
+
+def _model_predictions(task: VariantTask, models: Sequence[FineTuned], request: RankingRequest) -> _ModelPredictions:
+    scores_MNT = np.stack([predictions(model, [*request.mutations, ()]) for model in models])
+    sign = -1.0 if task.names[0] in task.facts["lower_is_better"] else 1.0
+    return _ModelPredictions(scores_MNT[:, :-1], float(scores_MNT[:, -1, 0].mean()), sign)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of the output."""
+
+    order: npt.NDArray[np.int64]
+    """Numbers of the ranked variants, in the order of their rows."""
+    not_ranked: list[str]
+    """For each row after the variants, why it has no rank."""
+    new: dict[str, list[str]]
+    """The new columns of all these rows."""
+    facts: dict[str, Any]
+    """Facts that are added to the JSON file."""
+    messages: list[str]
+    """Messages for the user after everything is written."""
+
+
+def _every_row(
+    task: VariantTask, known: Known, request: RankingRequest, scores: _ModelPredictions, of_table: bool
+) -> _Rows:
+    """Return rows of all variants, best first, and after them rows that cannot be ranked."""
+    order, not_ranked, names = scores.order_N, request.not_ranked, [name_of(one) for one in request.mutations]
+    new = _predicted(task, scores, order)
+    new |= _trained_on(task, known, [names[n] for n in order])
+    new = {name: [*cells, *[""] * len(not_ranked)] for name, cells in new.items()}
+    if of_table:
+        new[NOT_RANKED] = [*[""] * len(order), *not_ranked]
+    if request.values_N is None:
+        return _Rows(order, not_ranked, new, {}, [])
+    mean_N, target = scores.mean_N.astype(np.float64), task.names[0]
+    compared, messages = known_variants.compared(known, names, mean_N, request.values_N, target)
+    return _Rows(order, not_ranked, new, {"compared": compared}, messages)
+
+
+def _singles(task: VariantTask, known: Known) -> RankingRequest:
+    """Return all single substitutions of the part that the model sees."""
+    offset = int(task.facts.get("offset", 0))
+    every = _inside(task, all_singles(str(task.facts["protein"])))
+    mutations = [one for one in every if not unscored(one)]
+    notices = []
+    if foreign := sorted({f"{one[0].wild}{one[0].position + 1}" for one in every if unscored(one)}):
+        what = first_three(foreign, str)
+        notices.append(f"not ranked, as the wild type has none of the 20 amino acids there: {what}")
+    columns = {"mutant": [name_of(one) for one in mutations]}
+    columns["measured"] = [known.measured.get(name, "") for name in columns["mutant"]]
+    if offset:
+        notices.append(_numbering(offset, "mutant", IN_TABLE))
+        own = [name_of(renumbered(one, -offset)) for one in mutations]
+        columns = {"mutant": columns["mutant"], IN_TABLE: own, "measured": columns["measured"]}
+    return RankingRequest(columns, mutations, [], None, offset, notices)
+
+
+def _numbering(offset: int, wild_type: str, table: str) -> str:
+    return (
+        f"the column '{wild_type}' counts residues of the wild type from 1, '{table}' counts them as the table of the "
+        f"run does: its positions {offset:+d} are those of the wild type"
+    )
+
+
+def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, offset: int | None) -> RankingRequest:
+    """Read the variants of a table, numbered as the run's own table unless an offset is passed."""
+    own = task.facts.get("offset")
+    used: int | Literal["auto"] = offset if offset is not None else "auto" if own is None else int(own)
+    protein = str(task.facts["protein"])
+    try:
+        try:
+            variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
+        except UsageError:
+            if offset is not None or not used:
+                raise
+            used = 0  # A column of mutated sequences has no numbering to shift.
+            variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
+    except Misnumbered as error:
+        note = f"; {own:+d} is what was added to the positions of the run's own table" if used == own else ""
+        if used and _fits_unshifted(task, path, mutant):
+            note += ", and this one fits as it is: pass --offset 0 if it counts as the wild type does"
+        raise InputError(f"{error.spelled('--offset ')}{note}") from None
+    notices = list(variants.notices)
+    if own is None and offset is None:
+        notices.append(
+            f"{path}: the run does not record how its own table was numbered; this one is read with an offset of "
+            f"{variants.offset}"
+        )
+    elif used == own and own:
+        notices.append(f"{path}: positions were shifted by {own:+d}, as those of the run's own table were")
+    elif own is not None and offset is not None and used != own:
+        notices.append(f"{path}: positions were shifted by {used:+d}, and those of the run's own table by {own:+d}")
+    changed = [tuple(m for m in one if m.mutant != m.wild) for one in variants.mutations]
+    inside = set(_inside(task, changed))
+    rows, mutations, why = list[int](), list[tuple[Mutation, ...]](), dict(variants.left_out)
+    wild_type = known.measured.get(name_of(()))
+    for (row, *_), one in zip(variants.rows, changed, strict=True):
+        if one not in inside:
+            why[row] = "the model does not see the residue that it changes"
+        elif not one and wild_type is not None:
+            why[row] = f"it is the wild type, whose measured value is {wild_type}"
+        else:
+            rows.append(row)
+            mutations.append(one)
+    for reason in dict.fromkeys(why[row] for row in sorted(set(why) - set(variants.left_out))):
+        such = [row for row in sorted(why) if why[row] == reason]
+        named = first_three(such, variants.table.at)
+        notices.append(f"{path}: not ranked, as {reason}: {counted(len(such), 'row')} ({named})")
+    if not rows:
+        reasons = list(dict.fromkeys(why[row] for row in sorted(why)))
+        raise InputError(f"{path}: no row can be ranked, as {first_three(reasons, str)}; give other variants")
+    left = sorted(set(range(len(variants.table))) - set(rows))
+    columns = {name: [cells[row] for row in [*rows, *left]] for name, cells in variants.table.columns.items()}
+    if variants.offset:
+        names = {row: name for (row, *_), name in zip(variants.rows, variants.names(), strict=True)}
+        columns[IN_WILD_TYPE] = [names.get(row, "") for row in [*rows, *left]]
+    values_N, target = None, task.names[0]
+    if target in variants.table.columns:
+        values_N = variants.table.numbers(target)[rows]
+    return RankingRequest(columns, mutations, [why[row] for row in left], values_N, variants.offset, notices)
+
+
+def _fits_unshifted(task: VariantTask, path: Path, mutant: str | None) -> bool:
+    try:
+        variant_tables.read(path, str(task.facts["protein"]), mutant=mutant, offset=0)
+    except Misnumbered:
+        return False
+    return True
+
+
+def _proposed(
+    run: str,
+    task: VariantTask,
+    known: Known,
+    request: RankingRequest,
+    scores: _ModelPredictions,
+    count: int,
+    kappa: float,
+    diversity: float,
+) -> _Rows:
+    """Choose the variants to measure next, in the order of choice."""
+    better_MN = scores.sign * scores.values_MNT[:, :, 0]
+    if len(better_MN) < 2:
+        raise UsageError(f"--propose needs several models, to know where they disagree, and {run} has one")
+    # A table may have a variant in several rows.
+    first = {one: n for n, one in reversed(list(enumerate(request.mutations)))}
+    free = sorted(n for one, n in first.items() if one and name_of(one) not in known.measured)
+    if len(free) < count:
+        fix = f"pass --propose {len(free)}" if free else "give others, or all with --all-singles"
+        raise UsageError(f"--propose {count}: of those asked for {len(free):,} have not been measured yet; {fix}")
+    variants = [request.mutations[n] for n in free]
+    chosen = proposals.choose(better_MN[:, free], variants, count, kappa, diversity)
+    how: dict[str, Any] = {"count": count, "candidates": len(free), "kappa": kappa, "diversity": diversity}
+    how |= {"objective": proposals.OBJECTIVE, **proposals.composition([variants[n] for n in chosen])}
+    trust = f"how far to trust these proposals: {known.verdict or 'not known, as the run has not been concluded'}"
+    order = np.array(free)[chosen]
+    return _Rows(order, [], _predicted(task, scores, order), {"proposed": how}, [trust])
+
+
+def _predicted(task: VariantTask, scores: _ModelPredictions, order: npt.NDArray[np.int64]) -> dict[str, list[str]]:
+    """Make the columns with mean and standard deviation over the models of each target, and with the rank."""
+    values_MNT = scores.values_MNT[:, order]
+    mean_NT = values_MNT.mean(0)
+    sd_NT = values_MNT.std(0, ddof=1) if len(values_MNT) > 1 else np.full_like(mean_NT, np.nan)
+    new: dict[str, list[str]] = {}
+    for t, of in enumerate(_of(task)):
+        new |= {f"prediction{of}": list(map(text, mean_NT[:, t])), f"sd{of}": list(map(text, sd_NT[:, t]))}
+    rank_N = np.empty(len(scores.order_N), np.int64)
+    rank_N[scores.order_N] = np.arange(1, len(rank_N) + 1)
+    return new | {"rank": list(map(str, rank_N[order].tolist()))}
+
+
+def _trained_on(task: VariantTask, known: Known, names: Sequence[str]) -> Mapping[str, list[str]]:
+    """Make the columns that separate predictions of variants which training has seen from others."""
+    nothing = [np.nan] * len(task.names)
+    new = {
+        f"{OUT_OF_FOLD}{of}": [text(known.out_of_fold.get(name, nothing)[t]) for name in names]
+        for t, of in enumerate(_of(task))
+    }
+    seen = known.seen
+    return new | {SEEN: ["" if seen is None else "yes" if name in seen else "no" for name in names]}
+
+
+def _of(task: VariantTask) -> list[str]:
+    """Return the endings of the column names of each target."""
+    return [f" {name}" for name in task.names] if len(task.names) > 1 else [""]
+
+
+def predictions(found: FineTuned, mutations: Sequence[tuple[Mutation, ...]]) -> npt.NDArray[np.float32]:
+    """Predict the targets of variants with one model, float32 [N, T]."""
+    task, model = found.task, found.model
+    assert isinstance(task, VariantTask)
+    records = VariantRecords(Path("variants"), task.wild_type, list(mutations), int(task.facts["first"]))
+    examples = Examples("input", records.path, records, None)
+    alone = task.question(examples.get(0)).wild_type_alone
+    each = TOGETHER if alone else max(1, PACKED // (len(task.wild_type) + 2))
+    parts = [range(n, min(n + each, len(records))) for n in range(0, len(records), each)]
+
+    def one(part: range) -> list[npt.NDArray[np.float32]]:
+        return [task.predict(output) for output in model.outputs([task.question(examples.get(n)) for n in part])]
+
+    at_once, values = max(1, 4 * packs_at_once(model.device)), list[npt.NDArray[np.float32]]()
+    with Progress("predict", len(records)) as progress:
+        for first in range(0, len(parts), at_once):
+            for outputs in side_by_side(one, parts[first : first + at_once], model.device):
+                values += outputs
+            progress.update(len(values), "variants")
+    return np.stack(values)
+
+
+def _same_task(run: str, models: Sequence[FineTuned]) -> VariantTask:
+    if not models:
+        raise InputError(
+            f"{run}: holds no model of variants; give the directory of a run of task variant, or its model"
+        )
+    first = models[0].task
+    assert isinstance(first, VariantTask)
+    for other in models[1:]:
+        if (other.task.facts["protein"], other.task.names) != (first.facts["protein"], first.names):
+            raise InputError(f"{run}: its runs are of different proteins or targets; fine-tune them again")
+    return first
+
+
+def _inside(task: VariantTask, mutations: list[tuple[Mutation, ...]]) -> list[tuple[Mutation, ...]]:
+    """Return the variants whose mutations are all in the part of the protein that the model sees."""
+    first, length = int(task.facts["first"]), int(task.facts["length"])
+    return [one for one in mutations if all(first <= mutation.position < first + length for mutation in one)]

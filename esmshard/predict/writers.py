@@ -1,0 +1,231 @@
+"""Files of predictions. Each file gets its name only when it is complete.
+
+A writer takes one array for each record, in input order. It is a context manager: leaving it without an error renames
+the finished file; leaving it with an error removes the file.
+"""
+
+import io
+import os
+import re
+import socket
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard import spreadsheet
+from esmshard.checkpoint.atomic_directory import lives
+from esmshard.errors import InputError, UsageError
+
+GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
+"""Most rows, and most numbers, of a row group of a Parquet file."""
+
+
+class Writer(ABC):
+    """A writer of records into a temporary file beside `out`."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.work = out.with_name(f".tmp-{socket.gethostname()}-{os.getpid()}-{out.name}")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        left = re.compile(re.escape(f".tmp-{socket.gethostname()}-") + r"(\d+)" + re.escape(f"-{out.name}"))
+        for path in out.parent.iterdir():  # These may be files of a process that was killed.
+            if (maker := left.fullmatch(path.name)) and not lives(int(maker[1])):
+                path.unlink(missing_ok=True)
+
+    @abstractmethod
+    def add(self, record_id: str, values: npt.NDArray[np.float32]) -> None:
+        """Write one record."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the temporary file."""
+
+    def commit(self) -> None:
+        """Give the finished file its name."""
+        self.work.replace(self.out)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+            if kind is None:
+                self.commit()
+        except OSError:
+            if kind is None:  # Otherwise the earlier error is raised.
+                raise
+        finally:
+            self.work.unlink(missing_ok=True)
+
+
+class NpzWriter(Writer):
+    """A writer of `x.npz`: an array for each record under its id, written one by one, readable by `numpy.load`."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(out)
+        self._zip = zipfile.ZipFile(self.work, "w", zipfile.ZIP_DEFLATED, allowZip64=True)
+
+    def add(self, record_id: str, values: npt.NDArray[np.float32]) -> None:
+        """Write the array of one record, of any shape."""
+        buffer = io.BytesIO()
+        np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
+        self._zip.writestr(f"{record_id}.npy", buffer.getbuffer())
+
+    def close(self) -> None:
+        """Write the directory of the archive."""
+        self._zip.close()
+
+
+class TableWriter(Writer):
+    """A writer of one line for each protein, or one line for each residue with its place counted
+    from 1 and its letter.
+    """
+
+    @abstractmethod
+    def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
+        """Write one record. `values` is [C], or [L, C] for the L letters of `residues`."""
+
+
+def columns(names: Sequence[str], *, per_residue: bool, choose: bool) -> tuple[list[str], list[str]]:
+    """Return the columns of a table of predictions: those that identify a line, and those of the numbers.
+
+    A target with the name of one of the first columns becomes `NAME (predicted)`.
+
+    >>> columns(["H", "id"], per_residue=True, choose=False)
+    (['id', 'position', 'residue'], ['H', 'id (predicted)'])
+    """
+    first = ["id", *(["position", "residue"] if per_residue else []), *(["prediction"] if choose else [])]
+    return first, [f"{name} (predicted)" if name in first else name for name in names]
+
+
+class CsvWriter(TableWriter):
+    """A writer of `x.csv`, with numbers of six digits.
+
+    Args:
+        out: file to write.
+        names: names of the numbers of each line.
+        per_residue: whether a record's array has a row for each residue.
+        choose: whether the numbers are probabilities of exclusive classes; the most likely class is named in
+            `prediction`.
+    """
+
+    def __init__(self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool) -> None:
+        super().__init__(out)
+        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # `close` closes the file
+        self._rows = spreadsheet.writer(self._file)
+        first, numbers = columns(names, per_residue=per_residue, choose=choose)
+        self._rows.writerow([*first, *numbers])
+
+    def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
+        """Write one record; see `TableWriter.add`."""
+        rows = values.reshape(-1, len(self._names))
+        for n, row in enumerate(rows):
+            place = [n + 1, residues[n]] if self._per_residue else []
+            chosen = [self._names[int(row.argmax())]] if self._choose else []
+            self._rows.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
+
+    def close(self) -> None:
+        """Flush the file to disk."""
+        self._file.close()
+
+
+class ParquetWriter(TableWriter):
+    """A writer of `x.parquet`: the columns of `CsvWriter`, with numbers as float32. Needs pyarrow (extra `tables`).
+
+    Rows wait in memory until they make a row group: 65,536 rows, or 16 MiB of numbers if there are many columns.
+
+    Args:
+        out: file to write.
+        names: see `CsvWriter`.
+        per_residue: see `CsvWriter`.
+        choose: see `CsvWriter`.
+        about: metadata of the file, names to texts.
+    """
+
+    def __init__(
+        self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool, about: Mapping[str, str]
+    ) -> None:
+        self._pa, parquet = pyarrow(out)
+        super().__init__(out)
+        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(names)))
+        self._rows = 0
+        self._waiting: list[tuple[str, str, npt.NDArray[np.float32]]] = []
+        types = {"position": self._pa.int32()}
+        first, numbers = columns(names, per_residue=per_residue, choose=choose)
+        fields = [self._pa.field(name, types.get(name, self._pa.string()), nullable=False) for name in first]
+        fields += [self._pa.field(name, self._pa.float32(), nullable=False) for name in numbers]
+        self._schema = self._pa.schema(fields, metadata=dict(about))
+        self._file = parquet.ParquetWriter(self.work, self._schema, compression="zstd")
+
+    def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
+        """Write one record; see `TableWriter.add`."""
+        rows = values.reshape(-1, len(self._names))
+        self._waiting.append((record_id, residues, rows))
+        self._rows += len(rows)
+        if self._rows >= self._most:
+            self._write()
+
+    def close(self) -> None:
+        """Write the last rows and the file's directory."""
+        try:
+            if self._rows:
+                self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        ids, residues, values = zip(*self._waiting, strict=True)
+        self._rows, self._waiting = 0, []
+        lengths = [len(rows) for rows in values]
+        values_RC = np.concatenate(values)
+        arrays: list[Any] = [np.repeat(np.array(ids, dtype=object), lengths)]
+        if self._per_residue:
+            arrays.append(np.concatenate([np.arange(1, n + 1, dtype=np.int32) for n in lengths]))
+            arrays.append(list("".join(residues)))
+        if self._choose:
+            arrays.append(np.array(self._names, dtype=object)[values_RC.argmax(1)])
+        arrays += [np.ascontiguousarray(x_R) for x_R in values_RC.T]
+        table = self._pa.table(
+            [self._pa.array(array, field.type) for array, field in zip(arrays, self._schema, strict=True)],
+            schema=self._schema,
+        )
+        self._file.write_table(table, row_group_size=self._most)
+
+
+def pyarrow(out: Path) -> tuple[Any, Any]:
+    """Import pyarrow, and return the library and its part for Parquet.
+
+    Raises:
+        UsageError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError(f"{out}: writing Parquet needs pyarrow; pip install 'esmshard[tables]'") from None
+    return arrow, parquet
+
+
+def check(*paths: Path, overwrite: bool) -> None:
+    """Refuse to replace files unless `overwrite` is set."""
+    for path in paths:
+        if path.is_dir():
+            raise InputError(f"{path}: is a directory; name a file")
+        if path.exists() and not overwrite:
+            raise UsageError(f"{path}: exists already; choose another name or pass --overwrite")
+
+
+def ids_file(out: Path) -> Path:
+    """Return the path of the ids of the rows of a `.npy` file."""
+    return out.with_suffix(".ids.txt")

@@ -1,0 +1,272 @@
+"""Zero-shot effects of amino-acid substitutions: what a language model expects at a site, compared with the wild type's
+residue.
+
+The method is from Meier et al. 2021 (doi:10.1101/2021.07.09.450648). It needs no labels and no training, only a model
+with an LM head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.tables import MISSING, NUMBER, counted, first_three, read_table
+from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
+from esmshard.data.variants.numbering import Misnumbered
+from esmshard.data.variants.substitutions import Mutation, name_of
+from esmshard.errors import InputError, UsageError
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights, recorded
+from esmshard.predict import variant_tables
+from esmshard.predict.variant_tables import text
+from esmshard.predict.writers import check
+from esmshard.progress import say
+from esmshard.tasks.variants.marginals import WINDOW, log_probabilities
+from esmshard.vocab import RESIDUES, STANDARD
+
+Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
+METHODS = get_args(Method)
+NOT_SCORED = "not scored because"
+"""The last column: why a row has no score."""
+
+
+def score_table(
+    model: str,
+    wild_type: Path,
+    table: Path | None,
+    out: Path,
+    *,
+    method: Method = "masked-marginals",
+    mutant: str | None = None,
+    target: str | None = None,
+    offset: int | Literal["auto"] = "auto",
+    window: int = WINDOW,
+    overwrite: bool = False,
+) -> str:
+    """Write a CSV file: the columns of the table, the score in a column named after the method, and for each row
+    without a score the reason (`not scored because`). Return a message for the user.
+
+    Rows that cannot be scored (a stop codon, a blank cell, a residue that is none of the 20 amino acids) keep their
+    place with an empty score. If the table has measured values, the message has Spearman's correlation with them, or
+    why it is undefined. A JSON file beside the table records how the table was made: method, numbering, and what was
+    left out.
+
+    Args:
+        model: see `open_weights.read`.
+        wild_type: FASTA file with one protein.
+        table: table of variants; None for all single substitutions.
+        out: a `.csv` file.
+        method: see `score`.
+        mutant: see `read_variants`.
+        target: column of measured values; by default the one with a usual name, if there is one.
+        offset: see `read_variants`.
+        window: see `score`.
+        overwrite: replace `out`.
+    """
+    if out.suffix != ".csv":
+        raise UsageError(f"{out}: scores are written as .csv; give the file that ending")
+    check(out, variant_tables.facts_file(out), overwrite=overwrite)
+    column = method.replace("-", "_")
+    if table is None:
+        request = _singles(wild_type)
+    else:
+        request = _of_table(table, wild_type, mutant, target, offset)
+        variant_tables.check_new(out, request.columns, [column])
+    read = open_weights.read(model)
+    if "lm_head" in read.unlearned:
+        raise InputError(f"{model}: has no trained LM head, which scores are read from; take another model")
+    with recorded.compared(read.files, say):
+        esm = open_weights.build(read, open_weights.default_device()).eval()
+    score_N = score(esm, request.protein, request.mutations, method, window)
+    without, notices = _without_score(request), request.notices
+    if without:
+        reasons = list(dict.fromkeys(without.values()))
+        notices = [*notices, f"not scored: {counted(len(without), 'variant')}, as {first_three(reasons, str)}"]
+        say(notices[-1])
+    why_not, rows = request.left_out | without, len(next(iter(request.columns.values())))
+    cells = [""] * rows
+    for place, value in zip(request.places, score_N, strict=True):
+        cells[place] = text(float(value))
+    message = "" if request.values_N is None else variant_tables.spearman(score_N, request.values_N, request.measured)
+    new = {column: cells, NOT_SCORED: [why_not.get(row, "") for row in range(rows)]}
+    variant_tables.write(out, request.columns, new)
+    scored = len(request.places) - len(without)
+    facts: dict[str, Any] = {
+        "model": model,
+        "wild_type": str(wild_type),
+        "table": None if table is None else str(table),
+    }
+    facts |= {"method": method, "window": window, "offset": request.offset, "rows": rows, "scored": scored}
+    variant_tables.write_facts(out, facts | {"notices": notices, "compared": message or None})
+    return f"{out}: {scored:,} variants" + (f"; {message}" if message else "")
+
+
+@dataclass(frozen=True)
+class _ScoringRequest:
+    """N variants to score, and the R rows of the table that hold them."""
+
+    protein: str
+    mutations: list[tuple[Mutation, ...]]
+    """Mutations of each variant, without synonymous changes."""
+    places: list[int]
+    """The row of each variant."""
+    columns: dict[str, list[str]]
+    """Columns of the table, R cells each."""
+    notices: list[str] = field(default_factory=list)
+    offset: int = 0
+    left_out: dict[int, str] = field(default_factory=dict)
+    """Rows without a variant, with the reasons."""
+    measured: str = ""
+    """Name of the column of measured values; empty if there is none."""
+    values_N: npt.NDArray[np.float64] | None = None
+    """The measured value of each variant, if there is such a column."""
+
+
+def _singles(wild_type: Path) -> _ScoringRequest:
+    """Return all single substitutions of a protein."""
+    protein = protein_of(wild_type)
+    mutations = all_singles(protein)
+    return _ScoringRequest(
+        protein, mutations, list(range(len(mutations))), {"mutant": [name_of(one) for one in mutations]}
+    )
+
+
+def _of_table(
+    table: Path, wild_type: Path, mutant: str | None, target: str | None, offset: int | Literal["auto"]
+) -> _ScoringRequest:
+    """Read the variants of a table, with measured values if only one column may hold them."""
+    if target:
+        names = [target]
+    else:
+        usual = {name.lower() for name in TARGET_COLUMNS}
+        names = [name for name in read_table(table).columns if name.lower() in usual]
+    try:
+        found = variant_tables.read(table, wild_type, mutant=mutant, offset=offset)
+    except Misnumbered as error:
+        raise InputError(error.spelled("--offset ")) from None
+    for notice in found.notices:
+        say(notice)
+    # A table may have the scores of another method already. The column of reasons is written again, for both methods.
+    columns = {name: cells for name, cells in found.table.columns.items() if name != NOT_SCORED}
+    places = [rows[0] for rows in found.rows]
+    mutations = [tuple(m for m in one if m.mutant != m.wild) for one in found.mutations]
+    measured, values_N = "", None
+    if target or (len(names) == 1 and _has_numbers(found.table.columns[names[0]])):
+        measured = names[0]
+        values_N = found.table.numbers(measured)[places]
+    return _ScoringRequest(
+        found.wild_type, mutations, places, columns, found.notices, found.offset, found.left_out, measured, values_N
+    )
+
+
+def _without_score(request: _ScoringRequest) -> dict[int, str]:
+    """Return the rows whose variant has no score, with the reasons."""
+    return {place: why for place, one in zip(request.places, request.mutations, strict=True) if (why := unscored(one))}
+
+
+def _has_numbers(cells: Sequence[str]) -> bool:
+    """Return whether a column with a usual name of measured values has numbers: `effect` may also be `pathogenic`."""
+    return all(NUMBER.fullmatch(cell.replace(",", ".")) or cell.lower() in MISSING for cell in cells)
+
+
+def all_singles(wild_type: str) -> list[tuple[Mutation, ...]]:
+    """Return every substitution of every residue by another of the 20, by position and letter: 19 L variants, and one
+    more for each residue that is none of the 20 (X, U, O, B, Z).
+    """
+    return [
+        (Mutation(position, wild, mutant),)
+        for position, wild in enumerate(wild_type)
+        for mutant in STANDARD
+        if mutant != wild
+    ]
+
+
+def unscored(mutations: Sequence[Mutation]) -> str:
+    """Explain why a variant has no score; empty if it has one.
+
+    A language model was hardly trained on letters other than the 20, so that every other residue is far more likely:
+    log p(mutant) - log p(X) says nothing about the mutant.
+
+    >>> unscored([Mutation(10, "X", "L")])
+    'the wild type has X at residue 11, which is none of the 20 amino acids'
+    """
+    for one in mutations:
+        if one.wild not in STANDARD:
+            return f"the wild type has {one.wild} at residue {one.position + 1}, which is none of the 20 amino acids"
+        if one.mutant not in STANDARD:
+            return f"{one} puts {one.mutant} there, which is none of the 20 amino acids"
+    return ""
+
+
+def score(
+    model: ESM2,
+    wild_type: str,
+    variants: Sequence[tuple[Mutation, ...]],
+    method: Method = "masked-marginals",
+    window: int = WINDOW,
+) -> npt.NDArray[np.float64]:
+    """Score each variant, float64 [N]. A higher score means that the model finds the variant more natural.
+
+    `masked-marginals` is the sum over the mutated sites of log p(mutant) - log p(wild type), where p is what the model
+    expects at the masked site of the wild type. This takes one forward pass for each site, for any number of variants.
+    `wild-type-marginals` is the same from one pass in which nothing is masked. `pseudo-perplexity` is the mean of log p
+    over all residues of the variant, each masked in turn: minus the logarithm of the pseudo-perplexity. This takes a
+    pass for each residue of each variant. (fair-esm's script for it reads the wrong site and skips the last.) The wild
+    type's score is 0 with the first two methods. NaN: see `unscored`.
+
+    Args:
+        model: a model with a trained LM head.
+        wild_type: residues of the wild type.
+        variants: mutations of each variant; empty for the wild type.
+        method: see above.
+        window: residues of a longer protein that the model sees, with the site in their middle unless an end of the
+            protein is near. In a pass that masks nothing, each site is read where it is nearest to the middle of a
+            window.
+
+    Raises:
+        UsageError: the method is not known, or the window has less than one residue.
+    """
+    if method not in METHODS:
+        raise UsageError(f"method is {method!r}; it is one of {', '.join(METHODS)}")
+    if window < 1:
+        raise UsageError(f"a window of {window} residues: give at least 1")
+    known = [n for n, mutations in enumerate(variants) if not unscored(mutations)]
+    score_N = np.full(len(variants), np.nan)
+    score_N[known] = _score(model, wild_type, [variants[n] for n in known], method, window)
+    return score_N
+
+
+def _score(
+    model: ESM2, wild_type: str, variants: Sequence[tuple[Mutation, ...]], method: Method, window: int
+) -> npt.NDArray[np.float64]:
+    if method == "pseudo-perplexity":
+        return _pseudo_perplexity(model, wild_type, variants, window)
+    sites = sorted({mutation.position for mutations in variants for mutation in mutations})
+    hidden = method == "masked-marginals"
+    log_p_SA = log_probabilities(model, wild_type, sites, hidden=hidden, window=window)
+    row, letter = {site: n for n, site in enumerate(sites)}, {aa: n for n, aa in enumerate(RESIDUES)}
+
+    def effect(mutation: Mutation) -> float:
+        of_site = log_p_SA[row[mutation.position]]
+        return float(of_site[letter[mutation.mutant]]) - float(of_site[letter[mutation.wild]])
+
+    return np.array([sum(map(effect, mutations)) for mutations in variants], dtype=np.float64)
+
+
+def _pseudo_perplexity(
+    model: ESM2, wild_type: str, variants: Sequence[tuple[Mutation, ...]], window: int
+) -> npt.NDArray[np.float64]:
+    letter = {aa: n for n, aa in enumerate(RESIDUES)}
+    found = []
+    for mutations in variants:
+        residues = list(wild_type)
+        for mutation in mutations:
+            residues[mutation.position] = mutation.mutant
+        sites = [n for n, residue in enumerate(residues) if residue in letter]
+        log_p_SA = log_probabilities(model, "".join(residues), sites, window=window)
+        own = [letter[residues[site]] for site in sites]
+        found.append(log_p_SA[np.arange(len(sites)), own].mean(dtype=np.float64))
+    return np.array(found, dtype=np.float64)

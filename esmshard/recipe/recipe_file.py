@@ -1,0 +1,210 @@
+"""The typed recipe: load, override, validate, dump, schema. No torch.
+
+A recipe is one YAML file. Unknown keys and wrong types are refused, all problems of a file at once, each with its line
+and column. `resolve` finds the file by path or by the name of a shipped recipe; `load` reads it, applies `key=value`
+overrides with the same checks, and makes every path absolute.
+
+Paths: `sample:NAME` is data shipped with the package; other data and model paths are relative to the recipe file,
+those given as an override and `out` to the working directory. `~` and `${VAR}` expand.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from esmshard.errors import InputError, UsageError
+from esmshard.files import shared_place
+from esmshard.recipe.sections import Recipe
+from esmshard.recipe.task_section import sections
+from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
+from esmshard.shipped import shipped
+
+PATH_KEYS = (
+    ("model", "name"),
+    *(("data", key) for key in ("train", "valid", "test", "labels", "mask", "clusters", "table", "wild_type")),
+)
+
+SCHEMA_LINE = "# yaml-language-server: $schema="
+"""How the first line of a recipe tells editors where its schema is."""
+
+
+def names() -> list[str]:
+    """The shipped recipes, by name."""
+    return sorted(p.stem for p in shipped("recipes").glob("*.yaml"))
+
+
+def resolve(name: str) -> Path:
+    """The file that `finetune NAME` means: a path, or the name of a shipped recipe."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if name in names():
+        return shipped("recipes") / f"{name}.yaml"
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        raise UsageError(f"{name}: no such recipe file")
+    hint = did_you_mean(name, names())
+    raise UsageError(f"{name}: neither a file nor a shipped recipe ({', '.join(names())}){hint}")
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and check a recipe.
+
+    Raises `UsageError` with one sentence for each problem, as `recipe.yaml:4:3: optim.lrr: unknown key; did you mean
+    'lr'?`.
+    """
+    tree = read(path, "a recipe", Recipe)
+    for override in overrides:
+        tree.override(override)
+    _expand_all(tree, path.parent)
+    return tree.checked(Recipe, {"task": sections()})
+
+
+def check_companions(path: Path, resolved: Recipe, overrides: Sequence[str], folds: int | None = None) -> None:
+    """Refuse the own training data of a user beside the samples that a recipe has for the rest.
+
+    Args:
+        path: of the recipe.
+        resolved: it with the overrides.
+        overrides: as they were typed.
+        folds: of `--folds`; the test set is a part of the training data then.
+
+    Raises:
+        UsageError: naming the keys that are still the samples'.
+    """
+    if not any(override.startswith("data") for override in overrides):
+        return
+    try:
+        before = load(path)
+    except UsageError:  # whole with its overrides alone
+        return
+    variants = resolved.task.reads_table
+    leading = ("table", "wild_type") if variants else ("train",)
+    others = leading if variants else ("valid", "test", "labels", "mask", "clusters")
+    now, then = resolved.data.model_dump(), before.data.model_dump()
+    own = [key for key in leading if now[key] != then[key] and not str(now[key]).startswith("sample:")]
+    left = [key for key in others if now[key] == then[key] and str(now[key]).startswith("sample:")]
+    if (folds or resolved.data.folds) and "test" in left:
+        left.remove("test")
+    if not own or not left:
+        return
+    samples = ", ".join(f"data.{key} is still {now[key]}" for key in left)
+    typed = " ".join(f"data.{key}=FILE" for key in left)
+    in_headers = ", or, if your headers have TARGET=, data.labels=null data.target=null" if "labels" in left else ""
+    raise UsageError(
+        f"data.{own[0]}: is yours, and {samples}, of other proteins; give {typed} too{in_headers}"
+        + (
+            ""
+            if variants
+            else ". `esmshard split FASTA -o DIR` makes three files of one; a file with SET= may be all three"
+        )
+    )
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every key written out."""
+    out = StringIO()
+    yaml = YAML()
+    yaml.width = 1000
+    yaml.dump(recipe.model_dump(mode="json"), out)
+    return out.getvalue()
+
+
+def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """A resolved recipe for a file that is shared: data and `out` by their names, a model by where it lies from there.
+
+    Args:
+        recipe: as `model_dump` makes it.
+        directory: of that file.
+    """
+    told = {key: dict(part) if isinstance(part, Mapping) else part for key, part in recipe.items()}
+    for keys in (*PATH_KEYS, ("out",)):
+        section: Any = told
+        for key in keys[:-1]:
+            section = section.get(key)
+        value = section.get(keys[-1]) if isinstance(section, dict) else None
+        if not isinstance(value, str) or value.startswith("sample:"):
+            continue
+        model = keys == ("model", "name")
+        section[keys[-1]] = shared_place(value, directory) if model else Path(value).name or value
+    return told
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of a recipe, for editors. `recipes/schema.json` holds it."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+
+
+def schema_text() -> str:
+    """The schema as it is shipped and printed."""
+    return json.dumps(schema(), indent=1) + "\n"
+
+
+def description(name: str) -> str:
+    """What a shipped recipe is for: its first line that is a comment for people."""
+    lines = (shipped("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith(SCHEMA_LINE)), "")
+
+
+def copy_of(path: Path) -> str:
+    """The text of a recipe, its first line naming the installed schema wherever the copy lies."""
+    first, newline, rest = path.read_text(encoding="utf-8").partition("\n")
+    if first.startswith(SCHEMA_LINE):
+        first = f"{SCHEMA_LINE}{shipped('recipes') / 'schema.json'}"
+    return first + newline + rest
+
+
+def differences(old: Recipe, new: Recipe) -> list[str]:
+    """Dotted keys whose values differ, as `optim.lr (0.001, was 0.002)`."""
+    a, b = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
+    return [
+        f"{key} ({b.get(key)}, was {a.get(key)})" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
+    ]
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def _expand_all(tree: Tree, base: Path) -> None:
+    for keys in (*PATH_KEYS, ("out",)):
+        here = keys == ("out",) or keys in tree.overrides  # typed in the shell, or made there
+        for node, last in tree.texts(*keys):
+            if last == keys[-1]:
+                _expand(tree, node, keys, Path.cwd() if here else base)
+
+
+def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
+    """Expand `${VAR}` and `~`, and make a path absolute. Names of samples and of model sizes stay as they are."""
+    text = tree.variables(str(node[keys[-1]]), keys)
+    if text is None:
+        return
+    is_name = text.startswith("sample:") or (keys == ("model", "name") and re.fullmatch(r"[\w-]+", text))
+    if not is_name or (keys == ("model", "name") and (base / text).exists()):
+        text = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
+    node[keys[-1]] = text
+
+
+def sample(path: str) -> Path:
+    """The file that a data path means; `sample:contact/train` is `contact/train.fasta` of the shipped data, and a name
+    with an ending, such as `sample:contact/labels.csv`, that very file.
+    """
+    if not path.startswith("sample:"):
+        return Path(path)
+    name = path.removeprefix("sample:")
+    file = shipped("data") / (name if Path(name).suffix else f"{name}.fasta")
+    if not file.is_file() or ".." in Path(name).parts:
+        root = shipped("data")
+        known = sorted(str(p.relative_to(root).with_suffix("")) for p in root.glob("*/*.fasta"))
+        known += sorted(str(p.relative_to(root)) for p in root.glob("*/*.csv"))
+        raise InputError(f"{path}: no such sample; there are {', '.join('sample:' + k for k in known)}")
+    return file

@@ -1,0 +1,1 @@
+"""Charts and figures of a report."""

@@ -1,0 +1,1 @@
+"""Sections, tables and sentences of a report, and the page that holds them."""

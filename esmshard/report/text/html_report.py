@@ -1,0 +1,219 @@
+"""`esmshard report RUN`: one HTML page on a run, for people. It needs no network, script or server."""
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from esmshard import __version__
+from esmshard.errors import InputError, UsageError, reading, writing
+from esmshard.progress import duration, rate
+from esmshard.recipe import recipe_file
+from esmshard.report.read.run_directory import Left, json_object, read
+from esmshard.report.read.variant_run_directory import is_cross_validated, read_variants
+from esmshard.report.text import scores, training, variant_report
+from esmshard.report.text.page_parts import PageTable, Section, bytes_text, range_text, value_text
+from esmshard.report.text.path_hiding import Places
+from esmshard.train.records import goodput
+from esmshard.train.records.status import replace_text
+from esmshard.train.records.verdict import comparison
+
+
+def report(run: Path, out: Path | None = None) -> Path:
+    """Write a page about a run, whether it is done, running, preempted or failed. The file appears complete.
+
+    Args:
+        run: the directory of the run, or of a cross-validated run of variants.
+        out: the file to write; by default `report.html` in that directory. An existing file is replaced.
+
+    Returns:
+        The file.
+
+    Raises:
+        InputError: if there is no run, a file of it is damaged, or a package is missing.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError:
+        raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
+    files = f"{run}: one of its files (evaluation.json, status.json, versions.json, metrics.jsonl, summary.json)"
+    with reading(files, "remove it, or make it anew with `esmshard evaluate MODEL DATA -o DIR`, to see the rest"):
+        if is_cross_validated(run):
+            several = read_variants(run)
+            about, facts = variant_report.about(several), variant_report.facts(several)
+            states = [variant_report.verdict(several)]
+            sections = [section(several) for section in variant_report.SECTIONS]
+        else:
+            left = read(run)
+            about, facts = _about(left), _facts(left)
+            states = [text for text in (scores.verdict(left), _state(left)) if text]
+            sections = [part(left) for part in SECTIONS]
+    hidden = Places(run, *_named(run))
+    source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(source).render(
+        title=run.resolve().name,
+        about=hidden.text(about),
+        states=list(map(hidden.text, states)),
+        facts=[tuple(map(hidden.text, fact)) for fact in facts],
+        sections=[hidden.section(section) for section in sections],
+        version=__version__,
+    )
+    out = out or run / "report.html"
+    if not out.parent.is_dir():
+        raise InputError(f"{out}: there is no directory {out.parent}; make it first")
+    with writing(out, "make room, or choose another place with -o FILE"):
+        replace_text(out, page)
+    return out
+
+
+def _named(run: Path) -> Iterator[str]:
+    """Yield the paths that the files of a run name."""
+    for name in ("versions.json", "evaluation.json", "summary.json"):
+        found = json_object(run / name) or {}
+        yield from _paths(found)
+    try:
+        yield from _paths(recipe_file.load(run / "recipe.yaml").model_dump())
+    except UsageError:  # a cross-validation has no such file, or another version wrote it
+        pass
+
+
+def _paths(found: object) -> Iterator[str]:
+    if isinstance(found, str) and found.startswith("/"):
+        yield found
+    elif isinstance(found, dict | list | tuple):
+        for part in found.values() if isinstance(found, dict) else found:
+            yield from _paths(part)
+
+
+def _about(left: Left) -> str:
+    """Describe model, task and data in a line."""
+    if left.recipe is None:
+        return f"Task {left.task or 'unknown'}."
+    recipe = left.recipe
+    return f"Task {recipe.task.name}, model {recipe.model.name} ({recipe.init}), adaptation {recipe.adapt.method}."
+
+
+def _state(left: Left) -> str:
+    if left.status is None:
+        return "There is no status.json: how the run ended is not known."
+    found = left.status
+    words = {"done": "Done", "running": "Still running when this page was made", "preempted": "Preempted"}
+    state = words.get(found["state"], "Failed")
+    return f"{state}; step {found['step']:,} of {found['steps']:,}: {found['message'].rstrip('.')}."
+
+
+def _facts(left: Left) -> list[tuple[str, str, str]]:
+    """Return the numbers on top of the page: name, value and explanation."""
+    facts, steps, head, tested = [], left.steps, left.headline, left.evaluation
+    if tested is not None and head is not None:
+        ours = tested.metrics[tested.main][head.name]
+        of = f"{tested.raw['records']:,} {tested.raw['split']} records"
+        facts.append((head.name, value_text(ours.value), f"{range_text(ours)}, {of}"))
+        if (name := scores.strongest(left)) is not None:
+            gain = tested.differences[name][head.name]
+            how = comparison(gain, lower_is_better=bool(head.lower_is_better))
+            note = f"{range_text(gain)}, {how} the best baseline"
+            facts.append((f"against {name}", value_text(gain.value, "+"), note))
+    elif head is not None and (best := training.best(left)) is not None:
+        facts.append((f"best validation {head.name}", value_text(best[1]), f"at step {best[0]:,}; not tested yet"))
+    if len(steps["step"]):
+        seen = rate(float(np.nansum(steps["residues"])))
+        facts.append(("steps", f"{int(np.nanmax(steps['step'])):,}", f"{seen} residues seen"))
+    if math.isfinite(speed := training.speed(left)):
+        facts.append(("speed", rate(speed), "residues/s over all steps"))
+    if np.isfinite(steps["peak_memory_bytes"]).any():
+        facts.append(("memory", bytes_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
+    if left.goodput["goodput"] is not None:
+        note = f"{goodput.share(left.goodput)} of it in steps that count"
+        facts.append(("time", duration(left.goodput["allocated_s"]), note))
+    return facts
+
+
+def _data(left: Left) -> Section:
+    splits: Mapping[str, Mapping[str, Any]] = left.versions.get("data", {})
+    leakage = (
+        [str(s).removeprefix("leakage: ") for s in left.evaluation.raw.get("leakage", ())] if left.evaluation else []
+    )
+    texts = leakage or ["What the splits share has not been recorded: evaluation.json has no leakage check."]
+    changed = dict.fromkeys(str(notice) for s in splits.values() for notice in s.get("notices", ()))
+    texts += [f"Changed or left out: {notice}" for notice in changed]
+    head = ["split", "file", "records", "residues", "sha256 of the tokens"]
+    rows = [
+        [
+            name,
+            str(s.get("path", "-")),
+            *(_count(s.get(k)) for k in ("records", "residues")),
+            s.get("tokens_sha256", "-"),
+        ]
+        for name, s in splits.items()
+    ]
+    tables = [PageTable(head, rows, "What went in. The digest is of all sequences in their order.")] if rows else []
+    if not rows:
+        texts = ["Which data went in is not recorded: versions.json is missing.", *texts]
+    return Section("data", "Data and leakage", texts, tables=tables)
+
+
+def _versions(left: Left) -> Section:
+    facts = [[name, str(value)] for name, value in left.versions.items() if not isinstance(value, dict | list)]
+    if not facts:
+        return Section("versions", "Versions", missing="versions.json is missing.")
+    return Section("versions", "Versions", tables=[PageTable(["", ""], facts)])
+
+
+def _recipe(left: Left) -> Section:
+    if left.recipe_text is None:
+        return Section("recipe", "Recipe", missing="recipe.yaml is missing.")
+    texts = ["With every key resolved, as recipe.yaml holds it."]
+    if left.recipe_problem is not None:
+        texts.append(f"This version of esmshard cannot use it: {left.recipe_problem}")
+    return Section("recipe", "Recipe", texts, code=left.recipe_text)
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else "-"
+
+
+def _reproduce(left: Left) -> Section:
+    section = ("reproduce", "Command to reproduce")
+    if left.recipe_text is None and left.evaluation is not None and left.evaluation.raw.get("model"):
+        raw = left.evaluation.raw
+        labels = ["--labels", str(raw["labels"])] if raw.get("labels") else []
+        out = f"{left.path.absolute()}-again"
+        command = ["esmshard", "evaluate", str(raw["model"]), str(raw["data"]), *labels, "-o", out]
+        return Section(*section, ["The test of a model that is there already."], code=shlex.join(command))
+    if left.recipe_text is None:
+        return Section(*section, missing="recipe.yaml is missing, so there is none.")
+    run = Path(left.path.resolve().name)
+    processes = left.versions.get("processes", 1)
+    nproc = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
+    commands = [["esmshard", "finetune", str(run / "recipe.yaml"), *nproc, f"out={run}-again"]]
+    if left.evaluation is not None and left.evaluation.raw.get("data"):
+        data, out = str(left.evaluation.raw["data"]), f"{run}-test"
+        data = data if data.startswith("sample:") else Path(data).name
+        commands.append(["esmshard", "evaluate", str(run / "model"), data, "-o", out])
+    text = (
+        "Training again, and the test alone, from the directory in which that of the run lies. Files are named here "
+        "without their directories; recipe.yaml has them. The same versions, data and number of processes give the "
+        "same model on a CPU; on GPUs the same up to rounding."
+    )
+    return Section(*section, [text], code="\n".join(map(shlex.join, commands)))
+
+
+SECTIONS: Sequence[Callable[[Left], Section]] = (
+    scores.metrics,
+    training.curves,
+    scores.predictions,
+    scores.lengths,
+    scores.calibration,
+    training.throughput,
+    training.time,
+    _data,
+    _versions,
+    _recipe,
+    _reproduce,
+)
+"""The sections of the page from top to bottom."""

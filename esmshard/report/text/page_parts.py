@@ -1,0 +1,107 @@
+"""The parts of a page, and the format of its numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from esmshard.tasks.intervals import Interval
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart or a picture, and its caption."""
+
+    caption: str
+    svg: str = ""
+    png: str = ""
+    """The picture as a data URI."""
+    wide: bool = False
+    """Whether the figure is as wide as the page."""
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Rows of cells. The first cell of a row is its heading."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page. If it is empty, `missing` gives the reason."""
+
+    id: str
+    title: str
+    texts: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    tables: Sequence[PageTable] = ()
+    code: str = ""
+    missing: str = ""
+
+
+def value_text(value: float, sign: str = "") -> str:
+    """Format with three decimals for small numbers, four digits for large numbers, and a dash for NaN.
+
+    >>> value_text(0.0941), value_text(0.0941, "+"), value_text(1234.56), value_text(float("nan"))
+    ('0.094', '+0.094', '1235', '-')
+    """
+    return "-" if not math.isfinite(value) else f"{value:{sign}.3f}" if abs(value) < 100 else f"{value:{sign}.4g}"
+
+
+def unit_text(value: float) -> str:
+    """Format a value of any unit, which may be a millionth or a million.
+
+    >>> unit_text(0.25), unit_text(2.5e-7), unit_text(float("nan"))
+    ('0.25', '2.5e-07', '-')
+    """
+    return f"{value:.4g}" if math.isfinite(value) else "-"
+
+
+def range_text(found: Interval) -> str:
+    """Format an interval without its value.
+
+    >>> range_text(Interval(0.1, 0.08, 0.125))
+    '[0.080, 0.125]'
+    """
+    if not math.isfinite(found.low) or not math.isfinite(found.high):
+        return "no interval"
+    return f"[{value_text(found.low)}, {value_text(found.high)}]"
+
+
+def cell(found: Interval | None) -> str:
+    """Format a value with its interval below."""
+    if found is None or not math.isfinite(found.value):
+        return "-"
+    return f"{value_text(found.value)}\n{range_text(found)}"
+
+
+def difference_cell(found: Interval | None) -> str:
+    r"""Format a difference with its interval: a sign, and a star if 0 is outside the interval.
+
+    >>> difference_cell(Interval(0.056, 0.046, 0.067))
+    '+0.056*\n[0.046, 0.067]'
+    """
+    if found is None or not math.isfinite(found.value):
+        return "-"
+    star = "*" if found.low > 0 or found.high < 0 else ""
+    return f"{value_text(found.value, '+')}{star}\n{range_text(found)}"
+
+
+def bytes_text(count: float) -> str:
+    """Format bytes in the largest unit.
+
+    >>> bytes_text(3 * 2**29), bytes_text(3 * 2**20)
+    ('1.50 GiB', '3 MiB')
+    """
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def count_text(count: int, what: str) -> str:
+    """Format a number of things.
+
+    >>> count_text(1, "attempt"), count_text(1200, "step")
+    ('1 attempt', '1,200 steps')
+    """
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

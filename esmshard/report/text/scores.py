@@ -1,0 +1,310 @@
+"""The scores of the model: metrics beside baselines, predictions, scores by length, calibration."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from esmshard.data.splits.recipe_splits import open_split, open_tested
+from esmshard.errors import InputError
+from esmshard.recipe.sections import Recipe
+from esmshard.report.draw import charts, plots
+from esmshard.report.read.run_directory import Evaluation, Headline, Left, Values, number
+from esmshard.report.text.page_parts import Figure, PageTable, Section, bytes_text, cell, difference_cell, value_text
+from esmshard.tasks.base import BEFORE
+from esmshard.tasks.finetuner import load_finetuned
+from esmshard.tasks.intervals import Interval
+from esmshard.tasks.registry import traits
+from esmshard.train.evaluate import without_interval
+from esmshard.train.records import verdict as verdicts
+
+LONGEST_MAP = 512
+"""The longest protein whose contact map is drawn, in residues: larger maps are unreadable and take long on a CPU."""
+LARGEST_MODEL = 4 * 2**30
+"""The largest weights, in bytes, that a report reads to draw contact maps."""
+MOST_TARGETS = 6
+"""The most numbers of a protein that get a chart each."""
+
+
+def metrics(left: Left) -> Section:
+    """Return every metric of the model and its baselines, and the model's gains."""
+    section = ("metrics", "Metrics and baselines")
+    found, head = left.evaluation, left.headline
+    if found is None or head is None:
+        return Section(*section, missing="The model has not been tested yet: there is no evaluation.json.")
+    raw, columns, main = found.raw, found.raw["columns"], found.main
+    texts = [
+        f"On {raw['records']:,} records of the {raw['split']} set. The headline is {head.name}: "
+        f"{'lower' if head.lower_is_better else 'higher'} is better. Intervals: {raw['interval']}."
+    ]
+    if missing := [f"{count:,} without {name}" for name, count in raw.get("without_value", {}).items() if count]:
+        texts.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
+    texts += [f"{str(sentence)[:1].upper()}{str(sentence)[1:]}." for sentence in raw.get("left_out", ())]
+    if few := without_interval(raw.get("without_interval", {})):
+        texts.append(f"{' '.join(few)} Without one there is no star either.")
+    before = found.metrics.get(BEFORE, {}).get(head.name)
+    if before is not None:
+        now = found.metrics[main][head.name]
+        texts.append(f"{head.name}: {value_text(before.value)} before fine-tuning, {value_text(now.value)} after it.")
+    rows = [[name, *(cell(row.get(c)) for c in columns)] for name, row in found.metrics.items()]
+    tables = [PageTable(["", *columns], rows, "Each metric, and its 95% interval below it.")]
+    if found.differences:
+        rows = [[f"minus {n}", *(difference_cell(row.get(c)) for c in columns)] for n, row in found.differences.items()]
+        note = (
+            f"{main} minus each baseline, paired: of both on the same resampled records. * marks intervals without 0: "
+            "the two differ by more than the choice of these records explains."
+        )
+        tables.append(PageTable(["", *columns], rows, note))
+    else:
+        texts.append("There are no baselines to compare with.")
+    known = {name: row[head.name] for name, row in found.metrics.items() if head.name in row}
+
+    def draw(axes: Any) -> None:
+        charts.intervals(axes, known, main)
+        axes.set_xlabel(head.name)
+
+    caption = f"{head.name} of {main} (blue) and of the baselines (grey), with 95% intervals."
+    return Section(*section, texts, [Figure(caption, charts.chart("methods", draw, 0.9 + 0.3 * len(known)))], tables)
+
+
+def strongest(left: Left) -> str | None:
+    """Return the baseline with the best headline metric."""
+    if left.evaluation is None or left.headline is None:
+        return None
+    return verdicts.strongest(*_headlines(left.evaluation, left.headline), lower_is_better=_lower(left.headline))
+
+
+def verdict(left: Left) -> str | None:
+    """Return a sentence: whether fine-tuning beat the strongest baseline; None before the model is tested."""
+    found, head = left.evaluation, left.headline
+    if found is None or head is None:
+        return None
+    if said := found.raw.get("verdict"):
+        return str(said)
+    basis = f"paired over {found.raw['records']:,} records"  # an earlier version, which wrote no sentence
+    return verdicts.verdict(head.name, *_headlines(found, head), basis, lower_is_better=_lower(head))
+
+
+def _lower(head: Headline) -> bool:
+    return bool(head.lower_is_better)
+
+
+def _headlines(found: Evaluation, head: Headline) -> tuple[dict[str, Interval], dict[str, Interval]]:
+    """Return the headline metric of every method, and the model's gains over each baseline."""
+    every, gains = (
+        {name: row[head.name] for name, row in table.items() if head.name in row}
+        for table in (found.metrics, found.differences)
+    )
+    return every, gains
+
+
+def predictions(left: Left) -> Section:
+    """Return the predictions in the task's form: contact maps, measured against predicted, confusion of classes."""
+    section = ("predictions", "Predictions")
+    if left.evaluation is None:
+        return Section(*section, missing="There are none before the model is tested.")
+    maps, said = _maps(left) if traits(left.task).predicts_contacts else ([], "")
+    figures = [*maps, *_numbers(left)]
+    if found := left.evaluation.raw.get("confusion"):
+        classes, counts_CC = [str(c) for c in found["classes"]], np.array(found["counts"], dtype=np.float64)
+
+        def draw(axes: Any) -> None:
+            charts.confusion(axes, classes, counts_CC)
+            charts.name_axes(axes, "predicted class", "true class")
+
+        side = float(np.clip(1.6 + 0.28 * len(classes), 2.8, 6))
+        figures.append(
+            Figure(
+                "True classes (rows) and what was predicted (columns): the number of cases, shaded by its share of "
+                "the row. A perfect model has all on the diagonal.",
+                charts.chart("confusion", draw, height=side, width=side + 0.6),
+            )
+        )
+    if not figures:
+        return Section(*section, missing=said or "This task leaves nothing to draw but its scores.")
+    return Section(*section, [said] if said else [], figures)
+
+
+def _maps(left: Left) -> tuple[list[Figure], str]:
+    """Return contact maps of the best, median and worst test protein with a caption, or why there are none."""
+    table, name = left.proteins, "long P@L"
+    if table is None or name not in table.columns:
+        return [], f"No contact maps: per_protein.csv with {name} is missing."
+    raw: Mapping[str, Any] = left.evaluation.raw if left.evaluation else {}
+    model = left.path / "model"
+    if not model.is_dir() and raw.get("model"):  # `evaluate` leaves the model where it is
+        model = Path(str(raw["model"]))
+    weights = list(model.glob("*.safetensors"))
+    recipe = left.recipe or (_recipe_of(raw["recipe"]) if left.recipe_text is None and raw else None)
+    if recipe is None or not weights:
+        why = "recipe.yaml cannot be used" if weights else f"the model is not in {model}"
+        return [], f"No contact maps: {why}."
+    if sum(file.stat().st_size for file in weights) > LARGEST_MODEL:
+        return [], f"No contact maps: a model of over {bytes_text(LARGEST_MODEL)} takes too long to read for a page."
+    score_N = table.columns[name]
+    order = [n for n in np.argsort(-score_N, kind="stable") if np.isfinite(score_N[n])]
+    order = [n for n in order if table.length_N[n] <= LONGEST_MAP]
+    if not order:
+        return [], f"No contact maps: no protein of up to {LONGEST_MAP} residues has a {name}."
+    chosen: dict[int, str] = {}
+    for n, word in ((order[0], "Best"), (order[len(order) // 2], "Median"), (order[-1], "Worst")):
+        chosen.setdefault(n, word)
+    try:
+        found = load_finetuned(str(model), torch.device("cpu"))
+        if raw and found.about.get("weights_sha256") != raw.get("weights_sha256"):
+            return [], "No contact maps: the model directory holds other weights than those that were tested."
+        if left.recipe is not None:
+            data = open_split(recipe, "test", found.task.labels)
+        else:
+            data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels)
+        recorded = left.versions.get("data", {}).get("test", {}).get("tokens_sha256")
+        recorded = recorded or raw.get("tokens_sha256", data.digest)
+        places = {data.id(n): n for n in range(len(data))}
+        if recorded != data.digest or any(table.ids[n] not in places for n in chosen):
+            return [], f"No contact maps: {data.path} is no longer what the model was tested on."
+        examples = {n: data.get(places[table.ids[n]]) for n in chosen}
+    except (InputError, OSError) as error:
+        return [], f"No contact maps: {error}"
+    figures = [
+        Figure(
+            f"{word}: {table.ids[n]}, {table.length_N[n]:.0f} residues, {name} {score_N[n]:.3f}.",
+            png=plots.data_uri(plots.contact_map(found, examples[n])),
+        )
+        for n, word in chosen.items()
+    ]
+    return figures, (
+        f"The test proteins with the best, the median and the worst {name}, of the {len(order):,} of up to "
+        f"{LONGEST_MAP} residues. Above the diagonal: the predicted probability of each pair of residues. Below it: "
+        "true contacts (Cb-Cb under 8 A, six or more residues apart), blue if they are among the L best predictions, L "
+        "being the length, grey if not; and in orange those of the L best that are no contacts."
+    )
+
+
+def _recipe_of(raw: object) -> Recipe | None:
+    """Return the recipe of a file; None if this version cannot use it."""
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError:
+        return None
+
+
+def _numbers(left: Left) -> list[Figure]:
+    """Draw predicted against measured values."""
+    figures: list[Figure] = []
+    for name, target_N, prediction_N in _pairs(left)[:MOST_TARGETS]:
+        known = np.isfinite(target_N) & np.isfinite(prediction_N)
+        if not known.any():
+            continue
+
+        def draw(axes: Any, x: Values = target_N[known], y: Values = prediction_N[known], name: str = name) -> None:
+            charts.against(axes, x, y)
+            charts.name_axes(axes, f"measured {name}", f"predicted {name}")
+
+        figures.append(
+            Figure(
+                f"Predicted against measured {name}, in the unit of the labels: one dot a protein, {known.sum():,} "
+                "of them. On the dashed line both are equal.",
+                charts.chart(f"against{len(figures)}", draw, height=3.3),
+            )
+        )
+    return figures
+
+
+def _pairs(left: Left) -> list[tuple[str, Values, Values]]:
+    """Return name, target and prediction of each number of a whole protein; empty for other tasks."""
+    columns = left.proteins.columns if left.proteins else {}
+    names = left.evaluation.raw.get("facts", {}).get("targets", []) if left.evaluation else []
+    keys = [(str(name), f" {name}" if len(names) > 1 else "") for name in names]
+    return [
+        (name, columns[f"target{of}"], columns[f"prediction{of}"])
+        for name, of in keys
+        if {f"target{of}", f"prediction{of}"} <= columns.keys()
+    ]
+
+
+def lengths(left: Left) -> Section:
+    """Return the scores of single proteins, by length and as a distribution."""
+    section = ("length", "Score by protein")
+    score = _score(left)
+    if left.proteins is None or score is None:
+        why = "per_protein.csv is missing" if left.proteins is None else "no protein has a score of its own"
+        return Section(*section, missing=f"Nothing to draw: {why}.")
+    name, score_N = score
+    known = np.isfinite(score_N) & np.isfinite(left.proteins.length_N)
+    score_N, length_N = score_N[known], left.proteins.length_N[known]
+
+    def draw(axes: Any) -> None:
+        charts.by_length(axes, length_N, score_N)
+        charts.name_axes(axes, "length (residues)", name)
+
+    def spread(axes: Any) -> None:
+        charts.histogram(axes, score_N)
+        charts.name_axes(axes, name, "proteins")
+
+    figures = [
+        Figure(
+            f"{name} by length: one dot a protein. Orange: means of about as many proteins each, over the lengths that "
+            "the bar spans, with 95% bootstrap intervals.",
+            charts.chart("length", draw),
+        ),
+    ]
+    if len(np.unique(score_N)) > 2:
+        figures.append(Figure(f"How many proteins have which {name}.", charts.chart("spread", spread)))
+    left_out = int((~known).sum())
+    texts = [f"{left_out:,} proteins without {name} are left out."] if left_out else []
+    return Section(*section, texts, figures)
+
+
+def _score(left: Left) -> tuple[str, Values] | None:
+    """Return the name and the values of a score of single proteins.
+
+    It is the first metric that single proteins have, whether the class is right, or the error of the first number.
+    """
+    if left.proteins is None:
+        return None
+    columns = left.proteins.columns
+    for name in left.evaluation.raw["columns"] if left.evaluation else ():
+        if name in columns:
+            return name, columns[name]
+    if {"correct", "confidence"} <= columns.keys():
+        return "right (1) or wrong (0)", columns["correct"]
+    for name, target_N, prediction_N in _pairs(left):
+        if np.isfinite(error_N := np.abs(prediction_N - target_N)).any():
+            return f"absolute error of {name}", error_N
+    return None
+
+
+def calibration(left: Left) -> Section:
+    """Return how well probabilities match the observed shares."""
+    section = ("calibration", "Calibration")
+    found = left.evaluation.raw.get("calibration") if left.evaluation else None
+    if not found:
+        why = "This task says no probabilities that could be checked." if left.evaluation else "Not tested yet."
+        return Section(*section, missing=why)
+    count, confidence, accuracy = (
+        np.array([number(v) for v in found[name]]) for name in ("count", "confidence", "accuracy")
+    )
+    used = (count > 0) & np.isfinite(confidence) & np.isfinite(accuracy)
+    total = float(count[used].sum())
+    error = float((count * np.abs(confidence - accuracy))[used].sum() / total) if total else math.nan
+
+    def draw(axes: Any) -> None:
+        charts.reliability(axes, count, confidence, accuracy)
+        charts.name_axes(axes, "predicted probability", "share that came true")
+
+    return Section(
+        *section,
+        [f"Expected calibration error: {value_text(error)}, over {total:,.0f} predictions in {int(used.sum())} bins."],
+        [
+            Figure(
+                "Reliability: of predictions with about one probability, the share that came true; the larger the dot, "
+                "the more predictions. On the dashed line probabilities mean what they say; below it the model is too "
+                "sure, above it not sure enough.",
+                charts.chart("calibration", draw, height=3.3),
+            )
+        ],
+    )

@@ -1,0 +1,335 @@
+"""The page on a cross-validated run of variants: all folds and seeds, with each variant predicted unseen."""
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from esmshard.data.splits.variant_records import OUT_OF_FOLD
+from esmshard.recipe import recipe_file
+from esmshard.report.draw import charts
+from esmshard.report.read.run_directory import Left, Values, number
+from esmshard.report.read.variant_run_directory import AGAIN, RANKED, CrossValidated
+from esmshard.report.text import methods_text, variant_maps
+from esmshard.report.text.page_parts import (
+    Figure,
+    PageTable,
+    Section,
+    count_text,
+    difference_cell,
+    range_text,
+    unit_text,
+    value_text,
+)
+from esmshard.report.text.page_parts import cell as interval_cell
+from esmshard.report.text.scores import MOST_TARGETS
+from esmshard.tasks import metrics
+from esmshard.tasks.intervals import Interval
+from esmshard.train.experiments.cross_validation import CURVE
+from esmshard.train.experiments.repeats import SUMMARY
+from esmshard.train.records.verdict import MAIN, comparison
+
+BEST = 20
+"""The number of rows of the table of ranked variants."""
+UNDEFINED = "undefined"
+
+
+def about(found: CrossValidated) -> str:
+    """Describe model and data in a line."""
+    recipe = found.recipe
+    if recipe is None:
+        return "Cross-validated runs of task variant."
+    return (
+        f"Cross-validated runs of task variant, model {recipe.model.name} ({recipe.init}), adaptation "
+        f"{recipe.adapt.method}."
+    )
+
+
+def verdict(found: CrossValidated) -> str:
+    """Return a sentence: whether fine-tuning was worth it."""
+    if found.pooled is None:
+        return f"The runs have not been taken together: {SUMMARY} has no pooled results; {AGAIN}."
+    return found.pooled.verdict
+
+
+def facts(found: CrossValidated) -> list[tuple[str, str, str]]:
+    """Return the numbers on top of the page: name, value and explanation."""
+    pooled = found.pooled
+    if pooled is None:
+        return []
+    ours, positions = pooled.metrics[MAIN], _positions(found)
+    figures = [("Spearman", _value(ours), f"{range_text(ours)}, over all test variants")]
+    if (best := pooled.best) is not None:
+        gain = pooled.differences[best]
+        how = comparison(gain, lower_is_better=False)
+        figures.append((f"against {best}", _value(gain, "+"), f"{range_text(gain)}, {how} the best baseline"))
+    figures.append(("variants", f"{pooled.variants:,}", f"tested, at {count_text(positions, 'position')}"))
+    folds, seeds = found.raw.get("folds"), len(pooled.seeds)
+    made = f"{folds} x {seeds}" if folds else f"{seeds}"
+    figures.append(("folds x seeds" if folds else "seeds", made, f"split {pooled.split}"))
+    return figures
+
+
+def _value(found: Interval, sign: str = "") -> str:
+    return value_text(found.value, sign) if math.isfinite(found.value) else UNDEFINED
+
+
+def _cell(found: Interval | None) -> str:
+    return UNDEFINED if found is not None and not math.isfinite(found.value) else interval_cell(found)
+
+
+def _gain(found: Interval | None) -> str:
+    return UNDEFINED if found is not None and not math.isfinite(found.value) else difference_cell(found)
+
+
+def _positions(found: CrossValidated) -> int:
+    """Count the changed positions. The wild type, which changes none, counts as one where positions are resampled."""
+    if found.tested is not None:
+        return len({m.position for one in found.tested.mutations for m in one})
+    return found.pooled.positions if found.pooled else 0
+
+
+def compared(found: CrossValidated) -> Section:
+    """Return every method's scores over all test variants, and in the single runs."""
+    section = ("compared", "Fine-tuned model and baselines")
+    pooled, raw = found.pooled, found.raw
+    texts, figures, tables = [], [], []
+    if pooled is None:
+        texts.append(f"Over all test variants together: missing, as {SUMMARY} has no pooled results.")
+    else:
+        texts.append(f"{pooled.statistic}. Intervals: {pooled.interval}.")
+        rows = []
+        for name, one in pooled.metrics.items():
+            seeds = [value_text(v) if math.isfinite(v) else UNDEFINED for v in pooled.of_each_seed.get(name, ())]
+            rows.append([name, _cell(one), _gain(pooled.differences.get(name)), *seeds])
+        head = ["", "Spearman", f"{MAIN} minus it", *(f"seed {seed}" for seed in pooled.seeds)]
+        note = "* marks intervals without 0: the two differ by more than the choice of these positions explains."
+        tables.append(PageTable(head, rows, f"Of predictions averaged over seeds, then of each seed. {note}"))
+        if any(not math.isfinite(one.value) for one in pooled.metrics.values()):
+            texts.append("Undefined: a method that says the same of all variants puts them in no order.")
+
+        def draw(axes: Any) -> None:
+            charts.intervals(axes, pooled.metrics, MAIN)
+            axes.set_xlabel("Spearman")
+
+        caption = f"Spearman of the {MAIN} model (blue) and the baselines (grey), with 95% intervals."
+        figures.append(Figure(caption, charts.chart("compared", draw, 0.9 + 0.3 * len(pooled.metrics))))
+    columns = [str(name) for name in raw.get("columns", ())]
+    rows = [[name, *(_over_runs(row.get(column)) for column in columns)] for name, row in _methods(found)]
+    if rows and columns:
+        note = f"Of the {count_text(len(found.runs), 'run')}, each with its own test set. {raw.get('interval', '')}."
+        tables.append(PageTable(["mean over runs", *columns], rows, note))
+    return Section(*section, texts, figures, tables)
+
+
+def _methods(found: CrossValidated) -> Iterator[tuple[str, dict[str, Any]]]:
+    table = found.raw.get("metrics")
+    for name, row in (table if isinstance(table, dict) else {}).items():
+        if isinstance(row, dict):
+            yield str(name), row
+
+
+def _over_runs(row: Any) -> str:
+    if not isinstance(row, dict):
+        return "-"
+    mean, low, high = (math.nan if row.get(key) is None else float(row[key]) for key in ("mean", "low", "high"))
+    return _cell(Interval(mean, low, high))
+
+
+def table(found: CrossValidated) -> Section:
+    """Return the changes made to the user's table before training."""
+    section, given = ("table", "The table of variants"), found.given
+    if given is None:
+        return Section(*section, missing=f"{SUMMARY} of this version of esmshard does not say what was done to it.")
+    read = (
+        f"{given.path}: {count_text(given.rows, 'row')}, of which {given.rows_left_out:,} could not be used; "
+        f"{OUT_OF_FOLD} has them all, with the reason for each."
+    )
+    return Section(*section, [read, variant_maps.numbering(found), *given.notices])
+
+
+def predictions(found: CrossValidated) -> Section:
+    """Draw predicted against measured values of each target."""
+    section = ("predictions", "Predicted against measured")
+    tested = found.tested
+    if tested is None:
+        return Section(*section, missing=f"{OUT_OF_FOLD} is missing; {AGAIN}.")
+    figures = []
+    for t, name in enumerate(found.targets[:MOST_TARGETS]):
+        x_N, y_N = tested.measured_NT[:, t], tested.predicted_NT[:, t]
+        known = np.isfinite(x_N) & np.isfinite(y_N)
+        if not known.any():
+            continue
+
+        def draw(axes: Any, x: Values = x_N[known], y: Values = y_N[known], name: str = name) -> None:
+            charts.against(axes, x, y)
+            charts.name_axes(axes, f"measured {name}", f"predicted {name}")
+
+        rho = metrics.spearman(y_N[known], x_N[known])
+        of = f"Spearman {value_text(rho)}" if math.isfinite(rho) else "Spearman undefined"
+        said = f"{name}: one dot a variant, {known.sum():,} of them; {of}. On the dashed line both are equal."
+        figures.append(Figure(said, charts.chart(f"against{t}", draw, height=3.3)))
+    if not figures:
+        return Section(*section, missing=f"No variant in {OUT_OF_FOLD} has both a measured and a predicted value.")
+    texts = ["Out of fold: each variant was predicted by models that had not been trained on it; mean over seeds."]
+    if tested.rows > tested.rows_tested:
+        n = tested.rows - tested.rows_tested
+        texts.append(
+            f"{n:,} of {count_text(tested.rows, 'row')} of the table could not be used, or were in no test set."
+        )
+    if len(found.targets) > MOST_TARGETS:
+        texts.append(f"The first {MOST_TARGETS} of {len(found.targets)} targets are shown here and below.")
+    return Section(*section, texts, figures)
+
+
+def curve(found: CrossValidated) -> Section:
+    """Draw Spearman against the number of training variants."""
+    section = ("curve", "Learning curve")
+    left = found.curve
+    if left is None:
+        return Section(*section, missing=f"None was made: {CURVE} is missing.")
+    if not left.points:
+        return Section(*section, missing=f"{CURVE} has no points.")
+    methods = list(dict.fromkeys(name for _, rows in left.points for name in rows))
+
+    def draw(axes: Any) -> None:
+        charts.learning_curve(axes, left.points, methods)
+        charts.name_axes(axes, "training variants", "Spearman")
+
+    fold = f"fold {left.fold} (counted from 0)" if found.raw.get("folds") else "the test set"
+    texts = [f"Every point is tested on the same {left.tested_on:,} variants: {fold}, seed {left.seed}."]
+    rows = [[name, *(_cell(rows.get(name)) for _, rows in left.points)] for name in methods]
+    tables = [
+        PageTable(
+            ["training variants", *(f"{size:,}" for size, _ in left.points)],
+            rows,
+            "Spearman, and its 95% interval below it.",
+        )
+    ]
+    if never := [n for n in methods if not any(n in r and math.isfinite(r[n].value) for _, r in left.points)]:
+        texts.append(f"Not drawn, as it is undefined for every number of them: {', '.join(never)}.")
+    caption = "Spearman against the number of training variants, with 95% intervals."
+    return Section(
+        *section, texts, [Figure(caption, charts.chart("learning", draw, height=3, width=10), wide=True)], tables
+    )
+
+
+def ranked(found: CrossValidated) -> Section:
+    """Return the top of the ranked list."""
+    section = ("ranked", "Best predicted substitutions")
+    left = found.ranked
+    if left is None:
+        return Section(*section, missing=f"{RANKED} is missing; {AGAIN}.")
+    columns = list(left.rows[0]) if left.rows else []
+    keys = [k for k in columns if k.split(" ")[0] in ("prediction", "sd")]
+    named = [k for k in ("mutant", "mutant in table") if k in columns]
+    rows = [
+        [row["rank"], *(row[k] for k in named), *(unit_text(number(row.get(key))) for key in (*keys, "measured"))]
+        for row in left.rows[:BEST]
+    ]
+    target = found.targets[0]
+    lower = target in found.facts.get("lower_is_better", ())
+    texts = [
+        f"The first {len(rows)} of {len(left.rows):,} single substitutions, by {target}: "
+        f"{'lower' if lower else 'higher'} is better. Prediction and standard deviation (sd) are over the models of "
+        f"all runs. All are in {RANKED}."
+    ]
+    if found.given is not None and found.given.offset:
+        texts.append(variant_maps.numbering(found))
+    if found.pooled is not None:
+        texts.append(f"How far to trust them: {found.pooled.verdict}")
+    return Section(*section, texts, tables=[PageTable(["rank", *named, *keys, "measured"], rows)])
+
+
+def methods(found: CrossValidated) -> Section:
+    """Return a paragraph for a paper."""
+    section = ("methods", "Methods paragraph")
+    if found.recipe is None:
+        return Section(*section, missing="This version of esmshard cannot use the recipe of the runs.")
+    text, references = methods_text.paragraph(found, found.recipe)
+    return Section(*section, [text, *([f"References: {references}."] if references else [])])
+
+
+def runs(found: CrossValidated) -> Section:
+    """Return the score of each run on its own test set."""
+    columns = [str(name) for name in found.raw.get("columns", ())]
+    rows = [[name, *_run(run, columns)] for name, run in found.runs.items()]
+    text = "Each is a directory of its own, of which `esmshard report` makes a page as well."
+    head = ["run", "state", "step of the model", "trained on", "tested on", *columns]
+    note = f"Metrics of the {MAIN} model on the test set of the run, and their 95% intervals below them."
+    return Section("runs", "Runs", [text], tables=[PageTable(head, rows, note)])
+
+
+def _run(run: Left | None, columns: Sequence[str]) -> list[str]:
+    if run is None:
+        return ["missing", *["-"] * (3 + len(columns))]
+    state, tested = run.status["state"] if run.status else "unknown", run.evaluation
+    trained = run.versions.get("data", {}).get("train", {}).get("records")
+    size = f"{trained:,}" if isinstance(trained, int) else "-"
+    if tested is None:
+        return [state, "-", size, *["-"] * (1 + len(columns))]
+    values = [_cell(tested.metrics[tested.main].get(column)) for column in columns]
+    return [state, f"{tested.raw['step']:,}", size, f"{tested.raw['records']:,}", *values]
+
+
+def recipe(found: CrossValidated) -> Section:
+    """Return the recipe of all runs."""
+    if found.recipe is None:
+        text = "This version of esmshard cannot use it."
+        return Section("recipe", "Recipe", [text], code=json.dumps(found.raw["recipe"], indent=1))
+    text = "With every key resolved, as the first run has it; the others differ in train.seed, data.fold and out."
+    if len(_steps(found)) > 1:
+        text += " Their train.steps differ too, as the sizes of their training sets do."
+    return Section("recipe", "Recipe", [text], code=recipe_file.dump(found.recipe))
+
+
+def reproduce(found: CrossValidated) -> Section:
+    """Return the commands to repeat all runs."""
+    section = ("reproduce", "Command to reproduce")
+    name, first = next(iter(found.runs.items()), ("", None))
+    if first is None or first.recipe_text is None:
+        return Section(*section, missing="The recipe.yaml of the first run is missing, so there is none.")
+    run, folds, pooled = Path(found.path.resolve().name), found.raw.get("folds"), found.pooled
+    processes = first.versions.get("processes", 1)
+    options = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
+    options += ["--folds", str(folds)] if folds else []
+    options += ["--seeds", str(len(pooled.seeds))] if pooled and len(pooled.seeds) > 1 else []
+    # The recipe of a run names one fold; without this key the recipe covers all folds.
+    changes = ["data.folds=null", "data.fold=0", f"out={run}-again"]
+    texts = [
+        "All runs again, from the directory in which theirs lies. The same versions, data and number of processes give "
+        "the same models on a CPU; on GPUs the same up to rounding."
+    ]
+    if len(steps := _steps(found)) > 1:
+        texts.append(
+            f"Their steps differed with the sizes of their training sets, {min(steps):,} to {max(steps):,}; this gives "
+            f"each the {first.recipe.train.steps if first.recipe else steps[0]:,} of the first."
+        )
+    command = ["esmshard", "finetune", str(run / name / "recipe.yaml"), *changes, *options]
+    return Section(*section, texts, code=shlex.join(command))
+
+
+def _steps(found: CrossValidated) -> list[int]:
+    """Return the different numbers of optimizer steps in the recipes of the runs."""
+    known = [run.recipe for run in found.runs.values() if run is not None and run.recipe is not None]
+    return sorted({n for one in known if (n := one.train.steps) is not None})
+
+
+SECTIONS: Sequence[Callable[[CrossValidated], Section]] = (
+    compared,
+    table,
+    predictions,
+    variant_maps.substitutions,
+    curve,
+    variant_maps.positions,
+    ranked,
+    methods,
+    runs,
+    recipe,
+    reproduce,
+)
+"""The sections of the page from top to bottom."""

@@ -1,0 +1,154 @@
+"""The meaning of a recipe's `parallel` section for a number of processes, checked before anything is loaded. No torch.
+
+`shard` carries a `Layout` out, and the planner computes with it. The registry STRATEGIES holds the names known from
+FSDP. Each name answers the two questions of FSDP2: how many ranks share one copy of the weights, and whether a layer's
+gathered weights are freed after its forward pass.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from esmshard.errors import UsageError
+from esmshard.recipe.sections import ParallelSettings
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to divide a model over ranks."""
+
+    copies: Literal["one", "one a group", "one a rank"]
+    """The number of copies of weights, gradients and optimizer state, over all ranks."""
+    free: bool
+    """Whether a layer's gathered weights are freed after its forward pass, and gathered again for the backward pass."""
+    zero: str
+    """The name of this strategy in DeepSpeed."""
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "full_shard": Strategy("one", free=True, zero="ZeRO 3"),
+    "shard_grad_op": Strategy("one", free=False, zero="ZeRO 2"),
+    "hybrid_shard": Strategy("one a group", free=True, zero="ZeRO 3 with MiCS"),
+    # The weights are freed here, too: gathering from the rank itself costs a copy in its memory, and no communication.
+    "no_shard": Strategy("one a rank", free=True, zero="ZeRO 0"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The division of a model over `world_size` ranks. The defaults are one plain process in fp32."""
+
+    strategy: str = "full_shard"
+    world_size: int = 1
+    group: int = 1
+    """The number of ranks that share one copy. Each holds 1 / group of every tensor; there are world_size / group
+    copies.
+    """
+    free_layers: bool | int = True
+    """Whether a layer's gathered weights are freed after its forward pass; a number N keeps them divided over N ranks.
+    """
+    free_last: bool | int = True
+    free_root: bool | int = False
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    cpu_offload: bool = False
+    prefetch_forward: int = 0
+    prefetch_backward: int = 1
+    accumulate: Literal["sharded", "unsharded"] = "sharded"
+    compile: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP is used at all. A single process needs FSDP only to keep its weights outside the GPU."""
+        return self.world_size > 1 or self.cpu_offload
+
+    @property
+    def replicas(self) -> int:
+        """The number of copies of the model over all ranks."""
+        return self.world_size // self.group
+
+
+def layout(
+    settings: ParallelSettings, world_size: int, per_machine: int, precision: Literal["fp32", "bf16", "fp16"]
+) -> Layout:
+    """Resolve and check a recipe's `parallel` section.
+
+    Args:
+        settings: the section of the recipe.
+        world_size: the number of all processes.
+        per_machine: the number of processes on one machine, which is the default group of `hybrid_shard`.
+        precision: the precision that `auto` means on these devices.
+
+    Raises:
+        UsageError: for an impossible combination.
+    """
+    group = _group(settings, world_size, per_machine)
+    if settings.cpu_offload and settings.accumulate == "unsharded":
+        raise UsageError(
+            "parallel.accumulate: unsharded keeps all gradients on the device, and parallel.cpu_offload moves them "
+            "away from it; choose accumulate: sharded, or no offload"
+        )
+    free = STRATEGIES[settings.strategy].free
+    layers = _after("layers", settings.layers, group, world_size, free)
+    last = layers if settings.last_layer is None else _after("last_layer", settings.last_layer, group, world_size, free)
+    return Layout(
+        strategy=settings.strategy,
+        world_size=world_size,
+        group=group,
+        free_layers=layers,
+        free_last=last,
+        free_root=_after("root", settings.root, group, world_size, False),
+        precision=precision,
+        reduce_dtype=settings.reduce_dtype,
+        activation_checkpointing=settings.activation_checkpointing,
+        cpu_offload=settings.cpu_offload,
+        prefetch_forward=settings.prefetch_forward,
+        prefetch_backward=settings.prefetch_backward,
+        accumulate=settings.accumulate,
+        compile=settings.compile,
+    )
+
+
+def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int:
+    copies, size = STRATEGIES[settings.strategy].copies, settings.group_size
+    if size is not None and copies != "one a group":
+        raise UsageError(
+            f"parallel.group_size is for strategy hybrid_shard, and the recipe has {settings.strategy}; remove it, or "
+            "change the strategy"
+        )
+    if world_size == 1 or copies == "one a rank":
+        return 1
+    if copies == "one":
+        return world_size
+    group = size or per_machine
+    said = f"groups of {group} ({'parallel.group_size' if size else 'the processes of one machine'})"
+    if world_size % group:
+        raise UsageError(
+            f"strategy hybrid_shard: {said} do not divide {world_size} processes; choose a group_size that does"
+        )
+    if group in (1, world_size):
+        same = "1 copy of the model, which is full_shard"
+        if group == 1:
+            same = f"{world_size} copies of the model, which is no_shard"
+        raise UsageError(f"strategy hybrid_shard: {said} make {same}; take that strategy, or set parallel.group_size")
+    return group
+
+
+def _after(key: str, wanted: str | int | None, group: int, world_size: int, default: bool) -> bool | int:
+    """Return one of `free_layers`, `free_last`, `free_root`."""
+    if wanted is None or world_size == 1:
+        return default
+    if group == 1:
+        raise UsageError(
+            f"parallel.{key}: no_shard keeps every weight in every process, so nothing is gathered or freed; remove it"
+        )
+    if isinstance(wanted, str):
+        return STRATEGIES[wanted].free
+    if group % wanted or wanted == group:
+        raise UsageError(
+            f"parallel.{key}: {wanted} does not divide the {group} processes that share a copy into smaller groups; "
+            "choose a number that does, full_shard or shard_grad_op"
+        )
+    return wanted

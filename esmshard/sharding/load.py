@@ -1,0 +1,92 @@
+"""Loading of weights into a sharded model on the meta device: each rank reads its own rows, without communication.
+
+A rank holds at most its share of the model and its rows of one tensor.
+"""
+
+import zlib
+from collections.abc import Callable, Set
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from esmshard.launch.process_group import World
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.shard import local
+from esmshard.sharding.tied_weights import check_buffers, check_same_weights, check_ties, ties
+
+RowsOf = Callable[[str, slice], torch.Tensor]
+"""Rows of a tensor by name. All ranks must get the same values."""
+
+
+def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World) -> None:
+    """Fill a model that `shard` has divided. Every name of the state dict, buffers included, must be available.
+
+    Args:
+        model: the model, on the meta device.
+        rows_of: reads weights. Each rank reads the first row of each tensor, which all ranks compare, and its own rows.
+        layout: the layout that was given to `shard`.
+        world: the ranks.
+
+    Raises:
+        InputError: on all ranks, if one rank cannot read a tensor, or ranks read different weights.
+    """
+    shared = ties(model)
+    check_buffers(model)
+    model.to_empty(device=torch.device("cpu") if layout.cpu_offload else world.device)
+    if layout.cpu_offload:  # for parameters only: FSDP copies gathered weights to the device, but no buffers
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(name, buffer.to(world.device))
+    _tie(model, shared)
+    doubles = {name for _, *others in shared for name in others}
+    check_same_weights(world, world.agree(lambda: _fill(model, rows_of, doubles)))
+    check_ties(model, shared)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, rows_of: RowsOf, doubles: Set[str]) -> dict[str, int]:
+    """Copy every tensor into the model. Return a checksum of the first row of each, by name."""
+    marks: dict[str, int] = {}
+    for name, target in model.state_dict().items():
+        if name in doubles:
+            continue
+        first = rows_of(name, slice(0, 1)).float().contiguous()
+        marks[name] = zlib.crc32(first.view(torch.uint8).numpy().data)
+        rows, own = own_rows(target), local(target)
+        if rows.start < rows.stop:  # a tensor of few rows has none on the last ranks
+            mine = rows_of(name, rows)
+            assert mine.shape == own.shape, f"{name}: {list(mine.shape)} for {list(own.shape)}"
+            own.copy_(mine)
+    return marks
+
+
+def own_rows(tensor: torch.Tensor) -> slice:
+    """Return the rows of a whole tensor that this rank keeps.
+
+    FSDP2 divides the first dimension as `torch.chunk` does: into equal parts, of which the last may be shorter or
+    empty. 33 rows on four ranks are 9, 9, 9 and 6.
+    """
+    if not isinstance(tensor, DTensor):
+        return slice(0, len(tensor))
+    start, stop = 0, len(tensor)
+    for dimension, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, "weights are cut along their first dimension"
+            mesh = tensor.device_mesh
+            chunk = -(-(stop - start) // mesh.size(dimension))
+            begin = start + chunk * mesh.get_local_rank(dimension)
+            start, stop = min(begin, stop), min(begin + chunk, stop)
+        else:
+            assert placement.is_replicate(), f"a weight cannot be {placement}"
+    return slice(start, stop)
+
+
+def _tie(model: nn.Module, expected: list[list[str]]) -> None:
+    """Tie each group of names to one parameter again, since `to_empty` gives every name of a plain module its own."""
+    for first, *others in expected:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, parameter)

@@ -1,0 +1,199 @@
+"""The division of a model over the devices of a run, in place.
+
+`shard` is the middle of this order:
+
+    build on the meta device -> checkpointing -> compile -> each layer -> root -> `load.materialise` -> optimizer
+
+`model` must have `layers`, a ModuleList of blocks. Each block is a group of parameters that FSDP gathers together. All
+other parameters form one more group, the root: embedding and LM head share a tensor, and a tensor belongs to one group.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from esmshard.launch.process_group import World
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.tied_weights import check_ties, ties
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard(model: nn.Module, layout: Layout, world: World) -> None:
+    """Set up activation checkpointing, compilation and precision, and FSDP2 where there is a process group.
+
+    On one device nothing is sharded, because FSDP would change no result and cost time. Parameters stay plain tensors.
+    The compute dtype is that of autocast around the model's own `forward`, so that training and validation share it.
+
+    Args:
+        model: the model, best on the meta device; `materialise` then loads only each rank's slices.
+        layout: the layout of the recipe for this number of ranks.
+        world: the ranks.
+    """
+    layers, shared = model.layers, ties(model)
+    assert isinstance(layers, nn.ModuleList), "a model to shard promises `layers`"
+    assert layout.world_size == world.size, "a layout for another number of ranks"
+    if layout.activation_checkpointing != "none":
+        context: dict[str, Any] = {}
+        if layout.activation_checkpointing == "selective":
+            context["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+        for layer in layers:  # a wrapping module would change names, and FSDP's hooks must stay outside
+            layer.forward = _checkpointed(layer.forward, context)
+    if layout.compile:
+        for layer in layers:  # in place, since a module around it would change the names in checkpoints
+            layer.compile(dynamic=True)
+    if world.mesh is not None:
+        _fully_shard(model, layers, layout, _mesh(world.mesh, layout))
+    elif layout.precision != "fp32":
+        model.forward = torch.autocast(world.device.type, DTYPES[layout.precision])(model.forward)
+    check_ties(model, shared)
+
+
+def _checkpointed(forward: Callable[..., torch.Tensor], context: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    """Return the same `forward(x_TD, ...)`, recomputed in the backward pass.
+
+    The form of this function suits the compiler. The compiler begins with the first Python frame outside torch. For a
+    `partial`, this frame would be within the checkpoint, where the compiler is switched off, so nothing would be
+    compiled, without a warning. Arguments passed through the checkpoint must be the same each time (with torch 2.11
+    even the ids in a batch), or the function is compiled again. Values that only `again` reads need not be the same.
+    """
+
+    def run(x_TD: torch.Tensor, *others: Any) -> torch.Tensor:
+        def again(x_TD: torch.Tensor) -> torch.Tensor:
+            return forward(x_TD, *others)
+
+        found: torch.Tensor = checkpoint(again, x_TD, use_reentrant=False, **context)
+        return found
+
+    return run
+
+
+def _mesh(ranks: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Return a mesh of one dimension for one copy of the model; for several (replicate, shard), neighbours sharing a
+    copy.
+    """
+    if layout.replicas == 1:
+        return ranks
+    return init_device_mesh(ranks.device_type, (layout.replicas, layout.group), mesh_dim_names=("replicate", "shard"))
+
+
+def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: DeviceMesh) -> None:
+    mixed = MixedPrecisionPolicy(param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.reduce_dtype])
+    pinned = mesh.device_type == "cuda"  # without a GPU, pinning memory raises an error
+    offload = CPUOffloadPolicy(pin_memory=pinned) if layout.cpu_offload else OffloadPolicy()
+    group = partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload)
+    for layer in layers[:-1]:
+        group(layer, reshard_after_forward=layout.free_layers)
+    group(layers[-1], reshard_after_forward=layout.free_last)
+    model.forward = _without_views(model.forward)
+    group(model, reshard_after_forward=layout.free_root)
+    _prefetch(model, layers, layout)
+    for module in groups(model):
+        # Gradients are summed over ranks and not averaged, because the loss is divided once, by its global count.
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        module.set_gradient_divide_factor(1.0)
+
+
+def _without_views(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same `forward`, whose list of outputs holds separate tensors in place of views of one tensor.
+
+    FSDP attaches the gathering of weights for the backward pass to the outputs. An in-place operation on a view would
+    remove this hook, so torch 2.13 warns of each view. The outputs are small, and copying them takes little time beside
+    a layer.
+    """
+
+    def run(*args: Any, **options: Any) -> Any:
+        found = forward(*args, **options)
+        if not isinstance(found, list):
+            return found
+        return [one.clone() if one.requires_grad and one._is_view() else one for one in found]
+
+    return run
+
+
+def _prefetch(model: nn.Module, layers: nn.ModuleList, layout: Layout) -> None:
+    """Gather weights further ahead than FSDP's default (forward: as the host runs ahead; backward: one layer).
+
+    Each layer ahead costs the memory of one gathered layer. This helps where the host launches slowly, or layers are
+    uneven.
+    """
+    blocks: list[Any] = list(layers)
+    assert isinstance(model, FSDPModule)
+    if ahead := layout.prefetch_forward:
+        model.set_modules_to_forward_prefetch(blocks[:ahead])
+        for n, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
+    if (ahead := layout.prefetch_backward) > 1:
+        model.set_modules_to_backward_prefetch(blocks[: -ahead - 1 : -1])
+        for n, block in enumerate(blocks):
+            block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
+
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_KEPT = _PRODUCTS | {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+_KEPT_NAMES = {"torch_attn::_varlen_attn"}  # registered at the first use of `varlen_attn`
+
+
+def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Decide what selective checkpointing keeps: the results that take longest to recompute for their bytes.
+
+    The last matrix product of a block is not kept: no gradient needs its output, and nothing after it is recomputed.
+    The two products of a LoRA are not kept either, because they take almost no time.
+    """
+    kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
+    if operation in _PRODUCTS:
+        inner, outer = args[-1].shape
+        kept = inner <= outer <= 4 * inner
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def next_micro_batch(model: nn.Module, layout: Layout, last: bool) -> None:
+    """Set before a backward pass whether it is the last one of a step. Without FSDP nothing is set.
+
+    `sharded` reduces and scatters gradients in each pass, and sums them over the copies in the last pass only.
+    `unsharded` leaves them on each rank until the last pass.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_is_last_backward(last)
+    if layout.accumulate == "unsharded":
+        model.set_requires_gradient_sync(last)
+    elif layout.replicas > 1:
+        model.set_requires_all_reduce(last)
+
+
+def groups(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules that FSDP gathers as groups; none on one device."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Put every group back into shards.
+
+    After a forward pass without a backward pass the root is still gathered, and the module's parameters are not those
+    of the optimizer.
+    """
+    for module in groups(model):
+        module.reshard()
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters by name; a shared parameter occurs once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,254 @@
+"""The base of every task."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from esmshard.batch import TokenBatch, pack, pack_variants
+from esmshard.data.batching.loader import FIXED, Example, Examples, Labels
+from esmshard.data.store.token_store import TokenStore
+from esmshard.errors import InputError
+from esmshard.model.config import EsmConfig
+from esmshard.model.weights.open_weights import Weights
+from esmshard.recipe.data_section import DataSettings
+
+if TYPE_CHECKING:
+    from esmshard.tasks.finetuner import FineTuner
+
+BEFORE = "before fine-tuning"
+"""Name of the baseline that is the model before the first step: its weights under a new head, or its own LM head."""
+
+BASELINE_RECORDS = 2000
+"""Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and minutes
+at any size."""
+
+Row = Mapping[str, float | npt.NDArray[Any]]
+"""What one record adds to the metrics. Numbers (NaN where undefined) become columns of `per_protein.csv`; arrays, such
+as counts of classes, are there for `Task.summary` only."""
+
+Facts = Mapping[str, Any]
+"""What a task knows of its training labels, as JSON: names of classes, means. Kept with the model."""
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A loss is a sum and a count: divided once, by the count over all ranks and micro-batches of a step."""
+
+    sum: torch.Tensor
+    """Scalar, carries the gradient."""
+    count: torch.Tensor
+    """Scalar, how many terms the sum has. May be 0."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One example as the model gets it."""
+
+    tokens: npt.NDArray[np.uint8]
+    """`<cls> ... <eos>`, uint8 [L + 2]."""
+    target: npt.NDArray[Any]
+    """What the head should say."""
+    logits_at: npt.NDArray[np.int64] | None = None
+    """Places in `tokens` at which logits of the language model are wanted; None where the head does not ask for any."""
+    wild_type: npt.NDArray[np.uint8] | None = None
+    """Of a variant, tokens of the protein, the same for all inputs of a batch: they are packed once for all of them."""
+    wild_type_logits: bool = False
+    """Whether logits are wanted there, at the changed residues."""
+    wild_type_alone: bool = False
+    """Whether it is all that the model sees."""
+
+
+class Task(ABC):
+    """One kind of fine-tuning: what is asked of the model, how the answer is scored, and what is known of the labels.
+
+    A task must have `columns`, `head`, `inputs`, `loss` and `score`; the rest has defaults, which suit a task that
+    needs no labels and says one number of each protein. Objects hold settings and facts, and nothing else.
+
+    Args:
+        settings: the task section of a recipe.
+        facts: what an earlier `learn` found in the training labels; empty before it.
+    """
+
+    def __init__(self, settings: Any, facts: Facts) -> None:
+        self.settings = settings
+        self.facts = facts
+
+    @property
+    @abstractmethod
+    def columns(self) -> tuple[str, ...]:
+        """The metrics worth a column in the final table; the first one is the headline."""
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Of the headline: true for errors and perplexities."""
+        return False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the numbers of a protein or residue are that `predict` gives: targets, classes, amino acids. Empty for
+        pair maps.
+        """
+        return ("value",)
+
+    @property
+    def per_residue(self) -> bool:
+        """Whether `predict` has a row for each residue."""
+        return False
+
+    @property
+    def one_of_names(self) -> bool:
+        """Whether these are probabilities of classes of which one is right."""
+        return False
+
+    @property
+    def baseline_records(self) -> int:
+        """How many training examples the baselines learn from at most."""
+        return BASELINE_RECORDS
+
+    @property
+    def of_base(self) -> tuple[str, ...]:
+        """Names of the baselines that ask the model before the first step."""
+        return ()
+
+    @property
+    def keeps_ids(self) -> bool:
+        """Whether the ids of training and validation records are to go with the model."""
+        return False
+
+    def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> Labels | None:
+        """Open the labels of a FASTA file and check them against its records, and against `facts` if there are any.
+
+        None for a task without labels.
+        """
+        return None
+
+    def learn(self, train: Examples) -> Self:
+        """This task with the facts of the training labels. `InputError` for labels that nothing can be learned from."""
+        return self
+
+    @abstractmethod
+    def head(self, config: EsmConfig) -> nn.Module:
+        """A new head: `head(x_TD, batch) -> list of N outputs`, a tensor for each record, on any device.
+
+        A head with a method `attention(batch)` gets what that returns, an object with a method
+        `add(layer, sequence, q_THK, k_THK)`, as a third argument, after each layer has called `add`; see
+        `esmshard.model.attention` for what is given to it. A head with `reads_logits` gets the logits of the language
+        model that the batch asks for, float [P, V].
+        """
+
+    def head_parameters(self, config: EsmConfig) -> int:
+        """How many parameters `head` makes; nothing is allocated."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.head(config).parameters())
+
+    def start(self, head: nn.Module, found: Weights) -> str | None:
+        """Give a new head the values that the language model has for it, if any. Returns a sentence on what it was."""
+        return None
+
+    @abstractmethod
+    def inputs(self, example: Example) -> Inputs:
+        """What the model sees of one example, and what the head should say of it.
+
+        Random choices are drawn from `example.draw`.
+        """
+
+    def question(self, example: Example) -> Inputs:
+        """What the model sees of a record without labels, for a prediction: its sequence. The target is empty."""
+        return Inputs(example.tokens, np.empty(0, np.float32))
+
+    @abstractmethod
+    def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
+        """Sum and count over the records of a batch."""
+
+    @abstractmethod
+    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
+        """What each record adds to the metrics. A record's row never depends on the others."""
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, float]:
+        """The metrics of a set of records, `columns` among them; NaN where undefined. The default is means of rows."""
+        from esmshard.tasks.metrics import means  # which takes Row from here
+
+        return means(rows, self.columns)
+
+    def prepared(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """All rows of a split, as `summary` reads thousands of resamples of them the fastest."""
+        return rows
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The head's output of one record as a user reads it: probabilities, or values in the unit of the labels."""
+        return output
+
+    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+        """What the baselines learn from training examples, as arrays by name; kept with the model.
+
+        Args:
+            train: some examples of the training split.
+            base: the model before the first step.
+        """
+        return {}
+
+    def look_ahead(self, data: Examples, base: "FineTuner") -> None:
+        """Called with a split before `baseline_outputs` is asked for each of its examples."""
+        return
+
+    def baseline_outputs(
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        """What each baseline says of one record: like an output of the head, or its row itself.
+
+        Args:
+            example: the record.
+            known: of `baselines`.
+            base: the model before the first step; without it, baselines that ask it are left out.
+        """
+        return {}
+
+    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+        """Fit a linear head with scikit-learn on what the frozen model says of training examples.
+
+        Raises:
+            InputError: the task, or its head, has no such fit.
+        """
+        raise InputError(f"adapt.method: task {self.settings.name} has no probe; choose full, lora or head")
+
+
+def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
+    """Pack what the model sees."""
+    first = inputs[0]
+    if first.wild_type is not None:
+        asked = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
+        return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, **asked)
+    places = [i.logits_at for i in inputs if i.logits_at is not None]
+    return pack([i.tokens for i in inputs], record_ids, places or None)
+
+
+def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
+    """Pack examples, and make their targets. Examples of an epoch have draws for dropout (`TokenBatch.draw_N`)."""
+    inputs = [task.inputs(example) for example in examples]
+    batch = batch_of(inputs, [e.id for e in examples])
+    if all(example.draw != FIXED for example in examples):
+        batch = replace(batch, draw_N=torch.from_numpy(np.array([_draw(e) for e in examples], dtype=np.int32)))
+    return batch, [torch.from_numpy(i.target) for i in inputs]
+
+
+def _draw(example: Example) -> int:
+    """A number that follows from seed, epoch and id, and is another one than that of crops and hidden residues."""
+    digest = hashlib.sha256(f"dropout:{example.draw}:{example.id}".encode()).digest()
+    return int.from_bytes(digest[:4], "little", signed=True)
+
+
+def on_device_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Targets or weights of the host, on the device of a head's output.
+
+    The host does not wait for a GPU that is still busy with the forward pass: CUDA has taken the numbers out of
+    ordinary memory when the call returns. Other devices do not promise that, so that there it waits.
+    """
+    return tensor.to(output.device, non_blocking=output.device.type == "cuda")

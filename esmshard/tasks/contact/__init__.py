@@ -1,0 +1,1 @@
+"""Contacts between residues: task, heads, and precision of ranked contacts."""

@@ -1,0 +1,121 @@
+"""Contacts from a model that was never shown any: a regression over its attention maps, fitted on 20 proteins.
+
+The protocol of Rao et al. 2021 (doi:10.1101/2020.12.15.422761), with which contacts of all ESM models are reported: an
+L1 logistic regression with C = 0.15 from the symmetrised and corrected maps of all heads of all layers to the contacts
+of pairs at least six apart. The 20 proteins are drawn from the training split.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from esmshard.batch import pack
+from esmshard.data.batching.loader import Example
+from esmshard.errors import InputError
+from esmshard.model.contacts import ContactAccumulators, corrected_maps
+from esmshard.model.trunk import ESM2
+from esmshard.tasks.contact.contact_precision import valid_pairs
+
+PROTEINS = 20
+C = 0.15
+"""Inverse strength of the L1 penalty; chosen by the authors on 20 further proteins."""
+PREFERRED = 256
+"""Residues: a longer protein is taken only where there are not enough others, for pairs grow with the square."""
+MOST_NUMBERS = 40_000_000
+"""Of features. liblinear makes about 36 bytes of each (fp32, then two copies of 16 bytes): 1.4 GB at most."""
+
+
+def fit(
+    trunk: ESM2, examples: Sequence[Example], labels: Sequence[npt.NDArray[np.int8]], seed: int
+) -> tuple[npt.NDArray[np.float32], float]:
+    """Weight of each map [C], layer-major, and bias, as `contact_head.regression` has them.
+
+    Where all pairs of the 20 proteins are more than MOST_NUMBERS features, all contacts are taken and as many of the
+    other pairs, at random, as there is room for; each of these then counts for several, so that the expected loss, and
+    with it the meaning of C, stays the same.
+
+    Args:
+        trunk: on any device, in evaluation mode.
+        examples: from which 20 are drawn.
+        labels: of each example, int8 [L, L]: 1 contact, 0 none, -1 undefined.
+        seed: of the choice of proteins and pairs.
+
+    Raises:
+        InputError: no example has a contact.
+    """
+    from sklearn.linear_model import LogisticRegression  # a second that only those pay who fit
+
+    rng = np.random.default_rng(seed)
+    chosen = choose(labels, rng)
+    pairs = [valid_pairs(labels[n], "all") for n in chosen]
+    contacts = [labels[n][ij] == 1 for n, ij in zip(chosen, pairs, strict=True)]
+    keep, weights = thin(np.concatenate(contacts), trunk.config.n_layers * trunk.config.n_heads, rng)
+    features, start = [], 0
+    for n, (i, j) in zip(chosen, pairs, strict=True):
+        kept = keep[start : start + len(i)]
+        features.append(pair_features(trunk, examples[n].tokens, i[kept], j[kept]))
+        start += len(i)
+    # Both say L1; scikit-learn 1.8 renamed it.
+    l1 = {"l1_ratio": 1.0} if LogisticRegression().penalty == "deprecated" else {"penalty": "l1"}
+    regression = LogisticRegression(C=C, solver="liblinear", max_iter=1000, random_state=seed, **l1)
+    regression.fit(np.concatenate(features), np.concatenate(contacts)[keep], weights[keep])
+    return regression.coef_[0].astype(np.float32), float(regression.intercept_[0])
+
+
+def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> list[int]:
+    """At most 20 examples with both contacts and other pairs, in random order, those of at most PREFERRED residues
+    before longer ones. `InputError` if there is none.
+    """
+    order = sorted(rng.permutation(len(labels)), key=lambda n: len(labels[n]) > PREFERRED)
+    chosen: list[int] = []
+    for n in order:
+        if len(chosen) < PROTEINS and len(np.unique(labels[n][valid_pairs(labels[n], "all")])) == 2:
+            chosen.append(int(n))
+    if not chosen:
+        raise InputError(
+            "no training record has contacts between residues at least six apart, and a regression needs some; give "
+            "records with coordinates of whole domains"
+        )
+    return chosen
+
+
+def thin(
+    contacts_P: npt.NDArray[np.bool_], n_maps: int, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+    """Which pairs to fit, bool [P], and for how many each of them stands, fp64 [P]."""
+    keep, weights = np.ones(len(contacts_P), dtype=bool), np.ones(len(contacts_P))
+    room = max(MOST_NUMBERS // n_maps - int(contacts_P.sum()), int(contacts_P.sum()))
+    others = np.flatnonzero(~contacts_P)
+    if len(others) > room:
+        keep[rng.permutation(others)[room:]] = False
+        weights[others] = len(others) / room
+    return keep, weights
+
+
+@torch.no_grad()
+def pair_features(
+    trunk: ESM2, tokens: npt.NDArray[np.uint8], i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
+) -> npt.NDArray[np.float32]:
+    """What the regression sees of some pairs of one protein, fp32 [P, C]; maps of one layer are in memory at a time."""
+    device = trunk.embed_tokens.weight.device
+    rows, columns = torch.from_numpy(i).to(device), torch.from_numpy(j).to(device)
+    found: list[npt.NDArray[np.float32]] = []
+
+    def add(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
+        found.append(corrected_maps(q_THK, k_THK)[:, rows, columns].T.cpu().numpy())
+
+    trunk(pack([tokens]).to(device), layers=(), on_attention=add)
+    return np.concatenate(found, axis=1)
+
+
+@torch.no_grad()
+def logits(
+    trunk: ESM2, tokens: npt.NDArray[np.uint8], weight_C: npt.NDArray[np.float32], bias: float
+) -> npt.NDArray[np.float32]:
+    """What the regression says of one protein, fp32 [L, L]."""
+    device = trunk.embed_tokens.weight.device
+    sums = ContactAccumulators(1, torch.from_numpy(weight_C)[None].to(device), torch.tensor([bias], device=device))
+    trunk(pack([tokens]).to(device), layers=(), on_attention=sums.add)
+    return sums.logits()[0][0].cpu().numpy()

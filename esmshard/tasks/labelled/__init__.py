@@ -1,0 +1,1 @@
+"""Labels of residues and of whole proteins: tasks, heads, and what both know of classes."""

@@ -1,0 +1,351 @@
+"""Labels of residues: a class or a number for each, some of which may be undefined."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esmshard.batch import TokenBatch
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.labels.label_sources import label_source, require_all
+from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tables import Table
+from esmshard.errors import InputError, UsageError
+from esmshard.model.config import EsmConfig
+from esmshard.model.dropout import RecordDropout, of_tokens
+from esmshard.recipe import recipe_file
+from esmshard.recipe.data_section import DataSettings
+from esmshard.tasks import metrics
+from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of
+from esmshard.tasks.labelled.classes import check_counts, class_weights, logits_of_shares, softmax, words_are_classes
+from esmshard.tasks.labelled.residue_settings import KERNEL, ResidueSettings
+from esmshard.tasks.linear import Linear, fit_classes, fit_numbers, kept
+from esmshard.vocab import STANDARD, encode_residues
+
+if TYPE_CHECKING:
+    from esmshard.tasks.finetuner import FineTuner
+
+WINDOW = 7
+"""One-hot baseline: residues on either side."""
+BASELINES = ("length", "one-hot window", "frozen embedding")
+"""What linear models are fitted on."""
+MOST_RESIDUES = 50_000
+"""On which baselines and probes are fitted, evenly spread over those of the training examples that are given."""
+_CODE = np.full(256, -1, dtype=np.int64)
+_CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(20)
+
+
+class ResidueHead(nn.Module):
+    """LayerNorm, dropout, and a linear layer for each residue, or before it a convolution over 7 residues.
+
+    Each record is convolved alone, with zeros beyond its ends.
+    """
+
+    def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = RecordDropout(dropout)
+        self.hidden_dropout = RecordDropout(dropout, layer=1)
+        self.conv = nn.Conv1d(dim, hidden, KERNEL, padding=KERNEL // 2) if hidden else None
+        self.out = nn.Linear(hidden or dim, outputs)
+        nn.init.normal_(self.out.weight, std=0.02)  # nearly zero: a new head says what the bias says, whatever it sees
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
+        """[L, O] of each record."""
+        draw_T = of_tokens(batch)
+        x_TD = self.dropout(self.norm(x_TD), draw_T)
+        if self.conv is None:
+            return batch.residues(self.out(x_TD))
+        hidden = [F.gelu(self.conv(x_LD.T[None])[0].T) for x_LD in batch.residues(x_TD)]
+        draw_L = None if draw_T is None else torch.cat(batch.residues(draw_T))
+        return list(self.out(self.hidden_dropout(torch.cat(hidden), draw_L)).split(batch.lengths))
+
+
+class ResidueTask(Task):
+    """A class or a number for each residue. Outputs: logits [L, C], or standardised numbers [L, 1].
+
+    Facts, of `class`: `classes` (letters of each) and `counts` of the training residues; of `number`: `mean` and `std`
+    of the training labels.
+    """
+
+    settings: ResidueSettings
+    per_residue = True
+    of_base = ("frozen embedding",)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The first one: accuracy over residues, called Q3, Q8 and so on; of two classes, one of which is mostly rare,
+        MCC; of numbers, Spearman over residues.
+        """
+        if self.settings.kind == "number":
+            return ("Spearman", "Spearman per protein", "RMSE")
+        accuracy = f"Q{len(self._classes())}"
+        if accuracy == "Q2":
+            return ("MCC", "AUPRC", "AUROC", "macro-F1", "Q2", "Q2 per protein", "ECE")
+        return (accuracy, f"{accuracy} per protein", "MCC", "macro-F1", "ECE")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The letters of each class; `value` for a number."""
+        return self._classes() if self.settings.kind == "class" else ("value",)
+
+    @property
+    def one_of_names(self) -> bool:
+        """Of classes."""
+        return self.settings.kind == "class"
+
+    def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ResidueLabels:
+        """From a table, a label FASTA, an `.npz` or the headers of the FASTA file; see `residue_labels`."""
+        source, target = label_source(fasta, data), data.target or (None,)
+        if len(target) > 1:
+            raise UsageError(f"data.target: residues have one label, not {len(target)}; name one")
+        if isinstance(source, Path) and target[0] is not None:
+            raise UsageError(f"data.target: the label FASTA {source} has no columns; remove it")
+        with words_are_classes(self.settings.kind):
+            found = residue_labels(
+                store,
+                fasta,
+                self.settings.kind,
+                source,
+                mask=None if data.mask is None else recipe_file.sample(data.mask),
+                column=target[0],
+                id_column=data.id_column,
+                classes="".join(self._classes()),
+                missing="drop",  # refused below, with a mend that a recipe has
+                surplus="ignore",
+            )
+        where = source.path if isinstance(source, Table) else source or fasta
+        require_all(found.labelled_N, store, fasta, where)
+        return found
+
+    def learn(self, train: Examples) -> Self:
+        """The classes and how many training residues have each; or mean and deviation of the numbers."""
+        if not len(train):
+            raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
+        assert isinstance(train.labels, ResidueLabels)
+        every = (train.get(n).labels["target"] for n in range(len(train)))
+        if self.settings.kind == "class":
+            classes = self._classes() or tuple(train.labels.names)
+            class_of, counts = _class_of(classes), np.zeros(len(classes), dtype=np.int64)
+            for target_L in every:
+                counts += np.bincount(class_of[target_L[target_L >= 0]], minlength=len(classes))
+            check_counts(train.path, classes, counts, "residue")
+            return type(self)(self.settings, {"classes": list(classes), "counts": counts.tolist()})
+        values = np.concatenate(list(every))
+        values = values[~np.isnan(values)].astype(np.float64)
+        if not len(values):
+            raise InputError(f"{train.path}: no training residue has a label; look at labels and masks")
+        mean, std = float(values.mean()), float(values.std())
+        if values.min() == values.max():
+            raise InputError(
+                f"{train.path}: every training residue is labelled {values[0]:g}, of which nothing can be learned; "
+                "give other labels"
+            )
+        return type(self)(self.settings, {"mean": mean, "std": std})
+
+    def head(self, config: EsmConfig) -> nn.Module:
+        """See `ResidueHead`. It starts at the mean, or the shares, of the training labels."""
+        prior = self._prior()
+        head = ResidueHead(config.dim, self.settings.hidden, len(prior), self.settings.dropout)
+        with torch.no_grad():
+            head.out.bias.copy_(torch.from_numpy(prior))
+        return head
+
+    def inputs(self, example: Example) -> Inputs:
+        """Target: int64 [L], -1 where undefined; or float32 [L], standardised, NaN where undefined."""
+        target_L = example.labels["target"]
+        if self.settings.kind == "number":
+            scaled = (target_L.astype(np.float64) - self.facts["mean"]) / self.facts["std"]
+            return Inputs(example.tokens, scaled.astype(np.float32))
+        class_of = _class_of(self.facts["classes"])
+        return Inputs(example.tokens, np.where(target_L >= 0, class_of[target_L], -1))
+
+    def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
+        """Weighted cross-entropy, or squared error in standard deviations, over all labelled residues alike.
+
+        Not averaged within proteins first: the metrics are pooled over residues, as the field reports them, and each
+        residue of a long protein says as much as one of a short one. The count is the sum of the weights.
+        """
+        output_ML = torch.cat(list(outputs))
+        target_M = on_device_of(torch.cat(list(targets)), output_ML)
+        if self.settings.kind == "number":
+            known_M = ~target_M.isnan()
+            # An error of 0 where there is no label, whose gradient is 0 and not NaN.
+            target_M = torch.where(known_M, target_M, output_ML[:, 0].detach())
+            return LossSum(F.mse_loss(output_ML[:, 0], target_M, reduction="sum"), known_M.sum())
+        weight_C = on_device_of(torch.from_numpy(self._weights()).float(), output_ML)
+        total = F.cross_entropy(output_ML, target_M, weight_C, ignore_index=-1, reduction="sum")
+        return LossSum(total, (weight_C[target_M.clamp(min=0)] * (target_M >= 0)).sum())
+
+    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
+        """Each protein's own accuracy or Spearman, and counts for the metrics over all residues."""
+        row = self._number_row if self.settings.kind == "number" else self._class_row
+        return [row(output, target) for output, target in zip(outputs, targets, strict=True)]
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Pooled over residues, but for the means over proteins."""
+        if self.settings.kind == "number":
+            square, count = metrics.total(rows, "square")
+            return {
+                "Spearman": metrics.pooled_spearman(rows, "told", "truth"),
+                "Spearman per protein": metrics.means(rows, ["Spearman"])["Spearman"],
+                "RMSE": float((square / count) ** 0.5) if count else np.nan,
+            }
+        accuracy = f"Q{len(self.facts['classes'])}"
+        found = metrics.of_confusion(metrics.total(rows, "confusion"))
+        found = {accuracy: found.pop("accuracy"), **found}
+        found[f"{accuracy} per protein"] = metrics.means(rows, [accuracy])[accuracy]
+        found["ECE"] = metrics.calibration_error(metrics.total(rows, "calibration"))
+        if accuracy == "Q2":
+            found |= metrics.pooled_ranking(rows, "score", "truth")
+        return found
+
+    def prepared(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with the ranks that Spearman, or AUROC and AUPRC, of all residues are made of."""
+        if self.settings.kind == "number":
+            return metrics.ranked(rows, "told", "truth")
+        return metrics.ranked(rows, "score") if len(self.names) == 2 else list(rows)
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Probabilities, float32 [L, C]; or numbers in the unit of the labels, float32 [L]."""
+        if self.settings.kind == "class":
+            return softmax(output)
+        return np.asarray(output[:, 0].astype(np.float64) * self.facts["std"] + self.facts["mean"], dtype=np.float32)
+
+    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+        """Linear fits on the protein's length, on the neighbourhood of each residue, and on the frozen model's
+        representation of it.
+        """
+        found: dict[str, npt.NDArray[Any]] = {}
+        for name in BASELINES:
+            x_MF, target_M = self._gather(train, partial(_features, name, base=base))
+            if len(target_M):
+                found |= self._fit(x_MF, target_M, 0).arrays(name)
+        return found
+
+    def baseline_outputs(
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        """`mean` or `majority`: what the training labels say of every residue. Linear models: `length` on that of the
+        protein, `one-hot window` on the amino acids of 15 residues, `frozen embedding` on the representation before the
+        first step.
+        """
+        prior = np.tile(self._prior(), (len(example.tokens) - 2, 1))
+        found: dict[str, npt.NDArray[np.float32] | Row] = {
+            "majority" if self.settings.kind == "class" else "mean": prior
+        }
+        for name in BASELINES:
+            model = kept(known, name)
+            if model is not None and (base is not None or name != "frozen embedding"):
+                found[name] = model(_features(name, example, base))
+        return found
+
+    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+        """Ridge or logistic regression on what the head's LayerNorm makes of the representations."""
+        assert isinstance(head, ResidueHead)
+        if head.conv is not None:
+            raise InputError("adapt.method probe: fits a linear head; set task.hidden=0")
+
+        def normed(example: Example) -> npt.NDArray[np.floating]:
+            x_LD = torch.from_numpy(_features("frozen embedding", example, base)).to(head.norm.weight)
+            return np.asarray(head.norm(x_LD).cpu().numpy())
+
+        with torch.no_grad():
+            x_MF, target_M = self._gather(train, normed)
+            if not len(target_M):
+                raise InputError("adapt.method probe: no residue of the training examples has a label; give labels")
+            model = self._fit(x_MF, target_M, seed)
+            head.out.weight.copy_(torch.from_numpy(model.weight_OF))
+            head.out.bias.copy_(torch.from_numpy(model.bias_O))
+
+    def _classes(self) -> tuple[str, ...]:
+        """Letters of each class, as far as they are known."""
+        return tuple(self.facts.get("classes", self.settings.classes or ()))
+
+    def _prior(self) -> npt.NDArray[np.float32]:
+        """The output that says what the training labels are on the whole."""
+        if self.settings.kind == "number":
+            return np.zeros(1, dtype=np.float32)
+        return logits_of_shares(np.array(self.facts["counts"]))
+
+    def _weights(self) -> npt.NDArray[np.float64]:
+        return class_weights(np.array(self.facts["counts"]), self.settings.balance)
+
+    def _gather(
+        self, train: Sequence[Example], features: Callable[[Example], npt.NDArray[np.floating]]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Features [M, F] and targets [M] of labelled residues of some examples, evenly spread over all of them."""
+        targets = [self.inputs(example).target for example in train]
+        known = [t >= 0 if self.settings.kind == "class" else ~np.isnan(t) for t in targets]
+        step = max(1, -(-sum(int(k.sum()) for k in known) // MOST_RESIDUES))
+        found, passed = [], 0
+        for example, target_L, known_L in zip(train, targets, known, strict=True):
+            places = np.flatnonzero(known_L)
+            taken = places[-passed % step :: step]
+            passed += len(places)
+            if len(taken):
+                found.append((np.asarray(features(example)[taken], dtype=np.float32), target_L[taken]))
+        if not found:
+            return np.zeros((0, 1)), np.zeros(0)
+        return np.concatenate([x for x, _ in found]), np.concatenate([y for _, y in found])
+
+    def _fit(self, x_MF: npt.NDArray[np.floating], target_M: npt.NDArray[Any], seed: int) -> Linear:
+        if self.settings.kind == "number":
+            return fit_numbers(x_MF, target_M[:, None])
+        return fit_classes(x_MF, target_M, len(self.facts["classes"]), self._weights(), seed)
+
+    def _class_row(self, logits_LC: npt.NDArray[np.float32], target_L: npt.NDArray[np.int64]) -> Row:
+        known_L = target_L >= 0
+        target_L, probability_LC, n = target_L[known_L], softmax(logits_LC[known_L]), logits_LC.shape[1]
+        told_L = probability_LC.argmax(1)
+        correct_L = told_L == target_L
+        row: dict[str, float | npt.NDArray[Any]] = {
+            "labelled": float(len(target_L)),
+            f"Q{n}": float(correct_L.mean()) if len(target_L) else np.nan,
+            "confusion": metrics.confusion(target_L, told_L, n),
+            "calibration": metrics.calibration(probability_LC.max(1, initial=0), correct_L),
+        }
+        if n == 2:
+            row |= {"score": (logits_LC[:, 1] - logits_LC[:, 0])[known_L], "truth": target_L == 1}
+        return row
+
+    def _number_row(self, output_L1: npt.NDArray[np.float32], target_L: npt.NDArray[np.float32]) -> Row:
+        known_L = ~np.isnan(target_L)
+        # Ranks are those of the outputs: in the unit of the labels, values of a new head may be equal in fp32.
+        output_M, target_M = output_L1[known_L, 0], target_L[known_L]
+        told, truth = (self.predict(x[:, None]).astype(np.float64) for x in (output_M, target_M))
+        return {
+            "labelled": float(len(truth)),
+            "Spearman": metrics.spearman(output_M.astype(np.float64), target_M.astype(np.float64)),
+            "RMSE": float(((told - truth) ** 2).mean() ** 0.5) if len(truth) else np.nan,
+            "square": np.array([((told - truth) ** 2).sum(), len(truth)]),
+            "told": output_M,
+            "truth": target_M,
+        }
+
+
+def _class_of(classes: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Class of each letter, the letters of all classes being in a row."""
+    return np.repeat(np.arange(len(classes)), [len(letters) for letters in classes])
+
+
+def _features(name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.floating]:
+    """What a baseline sees of each residue, [L, F]."""
+    if name == "frozen embedding":
+        assert base is not None
+        return base.representations([example.tokens])[0]
+    residues = len(example.tokens) - 2
+    if name == "length":
+        return np.tile([residues, np.log(residues)], (residues, 1))
+    codes_L = np.pad(_CODE[example.tokens[1:-1]], WINDOW, constant_values=20)
+    codes_LW = np.lib.stride_tricks.sliding_window_view(codes_L, 2 * WINDOW + 1)
+    # 20 amino acids, and one for what lies beyond the ends; other letters are none of these.
+    return np.asarray((codes_LW[:, :, None] == np.arange(21)).reshape(len(codes_LW), -1), dtype=np.float32)

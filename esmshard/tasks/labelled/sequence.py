@@ -1,0 +1,354 @@
+"""Labels of whole proteins: numbers (one or several, which may be missing), one class, or several labels."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esmshard.batch import TokenBatch
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.labels.label_sources import label_source, require_all
+from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tables import shown
+from esmshard.errors import InputError, UsageError
+from esmshard.model.config import EsmConfig
+from esmshard.model.dropout import RecordDropout
+from esmshard.recipe.data_section import DataSettings
+from esmshard.tasks import metrics
+from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of
+from esmshard.tasks.labelled.classes import (
+    check_counts,
+    class_weights,
+    known_classes,
+    logits_of_shares,
+    softmax,
+    words_are_classes,
+)
+from esmshard.tasks.labelled.sequence_settings import SequenceSettings
+from esmshard.tasks.linear import Linear, fit_classes, fit_labels, fit_numbers, kept
+from esmshard.vocab import STANDARD, encode_residues
+
+if TYPE_CHECKING:
+    from esmshard.tasks.finetuner import FineTuner
+
+MOST_SHOWN = 32
+"""Classes up to which a record's row has a confusion matrix."""
+_AMINO_ACIDS = np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)
+
+
+class SequenceHead(nn.Module):
+    """The mean over residues, without `<cls>` and `<eos>`; LayerNorm, dropout, and one or two linear layers.
+
+    `<cls>` is no summary: ESM-2 was trained without anything that would make it one.
+    """
+
+    def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = RecordDropout(dropout)
+        self.hidden_dropout = RecordDropout(dropout, layer=1)
+        self.hidden = nn.Linear(dim, hidden) if hidden else None
+        self.out = nn.Linear(hidden or dim, outputs)
+        nn.init.normal_(self.out.weight, std=0.02)  # nearly zero: a new head says what the bias says, whatever it sees
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
+        """[T] or [C] of each record."""
+        mean_ND = torch.stack([x_LD.mean(0) for x_LD in batch.residues(x_TD)])
+        h_ND = self.dropout(self.norm(mean_ND), batch.draw_N)
+        if self.hidden is not None:
+            h_ND = self.hidden_dropout(F.gelu(self.hidden(h_ND)), batch.draw_N)
+        return list(self.out(h_ND))
+
+
+class SequenceTask(Task):
+    """A protein's numbers, class or labels. Outputs: standardised numbers [T], or logits [C].
+
+    Facts, of `number`: `targets` (names), `mean` and `std` of the training labels; of `class` and `multilabel`:
+    `classes` (names), `counts` and `records` of the training split.
+    """
+
+    settings: SequenceSettings
+    of_base = ("frozen embedding",)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The first one: Spearman, of several targets their mean; MCC, which naming the most frequent class does not
+        raise, of one class; Fmax of several labels.
+        """
+        if self.settings.kind == "multilabel":
+            return ("Fmax", "AUPRC", "macro-F1")
+        if self.settings.kind == "class":
+            ranked = ("AUROC", "AUPRC") if len(self.names) == 2 else ()
+            return ("MCC", "accuracy", "macro-F1", *ranked, "ECE")
+        return metrics.number_columns(self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the targets, or of the classes."""
+        return tuple(self.facts.get("targets" if self.settings.kind == "number" else "classes", ()))
+
+    @property
+    def one_of_names(self) -> bool:
+        """Of one class."""
+        return self.settings.kind == "class"
+
+    def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ProteinLabels:
+        """From a table, or the headers of the FASTA file; see `protein_labels`."""
+        if data.mask is not None:
+            raise UsageError("data.mask: is for labels of residues (task residue); remove it")
+        source = label_source(fasta, data)
+        if isinstance(source, Path):
+            raise InputError(f"{source}: a label FASTA has labels of residues; give those of whole proteins in a table")
+        kind, target = self.settings.kind, data.target or ()
+        several = len(target) > 1
+        if several and kind == "class":
+            raise UsageError("data.target: a class comes from one column; name one, or set task.kind: multilabel")
+        with words_are_classes(kind):
+            found = protein_labels(
+                store,
+                fasta,
+                kind,
+                source,
+                columns=target,
+                id_column=data.id_column,
+                missing="drop",  # refused below, with a mend that a recipe has
+                surplus="ignore",
+            )
+        if not several:
+            require_all(found.labelled_N, store, fasta, fasta if source is None else source.path)
+        if kind != "number" and not several:
+            return known_classes(found, self.names, store, fasta)
+        if self.names and found.names != self.names:
+            raise UsageError(f"data.target: the model was trained on {', '.join(self.names)}; name these in this order")
+        return found
+
+    def learn(self, train: Examples) -> Self:
+        """Mean and deviation of each target, or the count of each class, over training examples."""
+        if not len(train):
+            raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
+        assert isinstance(train.labels, ProteinLabels)
+        names, kind = train.labels.names, self.settings.kind
+        found = np.stack([train.get(n).labels["target"] for n in range(len(train))])
+        facts: dict[str, Any]
+        if kind == "number":
+            known_NT = ~np.isnan(found)
+            for t, name in enumerate(names):
+                values = np.unique(found[known_NT[:, t], t])
+                if len(values) < 2:
+                    what = f"is {values[0]:g} for every record that has one" if len(values) else "has no value"
+                    raise InputError(
+                        f"{train.path}: the target {shown(name)} {what} in training, so that nothing can be learned; "
+                        "give other labels, or leave it out of data.target"
+                    )
+            mean_T, std_T = (of(found, 0, dtype=np.float64).tolist() for of in (np.nanmean, np.nanstd))
+            facts = {"targets": list(names), "mean": mean_T, "std": std_T}
+        else:
+            counts = (
+                np.bincount(found, minlength=len(names)) if kind == "class" else found.sum(0, dtype=np.float64)
+            ).astype(np.int64)
+            if kind == "class":
+                check_counts(train.path, names, counts, "record")
+            never = [name for name, count in zip(names, counts, strict=True) if not count]
+            if never:
+                raise InputError(
+                    f"{train.path}: no training record has the label {shown(never[0])}, so that it cannot be learned; "
+                    "divide the records in another way, or leave it out"
+                )
+            if kind == "multilabel" and (counts == len(found)).all():
+                raise InputError(f"{train.path}: every training record has the same labels; give others")
+            facts = {"classes": list(names), "counts": counts.tolist(), "records": len(found)}
+        return type(self)(self.settings, facts)
+
+    def head(self, config: EsmConfig) -> nn.Module:
+        """See `SequenceHead`. It starts at the mean, or the shares, of the training labels."""
+        hidden = config.dim if self.settings.hidden is None else self.settings.hidden
+        prior = self._prior()
+        head = SequenceHead(config.dim, hidden, len(prior), self.settings.dropout)
+        with torch.no_grad():
+            head.out.bias.copy_(torch.from_numpy(prior))
+        return head
+
+    def inputs(self, example: Example) -> Inputs:
+        """Target: float32 [T], standardised, NaN where missing; int64 []; or float32 [C] of 0 and 1."""
+        target = example.labels["target"]
+        if self.settings.kind == "number":
+            target = ((target - np.array(self.facts["mean"])) / np.array(self.facts["std"])).astype(np.float32)
+        return Inputs(example.tokens, np.array(target))  # a copy, which may be written to, as torch wants it
+
+    def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
+        """Squared error or Huber loss over the values there are, in standard deviations; weighted cross-entropy over
+        the weights of the records; or binary cross-entropy over all labels.
+        """
+        output, settings = torch.stack(list(outputs)), self.settings
+        target = on_device_of(torch.stack(list(targets)), output)
+        if settings.kind == "number":
+            known = ~target.isnan()
+            target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
+            of = F.mse_loss if settings.loss == "mse" else F.huber_loss
+            return LossSum(of(output, target, reduction="sum"), known.sum())
+        weight_C = on_device_of(torch.from_numpy(self._weights()).float(), output)
+        if settings.kind == "class":
+            return LossSum(F.cross_entropy(output, target, weight_C, reduction="sum"), weight_C[target].sum())
+        total = F.binary_cross_entropy_with_logits(output, target, pos_weight=weight_C, reduction="sum")
+        return LossSum(total, torch.full((), float(target.numel()), device=output.device))
+
+    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
+        """Predicted and true values, or what the metrics of classes need of a record."""
+        rows: dict[str, Callable[[Any, Any], Row]]
+        rows = {"number": self._number_row, "class": _class_row, "multilabel": _labels_row}
+        row = rows[self.settings.kind]
+        return [row(output, target) for output, target in zip(outputs, targets, strict=True)]
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Over records. Of several targets also each one's, and of the means those that are known."""
+        if self.settings.kind == "class":
+            return _of_classes(rows, len(self.names))
+        if self.settings.kind == "multilabel":
+            return _of_labels(rows)
+        return metrics.number_summary(rows, self.names)
+
+    def prepared(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with the ranks that AUPRC of several labels is made of."""
+        return metrics.ranked(rows, "score") if self.settings.kind == "multilabel" else list(rows)
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Numbers in the unit of the labels, float32 [T]; or probabilities, float32 [C]."""
+        if self.settings.kind == "number":
+            mean_T, std_T = np.array(self.facts["mean"]), np.array(self.facts["std"])
+            return np.asarray(output.astype(np.float64) * std_T + mean_T, dtype=np.float32)
+        return softmax(output) if self.settings.kind == "class" else _sigmoid(output)
+
+    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+        """Linear fits on length, amino-acid composition, and the mean of the frozen model's representations."""
+        targets = np.stack([self.inputs(example).target for example in train])
+        found: dict[str, npt.NDArray[Any]] = {}
+        for name in ("length", "composition", "frozen embedding"):
+            x_NF = np.stack([_features(name, example, base) for example in train])
+            found |= self._fit(x_NF, targets, 0).arrays(name)
+        return found
+
+    def baseline_outputs(
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        """`mean` or `majority`: what the training labels say of every protein. `length`, `composition` and
+        `frozen embedding`: linear models on these.
+        """
+        found: dict[str, npt.NDArray[np.float32] | Row] = {
+            "majority" if self.settings.kind == "class" else "mean": self._prior()
+        }
+        for name in ("length", "composition", "frozen embedding"):
+            model = kept(known, name)
+            if model is not None and (base is not None or name != "frozen embedding"):
+                found[name] = model(_features(name, example, base))
+        return found
+
+    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+        """Ridge or logistic regression on what the head's LayerNorm makes of the mean representation."""
+        assert isinstance(head, SequenceHead)
+        if head.hidden is not None:
+            raise InputError("adapt.method probe: fits a linear head; set task.hidden=0")
+        targets = np.stack([self.inputs(example).target for example in train])
+        x_ND = torch.from_numpy(np.stack([_features("frozen embedding", example, base) for example in train]))
+        with torch.no_grad():
+            normed_ND = head.norm(x_ND.to(head.norm.weight))
+            model = self._fit(normed_ND.cpu().numpy(), targets, seed)
+            head.out.weight.copy_(torch.from_numpy(model.weight_OF))
+            head.out.bias.copy_(torch.from_numpy(model.bias_O))
+
+    def _prior(self) -> npt.NDArray[np.float32]:
+        """The output that says what the training labels are on the whole."""
+        if self.settings.kind == "number":
+            return np.zeros(len(self.names), dtype=np.float32)
+        counts = np.array(self.facts["counts"])
+        if self.settings.kind == "class":
+            return logits_of_shares(counts)
+        share_C = (counts + 0.5) / (self.facts["records"] + 1)
+        return np.asarray(np.log(share_C / (1 - share_C)), dtype=np.float32)
+
+    def _weights(self) -> npt.NDArray[np.float64]:
+        """Of a class; of `multilabel`, of the proteins that have the label."""
+        counts = np.array(self.facts["counts"])
+        if self.settings.kind == "class":
+            return class_weights(counts, self.settings.balance)
+        share_C = (counts + 0.5) / (self.facts["records"] + 1)
+        return np.asarray(((1 - share_C) / share_C) ** self.settings.balance)
+
+    def _fit(self, x_NF: npt.NDArray[np.floating], targets: npt.NDArray[Any], seed: int) -> Linear:
+        if self.settings.kind == "number":
+            return fit_numbers(x_NF, targets)
+        if self.settings.kind == "class":
+            return fit_classes(x_NF, targets, len(self.names), self._weights(), seed)
+        return fit_labels(x_NF, targets, self._weights(), seed)
+
+    def _number_row(self, output_T: npt.NDArray[np.float32], target_T: npt.NDArray[np.float32]) -> Row:
+        return metrics.number_row(self.predict(output_T), self.predict(target_T), self.names)
+
+
+def _class_row(logits_C: npt.NDArray[np.float32], target: npt.NDArray[np.int64]) -> Row:
+    probability_C = softmax(logits_C)
+    told, truth = int(probability_C.argmax()), int(target)
+    row: dict[str, float | npt.NDArray[Any]] = {
+        "target": truth,
+        "prediction": told,
+        "correct": float(told == truth),
+        "confidence": float(probability_C[told]),
+    }
+    if len(logits_C) == 2:
+        row["logit"] = float(logits_C[1] - logits_C[0])
+    if len(logits_C) <= MOST_SHOWN:
+        row["confusion"] = metrics.confusion(np.array([truth]), np.array([told]), len(logits_C))
+    return row | {"calibration": metrics.calibration(probability_C[[told]], np.array([told == truth]))}
+
+
+def _labels_row(logits_C: npt.NDArray[np.float32], target_C: npt.NDArray[np.float32]) -> Row:
+    truth_C = target_C > 0
+    return {
+        "labels": float(truth_C.sum()),
+        "predicted": float((logits_C >= 0).sum()),
+        "correct": float((truth_C & (logits_C >= 0)).sum()),
+        "score": logits_C,
+        "truth": truth_C,
+        "Fmax terms": metrics.fmax_terms(_sigmoid(logits_C), truth_C),
+    }
+
+
+def _of_labels(rows: Sequence[Row]) -> dict[str, float]:
+    true_NC = np.stack([np.asarray(row["truth"]) for row in rows])
+    told_NC = np.stack([np.asarray(row["score"]) for row in rows]) >= 0
+    right_C, told_C, true_C = (x.sum(0).astype(np.float64) for x in (true_NC & told_NC, told_NC, true_NC))
+    return {
+        "Fmax": metrics.fmax(metrics.total(rows, "Fmax terms")),
+        "AUPRC": metrics.pooled_ranking(rows, "score", "truth")["AUPRC"],
+        "macro-F1": metrics.f1(right_C, told_C, true_C),
+    }
+
+
+def _of_classes(rows: Sequence[Row], n_classes: int) -> dict[str, float]:
+    target_N, told_N = (np.array([row[key] for row in rows], dtype=np.int64) for key in ("target", "prediction"))
+    found = metrics.of_confusion(metrics.confusion(target_N, told_N, n_classes).astype(np.float64))
+    if n_classes == 2:
+        found |= metrics.of_scores(np.array([row["logit"] for row in rows]), target_N == 1)
+    confidence_N = np.array([row["confidence"] for row in rows])
+    return found | {"ECE": metrics.calibration_error(metrics.calibration(confidence_N, target_N == told_N))}
+
+
+def _sigmoid(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    return np.asarray(0.5 + 0.5 * np.tanh(logits.astype(np.float64) / 2), dtype=np.float32)
+
+
+def _features(name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.float64]:
+    """What a baseline sees of a protein, [F]."""
+    residues = example.tokens[1:-1]
+    if name == "length":
+        return np.array([len(residues), np.log(len(residues))])
+    if name == "composition":
+        return np.asarray((residues[:, None] == _AMINO_ACIDS).mean(0))
+    assert base is not None
+    return np.asarray(base.representations([example.tokens])[0].mean(0, dtype=np.float64))

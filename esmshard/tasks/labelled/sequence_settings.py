@@ -1,0 +1,59 @@
+"""The settings of task `sequence`, and the size of its head. No torch."""
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from esmshard.recipe.task_section import TaskSettings
+from esmshard.tasks.labelled.class_balance import OUTPUTS, for_classes
+
+if TYPE_CHECKING:
+    from esmshard.model.config import EsmConfig
+
+
+class SequenceSettings(TaskSettings):
+    """Numbers, a class or several classes for a whole protein."""
+
+    name: Literal["sequence"]
+
+    task: ClassVar[str] = "esmshard.tasks.labelled.sequence:SequenceTask"
+    data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "id_column")
+
+    kind: Literal["number", "class", "multilabel"] = "number"
+    """`number`: one or several; `class`: one of several; `multilabel`: any of several."""
+    loss: Literal["mse", "huber"] = "mse"
+    """Of numbers. `huber` counts errors over one standard deviation linearly, for data with outliers."""
+    balance: float = Field(0.0, ge=0, le=1)
+    """Weight of a class in the loss: its frequency to the power of minus this; of `multilabel`, weight of the proteins
+    that have a label: the odds of having it, to the power of minus this. 0 counts proteins alike. Not for numbers."""
+    hidden: int | None = Field(None, ge=0, le=8192)
+    """Width of the head's hidden layer, 0 for a linear head; that of the model by default."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """Share of the inputs of the head, and of its hidden layer, that are dropped in training."""
+
+    @field_validator("loss")
+    @classmethod
+    def _of_numbers(cls, loss: str, info: ValidationInfo) -> str:
+        kind = info.data.get("kind")
+        if loss == "huber" and kind in ("class", "multilabel"):
+            raise ValueError(f"huber is for kind number, and the recipe has {kind}; remove it")
+        return loss
+
+    @field_validator("balance")
+    @classmethod
+    def _of_classes(cls, balance: float, info: ValidationInfo) -> float:
+        return for_classes(balance, info)
+
+    def no_probe(self) -> str | None:
+        """Only a linear head is fitted."""
+        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
+
+    def head_parameters(self, config: "EsmConfig") -> int:
+        """LayerNorm, one or two linear layers. The labels have yet to be read: OUTPUTS are counted, of numbers one."""
+        d, h = config.dim, config.dim if self.hidden is None else self.hidden
+        outputs = 1 if self.kind == "number" else OUTPUTS
+        return 2 * d + ((d + 1) * h if h else 0) + ((h or d) + 1) * outputs
+
+    def head_bytes(self, tokens: int) -> int:
+        """A record has one vector."""
+        return 0

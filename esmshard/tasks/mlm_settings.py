@@ -1,0 +1,38 @@
+"""The settings of task `mlm`. No torch."""
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from esmshard.recipe.task_section import TaskSettings
+
+if TYPE_CHECKING:
+    from esmshard.model.config import EsmConfig
+
+
+class MlmSettings(TaskSettings):
+    """Masked-language-model training on unlabelled sequences, to adapt a model to a family (docs/tasks.md)."""
+
+    name: Literal["mlm"]
+
+    task: ClassVar[str] = "esmshard.tasks.mlm:MlmTask"
+    may_crop: ClassVar[bool] = True
+    trains_lm_head: ClassVar[bool] = True
+
+    mask: float = Field(0.15, gt=0, le=0.5)
+    """Share of residues that are to be told: of these 80% are replaced by `<mask>`, 10% by a random one of the 20
+    amino acids, and 10% left as they are."""
+
+    def no_probe(self) -> str | None:
+        """There is nothing to fit."""
+        return "probe has no meaning for task mlm, which has no labels; choose full, lora or head"
+
+    def head_parameters(self, config: "EsmConfig") -> int:
+        """None besides the model's."""
+        return 0
+
+    def head_bytes(self, tokens: int) -> int:
+        """Logits, their log-softmax and its gradient at the places asked for; what is as wide as the model is little
+        beside its layers.
+        """
+        return round(4 * 3 * 33 * self.mask * tokens)

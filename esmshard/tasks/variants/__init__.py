@@ -1,0 +1,1 @@
+"""Effects of variants of one protein: task, head, and what a language model expects without training."""

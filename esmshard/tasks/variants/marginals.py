@@ -1,0 +1,92 @@
+"""What a language model expects at the residues of a protein, hidden one at a time or seen."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from esmshard.batch import pack
+from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.model.trunk import ESM2
+from esmshard.progress import Progress
+from esmshard.vocab import MASK, RESIDUES, encode
+
+WINDOW = 1022
+"""Residues that ESM-2 saw at once in training."""
+TOKENS = 4096
+"""Of a pack: more do not go faster on a CPU, and take memory."""
+
+_LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
+
+View = tuple[npt.NDArray[np.uint8], int]
+"""Tokens as a model gets them, and the place in them at which it is asked."""
+
+
+def log_probabilities(
+    model: ESM2, sequence: str, sites: Sequence[int], *, hidden: bool = True, window: int = WINDOW
+) -> npt.NDArray[np.float32]:
+    """Logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
+
+    Args:
+        model: with an LM head.
+        sequence: residues.
+        sites: places in `sequence`, from 0.
+        hidden: the model sees `<mask>` at the site it is asked for, in a pass of its own; else the residue, all sites
+            of a window in one pass.
+        window: see `score`.
+    """
+    tokens = encode(sequence)
+    views = [_view(tokens, site, window, hidden) for site in sites]
+    if hidden or len(sequence) > window:
+        return _asked(model, views, "sites")
+    if not views:
+        return np.empty((0, len(RESIDUES)), np.float32)
+    return _log_p(model, [tokens], [np.array([place for _, place in views])])
+
+
+def _view(tokens: npt.NDArray[np.uint8], site: int, window: int, hidden: bool) -> View:
+    """What the model sees of a protein when it is asked for a site."""
+    residues = tokens[1:-1]
+    start = min(max(site - window // 2, 0), max(len(residues) - window, 0))
+    seen = np.concatenate([tokens[:1], residues[start : start + window], tokens[-1:]])
+    place = site - start + 1
+    if hidden:
+        seen[place] = MASK
+    return seen, place
+
+
+def _asked(model: ESM2, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
+    """One row a view, in packs of about TOKENS; side by side on a CPU."""
+    groups = list(_groups(views))
+    device = next(model.parameters()).device
+    found: list[npt.NDArray[np.float32]] = []
+    at_once = max(1, 8 * packs_at_once(device))
+
+    def one(group: Sequence[View]) -> npt.NDArray[np.float32]:
+        return _log_p(model, [tokens for tokens, _ in group], [np.array([place]) for _, place in group])
+
+    with Progress("score", len(views)) as progress:
+        for first in range(0, len(groups), at_once):
+            found += side_by_side(one, groups[first : first + at_once], device)
+            progress.update(sum(map(len, found)), what)
+    return np.concatenate(found) if found else np.empty((0, len(RESIDUES)), np.float32)
+
+
+def _groups(views: Sequence[View]) -> Iterator[Sequence[View]]:
+    each = max(1, TOKENS // len(views[0][0])) if views else 1
+    for first in range(0, len(views), each):
+        yield views[first : first + each]
+
+
+@torch.no_grad()
+def _log_p(
+    model: ESM2, tokens: Sequence[npt.NDArray[np.uint8]], places: Sequence[npt.NDArray[np.int64]]
+) -> npt.NDArray[np.float32]:
+    device = next(model.parameters()).device
+    batch = pack(tokens, logits_at=[np.asarray(place, np.int64) for place in places]).to(device)
+    logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
+    assert logits_PV is not None
+    log_p_PV = logits_PV.float().log_softmax(-1)
+    log_p_PA: npt.NDArray[np.float32] = log_p_PV[:, _LETTERS.to(device)].cpu().numpy()
+    return log_p_PA

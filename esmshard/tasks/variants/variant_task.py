@@ -1,0 +1,286 @@
+"""Measured values of variants of one protein: its substitutions, one or several at a time."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.splits.variant_records import VariantLabels
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tables import shown
+from esmshard.errors import InputError
+from esmshard.model.config import EsmConfig
+from esmshard.model.weights.open_weights import Weights
+from esmshard.recipe.data_section import DataSettings
+from esmshard.tasks import metrics
+from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of
+from esmshard.tasks.linear import fit_numbers, kept
+from esmshard.tasks.variants.frozen_variants import PACKED, frozen, seen_by
+from esmshard.tasks.variants.marginals import log_probabilities
+from esmshard.tasks.variants.value_scale import Scale, fit_scale
+from esmshard.tasks.variants.variant_head import Pool, VariantHead
+from esmshard.tasks.variants.variant_settings import VariantSettings
+from esmshard.vocab import RESIDUES, STANDARD, decode, encode
+
+if TYPE_CHECKING:
+    from esmshard.tasks.finetuner import FineTuner
+
+THRESHOLDS, SHARPNESS = 15, 2.0
+"""Of the ranking loss: quantiles that divide the training values, and the slope of the logistic function at each, in
+standard deviations of normal scores."""
+ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
+"""The baselines."""
+LIGHT = 10.0
+"""The zero-shot score as a feature beside one-hot letters is scaled up so much that the penalty hardly touches it, as
+in Hsu et al. 2022."""
+
+
+class VariantTask(Task):
+    """Values of variants. Outputs: standardised numbers [T].
+
+    Facts: `targets` (names), `lower_is_better` (some of them), `scales` (see `esmshard.tasks.variants.value_scale`),
+    `protein` (the wild type), `first` and `length` of the part of it that the model sees, from residue 0, and `offset`,
+    which was added to the positions of the table.
+    """
+
+    settings: VariantSettings
+    baseline_records = 10_000
+    """Training variants that the baselines learn from at most: as the model does, from all but the largest tables."""
+    of_base = (FROZEN,)
+    keeps_ids = True
+    """A user predicts the table that the model was trained on as readily as another one."""
+
+    def __init__(self, settings: VariantSettings, facts: Facts) -> None:
+        super().__init__(settings, facts)
+        if facts:
+            self.wild_type = str(facts["protein"])[facts["first"] : facts["first"] + facts["length"]]
+            self._tokens: npt.NDArray[np.uint8] = encode(self.wild_type)
+            self._scales = [Scale(**scale) for scale in facts["scales"]]
+            lower = set(facts["lower_is_better"])
+            self._sign_T = np.array([-1 if name in lower else 1 for name in facts["targets"]], dtype=np.float32)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The first one is Spearman, of several targets their mean."""
+        return metrics.number_columns(self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the targets."""
+        return tuple(self.facts.get("targets", ()))
+
+    def labels(self, fasta: Path, _store: TokenStore, _data: DataSettings) -> VariantLabels:
+        """Variants have theirs in the table that they come from."""
+        raise InputError(
+            f"{fasta}: the model is of variants, whose values stand in a table; `esmshard predict MODEL TABLE` "
+            "predicts them, and finetune tests on folds of its own table"
+        )
+
+    def learn(self, train: Examples) -> Self:
+        """The scale of each target over training variants."""
+        assert isinstance(train.labels, VariantLabels)
+        labels = train.labels
+        y_NT = np.stack([train.get(n).labels["target"] for n in range(len(train))]).astype(np.float64)
+        kind = "rank" if self.settings.loss == "ranking" else labels.transform
+        scales = []
+        for name, y_N in zip(labels.names, y_NT.T, strict=True):
+            known = y_N[~np.isnan(y_N)]
+            if len(values := np.unique(known)) < 2:
+                what = f"is {values[0]:g} for every variant that has one" if len(values) else "has no value"
+                raise InputError(
+                    f"{train.path}: the target {shown(name)} {what} in training, so that nothing can be learned; give "
+                    "other values, or leave it out of data.target"
+                )
+            scales.append(fit_scale(known, kind))
+        facts = {
+            "targets": list(labels.names),
+            "lower_is_better": list(labels.lower_is_better),
+            "scales": [scale.as_json() for scale in scales],
+            "protein": labels.protein,
+            "first": labels.first,
+            "length": labels.length,
+            "offset": labels.offset,
+        }
+        return type(self)(self.settings, facts)
+
+    def head(self, config: EsmConfig) -> nn.Module:
+        """See `VariantHead`."""
+        s = self.settings
+        return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
+
+    def start(self, head: nn.Module, found: Weights) -> None:
+        """Nothing but the model's own score, which needs an LM head.
+
+        Raises:
+            InputError: the model has none.
+        """
+        if self.settings.zero_shot and "lm_head" in found.unlearned:
+            raise InputError(
+                f"{found.source}: has no trained LM head, whose zero-shot score is a part of the head for variants; "
+                "set task.zero_shot=false, or train it first (task mlm, adapt.method head)"
+            )
+
+    def inputs(self, example: Example) -> Inputs:
+        """The variant and the wild type; the target is [2, T]: standardised, and as measured."""
+        y_T = example.labels["target"].astype(np.float64)
+        scaled = [scale.to(y) for scale, y in zip(self._scales, y_T, strict=True)]
+        return self._seen(example, np.array([scaled, y_T], dtype=np.float32))
+
+    def question(self, example: Example) -> Inputs:
+        """The same without values."""
+        if len(example.tokens) != len(self._tokens):
+            raise InputError(
+                f"record {shown(example.id)} has {len(example.tokens) - 2:,} residues, and the wild type that the "
+                f"model was trained on {len(self.wild_type):,}; give variants of it, which differ by substitutions"
+            )
+        return self._seen(example, np.empty(0, np.float32))
+
+    def _seen(self, example: Example, target: npt.NDArray[np.float32]) -> Inputs:
+        needed = self.settings.zero_shot or self.settings.pool != "mean"
+        return Inputs(
+            example.tokens,
+            target,
+            wild_type=self._tokens if needed else None,
+            wild_type_logits=self.settings.zero_shot,
+            wild_type_alone=self.settings.pool == "wild_type",
+        )
+
+    def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
+        """Over the targets that are known."""
+        output = torch.stack(list(outputs))
+        target = on_device_of(torch.stack([one[0] for one in targets]), output)
+        known = ~target.isnan()
+        target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
+        if self.settings.loss == "ranking":
+            each = _ordinal(output, target)
+        elif self.settings.loss == "huber":
+            each = F.huber_loss(output, target, reduction="none")
+        else:
+            each = F.mse_loss(output, target, reduction="none")
+        return LossSum((each * known).sum(), known.sum())
+
+    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
+        """Predicted and measured values."""
+        return [
+            metrics.number_row(self.predict(output), target[1], self.names)
+            for output, target in zip(outputs, targets, strict=True)
+        ]
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Over variants. Of several targets also each one's, and of the means those that are known."""
+        return metrics.number_summary(rows, self.names)
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """In the unit of the targets, float32 [T]."""
+        return np.array([scale.back(z) for scale, z in zip(self._scales, output, strict=True)], dtype=np.float32)
+
+    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+        """Ridge regressions, and what the base model expects at every residue of the wild type."""
+        scaled_NT = np.stack([self.inputs(example).target[0] for example in train])
+        found: dict[str, npt.NDArray[Any]] = {}
+        tokens_NL = np.stack([example.tokens for example in train])
+        seen = _letters_seen(tokens_NL)
+        one_hot_NF = np.stack([_one_hot(tokens_L, seen) for tokens_L in tokens_NL])
+        found |= {f"{ONE_HOT}.letters": seen} | fit_numbers(one_hot_NF, scaled_NT).arrays(ONE_HOT)
+        if self.settings.zero_shot:
+            sites = [n for n, letter in enumerate(self.wild_type) if letter in RESIDUES]
+            log_p_LA = np.zeros((len(self.wild_type), len(RESIDUES)), np.float32)
+            log_p_LA[sites] = log_probabilities(base.trunk, self.wild_type, sites)
+            score_N = np.array([self._zero_shot(example, log_p_LA) for example in train])
+            scale = np.array([score_N.mean(), score_N.std() or 1.0])
+            found |= {f"{SCORE}.log_p": log_p_LA, f"{SCORE}.scale": scale}
+            both_NF = np.column_stack([one_hot_NF, (score_N - scale[0]) / scale[1]])
+            light_F = np.where(np.arange(both_NF.shape[1]) < one_hot_NF.shape[1], 1.0, LIGHT)
+            found |= fit_numbers(both_NF, scaled_NT, light_F).arrays(AUGMENTED)
+        return found | fit_numbers(self._frozen(train, base), scaled_NT).arrays(FROZEN)
+
+    def baseline_outputs(
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        """See the names above. The zero-shot score is scaled to the mean and deviation of the training values, so that
+        it can be drawn beside them; where lower is better, turned round.
+        """
+        found: dict[str, npt.NDArray[np.float32]] = {}
+        score = np.nan
+        if f"{SCORE}.log_p" in known:
+            mean, deviation = known[f"{SCORE}.scale"]
+            score = (self._zero_shot(example, known[f"{SCORE}.log_p"]) - mean) / deviation
+            found[SCORE] = np.asarray(score * self._sign_T, dtype=np.float32)
+        if f"{ONE_HOT}.letters" in known:
+            one_hot_F = _one_hot(example.tokens, known[f"{ONE_HOT}.letters"])
+            for name, x_F in ((ONE_HOT, one_hot_F), (AUGMENTED, np.append(one_hot_F, score))):
+                if (model := kept(known, name)) is not None:
+                    found[name] = model(x_F)
+        if base is not None and (model := kept(known, FROZEN)) is not None:
+            found[FROZEN] = model(self._frozen([example], base)[0])
+        return found
+
+    def look_ahead(self, data: Examples, base: "FineTuner") -> None:
+        """Ask the frozen model for all variants that `baseline_outputs` will be called with, in packs."""
+        self._frozen([data.get(n) for n in range(len(data))], base)
+
+    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+        """Ridge regression on what a linear head sees of the frozen model, its score included."""
+        assert isinstance(head, VariantHead)
+        if head.hidden is not None:
+            raise InputError("adapt.method probe: fits a linear head; set task.hidden=0")
+        inputs = [self.inputs(example) for example in train]
+        seen, each = head.out.in_features, max(1, PACKED // len(self._tokens))
+        found = [seen_by(head, base, inputs[n : n + each]) for n in range(0, len(inputs), each)]
+        model = fit_numbers(np.concatenate(found), np.stack([one.target[0] for one in inputs]))
+        with torch.no_grad():
+            head.out.weight.copy_(torch.from_numpy(model.weight_OF[:, :seen]))
+            head.out.bias.copy_(torch.from_numpy(model.bias_O))
+            if head.zero_shot is not None:
+                head.zero_shot.copy_(torch.from_numpy(model.weight_OF[:, seen]))
+
+    def _zero_shot(self, example: Example, log_p_LA: npt.NDArray[np.float32]) -> float:
+        """Masked marginals: sum over the changes of log p(mutant) - log p(wild type), where both are of the 20 amino
+        acids: of others, such as X, the model says nothing that compares.
+        """
+        mutant, wild = decode(example.tokens[1:-1]), self.wild_type
+        changed = (np.flatnonzero(example.tokens != self._tokens) - 1).tolist()
+        sites = [s for s in changed if mutant[s] in STANDARD and wild[s] in STANDARD]
+        return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
+
+    def _frozen(self, examples: Sequence[Example], base: "FineTuner") -> npt.NDArray[np.float32]:
+        """What the frozen model says of variants, [N, F]: with pool `mean` the mean over residues, else the vector of
+        pool `sites`, without probabilities, which is the strongest of them for a linear model.
+        """
+        pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
+        return frozen(base, self._tokens, [example.tokens for example in examples], pool)
+
+
+def _letters_seen(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Places and tokens, [F, 2], that some of the variants have and some have not: of all others nothing is learned."""
+    places = np.flatnonzero((tokens_NL != tokens_NL[0]).any(0))
+    found = [(place, token) for place in places.tolist() for token in np.unique(tokens_NL[:, place]).tolist()]
+    return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+
+def _one_hot(tokens_L: npt.NDArray[np.uint8], seen_F2: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Which of the letters stand in their places, float32 [F]."""
+    return np.asarray(tokens_L[seen_F2[:, 0]] == seen_F2[:, 1], dtype=np.float32)
+
+
+def _ordinal(output_NT: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
+    """All-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]: on which side of each of THRESHOLDS
+    quantiles a value lies, by logistic loss.
+
+    It sees the order of the values only, as losses over pairs do (Bradley-Terry, RankNet). Those depend on which
+    records share a micro-batch, so that a step would be another one on another number of processes.
+
+    Args:
+        output_NT: predicted normal scores.
+        target_NT: normal scores of the ranks.
+    """
+    shares = torch.arange(1, THRESHOLDS + 1, device=output_NT.device) / (THRESHOLDS + 1)
+    at_K = torch.special.ndtri(shares.float())
+    side_NTK = torch.where(target_NT[..., None] > at_K, 1.0, -1.0)
+    return F.softplus(-side_NTK * SHARPNESS * (output_NT[..., None] - at_K)).mean(-1)

@@ -1,0 +1,1 @@
+"""Several runs of one recipe over seeds and folds, and the summary of their results."""

@@ -1,0 +1,243 @@
+"""The joint result of the folds and seeds of a table of variants: every test variant once, all methods side by side."""
+
+import json
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard import spreadsheet
+from esmshard.data.splits.assignment import LEFT_OUT
+from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
+from esmshard.data.variants.substitutions import name_of
+from esmshard.errors import InputError
+from esmshard.files import read_json, replacing
+from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks import metrics
+from esmshard.tasks.intervals import LEAST, Interval, block_draws, difference, interval
+from esmshard.train.experiments.repeats import SUMMARY, Repeat
+from esmshard.train.records.status import replace_text
+from esmshard.train.records.verdict import MAIN, verdict
+
+SHARES = (0.25, 0.5)
+"""The shares of the training variants at the points of a learning curve. All training variants are a further point."""
+CURVE = "learning_curve.json"
+
+Array = npt.NDArray[np.float64]
+
+
+def curve_runs(recipe: Recipe, first: Repeat) -> list[Repeat]:
+    """Return runs like the first run, each with a share of the training variants."""
+    found = []
+    for share in SHARES:
+        name = f"curve-{share:g}"
+        out = Path(recipe.out) / name
+        others = [option for option in first.overrides if not option.startswith("out=")]
+        found.append(Repeat(name, out, (*others, f"out={out}", f"data.train_share={share:g}")))
+    return found
+
+
+def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
+    """Write the joint result of all runs of a table to the recipe's `out`, and return the result as text.
+
+    `variants.csv` holds the user's columns, and of each test variant its name, measured value, fold, the prediction of
+    the model that was tested on it (mean over seeds), the standard deviation over seeds, and the prediction of every
+    baseline. A row that was left out has the reason instead. `summary.json` gets three entries: `table` (what was
+    changed in the user's table), `pooled` (Spearman over all test variants, with intervals) and `verdict`.
+    `learning_curve.json` holds Spearman on the first test set by number of training variants.
+
+    Args:
+        recipe: the recipe of all runs.
+        runs: finished runs over folds and seeds.
+        curve: finished runs of `curve_runs`.
+    """
+    out = Path(recipe.out)
+    found = [_Run(run.out) for run in runs]
+    names = found[0].targets
+    methods = list(found[0].predicted)
+    seeds = sorted({one.seed for one in found})
+    # The variants are in the order of the folds. A test set is the same for every seed.
+    ids = [name for one in found if one.seed == seeds[0] for name in one.ids]
+    block = np.concatenate([one.block_N for one in found if one.seed == seeds[0]])
+    fold = np.concatenate([np.full(len(one.ids), one.fold) for one in found if one.seed == seeds[0]])
+    measured_NT = np.concatenate([one.measured_NT for one in found if one.seed == seeds[0]])
+    predicted = {
+        method: np.stack(
+            [np.concatenate([one.predicted[method] for one in found if one.seed == seed]) for seed in seeds]
+        )
+        for method in methods
+    }  # [seeds, N, T]
+    mean = {method: predicted_SNT.mean(0) for method, predicted_SNT in predicted.items()}
+    samples = {method: _bootstrap(mean_NT, measured_NT, block) for method, mean_NT in mean.items()}
+    resamples = len(samples[MAIN]) - 1
+    intervals = {method: interval(values) for method, values in samples.items()}
+    gains = {method: difference(samples[MAIN], values) for method, values in samples.items() if method != MAIN}
+    each = {method: [_spearman(one_NT, measured_NT) for one_NT in one_SNT] for method, one_SNT in predicted.items()}
+    positions = len(set(block.tolist()) - {-1})  # the wild type changes no position
+    unseen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
+    basis = f"paired over {positions:,} positions; split {recipe.data.split}{unseen}"
+    said = verdict("Spearman", intervals, gains, basis)
+    pooled = {
+        "statistic": "Spearman over all test variants; of several targets the mean",
+        "interval": "95% percentile bootstrap over positions; of differences, paired"
+        if positions >= LEAST
+        else f"none: of {positions} positions, and an interval takes {LEAST}",
+        "resamples": resamples,
+        "variants": len(ids),
+        "positions": positions,
+        "split": recipe.data.split,
+        "seeds": seeds,
+        "metrics": {method: _finite(one) for method, one in intervals.items()},
+        "differences": {method: _finite(one) for method, one in gains.items()},
+        "of_each_seed": {m: [None if math.isnan(v) else v for v in values] for m, values in each.items()},
+    }
+    path = out / SUMMARY
+    summary = read_json(path)
+    table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
+    more = {"recipe": recipe.model_dump(mode="json"), "table": table, "pooled": pooled, "verdict": said}
+    replace_text(path, json.dumps(summary | more, indent=1) + "\n")
+    sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
+    columns: dict[str, Array] = {}
+    for t, name in enumerate(names):
+        of = f" {name}" if len(names) > 1 else ""
+        columns |= {f"measured{of}": measured_NT[:, t], f"predicted{of}": mean[MAIN][:, t], f"sd{of}": sd_NT[:, t]}
+        columns |= {f"{method}{of}": mean[method][:, t] for method in methods if method != MAIN}
+    if len(names) > 1:  # `mean` is the target that variants are ranked by
+        columns["measured"] = measured_NT[:, 0]
+    _write_variants(out / OUT_OF_FOLD, recipe, ids, fold, columns)
+    if curve:
+        _write_curve(out / CURVE, [_Run(run.out) for run in [*curve, runs[0]]])
+    return f"{_as_text(intervals, gains, each)}\n{said}"
+
+
+def _table(data: DataSettings) -> dict[str, Any]:
+    """Describe what was read of the user's table and what was changed in it. `data` is that of the runs, with folds."""
+    variants = table_of(data)
+    fold_N, left_out = divide(data)
+    return {
+        "path": str(variants.table.path),
+        "rows": len(variants.table),
+        "rows_left_out": len(variants.left_out),
+        "variants": len(variants),
+        "variants_averaged": sum(len(rows) > 1 for rows in variants.rows),
+        "variants_in_no_set": int((fold_N == LEFT_OUT).sum()),
+        "offset": variants.offset,
+        "notices": [*variants.notices, *left_out],
+    }
+
+
+class _Run:
+    """The content of `per_protein.csv` of one run, with the run's fold and seed."""
+
+    def __init__(self, run: Path) -> None:
+        path = run / "per_protein.csv"
+        try:
+            evaluation = read_json(run / "evaluation.json")
+            with open(path, encoding="utf-8", newline="") as file:
+                rows = spreadsheet.named_rows(file)
+            versions = read_json(run / "versions.json")
+            data = evaluation["recipe"]["data"]
+            self.seed, self.fold = int(evaluation["recipe"]["train"]["seed"]), int(data["fold"])
+            self.targets: list[str] = evaluation["facts"]["targets"]
+            self.trained: int = versions["data"]["train"]["records"]
+            self.ids = [row["id"] for row in rows]
+            self.block_N = np.array([int(row["block"]) for row in rows])
+            self.measured_NT = self._columns(rows, "target", "")
+            others = [name for name in evaluation["metrics"] if name != MAIN]
+            self.predicted = {MAIN: self._columns(rows, "prediction", "")}
+            self.predicted |= {name: self._columns(rows, "prediction", f" of {name}") for name in others}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fix = f"remove {run.name} and go on with --resume auto"
+            raise InputError(f"{path}: missing or damaged ({error}); {fix}") from None
+
+    def _columns(self, rows: Sequence[Mapping[str, str]], what: str, of: str) -> Array:
+        keys = [f"{what} {name}{of}" if len(self.targets) > 1 else f"{what}{of}" for name in self.targets]
+        return np.array([[float(row[key] or "nan") for key in keys] for row in rows])
+
+
+def _spearman(predicted_NT: Array, measured_NT: Array) -> float:
+    """Return the mean Spearman correlation over the targets for which it is defined. A target uses the variants with a
+    value.
+    """
+    each = []
+    for predicted_N, measured_N in zip(predicted_NT.T, measured_NT.T, strict=True):
+        known = ~np.isnan(measured_N)
+        each.append(metrics.spearman(predicted_N[known], measured_N[known]))
+    return metrics.mean(np.array(each))
+
+
+def _bootstrap(predicted_NT: Array, measured_NT: Array, block_N: npt.NDArray[np.int64]) -> list[float]:
+    """Return Spearman over all variants, followed by the values over resamples of positions."""
+    draws = block_draws(len(block_N), block_N)
+    return [
+        _spearman(predicted_NT, measured_NT),
+        *(_spearman(predicted_NT[draw], measured_NT[draw]) for draw in draws),
+    ]
+
+
+def _as_text(
+    intervals: Mapping[str, Interval], gains: Mapping[str, Interval], each: Mapping[str, Sequence[float]]
+) -> str:
+    lines = [["all test variants", "Spearman", "fine-tuned is better by", "of each seed"]]
+    for method, found in intervals.items():
+        value = "undefined (the same for all)" if math.isnan(found.value) else str(found)
+        gain = "" if method not in gains or math.isnan(gains[method].value) else str(gains[method])
+        seeds = "" if math.isnan(found.value) else " ".join(f"{v:.3f}" for v in each[method])
+        lines.append([method, value, gain, seeds])
+    widths = [max(len(line[k]) for line in lines) + 2 for k in range(len(lines[0]))]
+    return "\n".join("".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _write_variants(
+    path: Path, recipe: Recipe, ids: Sequence[str], fold_N: npt.NDArray[np.int64], columns: Mapping[str, Array]
+) -> None:
+    """Write every row of the table with the results of its variant. Cells without a result are empty."""
+    variants = table_of(recipe.data)
+    places: dict[str, deque[int]] = defaultdict(deque)  # one name has several rows where replicates are kept apart
+    for n, name in enumerate(ids):
+        places[name].append(n)
+    of_row: dict[int, tuple[str, int | None, int]] = {}
+    for k, (rows, one) in enumerate(zip(variants.rows, variants.mutations, strict=True)):
+        name = name_of(one)
+        found = places[name].popleft() if places[name] else None
+        of_row |= dict.fromkeys(rows, (name, found, k))
+    names = variants.target_names
+    measured = {f"measured {name}" if len(names) > 1 else "measured": t for t, name in enumerate(names)}
+    if len(names) > 1:
+        measured["measured"] = 0
+    table, prefix = variants.table, ""
+    while any(f"{prefix}{name}" in table.columns for name in ("variant", "fold", *columns, LEFT_OUT_WHY)):
+        prefix += "esmshard "  # the user's columns keep their names
+    with replacing(path) as file:
+        writer = spreadsheet.writer(file)
+        writer.writerow([*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns, LEFT_OUT_WHY))])
+        for row in range(len(table)):
+            name, place, own = of_row.get(row, ("", None, None))
+            values = dict.fromkeys(columns, math.nan)
+            if own is not None:  # the measured value is also written for variants that no model was tested on
+                values |= {key: float(variants.target_NT[own, t]) for key, t in measured.items()}
+            if place is not None:
+                values |= {key: float(column[place]) for key, column in columns.items()}
+            texts = ["" if math.isnan(value) else f"{value:.6g}" for value in values.values()]
+            fold = "" if place is None else str(fold_N[place])
+            why = variants.left_out.get(row, "")
+            writer.writerow([*(cells[row] for cells in table.columns.values()), name, fold, *texts, why])
+
+
+def _write_curve(path: Path, runs: Sequence[_Run]) -> None:
+    points = []
+    for run in runs:
+        samples = {m: interval(_bootstrap(p, run.measured_NT, run.block_N)) for m, p in run.predicted.items()}
+        points.append({"variants": run.trained, "metrics": {m: _finite(one) for m, one in samples.items()}})
+    first = {"tested_on": len(runs[0].ids), "fold": runs[0].fold, "seed": runs[0].seed}
+    replace_text(path, json.dumps(first | {"points": points}, indent=1) + "\n")
+
+
+def _finite(found: Interval) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in asdict(found).items()}

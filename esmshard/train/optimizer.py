@@ -1,0 +1,95 @@
+"""AdamW with its parameter groups and schedule, and its state under names that stay valid after resharding."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+from esmshard.recipe.sections import OptimSettings
+from esmshard.sharding.shard import reshard, trainable
+
+
+def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
+    """Create AdamW over the trainable parameters of a model. Call this after `materialise`.
+
+    There are at most four groups: trunk (LoRA included) and head have their own learning rates, and biases, norms and
+    embeddings have no weight decay. Each group's `peak` is its learning rate at the top of the schedule.
+    """
+    plain = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm | nn.InstanceNorm2d | nn.Embedding)
+        for p in module.parameters(recurse=False)
+    }
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in trainable(model).items():
+        decays = id(parameter) not in plain and not name.endswith("bias")
+        groups.setdefault((name.startswith("head."), decays), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": parameters,
+                "lr": 0.0,
+                "peak": settings.head_lr if is_head else settings.lr,
+                "weight_decay": settings.weight_decay if decays else 0.0,
+            }
+            for (is_head, decays), parameters in groups.items()
+        ],
+        betas=settings.betas,
+        eps=1e-8,
+        fused=True,  # one kernel; a loop over DTensors takes longer than the layers of a small model
+    )
+
+
+def schedule(step: int, steps: int, warmup: float, kind: Literal["cosine", "linear", "constant"]) -> float:
+    """Return the share of the peak learning rate at a step, counted from 0: linear warm-up, then decay to 0 or
+    constant.
+
+    >>> [round(schedule(s, 10, 0.2, "linear"), 2) for s in range(10)]
+    [0.5, 1.0, 0.88, 0.75, 0.62, 0.5, 0.38, 0.25, 0.12, 0.0]
+    """
+    rising = math.ceil(steps * warmup)
+    if step < rising:
+        return (step + 1) / rising
+    if kind == "constant":
+        return 1.0
+    share = (step + 1 - rising) / max(1, steps - rising)
+    return 1 - share if kind == "linear" else (1 + math.cos(math.pi * share)) / 2
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Set the learning rate of every group to `share` of its peak."""
+    for group in optimizer.param_groups:
+        group["lr"] = share * group["peak"]
+
+
+def state_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return weights and optimizer state by name, as `model.NAME` and `optim.NAME.exp_avg`. They are the tensors
+    themselves.
+
+    State that the optimizer would create in its first step is created here, as zeros, so that a checkpoint can be
+    loaded into it. A tied weight is one entry.
+
+    Args:
+        model: the model; its task head is named `head`.
+        optimizer: the optimizer over the model's trainable parameters.
+        trained_only: leave out frozen parameters, and buffers outside the head, which `esmshard.model.weights.origin`
+            can find again.
+    """
+    reshard(model)
+    weights = {id(p): name for name, p in model.named_parameters()}
+    tensors = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad or not trained_only}
+    tensors |= {f"model.{name}": b for name, b in model.named_buffers() if name.startswith("head.") or not trained_only}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            name = weights[id(parameter)]
+            tensors |= {f"optim.{name}.{key}": value for key, value in state.items()}
+    return tensors

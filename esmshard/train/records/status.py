@@ -1,0 +1,157 @@
+"""`status.json`: the state of a run, for people, scripts, and launchers that do not pass exit codes on."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Literal, TypedDict, cast
+
+from esmshard.errors import InputError
+from esmshard.files import read_json, replacing
+from esmshard.launch import process_environment
+from esmshard.train.records.lease import abandoned, job_id
+
+NAME = "status.json"
+
+State = Literal["running", "preempted", "done", "failed"]
+
+
+class Status(TypedDict):
+    """The content of the file. Times are seconds since 1970."""
+
+    state: State
+    step: int
+    """The number of optimizer steps done."""
+    steps: int
+    """The number of steps of the recipe."""
+    attempt: int
+    """The number of attempts at this run so far."""
+    idle: int
+    """The number of attempts in a row that were asked to stop before their first step was done."""
+    exit_code: int | None
+    """The exit code of the command; None while it runs. torchrun returns 0 where the command returned 75."""
+    message: str
+    """One sentence for people."""
+    checkpoint: str | None
+    """The newest complete checkpoint, such as `step_000100`."""
+    job: str | None
+    launch: str | None
+    """An id that all attempts of one launcher share."""
+    host: str
+    started: float
+    """The start of this attempt."""
+    updated: float
+
+
+_KINDS = {
+    **dict.fromkeys(("state", "message", "host"), str),
+    **dict.fromkeys(("step", "steps", "attempt", "idle"), int),
+    **dict.fromkeys(("checkpoint", "job", "launch"), str | None),
+    **dict.fromkeys(("started", "updated"), int | float),
+    "exit_code": int | None,
+}
+"""The type of each value of the file."""
+
+
+def write(
+    out: Path,
+    *,
+    state: State,
+    step: int,
+    steps: int,
+    attempt: int,
+    message: str,
+    checkpoint: str | None,
+    started: float,
+    idle: int = 0,
+    exit_code: int | None = None,
+) -> None:
+    """Replace the status of a run in one operation, so that a crash leaves the old file. First rank only."""
+    status: Status = {
+        "state": state,
+        "step": step,
+        "steps": steps,
+        "attempt": attempt,
+        "idle": idle,
+        "exit_code": exit_code,
+        "message": message,
+        "checkpoint": checkpoint,
+        "job": job_id(),
+        "launch": _launch(),
+        "host": socket.gethostname(),
+        "started": started,
+        "updated": time.time(),
+    }
+    _replace(out, status)
+
+
+def read(out: Path) -> Status | None:
+    """Return the state of a run; None if the run never began.
+
+    A killed run could not write its last state. If the file says `running`, but the directory has no lease or the
+    lease's process is gone from this machine, the result is `failed`. For a run on another machine only the lease can
+    show it.
+
+    Raises:
+        InputError: if the file is damaged.
+    """
+    status = as_written(out)
+    if status is not None and status["state"] == "running" and abandoned(out):
+        status = without_a_word(status)
+    return status
+
+
+def wait_while_running(out: Path, seconds: float = 1.0) -> None:
+    """Wait until the run of a directory has ended in any way. Look again every `seconds`."""
+    while (now := read(out)) is not None and now["state"] == "running":
+        time.sleep(seconds)
+
+
+def without_a_word(status: Status) -> Status:
+    """Return the status `failed` for a run that was killed while its file said `running`."""
+    message = f"the run ended without a word after step {status['step']}; go on with --resume auto"
+    return {**status, "state": "failed", "message": message}
+
+
+def begun_by_this_launch(out: Path) -> bool:
+    """Whether the launcher that restarted this process also began the run in a directory."""
+    status = as_written(out)
+    return status is not None and status["launch"] is not None and status["launch"] == _launch()
+
+
+def _launch() -> str | None:
+    run = os.environ.get(process_environment.LAUNCH) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return run if run not in ("", "none") else None
+
+
+def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
+    """Mark a run as failed, for a launcher whose processes were all killed. A final state that the run wrote stays."""
+    status = as_written(out)
+    if status is not None and status["state"] == "running" and abandoned(out):
+        _replace(out, {**status, "state": "failed", "exit_code": exit_code, "message": message, "updated": time.time()})
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file so that it holds its old text or its new text at any time."""
+    with replacing(path) as file:
+        file.write(text)
+
+
+def _replace(out: Path, status: Status) -> None:
+    replace_text(out / NAME, json.dumps(status, indent=1) + "\n")
+
+
+def as_written(out: Path) -> Status | None:
+    """Read the file without a look at the lease. `InputError` if the file is damaged."""
+    try:
+        found = read_json(out / NAME)
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        found.setdefault("idle", 0)  # files of version 0.1 lack this key
+    if not isinstance(found, dict) or not all(isinstance(found.get(key, ...), kind) for key, kind in _KINDS.items()):
+        raise InputError(f"{out / NAME}: damaged; remove it, the run itself does not read it")
+    return cast(Status, found)

@@ -1,0 +1,71 @@
+"""The verdict in one sentence, the same in the terminal, the files and the report: whether fine-tuning was worth it."""
+
+import math
+from collections.abc import Mapping
+
+from esmshard.tasks.base import BEFORE
+from esmshard.tasks.intervals import LEAST, Interval
+
+MAIN = "fine-tuned"
+"""The method that the other methods are compared with."""
+
+
+def strongest(intervals: Mapping[str, Interval], gains: Mapping[str, Interval], *, lower_is_better: bool) -> str | None:
+    """Return the baseline with the best value of a metric; None if no baseline has a value.
+
+    Args:
+        intervals: the intervals of the metric, by method.
+        gains: the differences MAIN minus each baseline.
+        lower_is_better: whether lower values of the metric are better.
+    """
+    sign = -1 if lower_is_better else 1
+    known = [name for name in gains if name in intervals and math.isfinite(intervals[name].value)]
+    return max(known, key=lambda name: sign * intervals[name].value, default=None)
+
+
+def comparison(gain: Interval, *, lower_is_better: bool) -> str:
+    """Describe the interval of a difference to a baseline, as `better than`."""
+    worse, better = gain.high < 0, gain.low > 0
+    if lower_is_better:
+        worse, better = better, worse
+    return "better than" if better else "worse than" if worse else "not clearly apart from"
+
+
+def verdict(
+    metric: str,
+    intervals: Mapping[str, Interval],
+    gains: Mapping[str, Interval],
+    basis: str,
+    *,
+    lower_is_better: bool = False,
+) -> str:
+    """Return one sentence: whether fine-tuning was better than the best of the baselines.
+
+    Args:
+        metric: the metric that models are chosen by.
+        intervals: its intervals, by method, MAIN included.
+        gains: the differences MAIN minus each baseline, paired.
+        basis: the units of the intervals, as `paired over 12 positions`.
+        lower_is_better: whether lower values of the metric are better.
+    """
+    if not gains:
+        return f"There is no baseline to compare the {metric} of the fine-tuned model with."
+    best = strongest(intervals, gains, lower_is_better=lower_is_better)
+    ours = intervals[MAIN].value
+    if best is None or not math.isfinite(ours):
+        return f"{metric} is undefined for the model or for every baseline, so that they cannot be compared."
+    gain = gains[best]
+    name = "the model before fine-tuning" if best == BEFORE else best
+    values = f"{metric} {ours:.3f} against {intervals[best].value:.3f}, a difference of {gain.value:+.3f}"
+    if math.isnan(gain.low):
+        # Without an interval, the sentence gives the difference in the sample and says that this proves nothing.
+        worse = gain.value > 0 if lower_is_better else gain.value < 0
+        how = "equal to" if gain.value == 0 else "worse than" if worse else "better than"
+        return (
+            f"Fine-tuning was {how} the best baseline, {name}: {values}, but whether that is more than chance cannot "
+            f"be said: there is no interval ({basis}; an interval takes {LEAST})."
+        )
+    how = {"better than": "beat", "worse than": "was worse than"}.get(
+        comparison(gain, lower_is_better=lower_is_better), "was not clearly apart from"
+    )
+    return f"Fine-tuning {how} the best baseline, {name}: {values} [{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})."

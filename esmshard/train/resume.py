@@ -1,0 +1,169 @@
+"""The starting point of a run: a new start, or a checkpoint of the same recipe and data."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from esmshard.checkpoint import manifest, sharded
+from esmshard.data.tables import counted
+from esmshard.errors import InputError, UsageError, reading
+from esmshard.launch.process_group import World
+from esmshard.model.weights import origin
+from esmshard.progress import say
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import Recipe
+from esmshard.train.records.attempt import METRICS
+from esmshard.train.records.status import replace_text
+from esmshard.train.records.tracking import TRACKED
+from esmshard.train.run_inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
+
+TOLD = "ESMSHARD_DATA_TOLD"
+"""An environment variable that is set for all runs of a cross-validation but the first, which prints the data notices.
+"""
+
+# A resumed run may differ in these settings: they change where and how it runs, not what it computes.
+_FREE = (
+    *(
+        "out",
+        "data.test",
+        "checkpoint.",
+        "train.eval_every",
+        "train.early_stop",
+        "batch.tokens_per_rank",
+        "parallel.strategy",
+    ),
+    *("parallel.group_size", "parallel.layers", "parallel.last_layer", "parallel.root", "parallel.prefetch"),
+    *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.accumulate"),
+    *("parallel.start_timeout", "parallel.step_timeout", "track"),
+)
+
+
+def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | None:
+    """Return the checkpoint to continue from, or None for a new run, whose directory is then cleared of old files.
+
+    Call this on one rank, which holds the directory. Checkpoints after the returned one are set aside: damaged ones,
+    which the next save removes, and good ones that the user chose not to continue from, which stay.
+
+    Args:
+        job: the prepared run; `check_out` has been called.
+        resume: `auto`, a path, or None for a new start.
+        trust: accept a checkpoint that another user wrote.
+
+    Raises:
+        InputError: if there is no usable checkpoint.
+        UsageError: if the checkpoint was written under another recipe or with other data.
+    """
+    directory = job.out / "checkpoints"
+    if resume is not None:
+        manifest.sweep(directory)
+    start = check_start(job, resume, trust)
+    if start is None:
+        # A run that was killed before its first checkpoint starts from the base model, but keeps the record of its
+        # time.
+        for name in set(RUN_FILES) - ({METRICS, *TRACKED} if resume == "auto" else set()):
+            path = job.out / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        return None
+    if start.parent.resolve() == directory.resolve():
+        for later in manifest.named(directory):
+            if (manifest.step_of(later) or 0) > (manifest.step_of(start) or 0):
+                aside = manifest.set_aside(later, "damaged" if resume == "auto" else "abandoned")
+                say(f"{later}: set aside as {aside.name}, as the run goes on from {start.name}")
+    return start
+
+
+def check_start(job: RunInputs, resume: str | None, trust: bool) -> Path | None:
+    """Return the checkpoint that `starting_point` would return, without changing any file. Arguments and errors are the
+    same.
+    """
+    start = None
+    if resume == "auto":
+        start = manifest.newest_good(job.out / "checkpoints", say, trust=trust)
+        if start is None and (job.out / "model").exists():
+            raise UsageError(
+                f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again"
+            )
+    elif resume is not None:
+        start = manifest.locate(Path(resume), say, trust=trust)
+    if start is not None:
+        _check_same(job, start)
+    return start
+
+
+def _check_same(job: RunInputs, start: Path) -> None:
+    state = sharded.read_state(start)
+    now = resolved(job, job.recipe.batch.tokens_per_rank)
+    with reading(f"{start / 'state.json'}", "take another checkpoint, or start again with --overwrite"):
+        changed = recipe_file.differences(Recipe.model_validate(state["recipe"]), now)
+        before = state["data"]["train"]["tokens_sha256"]
+    changed = [line for line in changed if not line.startswith(_FREE)]
+    here = provenance(job)["train"]["tokens_sha256"]
+    if before != here:  # the order of records and the crops depend on these values
+        changed.append(f"data.train ({job.train.path} holds other sequences than it did)")
+    if changed:
+        raise UsageError(
+            f"{start}: was written under another recipe: {'; '.join(changed)}; go on with the old values, or start "
+            "again with --overwrite or out=DIR"
+        )
+    if state.get("base"):
+        origin.check(origin.identity(job.weights, job.recipe.model.name), state["base"], str(start))
+
+
+def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
+    """Return the recipe with the values that were chosen on this machine, as it is saved beside the results."""
+    batch = job.recipe.batch.model_copy(update={"tokens_per_rank": tokens_per_rank})
+    parallel = job.recipe.parallel.model_copy(update={"precision": job.layout.precision})
+    train = job.recipe.train.model_copy(update={"steps": job.steps or None, "epochs": None})
+    return job.recipe.model_copy(update={"batch": batch, "parallel": parallel, "train": train})
+
+
+def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World) -> None:
+    """Write recipe and versions beside the results, and print notices on data and weights. One rank calls this."""
+    job.out.mkdir(parents=True, exist_ok=True)
+    replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
+    facts = {**versions(), "device": str(ranks.device), "processes": ranks.size, "data": provenance(job)}
+    replace_text(job.out / "versions.json", json.dumps(facts, indent=1) + "\n")
+    for notice in notices(job, leakage=not done):
+        say(notice)
+    if done:
+        say(f"going on after step {done} of {job.steps}")
+
+
+def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
+    """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
+    found: dict[str, None] = {}
+    for split in (job.train, job.valid, job.test):
+        for notice in split.notices if TOLD not in os.environ else ():
+            found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
+    longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
+    if longer:
+        found[
+            f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "
+            f"({job.recipe.batch.global_tokens:,}): each has a step to itself, which is as large as the record"
+        ] = None
+    return [*found, *job.weights.notices, *(leakage_notices(job) if leakage else [])]
+
+
+def check_room(directory: Path, needed: int, keep: int) -> None:
+    """Check that the disk has room for checkpoints of `needed` bytes. `InputError` if not for one; a notice if not for
+    all.
+
+    While one checkpoint is written, `keep` others exist.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    free, there = shutil.disk_usage(directory).free, len(manifest.complete(directory))
+    gigabytes = f"{needed / 1e9:.3g} GB"
+    if free < needed:
+        raise InputError(
+            f"{directory}: a checkpoint takes {gigabytes}, and {free / 1e9:.3g} GB are free; make room, or choose "
+            "another place with out=DIR"
+        )
+    if free < (most := max(1, keep + 1 - there)) * needed:
+        say(
+            f"{directory}: {most} more checkpoints of {gigabytes} will lie here, and {free / 1e9:.3g} GB are free; "
+            "make room, or lower checkpoint.keep"
+        )

@@ -1,0 +1,167 @@
+"""The inputs of a run: all files that a recipe names, opened and checked before any weight is read."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esmshard.data.batching.loader import SEEN, Examples
+from esmshard.data.batching.packing import StepPlan
+from esmshard.data.splits.leakage import ComparedRecords, check
+from esmshard.data.splits.recipe_splits import in_tokens, open_split
+from esmshard.errors import InputError, UsageError
+from esmshard.launch.process_group import precision_on
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights.open_weights import Weights
+from esmshard.recipe.sections import Recipe
+from esmshard.sharding.layout import Layout, layout
+from esmshard.tasks.base import Task
+from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
+from esmshard.tasks.registry import new_task
+from esmshard.train.records.lease import is_lease
+from esmshard.train.records.tracking import TRACKED, check_installed
+
+RUN_FILES = (
+    *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv", "baselines.npz"),
+    SEEN,
+    *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder", "report.html"),
+    *TRACKED,
+)
+"""The files that a run writes. `--overwrite` removes these files and nothing else from the directory."""
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """One fine-tuning run, ready to start."""
+
+    recipe: Recipe
+    task: Task
+    """The task, which has read the training labels."""
+    train: Examples
+    valid: Examples
+    test: Examples
+    weights: Weights
+    """The weights, which are not read yet."""
+    layout: Layout
+    steps: int
+    """The number of optimizer steps."""
+    eval_every: int
+    """The number of steps between two validations."""
+    out: Path
+
+
+def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.device) -> RunInputs:
+    """Open and check all files that a recipe names. Every mistake that can be seen before training is raised here.
+
+    Args:
+        recipe: the recipe as loaded.
+        processes: the number of processes that will train together.
+        per_machine: the number of processes on one machine.
+        device: the device of one of the processes.
+    """
+    check_installed(recipe.track)
+    laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
+    task = new_task(recipe.task, {})
+    train = open_split(recipe, "train", task.labels)
+    task = task.learn(train)
+    valid, test = (open_split(recipe, name, task.labels) for name in ("valid", "test"))
+    recipe = in_tokens(recipe, train)
+    probe = recipe.adapt.method == "probe"
+    if probe and (processes > 1 or recipe.parallel.cpu_offload):
+        raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
+    for split in (train, valid):
+        if len(split) < processes:
+            raise InputError(
+                f"{split.path}: {split.name} has {len(split)} record{'s' if len(split) > 1 else ''}, fewer than the "
+                f"{processes} processes; use --nproc {len(split)} or less"
+            )
+    most, longest = recipe.batch.tokens_per_rank, int(train.tokens.max())
+    if isinstance(most, int) and most < longest:
+        raise InputError(
+            f"{train.path}: the longest training record has {longest} tokens, but batch.tokens_per_rank is {most}; "
+            "raise it, or lower data.max_length"
+        )
+    steps = 0 if probe else recipe.train.steps or 400
+    per_epoch = StepPlan(train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
+    if recipe.train.epochs is not None and not probe:
+        steps = max(1, round(recipe.train.epochs * per_epoch))
+    eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
+    found = initial_weights(recipe)
+    with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
+        FineTuner(ESM2(found.config), task.head(found.config)).adapt(recipe.adapt, recipe.train.seed)
+    new_head(recipe, task, found)  # raises if the head's starting weights are missing
+    return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
+
+
+def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
+    """Refuse to write over an earlier run without `resume` or `overwrite`. Nothing is changed."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
+    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
+        raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
+    goes_on = resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(out.resolve()))
+    if not goes_on and not overwrite and out.is_dir() and any(not is_lease(path) for path in out.iterdir()):
+        raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
+
+
+def describe(job: RunInputs, processes: int) -> str:
+    """Describe the planned run, for `--dry-run`."""
+    recipe, config = job.recipe, job.weights.config
+    total = int(job.train.tokens.sum())
+    per_epoch = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
+    layout = f"{processes} processes, {recipe.parallel.strategy}" if processes > 1 else "1 process, not sharded"
+    splits = ", ".join(f"{s.name} {len(s)}" for s in (job.train, job.valid, job.test))
+    return "\n".join(
+        [
+            f"task      {recipe.task.name}",
+            f"model     {recipe.model.name}: {config.n_layers} layers, dim {config.dim}, {config.n_heads} heads, "
+            f"{config.n_parameters:,} parameters ({job.weights.source})",
+            f"records   {splits}",
+            f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, {layout}",
+            f"training  {job.steps} steps, {job.steps / per_epoch:.1f} epochs",
+            f"out       {job.out}{' (exists already)' if job.out.exists() else ''}",
+        ]
+    )
+
+
+def versions() -> dict[str, Any]:
+    """Return versions of packages and facts of the machine, for the files beside the results."""
+    packages = ("esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython")
+    facts: dict[str, Any] = {name: version(name) for name in packages}
+    facts |= {"python": platform.python_version(), "platform": platform.platform()}
+    if torch.cuda.is_available():
+        facts |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name()}
+    return facts
+
+
+def provenance(job: RunInputs) -> dict[str, Any]:
+    """Describe the data of each split: path, number of records, sha256 of the residues, and notices.
+
+    The notices are sentences on records and labels that were changed, averaged or left out.
+    """
+    return {
+        split.name: {
+            "path": str(split.path),
+            "records": len(split),
+            "residues": split.store.manifest["residues"],
+            "tokens_sha256": split.digest,
+            "notices": list(split.notices),
+        }
+        for split in (job.train, job.valid, job.test)
+    }
+
+
+def leakage_notices(job: RunInputs) -> list[str]:
+    """Return sentences on what validation and test set share with the training set. Large data are sampled."""
+
+    def records(split: Examples) -> ComparedRecords:
+        return ComparedRecords(len(split), split.whole, split.id)
+
+    try:
+        others = {split.name: records(split) for split in (job.valid, job.test)}
+        return check(records(job.train), others, most=20_000_000).notices()
+    except Exception as error:  # the check only informs and must not end the run
+        return [f"leakage: could not be checked ({error})"]

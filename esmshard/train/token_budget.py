@@ -1,0 +1,153 @@
+"""The number of tokens that go through the model at once, and the messages after an out-of-memory error."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esmshard.checkpoint import manifest
+from esmshard.errors import InputError
+from esmshard.launch.process_group import Precision, World
+from esmshard.model.attention import kernel_name
+from esmshard.monitor.out_of_memory import is_out_of_memory
+from esmshard.planner import memory_model
+from esmshard.planner.recipe_plan import head_bytes
+from esmshard.progress import say
+from esmshard.recipe.sections import Recipe
+from esmshard.sharding.shard import DTYPES
+from esmshard.train.run_inputs import RunInputs
+
+RESERVED = 0.9
+"""The share of the free memory that a run plans to use. The rest is for gaps of the allocator and for other programs.
+"""
+
+
+@contextmanager
+def out_of_memory_in_steps(
+    tokens: int, longest: int, checkpointing: str, fitting: Callable[[], int], saved: Callable[[], bool]
+) -> Iterator[None]:
+    """Turn an out-of-memory error of a step into a message with a number of tokens that fits.
+
+    The message proposes only changes that `--resume auto` accepts: once there is a checkpoint, settings that change the
+    computed result may not change.
+
+    Args:
+        tokens: size in tokens of the largest micro-batches of the run, at most a rank's share of a step.
+        longest: tokens of the longest training record. A micro-batch cannot be smaller.
+        checkpointing: the recipe's activation checkpointing.
+        fitting: calls the planner, see `largest_fitting`, with the memory that was free before the run began.
+        saved: returns whether there is a checkpoint to continue from.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = fitting()
+        less = max(longest, min(3 * tokens // 4, fits))
+        ways = []
+        if fits > 0 and less < tokens:
+            ways.append(f"batch.tokens_per_rank={less}")
+        if checkpointing != "full":
+            ways.append("parallel.activation_checkpointing=full")
+        fix = f"set {', or '.join(ways)}, and go on with --resume auto"
+        if not ways and not saved():
+            fix = "lower data.max_length, and go on with --resume auto"
+        elif not ways:
+            fix = (
+                "share the model among more GPUs (--nproc) or set parallel.cpu_offload=true, and go on with --resume "
+                "auto; or start again with a lower data.max_length and --overwrite"
+            )
+        raise InputError(f"out of memory: micro-batches of {tokens} tokens do not fit; {fix}") from None
+
+
+@contextmanager
+def out_of_memory_in_evaluation(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """Turn an out-of-memory error after the last step into a message.
+
+    Args:
+        recipe: the recipe of the run.
+        device: the device on which the model is scored.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        out = Path(recipe.out)
+        newest = manifest.pointed(out / "checkpoints", "LATEST")
+        kept = f"the model is trained, and {newest or out / 'checkpoints'} is kept"
+        fix = "give it more memory, and --resume auto does what is left"
+        if device.type != "cpu" and recipe.data.test is not None:  # a fold has no file of its own that could be scored
+            model, labels = out / "model", f" --labels {recipe.data.labels}" if recipe.data.labels else ""
+            fix += (
+                f"; or score it without a GPU: `export CUDA_VISIBLE_DEVICES=`, `esmshard consolidate {out} -o {model} "
+                f"--overwrite`, `esmshard evaluate {model} {recipe.data.test}{labels} -o {out}`"
+            )
+        raise InputError(f"out of memory in the evaluation on {device}; {kept}; {fix}") from None
+
+
+@contextmanager
+def out_of_memory_of_model(device: torch.device) -> Iterator[None]:
+    """Turn an out-of-memory error before the first step into a message."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"out of memory: weights and optimizer state of the model do not fit on {device}; set adapt.method=lora or "
+            "parallel.cpu_offload=true, or share the model among more GPUs (--nproc)"
+        ) from None
+
+
+def choose_tokens_per_rank(
+    job: RunInputs, saved: Mapping[str, Any] | None, fitting: Callable[[], int], ranks: World
+) -> int:
+    """Return the recipe's number; for `auto` the number with which the run began, or else what fits
+    (`largest_fitting`).
+    """
+    asked = job.recipe.batch.tokens_per_rank
+    if isinstance(asked, int):
+        return asked
+    if saved is not None:  # other micro-batches would sum gradients in another order
+        return int(saved["recipe"]["batch"]["tokens_per_rank"])
+    longest, fits = int(job.train.tokens.max()), fitting()
+    if not fits and ranks.is_first:
+        say(
+            f"the longest training record, {longest} tokens, may not fit into memory; lower data.max_length, set "
+            "parallel.activation_checkpointing=full, or see `esmshard plan`"
+        )
+    return max(fits, longest)
+
+
+def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: int, ranks: World) -> int:
+    """Ask the planner for the largest micro-batch that fits, in tokens; 0 if the longest record does not fit.
+
+    Args:
+        job: the run, with its training records and layout.
+        numbers: the sizes of the model with its head.
+        room: bytes that may be planned with, weights included, on the rank with the least memory.
+        ranks: the ranks over which a step is divided.
+    """
+    lengths, beside = job.train.tokens, job.train.beside
+    longest = int(lengths.max())
+    most = memory_model.largest_micro_batch(
+        numbers,
+        job.layout,
+        room,
+        head_bytes(job.recipe.task, lengths, job.layout),
+        planner_device(ranks.device, job.layout.precision),
+        longest=longest + beside,
+        share=-(-job.recipe.batch.global_tokens // ranks.size) + beside,
+        padding=longest / float(lengths.mean()),
+    )
+    return max(0, most - beside)
+
+
+def planner_device(device: torch.device, precision: Precision) -> memory_model.Device:
+    """Return the planner's name of the attention kernel that runs."""
+    kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
+    return kernels[kernel_name(device, DTYPES[precision])]

@@ -1,0 +1,287 @@
+"""`esmshard.finetune` and `esmshard.Run`: the same as the command, and nothing left behind in the process."""
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn  # noqa: F401  # when it is imported it sets KMP_INIT_AT_FORK and another variable, for good
+import torch
+from command import esmshard as command
+
+import esmshard
+from esmshard.api.runs import Run, finetune, keys
+from esmshard.errors import InputError, UsageError
+from esmshard.recipe.recipe_file import load
+
+TWO_STEPS = {"steps": 2, "eval_every": 2}
+SIGNALS = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
+
+OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""The second one is of torch, once it has looked for its compiler."""
+
+
+def state() -> dict[str, Any]:
+    """All of this process that a run might leave otherwise."""
+    numpy_state = np.random.get_state()  # noqa: NPY002
+    return {
+        "environment": {name: value for name, value in os.environ.items() if name not in OF_OTHERS},
+        "handlers": [signal.getsignal(number) for number in SIGNALS],
+        "wakeup": signal.set_wakeup_fd(-1),
+        "timer": signal.getitimer(signal.ITIMER_REAL)[0] > 0,  # the test's own time limit
+        "directory": Path.cwd(),
+        "threads": torch.get_num_threads(),
+        "random": random.getstate(),
+        "numpy": (numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]),
+        "torch": torch.get_rng_state().tolist(),
+        "grad": torch.is_grad_enabled(),
+        "group": torch.distributed.is_initialized(),
+        "log": logging.getLogger("torch.distributed").level,
+        "argv": list(sys.argv),
+    }
+
+
+@pytest.fixture
+def unchanged() -> Iterator[None]:
+    before = state()
+    yield
+    after = state()
+    assert [name for name in before if before[name] != after[name]] == []
+
+
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line and "split" not in line]
+
+
+# Runs
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.usefixtures("unchanged")
+def test_it_does_what_the_command_does(tiny_recipe: Path, tmp_path: Path, nproc: int | None) -> None:
+    run = finetune(tiny_recipe, nproc=nproc, report=False, out=tmp_path / "here", train=TWO_STEPS)
+    assert isinstance(run, Run)
+    assert (run.path, run.status, run.runs) == (tmp_path / "here", "done", {})
+    steps = [line for line in run.metrics if "loss" in line and "split" not in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert [line["split"] for line in run.metrics if "split" in line] == ["valid"]
+    options = ("train.steps=2", "train.eval_every=2", f"out={tmp_path / 'there'}", "--nproc", str(nproc or 1))
+    done = command("finetune", tiny_recipe, *options)
+    assert done.returncode == 0, done.stderr
+    assert losses(run.path) == losses(tmp_path / "there")
+    there = json.loads((tmp_path / "there" / "evaluation.json").read_text())
+    assert run.evaluation["metrics"] == there["metrics"]
+    assert not (run.path / "report.html").exists()
+    model = run.model(device="cpu")
+    assert (model.task, model.config.n_layers) == ("contact", esmshard.SIZES["nano"].n_layers)
+    assert model.contacts("MKTAYIAKQR").shape == (10, 10)
+    assert repr(run) == f"Run({str(run.path)!r})"
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_run_is_gone_on_with_or_replaced(tiny_recipe: Path) -> None:
+    first = finetune(tiny_recipe, report=False, **{"train.steps": 2})
+    with pytest.raises(UsageError, match="exists already"):
+        finetune(tiny_recipe, report=False, train={"steps": 2})
+    with pytest.raises(UsageError, match="give one of them"):
+        finetune(tiny_recipe, resume="auto", overwrite=True)
+    whole = losses(first.path)
+    gone_on = finetune(tiny_recipe, report=False, resume="auto", train={"steps": 2})
+    assert losses(gone_on.path) == whole
+    assert sum(line.get("event") == "attempt" for line in gone_on.metrics) == 2
+    again = finetune(tiny_recipe, report=False, overwrite=True, train={"steps": 2})
+    assert losses(again.path) == whole
+    assert sum(line.get("event") == "attempt" for line in again.metrics) == 1
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_several_seeds_are_runs_of_one(tiny_recipe: Path, tmp_path: Path) -> None:
+    run = finetune(tiny_recipe, seeds=2, report=False, train={"steps": 1, "eval_every": 1}, out=str(tmp_path / "two"))
+    assert list(run.runs) == ["seed-3", "seed-4"]
+    assert run.status == "done"
+    assert run.evaluation["runs"] == ["seed-3", "seed-4"]
+    assert losses(tmp_path / "two" / "seed-3") != losses(tmp_path / "two" / "seed-4")
+    assert run.runs["seed-4"].evaluation["recipe"]["train"]["seed"] == 4
+    for ask in (lambda: run.metrics, run.model):
+        with pytest.raises(InputError, match=r"several runs; each of \.runs has .*seed-3, seed-4"):
+            ask()
+    (tmp_path / "two" / "seed-4" / "status.json").unlink()
+    with pytest.raises(InputError, match="no run has begun"):
+        _ = run.status
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_it_works_in_a_thread(tiny_recipe: Path, nproc: int) -> None:
+    found: list[Run] = []
+    how: dict[str, Any] = {"nproc": nproc, "report": False, "train": {"steps": 1}}
+    thread = threading.Thread(target=lambda: found.append(finetune(tiny_recipe, **how)))
+    thread.start()
+    thread.join(600)
+    assert found[0].status == "done"
+
+
+def test_one_at_a_time(tiny_recipe: Path, tmp_path: Path) -> None:
+    thread = threading.Thread(target=finetune, args=(tiny_recipe,), kwargs={"report": False})
+    thread.start()
+    said = ""
+    while thread.is_alive() and "already" not in said:
+        with pytest.raises(UsageError) as caught:  # of a key that there is not, before the first has begun
+            finetune(tiny_recipe, out=str(tmp_path / "other"), optim={"no": 1})
+        said = str(caught.value)
+        time.sleep(0.01)
+    thread.join()
+    assert "this process is fine-tuning already" in said
+    assert Run(tmp_path / "run").status == "done"
+    assert not (tmp_path / "other").exists()
+
+
+# What goes wrong
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_processes_that_fail_are_an_exception(tiny_recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(esmshard.RunFailed, match=r"run: failed \(exit code 1\): .*loss or gradient was not") as caught:
+        finetune(
+            tiny_recipe,
+            nproc=2,
+            report=False,
+            optim={"lr": 10.0, "head_lr": 10.0},
+            train={"steps": 40, "eval_every": 40},
+        )
+    assert caught.value.exit_code == 1
+    assert Run(tmp_path / "run").status == "failed"
+    with pytest.raises(InputError, match="not evaluated yet"):
+        _ = Run(tmp_path / "run").evaluation
+    with pytest.raises(InputError, match="there is no model"):
+        Run(tmp_path / "run").model()
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"optim": {"lrr": 1}}, r"optim\.lrr=1: optim\.lrr: unknown key; did you mean 'lr'"),
+        ({"tran": {"steps": 1}}, "tran: unknown key; did you mean 'train'"),
+        ({"data": {"train": "nowhere.fasta"}}, r"nowhere\.fasta"),
+        ({"optim": {"lr": {1, 2}}}, r"optim\.lr: \{1, 2\} is nothing that a recipe can hold"),
+        ({"optim": {"lr": float("nan")}}, r"optim\.lr: nan is nothing"),
+        ({"nproc": 0}, "nproc is 0; a number from 1 on"),
+        ({"seeds": True}, "seeds is True"),
+        ({"folds": 2}, "folds is 2; a number from 3 on"),
+        ({"resume": "nowhere"}, "no such directory"),
+        ({"nproc": 99}, "fewer than the 99 processes"),
+    ],
+)
+def test_mistakes_are_one_sentence(tiny_recipe: Path, tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        finetune(tiny_recipe, **options)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="did you mean 'contact'"):
+        finetune("contacts")
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_signal_saves_and_is_told(tiny_recipe: Path, tmp_path: Path, nproc: int) -> None:
+    """In a process of its own: SIGTERM would end this one where nothing listens."""
+    script = textwrap.dedent(f"""
+        import esmshard, signal, sys
+        from esmshard.launch.preemption import Preempted
+        try:
+            esmshard.finetune({str(tiny_recipe)!r}, nproc={nproc}, report=False, train={{"steps": 40}})
+        except Preempted as stop:
+            print("told:", stop, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 600
+    while not (tmp_path / "run" / "checkpoints" / "LATEST").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0
+    assert "told: " in out
+    assert "stopped by SIGTERM after step" in out
+    assert out.rstrip().endswith("True")
+    run = Run(tmp_path / "run")
+    assert run.status == "preempted"
+    assert len(losses(run.path)) < 40
+    assert finetune(tiny_recipe, report=False, resume="auto", train={"steps": 40}).status == "done"
+    assert len(losses(run.path)) == 40
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        *((value, value) for value in ("a: b", "null", "1e-4", " x ", "yes", "#x", "h\u00e9", "", "[1", "a=b", "'q'")),
+        (PurePosixPath("a b/c"), "a b/c"),
+        (["a", None, 1.5], ["a", None, 1.5]),
+        (("a", "b"), ["a", "b"]),
+        *((value, value) for value in (1e-5, 3, True, None, 2.0, 10**20)),
+        (np.float64(0.1), 0.1),
+        (np.int64(3), 3),
+        (np.array([1, 2]), [1, 2]),
+    ],
+)  # fmt: skip
+def test_values_are_read_as_they_were_given(value: object, kept: object) -> None:
+    from ruamel.yaml import YAML
+
+    (text,) = keys({"a": {"b.c": value}})
+    assert text.startswith("a.b.c=")
+    raw = text.removeprefix("a.b.c=")
+    found = YAML(typ="safe").load(raw)
+    assert (found if raw.strip() else raw) == kept
+    assert type(found) is type(kept) or not raw
+
+
+def test_overrides_reach_the_recipe(tiny_recipe: Path, tmp_path: Path) -> None:
+    given = {"optim.lr": np.float32(0.5), "adapt": {"method": "lora", "rank": 3}, "out": Path("x"), "init": "random"}
+    recipe = load(tiny_recipe, keys(given))
+    assert (recipe.optim.lr, recipe.adapt.method, recipe.adapt.rank) == (0.5, "lora", 3)
+    assert recipe.out == str(Path.cwd() / "x")
+
+
+# Run
+
+
+def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere: no such directory"):
+        Run(tmp_path / "nowhere")
+    empty = Run(tmp_path)
+    for ask, says in (
+        (lambda: empty.status, "no run has begun"),
+        (lambda: empty.metrics, "the run has not begun"),
+        (lambda: empty.evaluation, "not evaluated yet"),
+        (empty.model, "there is no model"),
+    ):
+        with pytest.raises(InputError, match=says):
+            ask()
+
+
+def test_metrics_are_read_while_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert Run(tmp_path).metrics == [{"step": 1}, {"step": 2}]
+    file.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl:2: damaged"):
+        _ = Run(tmp_path).metrics
+    (tmp_path / "evaluation.json").write_text("{")
+    with pytest.raises(InputError, match=r"evaluation\.json: damaged"):
+        _ = Run(tmp_path).evaluation

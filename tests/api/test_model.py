@@ -1,0 +1,432 @@
+"""`esmshard.load` beside fair-esm and beside the modules called directly, and what it refuses."""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from Bio.Seq import Seq
+from Bio.SeqRecord import SeqRecord
+from esm.model.esm2 import ESM2 as FairEsm
+from model_files import ALPHABET, SMALL, TINY, fair_esm, ours, perturb, tokenise, write_fair_esm, write_transformers
+from pydantic import TypeAdapter
+from torch import nn
+
+import esmshard
+from esmshard.api.model import Model, load
+from esmshard.checkpoint.consolidate import FORMAT, VERSION
+from esmshard.data.fasta.symbols import Rules
+from esmshard.data.store.ingestion import ingest
+from esmshard.errors import InputError, UsageError
+from esmshard.model.contacts import predict_contacts
+from esmshard.predict.predictions import predict
+from esmshard.recipe.task_section import AnyTask
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.registry import new_task
+from esmshard.tasks.variants.value_scale import fit_scale
+from esmshard.vocab import MASK, RESIDUES, STANDARD
+
+LENGTHS = (31, 1, 120, 7, 64, 2)
+WT = "MKTAYIAKQRQISFVKSHFSRQLE"
+SEQUENCES = ["".join(np.random.default_rng(n).choice(list(RESIDUES), n)) for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def reference() -> FairEsm:
+    return fair_esm(TINY)
+
+
+@pytest.fixture(scope="module")
+def model(reference: FairEsm, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(write_fair_esm(tmp_path_factory.mktemp("model") / "tiny.pt", reference))
+
+
+def by_fair_esm(reference: FairEsm, sequence: str, layer: int = TINY.n_layers) -> torch.Tensor:
+    """[L + 2, D], alone."""
+    with torch.no_grad():
+        return reference(tokenise([sequence])[0], repr_layers=[layer])["representations"][layer][0]
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize("layer", [None, 0, 1])
+def test_pools_are_those_of_fair_esm(model: Model, reference: FairEsm, layer: int | None) -> None:
+    expected = [by_fair_esm(reference, s, TINY.n_layers if layer is None else layer) for s in SEQUENCES]
+    for pool, of in {
+        "mean": lambda x: x[1:-1].mean(0),
+        "max": lambda x: x[1:-1].amax(0),
+        "cls": lambda x: x[0],
+    }.items():
+        found = model.embed(SEQUENCES, pool, layer)
+        assert (found.dtype, found.shape) == (np.float32, (len(LENGTHS), TINY.dim))
+        assert np.abs(found - torch.stack([of(x) for x in expected]).numpy()).max() <= 1e-5
+    residues = model.embed(SEQUENCES, "residue", layer)
+    assert [x.shape for x in residues] == [(n, TINY.dim) for n in LENGTHS]
+    assert max(np.abs(a - b[1:-1].numpy()).max() for a, b in zip(residues, expected, strict=True)) <= 1e-5
+
+
+def test_several_outputs_come_by_name(model: Model, reference: FairEsm) -> None:
+    found = model.embed(SEQUENCES, ["mean", "residue", "logits"], [0, 2])
+    assert list(found) == ["mean_0", "mean_2", "residue_0", "residue_2", "logits"]
+    assert np.array_equal(found["mean_2"], model.embed(SEQUENCES))
+    with torch.no_grad():
+        logits = reference(tokenise(SEQUENCES[:1])[0])["logits"][0, 1:-1].numpy()
+    assert np.abs(found["logits"][0] - logits).max() <= 1e-4
+    assert list(model.embed(SEQUENCES, layers=[1])) == ["mean_1"], "a list of one is a list"
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 100_000])
+def test_batches_change_nothing(model: Model, tokens: int) -> None:
+    alone = np.stack([model.embed(sequence) for sequence in SEQUENCES])
+    assert alone.shape == (len(LENGTHS), TINY.dim)
+    assert np.abs(model.embed(SEQUENCES, tokens=tokens) - alone).max() <= 1e-6
+
+
+def test_sequences_may_be_a_dictionary_or_a_file(model: Model, tmp_path: Path) -> None:
+    fasta = tmp_path / "x.fasta"
+    fasta.write_text("".join(f">r{n} words\n{s}\n" for n, s in enumerate(SEQUENCES)))
+    listed = model.embed(SEQUENCES)
+    assert np.array_equal(model.embed({f"r{n}": s for n, s in enumerate(SEQUENCES)}), listed)
+    assert np.array_equal(model.embed(fasta), listed)
+    assert np.array_equal(model.embed(s for s in SEQUENCES), listed)
+
+
+def test_long_sequences_are_taken_as_asked(model: Model) -> None:
+    long = "".join(np.random.default_rng(0).choice(list(STANDARD), 1100))
+    assert np.abs(model.embed(long, long="truncate") - model.embed(long[:1022])).max() <= 1e-6
+    assert np.abs(model.embed(long) - model.embed(long[:1022])).max() > 1e-4
+    assert model.embed(long, "residue", long="window").shape == (1100, TINY.dim)
+
+
+# Contacts and scores
+
+
+def test_contacts_are_those_of_fair_esm(model: Model, reference: FairEsm) -> None:
+    found = model.contacts(SEQUENCES)
+    for p_LL, sequence in zip(found, SEQUENCES, strict=True):
+        with torch.no_grad():
+            expected_LL = reference.predict_contacts(tokenise([sequence])[0])[0].numpy()
+        assert (p_LL.dtype, p_LL.shape) == (np.float32, (len(sequence),) * 2)
+        assert np.abs(p_LL - expected_LL).max() <= 1e-5
+    assert found[0].std() > 0.01
+    assert np.allclose(model.contacts(SEQUENCES[0]), found[0], atol=1e-6)
+
+
+def test_scores_are_log_ratios_at_hidden_sites(model: Model, reference: FairEsm) -> None:
+    def log_p(site: int) -> torch.Tensor:
+        block, _ = tokenise([WT])
+        block[0, site + 1] = MASK
+        with torch.no_grad():
+            return reference(block)["logits"][0, site + 1].log_softmax(-1)
+
+    index = ALPHABET.get_idx
+    one = log_p(3)[index("G")] - log_p(3)[index("A")]
+    other = log_p(9)[index("K")] - log_p(9)[index("R")]
+    with pytest.warns(UserWarning, match=r"lower-case .* \(the wild type\)") as told:
+        found = model.score(WT.lower(), ["A4G", "WT", "p.Arg10Lys", "a4g:R10K", "A4A"])
+    assert told[0].filename == __file__, "the warning points at the caller"
+    assert found.dtype == np.float64
+    assert found == pytest.approx([float(one), 0, float(other), float(one + other), 0], abs=1e-4)
+    assert abs(found[0]) > 1e-3
+    seen = model.score(WT, ["A4G"], method="wild-type-marginals")
+    assert abs(seen[0] - found[0]) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("variants", "says"),
+    [
+        (["A4G", "K4G"], r"variants\[1\]: K4G: residue 4 of the wild type is A"),
+        (["E25K"], r"variants\[0\]: E25K: the wild type has residues 1 to 24"),
+        (["M0K"], "residues 1 to 24"),
+        (["A4*"], "is a stop codon"),
+        (["A4G", "delta4"], r"variants\[1\]: 'delta4' is a deletion"),
+        ([7], r"variants\[0\] is of type int"),
+        ("A4G", "a list of variants is expected"),
+        (pd.DataFrame({"mutant": ["A4G"]}), r"a DataFrame with the columns mutant; .* as df\[NAME\]"),
+        ({"a": "A4G"}, r"not a dict; give list\(given\.values\(\)\)"),
+    ],
+)
+def test_variants_that_do_not_fit_are_named(model: Model, variants: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        model.score(WT, variants)
+
+
+# Sequences as they are written
+
+
+def test_what_is_mended_is_told(model: Model) -> None:
+    with pytest.warns(UserWarning, match="in 1 record") as told:
+        found = model.embed({"a": "mktay", "b": "MKTAY*", "c": "MK-TAY"})
+    assert np.abs(found - model.embed("MKTAY")).max() <= 1e-6
+    assert sorted(str(one.message) for one in told) == [
+        "a '*' at the end was removed in 1 record (b)",
+        "gaps were removed in 1 record (c)",
+        "lower-case letters were read as upper case in 1 record (a)",
+    ]
+    assert {one.filename for one in told} == {__file__}, "the warning points at the caller"
+
+
+@pytest.mark.parametrize(
+    ("sequences", "says"),
+    [
+        (["MKT", "MK1T"], r"sequences\[1\] has '1' at position 3"),
+        ({"P01308": "M*K"}, r"sequences\['P01308'\] has '\*' at position 2"),
+        ("MK?", "the sequence has '\\?' at position 3"),
+        (["MKT", ""], r"sequences\[1\] has no residues"),
+        (["MKT", None], r"sequences\[1\] is of type NoneType"),
+        ([], "there is no sequence"),
+        ("my.fasta", r"pathlib\.Path"),
+        ("data/my", r"pathlib\.Path"),
+        (7, "a list of sequences is expected, not int"),
+        (b"MKT", r"not bytes; write given\.decode\(\)"),
+        ([b"MKT"], r"sequences\[0\] is of type bytes"),
+        (np.array([["a", "MKT"]]), r"not an array of shape \(1, 2\); give one dimension, as x\[:, 0\]"),
+        (np.array("MKT"), r"not an array of shape \(\); .* as str\(x\)"),
+        (pd.DataFrame({"id": ["a"], "Sequence": ["MKT"]}), r'columns id, Sequence; give df\["Sequence"\]$'),
+        (pd.DataFrame({"id": ["a"], "x": ["MKT"]}), r"a DataFrame with the columns id, x; .* as df\[NAME\]"),
+        (pa.table({"id": ["a"], "seq": ["MKT"]}), r'a Table with the columns id, seq; give df\["seq"\]$'),
+        ({"MKT", "MKV"}, r"a list of sequences is expected, not a set, .*; give sorted\(given\)"),
+        (Seq("MKT"), r"not a Seq; give str\(given\)"),
+        (SeqRecord(Seq("MKT"), "a"), r"not a SeqRecord; give str\(given\.seq\)"),
+        (io.StringIO(">a\nMKT\n"), r"not an open file; give its pathlib\.Path"),
+        (["MKT", "M:K", "MK1", "MKV"], r"has ':' at position 2, .*, as 1 sequence after it; .*chains"),
+        ("ATGGCC" * 20, r"1 sequence of DNA or RNA, as it seems \(100% .*\), .*translate.* --on-nucleotides keep"),
+        (["augcgccu" * 2] * 9, r"9 sequences of DNA or RNA"),
+        (Path("nowhere.fasta"), r"nowhere\.fasta: no such file"),
+    ],
+)
+def test_what_is_no_sequence_is_named(model: Model, sequences: Any, says: str) -> None:
+    for ask in (model.embed, model.contacts):
+        with pytest.raises(InputError, match=says) as caught:
+            ask(sequences)
+        assert "\n" not in str(caught.value)
+
+
+def test_columns_and_arrays_are_lists_of_sequences(model: Model) -> None:
+    frame = pd.DataFrame({"id": ["a", "b"], "sequence": ["MKT", "MKV"]}, index=[7, 3])
+    wanted = model.embed(["MKT", "MKV"])
+    for given in (frame["sequence"], frame["sequence"].to_numpy(), iter(frame["sequence"]), ("MKT", "MKV")):
+        assert np.array_equal(model.embed(given), wanted)
+
+
+def test_nucleotides_in_a_file_are_refused_and_taken_from_a_store(model: Model, tmp_path: Path) -> None:
+    fasta, store = tmp_path / "x.fasta", tmp_path / "x.store"
+    fasta.write_text(">a\n" + "ATGGCC" * 10 + "\n>b\n" + "ACGT" * 20 + "\n")
+    with pytest.raises(InputError, match=r"x\.fasta: 2 records of DNA or RNA, .* -o x\.store --on-nucleotides keep"):
+        model.embed(fasta)
+    ingest([fasta], store, Rules(on_nucleotides="keep"))
+    assert model.embed(store).shape == (2, model.config.dim)
+    assert np.array_equal(model.embed(store)[1], model.embed("ACGT" * 20))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"pool": "median"}, "mean, max, cls"),
+        ({"pool": []}, "at least one"),
+        ({"layers": 3}, "layers 0 to 2"),
+        ({"long": "crop"}, "full, window or truncate"),
+        ({"pool": "contacts", "layers": 1}, "whole model"),
+    ],
+)
+def test_options_that_there_are_not_are_refused(model: Model, how: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        model.embed(["MKT"], **how)
+
+
+# What a model lacks
+
+
+def test_parts_that_never_learned_are_not_asked(reference: FairEsm, tmp_path: Path) -> None:
+    path = write_fair_esm(tmp_path / "tiny.pt", reference)
+    path.with_name("tiny-contact-regression.pt").unlink()
+    with_lm_head = load(path)
+    for ask in (with_lm_head.contacts, lambda given: with_lm_head.embed(given, ["mean", "contacts"])):
+        with pytest.raises(InputError, match="has no trained contact regression"):
+            ask(["MKT"])
+    assert with_lm_head.score("MKT", ["K2R"]).shape == (1,)
+    bare = write_transformers(tmp_path / "bare", reference, TINY)
+    state = {k: v for k, v in _tensors(bare).items() if not k.startswith("lm_head.")}
+    _write_tensors(bare, state)
+    without = load(bare)
+    with pytest.raises(InputError, match="has no trained LM head"):
+        without.score("MKT", ["K2R"])
+    with pytest.raises(InputError, match="has no trained LM head"):
+        without.embed(["MKT"], "logits")
+    with pytest.raises(InputError, match="has no fine-tuned head"):
+        without.predict(["MKT"])
+    assert (without.task, without.names) == (None, ())
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+def _write_tensors(directory: Path, state: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(state, directory / "model.safetensors")
+
+
+def test_learned_positions_end_somewhere(tmp_path: Path) -> None:
+    old = load(write_fair_esm(tmp_path / "esm1b_tiny.pt", fair_esm(SMALL["ESM-1b"])))
+    long = "A" * 1023
+    with pytest.raises(InputError, match=r"sequences\[1\] has 1,023 residues, and this model positions for 1,022"):
+        old.embed(["MKT", long])
+    assert old.embed(["MKT", long], long="truncate").shape == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"device": "gpu"}, "cpu, cuda"),
+        ({"dtype": "fp8"}, "fp32, fp16, bf16"),
+        ({"dtype": torch.float64}, "fp32, fp16, bf16"),
+    ],
+)
+def test_devices_and_dtypes_that_there_are_not(how: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        load("starter", **how)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match="there is none; leave it out"):
+        load("starter", device="cuda")
+
+
+def test_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="no such file"):
+        load("nowhere/model")
+
+
+# Fine-tuned heads
+
+CLASSES = {"classes": ["x", "y", "z"], "counts": [6, 3, 1], "records": 10}
+NUMBERS = {"targets": ["Tm", "pI"], "mean": [50.0, 7.0], "std": [4.0, 2.0]}
+STATES = {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1]}
+VARIANT = {"targets": ["y", "kd"], "lower_is_better": ["kd"], "protein": WT, "first": 4, "length": 16}
+HEADS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "contact": ({"name": "contact", "channels": 8, "blocks": 2}, {}, ()),
+    "mlm": ({"name": "mlm"}, {}, tuple(STANDARD)),
+    "residue": ({"name": "residue"}, STATES, ("HGI", "EB", "STC")),
+    "residue numbers": (
+        {"name": "residue", "kind": "number"},
+        {"mean": 1.0, "std": 2.0},
+        ("value",),
+    ),
+    "sequence": ({"name": "sequence"}, NUMBERS, ("Tm", "pI")),
+    "sequence classes": ({"name": "sequence", "kind": "class"}, CLASSES, ("x", "y", "z")),
+}
+
+
+def consolidated(directory: Path, settings: dict[str, Any], facts: dict[str, Any]) -> tuple[Path, FineTuner]:
+    """What `consolidate` leaves of a random head, and its module."""
+    task = new_task(TypeAdapter(AnyTask).validate_python(settings), facts)
+    torch.manual_seed(1)
+    head = task.head(TINY)
+    perturb(head, deviation=0.3)
+    for parameter in head.parameters():
+        if parameter.ndim > 1 and parameter.abs().max() < 0.3:
+            nn.init.normal_(parameter, std=0.3)
+    model = FineTuner(ours(fair_esm(TINY), TINY), head).eval()
+    write_transformers(directory, model.trunk, TINY, head.state_dict())
+    about = {"format": FORMAT, "version": VERSION, "step": 7, "recipe": {"task": settings}, "facts": facts}
+    (directory / "esmshard.json").write_text(json.dumps(about))
+    return directory, model
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_predictions_are_those_of_the_command(kind: str, tmp_path: Path) -> None:
+    settings, facts, names = HEADS[kind]
+    path, _ = consolidated(tmp_path / "model", settings, facts)
+    found = load(path)
+    assert (found.task, found.names) == (settings["name"], names)
+    fasta = tmp_path / "x.fasta"
+    fasta.write_text("".join(f">r{n}\n{s}\n" for n, s in enumerate(SEQUENCES)))
+    predict(str(path), fasta, tmp_path / "x.npz")
+    values = found.predict(SEQUENCES)
+    with np.load(tmp_path / "x.npz") as file:
+        expected = [file[f"r{n}"] for n in range(len(SEQUENCES))]
+    if settings["name"] == "sequence":
+        assert values.shape == (len(SEQUENCES), len(names))
+    else:
+        assert [v.shape for v in values] == [v.shape for v in expected]
+    for one, other in zip(values, expected, strict=True):
+        assert np.abs(one - other).max() <= 1e-5
+    assert np.abs(found.predict(SEQUENCES[0]) - expected[0]).max() <= 1e-5
+    assert np.concatenate([v.ravel() for v in expected]).std() > 1e-3
+    low = load(path, dtype="bf16").predict(SEQUENCES)
+    for one, other in zip(low, expected, strict=True):
+        assert np.abs(one - other).max() <= 0.05 * max(1.0, np.abs(other).max())
+
+
+def test_contacts_are_those_of_the_fine_tuned_head(tmp_path: Path) -> None:
+    path, module = consolidated(tmp_path / "model", *HEADS["contact"][:2])
+    found = load(path).contacts(SEQUENCES[0])
+    _, batch = tokenise(SEQUENCES[:1])
+    with torch.no_grad():
+        assert np.abs(found - module(batch)[0].sigmoid().numpy()).max() <= 1e-6
+        assert np.abs(found - predict_contacts(module.trunk, batch)[0].numpy()).max() > 0.01
+
+
+def test_variants_of_the_protein_are_predicted(tmp_path: Path) -> None:
+    scale = fit_scale(np.array([0.0, 1.0, 3.0]), "none").as_json()
+    facts = VARIANT | {"scales": [scale, scale]}
+    path, _ = consolidated(tmp_path / "model", {"name": "variant"}, facts)
+    found = load(path)
+    names = ["Q9C", "WT", "Q9C:R10W"]
+    values = found.predict(names)
+    assert (values.shape, found.names) == ((3, 2), ("y", "kd"))
+    assert np.abs(found.predict("Q9C") - values[0]).max() <= 1e-5
+    assert values.std(0).min() > 1e-3
+    with pytest.raises(InputError, match="K2C: the model sees residues 5 to 20"):
+        found.predict(["Q9C", "K2C"])
+    with pytest.raises(InputError, match=r"variants\[0\]: A9C: residue 9 of the wild type is Q"):
+        found.predict(["A9C"])
+    with pytest.raises(InputError, match="there is no variant"):
+        found.predict([])
+    with pytest.raises(UsageError, match="a list of variants is expected"):
+        found.predict(tmp_path / "x.csv")
+    assert found.embed([WT]).shape == (1, TINY.dim), "the trunk is there too"
+
+
+def test_a_table_that_was_numbered_otherwise_is_told(tmp_path: Path) -> None:
+    scale = fit_scale(np.array([0.0, 1.0, 3.0]), "none").as_json()
+    path, _ = consolidated(tmp_path / "model", {"name": "variant"}, VARIANT | {"scales": [scale] * 2, "offset": -23})
+    with pytest.warns(UserWarning, match="numbered as its wild type is, from 1; .* its positions -23 are these"):
+        load(path).predict(["Q9C"])
+
+
+def test_a_bad_sequence_is_named_by_predict_too(tmp_path: Path) -> None:
+    path, _ = consolidated(tmp_path / "model", *HEADS["sequence"][:2])
+    with pytest.raises(InputError, match=r"sequences\[1\] has '1' at position 3"):
+        load(path).predict(["MKT", "MK1"])
+
+
+# The object
+
+
+def test_the_starter_is_what_it_says() -> None:
+    starter = esmshard.load("starter", device="cpu")
+    assert isinstance(starter, esmshard.Model)
+    assert repr(starter) == "Model('starter', task='contact', layers=6, dim=192, float32 on cpu)"
+    assert (starter.config.dim, starter.device.type, starter.dtype) == (192, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.03), ("fp16", 0.003)])
+def test_short_dtypes_are_near(model: Model, dtype: Any, most: float) -> None:
+    short = load(model.name, dtype=dtype)
+    assert re.search(r"float16 on|bfloat16 on", repr(short))
+    found, expected = short.embed(SEQUENCES), model.embed(SEQUENCES)
+    assert found.dtype == np.float32
+    assert 0 < np.abs(found - expected).max() <= most * np.abs(expected).max()

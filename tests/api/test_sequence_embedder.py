@@ -1,0 +1,269 @@
+"""`SequenceEmbedder` in pipelines and searches, and under scikit-learn's own checks of estimators.
+
+These feed matrices of numbers. They are run twice: as they are, where those that need a matrix must fail, each for a
+written reason; and with each row of numbers spelled as a sequence, where all must pass.
+"""
+
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from model_files import TINY, fair_esm, write_transformers
+from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
+from sklearn.exceptions import SkipTestWarning
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.utils.estimator_checks import check_estimator
+from sklearn.utils.validation import validate_data
+
+import esmshard
+from esmshard import SequenceEmbedder
+from esmshard.api.sequence_embedder import _loaded, _version
+from esmshard.errors import InputError, UsageError
+from esmshard.vocab import STANDARD
+
+SEQUENCES = ["".join(np.random.default_rng(n).choice(list(STANDARD), 5 + n)) for n in range(30)]
+SHARE_K = np.array([sequence.count("K") + sequence.count("R") for sequence in SEQUENCES]) / np.arange(5, 35)
+
+
+# In pipelines
+
+
+@pytest.mark.parametrize(("pool", "layer"), [("mean", None), ("cls", 3), ("max", 0)])
+def test_rows_are_those_of_the_model(pool: str, layer: int | None) -> None:
+    found = SequenceEmbedder(pool=pool, layer=layer).fit_transform(SEQUENCES)
+    assert (found.dtype, found.shape) == (np.float32, (30, 192))
+    alone = np.stack([esmshard.load("starter").embed(sequence, pool, layer) for sequence in SEQUENCES])
+    assert np.abs(found - alone).max() <= 1e-5 * np.abs(alone).max()
+    assert found.std(0).min() > 0
+
+
+def test_lists_arrays_and_series_are_the_same() -> None:
+    embedder = SequenceEmbedder(layer=2)
+    found = embedder.transform(SEQUENCES)
+    for given in (
+        np.array(SEQUENCES),
+        np.array(SEQUENCES, object),
+        pd.Series(SEQUENCES, index=range(5, 35)),
+        SEQUENCES,
+    ):
+        assert np.array_equal(embedder.transform(given), found)
+
+
+def test_it_learns_in_a_pipeline_and_a_search() -> None:
+    """The share of positive residues is linear in the mean of the embedding layer."""
+    search = GridSearchCV(
+        make_pipeline(SequenceEmbedder(), Ridge(1e-4)), {"sequenceembedder__layer": [0, 6]}, cv=3, scoring="r2"
+    )
+    search.fit(SEQUENCES, SHARE_K)
+    assert search.best_params_ == {"sequenceembedder__layer": 0}
+    assert search.best_score_ > 0.5
+    mean = search.predict(SEQUENCES) - SHARE_K
+    assert np.abs(mean).max() < 0.02
+
+
+def test_workers_find_the_same() -> None:
+    pipeline = make_pipeline(SequenceEmbedder(layer=0), Ridge(1e-4))
+    here = cross_val_score(pipeline, SEQUENCES, SHARE_K, cv=3)
+    there = cross_val_score(pipeline, SEQUENCES, SHARE_K, cv=3, n_jobs=2)
+    assert here == pytest.approx(there, abs=1e-3)
+    assert len(set(here)) == 3
+
+
+def test_a_table_has_named_columns() -> None:
+    frame = pd.DataFrame({"sequence": SEQUENCES, "length": [len(sequence) for sequence in SEQUENCES]})
+    of_columns = ColumnTransformer(
+        [("esm", SequenceEmbedder(layer=1), "sequence"), ("rest", "passthrough", ["length"])],
+        verbose_feature_names_out=False,
+    ).set_output(transform="pandas")
+    found = of_columns.fit_transform(frame)
+    assert list(found.columns) == [*(f"mean_1_{n}" for n in range(192)), "length"]
+    assert np.array_equal(found.iloc[:, :192].to_numpy(np.float32), SequenceEmbedder(layer=1).transform(SEQUENCES))
+
+
+def test_pickles_and_clones_hold_no_weights() -> None:
+    embedder = SequenceEmbedder(layer=2)
+    expected = embedder.fit_transform(SEQUENCES)
+    assert len(pickle.dumps(embedder)) < 1000
+    for copy in (pickle.loads(pickle.dumps(embedder)), clone(embedder)):
+        assert np.array_equal(copy.transform(SEQUENCES), expected)
+    assert set(vars(embedder)) == {"model", "pool", "layer", "tokens"}
+
+
+def test_a_model_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    write_transformers(path, fair_esm(TINY, 0), TINY)
+    embedder = SequenceEmbedder(str(path))
+    first = embedder.transform(SEQUENCES)
+    opened = _loaded(str(path), _version(str(path)))
+    assert np.array_equal(clone(embedder).transform(SEQUENCES), first)
+    assert _loaded(str(path), _version(str(path))) is opened
+    shutil.rmtree(path)
+    write_transformers(path, fair_esm(TINY, 1), TINY)
+    assert np.abs(embedder.transform(SEQUENCES) - first).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["MKT", "MK1"], r"sequences\[1\] has '1' at position 3"),
+        ("MKT", "this is a single one"),
+        (np.array([SEQUENCES]), r"not an array of shape \(1, 30\)"),
+        (pd.DataFrame({"s": SEQUENCES}), r"a DataFrame with the columns s; give the column"),
+        (np.zeros(3), r"sequences\[0\] is of type float"),
+        ([], "no sequence"),
+        ({"a": "MKT"}, r"not a dict; give list\(given\.values\(\)\)"),
+        (Path("x.fasta"), "a list of sequences is expected, not PosixPath"),
+    ],
+)
+def test_what_is_no_list_of_sequences_is_named(given: Any, says: str) -> None:
+    for ask in (SequenceEmbedder().fit, SequenceEmbedder().transform):
+        with pytest.raises(InputError, match=says):
+            ask(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pool": "residue"}, "one row a sequence"),
+        ({"pool": "median"}, "mean, max, cls"),
+        ({"layer": 7}, "layers 0 to 6"),
+        ({"tokens": 0}, "from 1 on"),
+    ],
+)
+def test_bad_parameters_are_seen_when_it_is_fitted(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        SequenceEmbedder(**options).fit(["MKT"])
+
+
+# scikit-learn's checks
+
+MATRIX = "feeds a matrix of numbers, and one dimension of strings is expected"
+WORDS = "expects the words that estimators on matrices refuse such numbers with"
+NUMBERS_ONLY = dict.fromkeys(
+    (
+        "check_dict_unchanged",
+        "check_dont_overwrite_parameters",
+        "check_dtype_object",
+        "check_estimators_dtypes",
+        "check_estimators_fit_returns_self",
+        "check_estimators_overwrite_params",
+        "check_estimators_pickle",
+        "check_f_contiguous_array_estimator",
+        "check_fit2d_predict1d",
+        "check_fit_check_is_fitted",
+        "check_fit_idempotent",
+        "check_fit_score_takes_y",
+        "check_methods_sample_order_invariance",
+        "check_methods_subset_invariance",
+        "check_n_features_in",
+        "check_n_features_in_after_fitting",
+        "check_pipeline_consistency",
+        "check_positive_only_tag_during_fit",
+        "check_readonly_memmap_input",
+        "check_transformer_data_not_an_array",
+        "check_transformer_general",
+        "check_transformers_unfitted_stateless",
+    ),
+    MATRIX,
+) | dict.fromkeys(
+    (
+        "check_complex_data",
+        "check_estimator_sparse_array",
+        "check_estimator_sparse_matrix",
+        "check_estimator_sparse_tag",
+        "check_estimators_empty_data_messages",
+        "check_estimators_nan_inf",
+        "check_fit2d_1feature",
+        "check_fit2d_1sample",
+    ),
+    WORDS,
+)
+APPLY = {
+    "check_do_not_raise_errors_in_init_or_set_params",
+    "check_estimator_cloneable",
+    "check_estimator_repr",
+    "check_estimator_tags_renamed",
+    "check_fit1d",
+    "check_get_params_invariance",
+    "check_mixin_order",
+    "check_no_attributes_set_in_init",
+    "check_parameters_default_constructible",
+    "check_set_params",
+    "check_transformer_n_iter",
+    "check_valid_tag_types",
+}
+SKIPPED = {"check_array_api_input"}
+"""By scikit-learn itself: it needs SCIPY_ARRAY_API in the environment, and is for inputs on a GPU."""
+
+
+class ForMatrices(SequenceEmbedder):
+    """The same, but for saying that it takes matrices: then scikit-learn leaves no check out."""
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.two_d_array = True
+        tags.input_tags.one_d_array = tags.input_tags.string = False
+        return tags
+
+
+class OfMatrices(ForMatrices):
+    """Spells each row of numbers as a sequence: scikit-learn checks the matrix, and everything else is the embedder."""
+
+    def fit(self, X: Any, y: object = None) -> "OfMatrices":
+        super().fit(self._spelled(X, reset=True), y)
+        return self
+
+    def transform(self, X: Any) -> Any:
+        return super().transform(self._spelled(X, reset=False))
+
+    def _spelled(self, X: Any, reset: bool) -> list[str]:
+        numbers = validate_data(self, X, reset=reset, dtype=np.float64)
+        return ["".join(STANDARD[n] for n in row) for row in np.floor(np.abs(numbers) * 7).astype(np.int64) % 20]
+
+
+@pytest.fixture
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def results(estimator: SequenceEmbedder) -> dict[str, set[str]]:
+    """Names of the checks by how they ended."""
+    found: dict[str, set[str]] = {"passed": set(), "failed": set(), "skipped": set()}
+    for result in check_estimator(estimator, on_fail=None, on_skip=None):
+        found[result["status"]].add(result["check_name"])
+    return found
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_checks_that_need_no_matrix_pass() -> None:
+    found = results(ForMatrices())
+    assert found["failed"] == NUMBERS_ONLY.keys()
+    assert found["passed"] == APPLY
+    assert found["skipped"] <= SKIPPED
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_all_checks_pass_where_numbers_are_spelled() -> None:
+    found = results(OfMatrices(layer=2))
+    assert found["failed"] == set()
+    assert found["passed"] == APPLY | NUMBERS_ONLY.keys()
+    assert found["skipped"] <= SKIPPED
+
+
+def test_its_tags_say_that_it_takes_strings() -> None:
+    with pytest.warns(SkipTestWarning, match="requires input"):
+        check_estimator(SequenceEmbedder())
+    tags = SequenceEmbedder().__sklearn_tags__()
+    assert (tags.input_tags.string, tags.input_tags.one_d_array, tags.input_tags.two_d_array) == (True, True, False)
+    assert not tags.requires_fit

@@ -1,0 +1,246 @@
+"""`finetune` with LoRA and head only, as a user runs it: small checkpoints, resumed to the bit, consolidated, used."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command import esmshard
+from conftest import RECIPE, write_subset
+from safetensors.torch import load_file
+
+from esmshard.checkpoint import sharded
+from esmshard.checkpoint.consolidate import consolidate, consolidate_adapter
+from esmshard.errors import InputError, UsageError
+from esmshard.model.config import SIZES
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.export import write_transformers
+
+SECTIONS = {
+    "lora": "adapt: {method: lora, rank: 2, alpha: 8.0, targets: [q, v, fc2]}\n",
+    "head": "adapt: {method: head}\n",
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    recipe: Path
+    run: Path
+    base: Path
+
+
+def write_base(directory: Path, seed: int) -> Path:
+    """Weights of the nano model as a directory of `transformers`."""
+    directory.mkdir()
+    found = open_weights.fresh(SIZES["nano"], seed)
+    sizes = {name: size for name, size in open_weights.shapes(SIZES["nano"]).items() if name != "lm_head.weight"}
+    write_transformers(directory, SIZES["nano"], sizes, lambda names: {name: found[name] for name in names})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """A run of six steps on two processes, on top of a base in a directory; each method once."""
+    known: dict[str, Trained] = {}
+
+    def run(method: str) -> Trained:
+        if method not in known:
+            directory = tmp_path_factory.mktemp(method)
+            write_subset(directory, "train", "train", range(24), unresolved=5)
+            write_subset(directory, "valid", "valid", range(5))
+            text = RECIPE.format(tokens_per_rank=130, out=directory / "run").replace("init: random\n", "")
+            text = text.replace("{name: nano}", f"{{name: {write_base(directory / 'base', seed=11)}}}")
+            (directory / "tiny.yaml").write_text(text + SECTIONS[method])
+            done = esmshard("finetune", directory / "tiny.yaml", "--nproc", "2")
+            assert done.returncode == 0, done.stderr
+            known[method] = Trained(directory / "tiny.yaml", directory / "run", directory / "base")
+        return known[method]
+
+    return run
+
+
+def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in sharded.index(checkpoint).items()
+        if name.startswith(("model.", "optim."))
+    }
+    sharded.load(checkpoint, tensors, alone=True)
+    return tensors
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line and "split" not in line]
+
+
+def interrupted(found: Trained, out: Path) -> Path:
+    """A copy of the run as it was after step 4."""
+    shutil.copytree(found.run, out)
+    shutil.rmtree(out / "checkpoints" / "step_000006")
+    (out / "checkpoints" / "LATEST").write_text("step_000004\n")
+    shutil.rmtree(out / "model")
+    return out
+
+
+@pytest.mark.parametrize("method", SECTIONS)
+def test_a_checkpoint_holds_what_was_trained_and_names_the_base(trained: Callable[[str], Trained], method: str) -> None:
+    found = trained(method)
+    state = contents(found.run / "checkpoints" / "step_000006")
+    names = state.keys()
+    of_model = {name.removeprefix("model.") for name in names if name.startswith("model.")}
+    assert {name.removesuffix(".exp_avg") for name in names if name.endswith(".exp_avg")} == {
+        f"optim.{name}" for name in of_model if "running" not in name and "num_batches" not in name
+    }
+    of_trunk = {name.removeprefix("trunk.") for name in of_model if not name.startswith("head.")}
+    if method == "head":
+        assert of_trunk == set()
+    else:
+        places = [f"layers.{n}.{p}" for n in range(2) for p in ("self_attn.q_proj", "self_attn.v_proj", "fc2")]
+        assert {name for name in of_trunk if "lora" in name} == {
+            f"{place}.{part}.weight" for place in places for part in ("lora_A", "lora_B")
+        }
+        # Eight biases a layer (six linear layers and two norms), and that of the last norm.
+        assert {name.rsplit(".", 1)[1] for name in of_trunk if "lora" not in name} == {"bias"}
+        assert len([name for name in of_trunk if "lora" not in name]) == 2 * 8 + 1
+    base = json.loads((found.run / "checkpoints" / "step_000006" / "state.json").read_text())["base"]
+    assert base["name"] == str(found.base)
+    assert base["files"].keys() == {"model.safetensors"}
+    assert [line["step"] for line in steps(found.run)] == [1, 2, 3, 4, 5, 6]
+    moments = [t for n, t in state.items() if n.endswith(".exp_avg")]
+    assert sum(bool(t.abs().max() > 0) for t in moments) > 0.9 * len(moments), "what is saved was trained"
+
+
+@pytest.mark.parametrize(("method", "processes"), [("lora", 2), ("lora", 1), ("head", 2)])
+def test_it_goes_on_from_there(trained: Callable[[str], Trained], method: str, processes: int, tmp_path: Path) -> None:
+    """To the last bit on as many processes, and within rounding on another number."""
+    found = trained(method)
+    run = interrupted(found, tmp_path / "again")
+    done = esmshard("finetune", found.recipe, f"out={run}", "--resume", "auto", "--nproc", str(processes))
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 4 of 6" in done.stderr
+    mine, whole = (contents(r / "checkpoints" / "step_000006") for r in (run, found.run))
+    assert mine.keys() == whole.keys()
+    for name, tensor in whole.items():
+        if processes == 2:
+            assert torch.equal(mine[name], tensor), name
+    losses = [[line["loss"] for line in steps(r)] for r in (run, found.run)]
+    assert losses[0] == (losses[1] if processes == 2 else pytest.approx(losses[1], abs=1e-4))
+
+
+def test_another_base_is_refused(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    found = trained("lora")
+    other = write_base(tmp_path / "base", seed=12)
+    with pytest.raises(InputError, match=r"step_000006: holds what was trained on top of .*base, and .*base is other "):
+        consolidate(found.run, tmp_path / "out", base=str(other))
+    run = interrupted(found, tmp_path / "again")
+    kept = (found.base / "model.safetensors").read_bytes()
+    try:
+        (found.base / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+        done = esmshard("finetune", found.recipe, f"out={run}", "--resume", "auto", "--nproc", "1")
+        assert done.returncode == 1
+        assert done.stderr.count("error: ") == 1
+        assert "other weights (model.safetensors); give the model that it was trained on (sha256 of" in done.stderr
+        (found.base / "model.safetensors").unlink()
+        with pytest.raises(InputError, match=r"holds only what was trained on top of .*which cannot be read .*--base"):
+            consolidate(found.run, tmp_path / "out")
+    finally:
+        (found.base / "model.safetensors").write_bytes(kept)
+    moved = shutil.copytree(found.base, tmp_path / "moved")
+    consolidate(found.run, tmp_path / "out", base=str(moved))
+    same = load_file(found.run / "model" / "model.safetensors")
+    assert all(torch.equal(t, same[n]) for n, t in load_file(tmp_path / "out" / "model.safetensors").items())
+
+
+@pytest.mark.parametrize("method", SECTIONS)
+def test_the_model_is_the_base_with_what_was_trained(
+    trained: Callable[[str], Trained], method: str, tmp_path: Path
+) -> None:
+    found = trained(method)
+    base, model = (load_file(d / "model.safetensors") for d in (found.base, found.run / "model"))
+    state = contents(found.run / "checkpoints" / "step_000006")
+    assert model.keys() - base.keys() == {n.removeprefix("model.") for n in state if n.startswith("model.head.")}
+    changed = {name for name in base if not torch.equal(base[name], model[name])}
+    of_weights = {name for name in changed if name.endswith("weight")}
+    if method == "head":
+        assert changed == set()
+    else:
+        places = ("attention.self.query", "attention.self.value", "output.dense")
+        expected = {f"esm.encoder.layer.{n}.{p}.weight" for n in range(2) for p in places}
+        assert of_weights == expected, "not attention.output.dense"
+        a, b = (state[f"model.trunk.layers.1.fc2.lora_{x}.weight"] for x in "AB")
+        name = "esm.encoder.layer.1.output.dense.weight"
+        assert (model[name] - (base[name] + 4.0 * b @ a)).abs().max() < 1e-6
+    # Its predictions are those of the evaluation at the end of the run, and not of the base under an untrained head.
+    done = esmshard("predict", found.run / "model", found.recipe.parent / "valid.fasta", "-o", tmp_path / "x.npz")
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "x.npz") as file:
+        assert len(file.files) == 5
+        assert all(np.isfinite(file[name]).all() for name in file.files)
+
+
+def test_the_adapter_alone(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    found = trained("lora")
+    out = tmp_path / "adapter"
+    done = esmshard("consolidate", found.run, "-o", out, "--adapter")
+    assert done.returncode == 0, done.stderr
+    files = {"adapter_config.json", "adapter_model.safetensors", "head.safetensors", "esmshard.json", "baselines.npz"}
+    assert {path.name for path in out.iterdir()} == files
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["bias"]) == (2, 8.0, "all")
+    assert (out / config["base_model_name_or_path"]).resolve() == found.base.resolve()
+    written, state = load_file(out / "adapter_model.safetensors"), contents(found.run / "checkpoints" / "step_000006")
+    key = "base_model.model.esm.encoder.layer.1.attention.self.query.lora_B.weight"
+    assert torch.equal(written[key], state["model.trunk.layers.1.self_attn.q_proj.lora_B.weight"])
+    assert len(written) == sum(name.startswith("model.trunk.") for name in state)
+    assert len(load_file(out / "head.safetensors")) == sum(name.startswith("model.head.") for name in state)
+    about = json.loads((out / "esmshard.json").read_text())
+    assert (about["format"], about["step"], about["base"]["name"]) == (
+        "esmshard-adapter",
+        6,
+        config["base_model_name_or_path"],
+    )
+    with pytest.raises(UsageError, match="exists already"):
+        consolidate_adapter(found.run, out)
+    assert consolidate_adapter(found.run, out, overwrite=True) == out
+    with pytest.raises(UsageError, match=r"is no run; --adapter is for a run"):
+        consolidate_adapter(found.run / "model", tmp_path / "other")
+    with pytest.raises(UsageError, match="is a whole model, which has no other base"):
+        consolidate(found.run / "model", tmp_path / "other", base="x")
+
+
+def test_commands_take_the_adapter_for_the_model(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    found = trained("lora")
+    adapter = consolidate_adapter(found.run, tmp_path / "adapter")
+    fasta = found.recipe.parent / "valid.fasta"
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    for model in (found.run / "model", adapter):
+        for command, out in (("predict", "x.npz"), ("embed", "x.npy")):
+            done = esmshard(command, model, fasta, "-o", tmp_path / f"{model.name}-{out}")
+            assert done.returncode == 0, done.stderr
+        with np.load(tmp_path / f"{model.name}-x.npz") as file:
+            arrays[model.name] = {name: file[name] for name in file.files}
+        arrays[model.name]["embeddings"] = np.load(tmp_path / f"{model.name}-x.npy")
+    assert len(arrays["model"]) == 6
+    for name, values in arrays["model"].items():
+        assert np.abs(arrays["adapter"][name] - values).max() < 1e-6
+    consolidate(adapter, tmp_path / "merged")
+    merged, model = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", found.run / "model"))
+    assert merged.keys() == model.keys()
+    assert all(torch.equal(tensor, model[name]) for name, tensor in merged.items())
+    assert json.loads((tmp_path / "merged" / "esmshard.json").read_text())["format"] == "esmshard-model"
+    with pytest.raises(UsageError, match=r"adapter: is an adapter, and adapter_config.json in it says where its base"):
+        consolidate(adapter, tmp_path / "other", base="x")
+    with pytest.raises(UsageError, match=r"adapter: is no run; --adapter is for a run"):
+        consolidate_adapter(adapter, tmp_path / "other")
+
+
+def test_a_run_without_a_lora_has_no_adapter(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no LoRA \(adapt.method is head\); leave --adapter out"):
+        consolidate_adapter(trained("head").run, tmp_path / "adapter")
+    assert not list(tmp_path.iterdir())

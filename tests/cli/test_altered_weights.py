@@ -1,0 +1,123 @@
+"""Weights that are not those that were written: what opens them says so, and `verify` refuses them."""
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import esmshard
+
+import esmshard as package
+from esmshard.files import sha256
+from esmshard.model.weights import open_weights, recorded
+from esmshard.shipped import shipped
+
+SAYS = "is not the file that"
+FASTA = ">p\nMKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ\n"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The starter as `consolidate` writes it."""
+    done = esmshard("consolidate", "starter", "-o", tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "some.fasta").write_text(FASTA)
+    (tmp_path / "mutants.csv").write_text("mutant\nK2A\n")
+    return tmp_path / "model"
+
+
+def flip_signs(file: Path, count: int = 2000) -> None:
+    """Change the sign of numbers in the last part of a weight file. Its size stays."""
+    content = np.fromfile(file, np.uint8)
+    content[-4 * count :: 4] ^= 0x80
+    content[len(content) - 4 * count + 3 :: 4] ^= 0x80
+    content.tofile(file)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (("embed", "model", "some.fasta", "-o", "x.npy"), 0),
+        (("predict", "model", "some.fasta", "-o", "x.npz"), 0),
+        (("score", "model", "some.fasta", "mutants.csv", "-o", "x.csv"), 0),
+        (("evaluate", "model", "sample:contact/valid", "-o", "scores"), 0),
+        (("finetune", "mlm", "model.name=model", "train.steps=1", "--no-report", "out=run"), 0),
+        (("verify", "model"), 1),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_altered_weights_are_told_of(model: Path, command: tuple[str, ...], code: int) -> None:
+    *others, out = command
+    elsewhere = out.replace("out=", "out=a-") if "=" in out else f"a-{out}"
+    before = esmshard(*others, elsewhere, cwd=model.parent) if code == 0 else None
+    assert before is None or (before.returncode == 0 and SAYS not in before.stderr), "unaltered ones are not"
+    flip_signs(model / "model.safetensors")
+    done = esmshard(*command, cwd=model.parent)
+    assert done.returncode == code, done.stderr
+    assert SAYS in done.stderr
+    assert "model.safetensors: is not the file that" in done.stderr.replace("\n", " ")
+
+
+def test_from_python_too(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip_signs(model / "model.safetensors")
+    package.load(str(model))
+    assert capsys.readouterr().err.count(SAYS) == 1
+    with pytest.warns(UserWarning, match=SAYS):
+        package.load_model(str(model))
+
+
+def test_a_file_that_is_changed_while_its_time_stays_does_not_pass_verify(model: Path) -> None:
+    """What is remembered goes by size and time; a certificate reads every byte."""
+    file = model / "model.safetensors"
+    assert recorded.altered([file]) is None
+    before = file.stat()
+    flip_signs(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    done = esmshard("verify", model)
+    assert done.returncode == 1
+    assert SAYS in done.stderr
+
+
+def test_each_file_is_recorded(model: Path) -> None:
+    about = json.loads((model / "esmshard.json").read_text())
+    assert about["files"] == {"model.safetensors": sha256(model / "model.safetensors")}
+    file = model.parent / "starter.pt"
+    done = esmshard("consolidate", model, "-o", file.with_suffix(""), "--to", "fair-esm")
+    assert done.returncode == 0, done.stderr
+    about = json.loads((file.with_suffix("") / "esmshard.json").read_text())
+    found = open_weights.read(str(next(file.with_suffix("").glob("*[!n].pt"))))
+    assert about["files"] == {path.name: sha256(path) for path in found.files}
+    assert recorded.altered(found.files) is None
+    flip_signs(found.files[0], 10)
+    assert str(recorded.altered(found.files)).startswith(str(found.files[0]))
+
+
+def test_what_was_recorded_before_each_file_was_is_read(model: Path) -> None:
+    """One number for all files; and the shipped starter, whose number is that of its only file."""
+    assert recorded.altered([shipped("data") / "starter" / "model" / "model.safetensors"]) is None
+    about = json.loads((model / "esmshard.json").read_text())
+    del about["files"]
+    (model / "esmshard.json").write_text(json.dumps(about))
+    file = model / "model.safetensors"
+    assert recorded.altered([file]) is None
+    flip_signs(file, 1)
+    assert SAYS in str(recorded.altered([file]))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": 7}', '{"files": {"model.safetensors": 1}}'])
+def test_a_record_that_is_none_stops_nothing(model: Path, text: str) -> None:
+    (model / "esmshard.json").write_text(text)
+    found = recorded.altered([model / "model.safetensors"])
+    assert (found is None) == ("model.safetensors" not in text)
+
+
+def test_released_models_have_no_record(model: Path) -> None:
+    bare = model.parent / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("esmshard.json"))
+    flip_signs(bare / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        package.load_model(str(bare))

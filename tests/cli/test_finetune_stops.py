@@ -1,0 +1,186 @@
+"""The options of `finetune` for stopping and starting again, and what reaches the launcher."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esmshard.cli import app, finetune_commands
+from esmshard.errors import UsageError
+from esmshard.launch import local_processes, preemption
+from esmshard.launch.preemption import Preempted
+from esmshard.train import finetune as training
+from esmshard.train.records import status
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the launcher or the training was called with; neither runs."""
+    calls: list[Any] = []
+
+    def run_local(arguments: list[str], nproc: int, **options: Any) -> int:
+        calls.append((arguments, nproc, options))
+        return 0
+
+    def run(recipe: object, resume: str | None, overwrite: bool, *rest: Any, **options: Any) -> None:
+        calls.append((resume, overwrite))
+
+    monkeypatch.setattr(local_processes, "run_local", run_local)
+    monkeypatch.setattr(training, "run", run)
+    for name in (
+        *LAUNCHED,
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+        "ESMSHARD_JOB_ID",
+        "SLURM_JOB_ID",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(preemption.STOP_AT, "")  # so that it is put back
+    return calls
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_restarts_take_the_launcher(called: list[Any], tiny_recipe: Path, nproc: int) -> None:
+    finetune_commands.finetune(str(tiny_recipe), nproc=nproc, max_restarts=3, overwrite=True)
+    arguments = ["-m", "esmshard", "finetune", str(tiny_recipe), "--overwrite"]
+    assert called == [(arguments, nproc, {"max_restarts": 3})]
+
+
+def test_one_process_without_restarts_takes_none(called: list[Any], tiny_recipe: Path) -> None:
+    finetune_commands.finetune(str(tiny_recipe), nproc=1)
+    assert called == [(None, False)]
+
+
+def test_the_time_limit_counts_from_the_command(
+    called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_local(arguments: list[str], nproc: int, **options: Any) -> int:
+        called.append((arguments, os.environ[preemption.STOP_AT]))
+        return 0
+
+    monkeypatch.setattr(local_processes, "run_local", run_local)
+    before = time.time()
+    finetune_commands.finetune(str(tiny_recipe), nproc=2, stop_after="1h30m")
+    ((arguments, stop_at),) = called
+    assert float(stop_at) <= time.time() + 5400
+    assert float(stop_at) > before + 4800, "the time counts from the start of the command"
+    assert "--stop-after" not in arguments, "the processes would count anew"
+    assert os.environ[preemption.STOP_AT] == "", "it is the command's, and not of what comes after it"
+
+
+def test_a_time_limit_that_has_passed(called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(preemption.STOP_AT, "1")
+    with pytest.raises(Preempted, match="the time limit of --stop-after"):
+        finetune_commands.finetune(str(tiny_recipe), nproc=1)
+    assert called == []
+
+
+@pytest.mark.parametrize(
+    ("attempt", "given", "expected"),
+    [
+        ("0", {"overwrite": True}, (None, True)),
+        ("1", {"overwrite": True}, (None, True)),  # it did not come to removing what was there
+        ("1", {"resume": "never"}, ("auto", False)),
+        ("1", {"resume": "auto"}, ("auto", False)),
+        ("1", {"resume": "elsewhere"}, ("elsewhere", False)),
+    ],
+)
+def test_a_process_that_was_started_again_goes_on(
+    called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, attempt: str, given: Any, expected: Any
+) -> None:
+    for name, value in {**LAUNCHED, "TORCHELASTIC_RESTART_COUNT": attempt}.items():
+        monkeypatch.setenv(name, value)
+    finetune_commands.finetune(str(tiny_recipe), **given)
+    assert called == [expected]
+
+
+def test_what_was_begun_in_place_of_another_run_is_not_removed(
+    called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**LAUNCHED, "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "one"}.items():
+        monkeypatch.setenv(name, value)
+    out = tiny_recipe.parent / "run"
+    out.mkdir()
+    facts = {"state": "running", "step": 2, "steps": 6, "attempt": 1, "message": "", "checkpoint": None, "started": 1.0}
+    status.write(out, **facts)
+    finetune_commands.finetune(str(tiny_recipe), overwrite=True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
+    finetune_commands.finetune(str(tiny_recipe), overwrite=True)
+    assert called == [("auto", False), (None, True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "sentence"),
+    [
+        ({"stop_after": "soon"}, {}, r"^--stop-after soon: a time is expected, as 3h50m"),
+        (
+            {"max_restarts": 1, "resume": "elsewhere"},
+            {},
+            r"^--max-restarts goes on from the newest checkpoint of the run",
+        ),
+        (
+            {"max_restarts": 1},
+            LAUNCHED,
+            r"^--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command",
+        ),
+        (
+            {"stop_after": "90s"},
+            {**LAUNCHED, "TORCHELASTIC_MAX_RESTARTS": "2"},
+            r"set ESMSHARD_STOP_AT=\$\(\(\$\(date \+%s\) \+ 90\)\) instead$",
+        ),
+    ],
+)
+def test_mistakes(
+    called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, options: Any, environment: Any, sentence: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=sentence):
+        finetune_commands.finetune(str(tiny_recipe), **options)
+    assert called == []
+
+
+def test_under_a_launcher_a_time_limit_is_allowed(
+    called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**LAUNCHED, "TORCHELASTIC_MAX_RESTARTS": "0"}.items():
+        monkeypatch.setenv(name, value)
+    finetune_commands.finetune(str(tiny_recipe), stop_after="90s")
+    assert called == [(None, False)]
+
+
+@pytest.mark.parametrize("command", ["finetune", "doctor"])
+@pytest.mark.parametrize(
+    "option", ["--nnodes", "--rdzv-endpoint=node1:29400", "--rdzv-id", "--rdzv-conf", "--local-addr"]
+)
+def test_an_option_of_several_machines_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, option: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("sys.argv", ["esmshard", command, "contact", option, "2"])
+    with pytest.raises(SystemExit) as left:
+        app.main()
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {option.partition('=')[0]}: several machines are started by Slurm")
+    assert f"`srun esmshard {command} ...`" in said
+    assert f"-m esmshard {command} ...`" in said
+
+
+def test_a_crash_has_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_recipe: Path
+) -> None:
+    def broken(*given: Any, **options: Any) -> None:
+        raise KeyError("trunk")
+
+    monkeypatch.setattr(training, "run", broken)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("sys.argv", ["esmshard", "finetune", str(tiny_recipe), "--nproc", "1"])
+    with pytest.raises(SystemExit) as left:
+        app.main()
+    assert left.value.code == 70
+    assert capsys.readouterr().err.endswith("KeyError: 'trunk'\n")

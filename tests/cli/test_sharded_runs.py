@@ -1,0 +1,139 @@
+"""`finetune` under the options of `parallel`: refused before any weight is read, resumed under others, profiled."""
+
+import gzip
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import esmshard
+
+from esmshard.cli import app
+from esmshard.tasks import finetuner
+
+
+def lines(run: Path) -> list[dict[str, object]]:
+    """The training steps of a run."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if "loss" in line and "split" not in line]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Exit code and message of a command that must not come to weights."""
+
+    def no_weights(*rest: object) -> None:
+        raise AssertionError("weights were opened")
+
+    def run(*arguments: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["esmshard", *map(str, arguments)])
+        monkeypatch.setattr("esmshard.train.run_inputs.initial_weights", no_weights)
+        with pytest.raises(SystemExit) as caught:
+            app.main()
+        return int(str(caught.value.code)), capsys.readouterr().err
+
+    assert finetuner.initial_weights is not no_weights
+    return run
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "code", "says"),
+    [
+        (
+            4,
+            ["strategy=hybrid_shard", "group_size=3"],
+            2,
+            "groups of 3 (parallel.group_size) do not divide 4 processes",
+        ),
+        (
+            4,
+            ["strategy=hybrid_shard"],
+            2,
+            "groups of 4 (the processes of one machine) make 1 copy of the model, which is",
+        ),
+        (2, ["precision=fp16"], 2, "parallel.precision: fp16 is for GPUs, and this is a CPU; take fp32 or auto"),
+        (1, ["precision=fp16"], 2, "parallel.precision: fp16 is for GPUs, and this is a CPU; take fp32 or auto"),
+        (
+            2,
+            ["cpu_offload=true", "accumulate=unsharded"],
+            2,
+            "parallel.accumulate: unsharded keeps all gradients on the",
+        ),
+        (2, ["strategy=no_shard", "root=full_shard"], 2, "parallel.root: no_shard keeps every weight in every process"),
+        (2, ["strategy=zero3"], 2, "parallel.strategy:"),
+        (2, ["prefetch_backward=0"], 2, "parallel.prefetch_backward:"),
+        (6, [], 1, "valid has 5 records, fewer than the 6 processes; use --nproc 5 or less"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_before_any_weight_is_read(
+    tiny_recipe: Path,
+    refused: Callable[..., tuple[int, str]],
+    processes: int,
+    options: list[str],
+    code: int,
+    says: str,
+) -> None:
+    found, message = refused(
+        "finetune",
+        tiny_recipe,
+        "parallel.precision=fp32",
+        *(f"parallel.{o}" for o in options),
+        "--nproc",
+        str(processes),
+    )
+    assert (found, len(message.splitlines())) == (code, 1), message
+    assert says in message
+    assert not (tiny_recipe.parent / "run").exists()
+
+
+def test_a_run_goes_on_under_another_strategy_and_number_of_ranks(tiny_recipe: Path) -> None:
+    run, whole = tiny_recipe.parent / "run", tiny_recipe.parent / "whole"
+    assert esmshard("finetune", tiny_recipe, f"out={whole}", "--nproc", "2").returncode == 0
+    before = ["parallel.strategy=no_shard", "parallel.activation_checkpointing=selective"]
+    done = esmshard("finetune", tiny_recipe, *before, "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    (run / "checkpoints" / "LATEST").write_text("step_000004\n")
+    shutil.rmtree(run / "checkpoints" / "step_000006")
+    after = ["parallel.cpu_offload=true", "parallel.prefetch_forward=1"]
+    done = esmshard("finetune", tiny_recipe, *after, "--nproc", "1", "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 4 of 6" in done.stderr
+    losses = [[line["loss"] for line in lines(d)] for d in (run, whole)]
+    assert len(losses[0]) == 6
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert (run / "evaluation.json").is_file()
+
+
+def test_a_run_tells_how_each_rank_fares_and_where_time_goes(tiny_recipe: Path) -> None:
+    run = tiny_recipe.parent / "run"
+    done = esmshard("finetune", tiny_recipe, "--nproc", "2", "--profile", "2")
+    assert done.returncode == 0, done.stderr
+    steps = lines(run)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    for line in steps:
+        ranks = line["ranks"]
+        assert isinstance(ranks, dict)
+        assert all(len(values) == 2 for values in ranks.values())
+        assert sum(ranks["residues_per_s"]) == pytest.approx(line["residues_per_s"], rel=1e-2)
+        assert float(str(line["residues_per_s"])) * float(str(line["step_s"])) == pytest.approx(
+            line["residues"], rel=1e-2
+        )
+        assert max(ranks["peak_memory_bytes"]) == line["peak_memory_bytes"]
+        assert 0 < float(str(line["communication_share"])) < 1
+        assert line["mfu"] is None, "a CPU has no data sheet"
+    assert "seconds a step over 2 steps" in done.stderr
+    table = done.stderr[done.stderr.index("seconds a step") :].splitlines()
+    assert table[1].split() == ["rank", "step", "compute", "communication", "exposed", "data", "other"]
+    assert [row.split()[0] for row in table[2:4]] == ["0", "1"]
+    for rank in (0, 1):
+        with gzip.open(run / "profile" / f"rank_{rank}.json.gz", "rt") as file:
+            assert len(json.load(file)["traceEvents"]) > 100
+
+
+def test_more_profiled_steps_than_there_are_is_one_sentence(tiny_recipe: Path) -> None:
+    done = esmshard("finetune", tiny_recipe, "--profile", "5")
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
+    assert "error: --profile 5 needs 7 steps, the first 2 to warm up, and 6 are left" in done.stderr

@@ -1,0 +1,532 @@
+"""`esmshard split` as a user runs it: what it writes, what it says, what it refuses."""
+
+import csv
+import gzip
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import write_subset
+
+from esmshard.cli import app
+from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.data.labels.coordinates import CoordinateLabels
+from esmshard.data.splits.fasta_split import FastaRecords
+from esmshard.data.splits.split_files import divide
+from esmshard.data.splits.split_method import OF_SEQUENCES, chosen
+from esmshard.data.store.ingestion import cached, ingest
+from esmshard.errors import UsageError
+from esmshard.shipped import shipped
+
+Run = Callable[..., tuple[int, str, str]]
+SETS = ("train", "valid", "test")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Exit code, stdout and stderr of a split in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def split(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["esmshard", "split", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            app.main()
+        said = capsys.readouterr()
+        return int(left.value.code or 0), said.out, said.err
+
+    return split
+
+
+def write_fasta(path: Path, count: int = 20) -> None:
+    """Records of 30 residues with headers; r0 and r1 are one sequence, and the clusters r2 and r3, r4 and r5, ..."""
+    letters = "ACDEFGHIKLMNPQRSTVWY"
+    sequences = ["".join(letters[(n * 7 + k * (n + 3)) % 20] for k in range(30)) for n in range(count)]
+    sequences[1] = sequences[0]
+    path.write_text("".join(f">r{n} SCORE={n} of many\n{s.lower()}\n" for n, s in enumerate(sequences)))
+    lines = [f"r{n - n % 2}\tr{n}\n" for n in range(2, count)]
+    path.with_name("clusters.tsv").write_text("".join(["r0\tr0\nr1\tr1\n", *lines]))
+
+
+def ids(path: Path) -> list[str]:
+    return [record.id for record in read_fasta(path)]
+
+
+def listed(out: Path) -> dict[str, list[str]]:
+    """Cells of splits.tsv by id, and its header."""
+    rows = [line.split("\t") for line in (out / "splits.tsv").read_text().splitlines()]
+    return {row[0]: row[1:] for row in rows}
+
+
+# sequences
+
+
+def test_clusters_and_duplicates_are_not_cut(run: Run, tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    code, out, err = run("x.fasta", "-o", "out", "--clusters", "clusters.tsv", "--ratios", "0.6,0.2,0.2")
+    assert code == 0
+    assert out == (
+        "out\n"
+        "set    records  residues  clusters\n"
+        "train       12       360         6\n"
+        "valid        4       120         2\n"
+        "test         4       120         2\n"
+    )
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        *("split.json", "splits.tsv", "test.fasta", "train.fasta", "valid.fasta")
+    ]
+    where = {name: ids(tmp_path / "out" / f"{name}.fasta") for name in SETS}
+    assert sorted(record for records in where.values() for record in records) == sorted(f"r{n}" for n in range(20))
+    side = {record: name for name, records in where.items() for record in records}
+    assert all(side[f"r{n}"] == side[f"r{n + 1}"] for n in range(0, 20, 2))
+    rows = listed(tmp_path / "out")
+    assert rows["id"] == ["set", "cluster"]
+    assert list(rows)[1:] == [f"r{n}" for n in range(20)]
+    assert {record: cells[0] for record, cells in rows.items() if record != "id"} == side
+    assert rows["r0"][1] == rows["r1"][1] == "r0"
+    assert rows["r7"][1] == "r6"
+    assert "x.fasta: lower-case letters were read as upper case in 20 records (r0, r1, r2, ...)" in err
+    assert "leakage: none of 4 valid records and 4 test records" in err
+
+
+def test_headers_are_kept_and_the_way_is_written_down(run: Run, tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    run("x.fasta", "-o", "out", "--clusters", "clusters.tsv", "--seed", "3")
+    by_id = {r.id: r for name in SETS for r in read_fasta(tmp_path / "out" / f"{name}.fasta")}
+    assert by_id["r5"].description == "r5 SCORE=5 of many"
+    assert by_id["r5"].sequence == next(r for r in read_fasta(tmp_path / "x.fasta") if r.id == "r5").sequence
+    told = json.loads((tmp_path / "out" / "split.json").read_text())
+    assert told["source"] == str(tmp_path / "x.fasta")
+    assert told["clusters"] == "clusters.tsv"
+    assert told["method"]["by"] == "cluster"
+    assert told["method"]["seed"] == 3
+    assert told["method"]["ratios"] == [0.8, 0.1, 0.1]
+    assert told["counts"]["train"] == {"records": 16, "residues": 480, "clusters": 8}
+    assert told["notices"][0].startswith("x.fasta: lower-case letters")
+    assert told["notices"][-1].startswith("leakage: none")
+
+
+def test_several_clusterings_are_joined(run: Run, tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    second = "".join(f"{'all' if n in (3, 9, 14) else n}\tr{n}\n" for n in range(20))
+    (tmp_path / "second.tsv").write_text(second)
+    options = ("--clusters", "clusters.tsv", "--clusters", "second.tsv", "--ratios", "5,3,2")
+    assert run("x.fasta", "-o", "out", *options)[0] == 0
+    rows = listed(tmp_path / "out")
+    assert {rows[f"r{n}"][0] for n in (2, 3, 8, 9, 14, 15)} == {rows["r2"][0]}
+    assert {rows[f"r{n}"][1] for n in (2, 3, 8, 9, 14, 15)} == {"r14"}
+
+
+def test_a_compressed_file_and_a_store_are_split_alike(run: Run, tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    (tmp_path / "y.fa.gz").write_bytes(gzip.compress((tmp_path / "x.fasta").read_bytes()))
+    ingest([tmp_path / "x.fasta"], tmp_path / "store")
+    for source, out in (("x.fasta", "a"), ("y.fa.gz", "b"), ("store", "c")):
+        assert run(source, "-o", out, "--by", "ratio", "--seed", 5)[0] == 0
+    for name in ("train.fasta", "valid.fasta", "test.fasta", "splits.tsv"):
+        assert len({(tmp_path / out / name).read_bytes() for out in "abc"}) == 1
+
+
+def test_random_splits_follow_the_seed_and_keep_duplicates_together(run: Run, tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    results = []
+    for seed in range(8):
+        code, out, _ = run("x.fasta", "-o", f"out{seed}", "--by", "ratio", "--seed", seed)
+        assert code == 0
+        assert "clusters" not in out
+        rows = listed(tmp_path / f"out{seed}")
+        assert rows["id"] == ["set"]
+        assert rows["r0"] == rows["r1"]
+        results.append(str(sorted(rows.items())))
+    assert len(set(results)) == 8
+
+
+def test_leakage_of_a_random_split_is_told(run: Run, tmp_path: Path) -> None:
+    """Ten pairs of relatives, of which a random split must cut some."""
+    letters = "ACDEFGHIKLMNPQRSTVWY"
+    first = ["".join(letters[(n * 7 + k * (n + 3)) % 20] for k in range(30)) for n in range(14)]
+    text = "".join(f">a{n}\n{s}\n>b{n}\n{s[:-1]}MM\n" for n, s in enumerate(first))
+    (tmp_path / "x.fasta").write_text(text)
+    _, _, err = run("x.fasta", "-o", "out", "--by", "ratio", "--ratios", "1,1,1")
+    assert "leakage: of 9 test records 0 are identical and" in err or "leakage: of 10 test records 0 are" in err
+
+
+def test_coordinates_are_cut_along(run: Run, tmp_path: Path) -> None:
+    source = write_subset(tmp_path, "x", "valid", range(12))
+    with np.load(tmp_path / "x.npz") as file:
+        arrays = dict(file)
+    arrays["dssp8"] = np.array([f"H{n}" for n in range(12)])
+    arrays["odd"] = np.zeros(3)
+    lines = source.read_text().split(">")[1:]
+    # In another order than the coordinates, which have two chains more.
+    source.write_text("".join(f">{line}" for line in reversed(lines[2:])))
+    np.savez(tmp_path / "x.npz", **arrays)
+    code, _, err = run(source, "-o", "out", "--by", "ratio", "--ratios", "6,2,2")
+    assert code == 0
+    assert f"{tmp_path}/x.npz: left out odd, which has no row for each chain or residue" in err
+    assert f"{tmp_path}/x.npz: left out 2 chains that x.fasta does not have" in err
+    with np.load(shipped("data") / "contact" / "valid.npz") as file:
+        names, offsets, cb = file["names"].tolist(), file["offsets"], file["cb_dA"]
+    seen = 0
+    for name in SETS:
+        fasta = tmp_path / "out" / f"{name}.fasta"
+        store = cached(fasta)
+        labels = CoordinateLabels(fasta, store)  # compares names, lengths and sequences
+        for n in range(len(store)):
+            k = names.index(store.id(n))
+            expected = cb[offsets[k] : offsets[k + 1]].astype(np.float32) / np.float32(10)
+            assert np.array_equal(labels[n]["cb"], expected)
+            seen += 1
+        with np.load(tmp_path / "out" / f"{name}.npz") as cut:
+            assert sorted(cut.files) == ["cb_dA", "dssp8", "names", "offsets", "seqs"]
+            assert cut["dssp8"].tolist() == [f"H{names.index(i)}" for i in cut["names"].tolist()]
+            assert cut["offsets"].dtype == np.int32
+            assert cut["cb_dA"].dtype == np.uint16
+    assert seen == 10
+
+
+def test_coordinates_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> None:
+    source = write_subset(tmp_path, "x", "valid", range(12))
+    source.write_text(source.read_text() + ">new\nMKT\n")
+    code, _, err = run(source, "-o", "out", "--by", "ratio")
+    assert code == 1
+    assert "has no chain 'new'" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_headers_can_give_the_sets(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "x.fasta").write_text(
+        ">a SET=train\nMKTAY\n>b SET=train VALIDATION=True\nAGVWY\n>c SET=test\nWYWYA\n>d\nGGGGG\n>e SET=train\nLLLLV\n"
+    )
+    code, out, err = run("x.fasta", "-o", "out", "--by", "given")
+    assert code == 0
+    assert {name: ids(tmp_path / "out" / f"{name}.fasta") for name in SETS} == {
+        "train": ["a", "e"],
+        "valid": ["b"],
+        "test": ["c"],
+    }
+    assert listed(tmp_path / "out")["d"] == ["none"]
+    assert out.splitlines()[-1].split() == ["none", "1", "5"]
+    assert "(d)" in err
+    (tmp_path / "x.fasta").write_text(">a SET=train\nMKTAY\n>c SET=test\nWYWYA\n")
+    code, _, err = run("x.fasta", "-o", "out2", "--by", "given")
+    assert (code, err) == (
+        1,
+        "error: x.fasta: gives no record to the valid set; give it some, or split in another way\n",
+    )
+
+
+def test_folds_have_directories_of_their_own(run: Run, tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    code, out, err = run("x.fasta", "-o", "out", "--clusters", "clusters.tsv", "--folds", 5)
+    assert code == 0
+    assert [line.split() for line in out.splitlines()[1:]] == [
+        ["fold", "records", "residues", "clusters"],
+        *([str(k), "4", "120", "2"] for k in range(5)),
+    ]
+    rows = listed(tmp_path / "out")
+    assert rows["id"] == ["fold", "cluster"]
+    for k in range(5):
+        directory = tmp_path / "out" / f"fold_{k}"
+        held = {name: {int(rows[i][0]) for i in ids(directory / f"{name}.fasta")} for name in SETS}
+        assert held == {"test": {k}, "valid": {(k + 1) % 5}, "train": set(range(5)) - {k, (k + 1) % 5}}
+        assert f"fold_{k}: leakage: none of 4 valid records and 4 test records" in err
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is not None, reason="MMseqs2 is installed")
+def test_without_mmseqs_the_default_says_what_to_do(run: Run, tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    code, _, err = run("x.fasta", "-o", "out")
+    assert code == 1
+    assert "--clusters FILE.tsv" in err
+
+
+def test_mmseqs_is_run_where_no_clusters_are_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    program = tmp_path / "bin" / "mmseqs"
+    program.parent.mkdir()
+    lines = "".join(f"{n - n % 4}\\t{n}\\n" for n in range(20))
+    program.write_text(f'#!/bin/sh\n[ "$1" = version ] && echo 9 && exit\nprintf "{lines}" > "$3_cluster.tsv"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    code, out, err = run("x.fasta", "-o", "deep/out", "--ratios", "3,1,1")
+    assert code == 0
+    assert err.startswith("clustering 20 records with MMseqs2\n")
+    assert [line.split() for line in out.splitlines()[2:]] == [
+        ["train", "12", "360", "3"],
+        ["valid", "4", "120", "1"],
+        ["test", "4", "120", "1"],
+    ]
+    assert listed(tmp_path / "deep" / "out")["r7"][1] == "r4"
+    told = json.loads((tmp_path / "deep" / "out" / "split.json").read_text())
+    assert told["clusters"] == "MMseqs2 9, easy-cluster --min-seq-id 0.3 -c 0.8 --cov-mode 0 -s 7.5"
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["out"]
+
+
+# variants
+
+WILD = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """The wild type and two substitutions at each of 20 positions, numbered from 101; then double mutants."""
+    (tmp_path / "wt.fasta").write_text(f">w\n{WILD}\n")
+    rows = [("WT", 0.5, "as, quoted"), ("M101*", 0.0, "stop")]
+    for k in range(20):
+        rows += [(f"{WILD[k]}{k + 101}C", k / 20, f"n{k}"), (f"{WILD[k]}{k + 101}W", k / 20 + 0.01, "")]
+    rows += [("M101C:K102C", 0.9, "near"), ("M101W:F119W", 0.95, "far")]
+    path = tmp_path / "v.csv"
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([("mutant", "score", "note"), *rows])
+    return path
+
+
+VARIANTS = ("--wild-type", "wt.fasta", "--offset", "-100")
+
+
+def cells(path: Path) -> list[list[str]]:
+    with open(path, newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_positions_are_not_cut_and_columns_are_kept(run: Run, table: Path, tmp_path: Path) -> None:
+    code, out, err = run("v.csv", "-o", "out", *VARIANTS, "--ratios", "0.6,0.2,0.2")
+    assert code == 0
+    places: dict[str, set[str]] = {}
+    source = cells(table)
+    for name in SETS:
+        header, *rows = cells(tmp_path / "out" / f"{name}.csv")
+        assert header == ["mutant", "score", "note"]
+        assert all(row in source for row in rows)
+        places[name] = {part[1:-1] for row in rows if row[0] != "WT" for part in row[0].split(":")}
+    assert not places["train"] & places["valid"]
+    assert not places["train"] & places["test"]
+    assert not places["valid"] & places["test"]
+    assert set.union(*places.values()) == {str(k) for k in range(101, 121)}
+    assert out.splitlines()[1].split() == ["set", "variants", "positions"]
+    assert "with a stop codon (line 3)" in err
+    rows = listed(tmp_path / "out")
+    assert rows["id"] == ["set", "line"]
+    assert rows["WT"] == ["train", "2"]
+    assert rows["Y5W"][1] == "13"
+    assert "M1*" not in rows
+    assert run("v.csv", "-o", "other", *VARIANTS, "--ratios", "0.6,0.2,0.2", "--seed", 1)[0] == 0
+    assert listed(tmp_path / "other") != rows
+    assert "leakage: none of" in err
+
+
+def test_variants_across_sets_are_left_out_and_named(run: Run, table: Path, tmp_path: Path) -> None:
+    """20 positions in stretches of four: 101 and 102 are in the first, 119 in the last."""
+    code, out, err = run("v.csv", "-o", "out", *VARIANTS, "--by", "contiguous", "--folds", 5)
+    assert code == 0
+    assert [line.split() for line in out.splitlines()[1:]] == [
+        ["fold", "variants", "positions"],
+        ["0", "10", "4"],
+        *([str(k), "8", "4"] for k in range(1, 5)),
+        ["none", "1", "2"],
+    ]
+    assert "v.csv: left out 1 variant that change positions of several sets (M1W:F19W)" in err
+    assert listed(tmp_path / "out")["M1W:F19W"] == ["none", "45"]
+    tested = cells(tmp_path / "out" / "fold_4" / "test.csv")
+    assert [row[0] for row in tested[1:]] == [f"{WILD[k]}{k + 101}{m}" for k in range(16, 20) for m in "CW"]
+    assert len(cells(tmp_path / "out" / "fold_4" / "train.csv")) == 1 + 24
+    assert run("v.csv", "-o", "out2", *VARIANTS, "--by", "modulo", "--folds", 5)[0] == 0
+    modulo = listed(tmp_path / "out2")
+    assert [modulo[f"{WILD[k]}{k + 1}C"][0] for k in range(7)] == ["0", "1", "2", "3", "4", "0", "1"]
+    assert modulo["M1C:K2C"][0] == "none"
+
+
+def test_single_mutants_against_the_rest(run: Run, table: Path, tmp_path: Path) -> None:
+    code, out, err = run("v.csv", "-o", "out", *VARIANTS, "--by", "mutations")
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["train", "37"], ["valid", "4"], ["test", "2"]]
+    assert [row[0] for row in cells(tmp_path / "out" / "test.csv")[1:]] == ["M101C:K102C", "M101W:F119W"]
+    assert "leakage: of 2 test variants 0 are training variants, 2 change only positions that these change too" in err
+    code, _, err = run("v.csv", "-o", "out2", *VARIANTS, "--by", "mutations", "--train-max", "2")
+    assert code == 1
+    assert "no variant has more than 2 changes" in err
+    for bad in ("0", "1.5", "x"):
+        code, _, err = run("v.csv", "-o", "out2", *VARIANTS, "--by", "mutations", "--train-max", bad)
+        assert (code, err) == (2, f"error: --train-max {bad}: a number of mutations is expected, as 2\n")
+
+
+def test_low_values_against_high_ones(run: Run, table: Path, tmp_path: Path) -> None:
+    """The wild type has 0.5: it, and twice ten substitutions and one up to it, to learn from."""
+    code, out, _ = run("v.csv", "-o", "out", *VARIANTS, "--by", "low-to-high")
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["train", "20"], ["valid", "2"], ["test", "21"]]
+    tested = [float(row[1]) for row in cells(tmp_path / "out" / "test.csv")[1:]]
+    assert min(tested) == 0.51
+    for limit, count in (("0.2", 9), ("50%", 22)):
+        assert run("v.csv", "-o", "out", "--overwrite", *VARIANTS, "--by", "low-to-high", "--train-max", limit)[0] == 0
+        learned = [row for name in ("train", "valid") for row in cells(tmp_path / "out" / f"{name}.csv")[1:]]
+        assert len(learned) == count
+    rows = cells(table)
+    with open(table, "w", newline="") as file:
+        csv.writer(file).writerows([["mutant", "kcat", "note"], *rows[2:]])
+    code, _, err = run("v.csv", "-o", "out3", *VARIANTS, "--by", "low-to-high", "--target", "kcat")
+    assert code == 2
+    assert "v.csv: has no row of the wild type, whose value would be the limit; pass --train-max" in err
+    arguments = ("--by", "low-to-high", "--target", "kcat", "--train-max")
+    assert run("v.csv", "-o", "out3", *VARIANTS, *arguments, "0.3")[0] == 0
+    for bad in ("x", "120%", "%"):
+        code, _, err = run("v.csv", "-o", "out4", *VARIANTS, *arguments, bad)
+        assert (code, err) == (2, f"error: --train-max {bad}: a value, or a share of the values as 50%, is expected\n")
+
+
+def test_rows_of_one_variant_stay_together(run: Run, table: Path, tmp_path: Path) -> None:
+    """A measurement in four rows, and a synonymous change beside the wild type."""
+    with open(table, "a") as file:
+        file.write("M101C,0.1,again\np.Met101Cys,0.9,again\nM101C,0.4,again\nM101M,0.5,silent\n")
+    for by in ("ratio", "low-to-high", "mutations"):
+        for seed in range(4):
+            arguments = ("--by", by, "--seed", seed, "--overwrite", "--ratios", "1,1,1")
+            assert run("v.csv", "-o", "out", *VARIANTS, *arguments)[0] == 0
+            lines = [line.split("\t") for line in (tmp_path / "out" / "splits.tsv").read_text().splitlines()]
+            assert len({line[1] for line in lines if line[0] == "M1C"}) == 1
+            assert sum(line[0] == "M1C" for line in lines) == 4
+            if by == "ratio":
+                assert len({line[1] for line in lines if line[0] in ("WT", "M1M")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "labels.fasta",
+            ">c SET=test\nCCHHH\n>b SET=train VALIDATION=True\nHHHHH\n>a SET=train\nCCCC\n>z SET=test\nC\n",
+        ),
+        ("x.csv", "sequence,target,set,validation\nMKTAY,1,train,\nAGVWY,2,train,True\nWYWYA,3,test,\nMMMMM,3,test,\n"),
+        ("x.tsv", "id\tset\na\ttrain\nb\tvalid\nc\ttest\nz\ttest\n"),
+    ],
+)
+def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "x.fasta").write_text(">a\nMKTAY\n>b\nAGVWY\n>c\nWYWYA\n>d\nGGGGG\n")
+    (tmp_path / name).write_text(text)
+    code, _, err = run("x.fasta", "-o", "out", "--by", "given", "--sets", name)
+    assert code == 0
+    found = {name: ids(tmp_path / "out" / f"{name}.fasta") for name in SETS}
+    assert found == {"train": ["a"], "valid": ["b"], "test": ["c"]}
+    assert listed(tmp_path / "out")["d"] == ["none"], "in no set, and said"
+    assert "(d)" in err
+    assert json.loads((tmp_path / "out" / "split.json").read_text())["sets"] == name
+
+
+def test_a_file_of_sets_is_refused_where_nothing_reads_it(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "x.fasta").write_text(">a\nMKTAY\n")
+    (tmp_path / "x.csv").write_text("id,target\na,1\n")
+    assert run("x.fasta", "-o", "out", "--sets", "x.csv")[::2] == (
+        2,
+        "error: --sets is read by --by given for sequences; pass --by given, or leave --sets out\n",
+    )
+    code, _, err = run("x.fasta", "-o", "out", "--by", "given", "--sets", "x.csv")
+    assert code == 1
+    assert err.startswith("error: x.csv")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_column_can_give_the_sets(run: Run, table: Path, tmp_path: Path) -> None:
+    rows = [row for row in cells(table)[1:] if row[0] != "M101*"]
+    given = [("train", ""), ("train", "True"), ("test", "")]
+    with open(table, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["mutant", "set", "validation"])
+        writer.writerows([row[0], *given[n % 3]] for n, row in enumerate(rows[:9]))
+        writer.writerow([rows[9][0], "", ""])
+    code, _, err = run("v.csv", "-o", "out", *VARIANTS, "--by", "given")
+    assert code == 0
+    assert [row[0] for row in cells(tmp_path / "out" / "train.csv")[1:]] == [rows[n][0] for n in (0, 3, 6)]
+    assert [row[0] for row in cells(tmp_path / "out" / "valid.csv")[1:]] == [rows[n][0] for n in (1, 4, 7)]
+    assert [row[0] for row in cells(tmp_path / "out" / "test.csv")[1:]] == [rows[n][0] for n in (2, 5, 8)]
+    assert "left out 1 variant without a set (Y5C)" in err
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--by", "position"), "--by position: sequences (no --wild-type) are split by cluster, ratio, given"),
+        (("--by", "nonsense"), "--by nonsense: sequences (no --wild-type) are split by cluster, ratio, given"),
+        ((*VARIANTS, "--by", "cluster"), "--by cluster: variants (--wild-type) are split by position, contiguous, "),
+        (("--by", "ratio", "--clusters", "c.tsv"), "--clusters is not read by --by ratio; leave it out"),
+        (("--by", "ratio", "--train-max", "2"), "--train-max is not read by --by ratio; leave it out"),
+        (("--by", "given", "--seed", "0"), "--seed is not read by --by given; leave it out"),
+        ((*VARIANTS, "--by", "mutations", "--folds", "5"), "--folds is not read by --by mutations; leave it out"),
+        ((*VARIANTS, "--target", "score"), "--target is not read by --by position; leave it out"),
+        (("--by", "ratio", "--folds", "5", "--ratios", "1,1,1"), "--ratios: folds are of equal size;"),
+        ((*VARIANTS, "--by", "modulo"), "--by modulo makes folds; pass --folds 5 to have those of ProteinGym"),
+        (("--by", "ratio", "--folds", "2"), "--folds 2: at least 3 are needed, for train, valid and test"),
+        (("--by", "ratio", "--ratios", "0.8,0.2"), "--ratios 0.8,0.2: three numbers above zero are expected"),
+        (("--by", "ratio", "--ratios", "a,b,c"), "--ratios a,b,c: three numbers above zero are expected"),
+        (("--by", "ratio", "--ratios", "1,1,inf"), "--ratios 1,1,inf: three numbers above zero are expected"),
+        (("--by", "ratio", "--offset", "3"), "--mutant and --offset are for variants of one protein; pass --wild-type"),
+        (("--by", "ratio", "--mutant", "m"), "--mutant and --offset are for variants of one protein; pass --wild-type"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: tuple[str, ...], sentence: str, run: Run, tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    (tmp_path / "wt.fasta").write_text(f">w\n{WILD}\n")
+    code, out, err = run("x.fasta", "-o", "out", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {sentence}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_result_is_replaced_when_asked_and_nothing_else_ever(run: Run, tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    split = ("x.fasta", "-o", "out", "--by", "ratio")
+    (tmp_path / "out").mkdir()
+    assert run(*split, "--seed", 1)[0] == 0  # an empty directory is no obstacle
+    before = (tmp_path / "out" / "splits.tsv").read_text()
+    code, _, err = run(*split, "--seed", 2)
+    assert (code, err) == (2, "error: out: exists already; choose another directory or pass --overwrite\n")
+    assert (tmp_path / "out" / "splits.tsv").read_text() == before
+    (tmp_path / "out" / "old").write_text("")
+    assert run(*split, "--seed", 2, "--overwrite")[0] == 0
+    assert (tmp_path / "out" / "splits.tsv").read_text() != before
+    assert not (tmp_path / "out" / "old").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    code, _, err = run("x.fasta", "-o", "mine", "--by", "ratio", "--overwrite")
+    assert code == 2
+    assert "mine: holds something else than a split" in err
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+    assert run("x.fasta", "-o", "x.fasta", "--by", "ratio", "--overwrite")[0] == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["clusters.tsv", "mine", "out", "x.fasta"]
+
+
+def test_library_users_are_refused_the_same(tmp_path: Path) -> None:
+    write_fasta(tmp_path / "x.fasta")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "splits.tsv").write_text("")
+    method = chosen(OF_SEQUENCES, "ratio", clusters=[])
+    with pytest.raises(UsageError, match="exists already"):
+        divide(FastaRecords(tmp_path / "x.fasta"), method, tmp_path / "out")
+    done = divide(FastaRecords(tmp_path / "x.fasta"), method, tmp_path / "out", overwrite=True)
+    assert done.counts["train"] == {"records": 16, "residues": 480}
+    assert len(done.notices) == 2
+
+
+def test_nothing_is_left_where_writing_fails(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esmshard.data.splits import split_files
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_fasta(tmp_path / "x.fasta")
+    assert run("x.fasta", "-o", "out", "--by", "ratio")[0] == 0
+    before = (tmp_path / "out" / "splits.tsv").read_text()
+    monkeypatch.setattr(split_files, "_write_list", fail)
+    code, _, err = run("x.fasta", "-o", "out", "--by", "ratio", "--seed", 9, "--overwrite")
+    assert (code, err) == (1, "error: no space left on device\n")
+    assert (tmp_path / "out" / "splits.tsv").read_text() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["clusters.tsv", "out", "x.fasta"]

@@ -1,0 +1,336 @@
+"""The whole job on a laboratory's table as it comes: one command to a ranked list, every oddity told once."""
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import esmshard
+from scipy.stats import spearmanr
+
+from esmshard.report.read.variant_run_directory import read_variants
+from esmshard.report.text import methods_text
+from esmshard.shipped import shipped
+from esmshard.vocab import STANDARD
+
+SHIFT = 23
+"""What the table's numbering is ahead of the protein's."""
+CODES = "Ala Cys Asp Glu Phe Gly His Ile Lys Leu Met Asn Pro Gln Arg Ser Thr Val Trp Tyr"
+HGVS = dict(zip(STANDARD, CODES.split(), strict=True))
+SMALL = ("model.name=nano", "init=random", "task.zero_shot=false", "train.epochs=2", "task.hidden=8")
+
+
+def _shifted(part: str) -> str:
+    return f"{part[0]}{int(part[1:-1]) + SHIFT}{part[-1]}"
+
+
+def _messy(path: Path) -> list[str]:
+    """A table with everything in it that a spreadsheet does to one; the names of its good variants."""
+    with open(shipped("data") / "variants" / "landscape.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["mutant"] != "WT"]
+    chosen = [rows[int(n)] for n in np.random.default_rng(0).permutation(len(rows))[:150]]
+    lines = ["Mutation;Labor;score;Notiz", "WT;A;0,0131;Wildtyp"]
+    for n, row in enumerate(chosen):
+        parts = [_shifted(part) for part in row["mutant"].split(":")]
+        name = (":", " / ", "+")[n % 3].join(parts)
+        if n % 5 == 1:
+            name = f"p.[{';'.join(HGVS[p[0]] + p[1:-1] + HGVS[p[-1]] for p in parts)}]"
+        elif n % 11 == 3:
+            name = name.lower()
+        cell = f'"{name}"' if ";" in name else name
+        lines.append(f"{cell};{'AB'[n % 2]};{row['score'].replace('.', ',')};{'' if n % 3 else 'ok'}")
+        if n in (0, 50):
+            lines.append(f"{parts[0] if len(parts) == 1 else ':'.join(parts)};B;0,0500;Wiederholung")
+        if n == 30:
+            lines += ["", ";;;"]
+    lines += ["K35*;A;-3,1;Stopp", "K35W;A;;leer", ";A;0,3;ohne Namen", "A99G;B;0,2;falsch", "S24S;A;0,02;synonym"]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\r\n")
+    return [row["mutant"] for row in chosen]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str, list[str]]:
+    """The run's directory, what the command printed, and the good variants."""
+    directory = tmp_path_factory.mktemp("laboratory")
+    names = _messy(directory / "messy.csv")
+    (directory / "wt.fasta").write_text((shipped("data") / "variants" / "wild_type.fasta").read_text())
+    given = ("data.table=messy.csv", "data.wild_type=wt.fasta", "out=run", *SMALL)
+    done = esmshard("finetune", "variants", *given, "--folds", "3", cwd=directory, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return directory, done.stdout, done.stderr, names
+
+
+def test_every_oddity_is_told_once(made: tuple[Path, str, str, list[str]]) -> None:
+    told = made[2]
+    for what in (
+        "with a decimal comma",
+        "left out 1 row without a value in 'score'",
+        "an empty cell",
+        "in lower case as upper case",
+        "when shifted by -23, which was done",
+        "with another residue than",
+        "with a stop codon",
+        "with a synonymous change",
+        "averaged 2 variants in several rows",
+    ):
+        assert told.count(what) == 1, what
+    assert "A99G (K is there)" in told
+
+
+def test_what_a_run_leaves(made: tuple[Path, str, str, list[str]]) -> None:
+    directory, printed, _, names = made
+    run = directory / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["runs"] == [f"seed-0-fold-{k}" for k in range(3)]
+    assert summary["verdict"] in printed
+    table = summary["table"]
+    assert (table["offset"], table["rows"], table["rows_left_out"]) == (-SHIFT, 158, 5)
+    assert table["variants_in_no_set"] == table["variants"] - summary["pooled"]["variants"] > 0
+    told = " ".join(table["notices"])
+    for what in (
+        "when shifted by -23, which was done",
+        "with a stop codon",
+        "averaged 2 variants",
+        "A99G (K is there)",
+    ):
+        assert what in told
+    for name in summary["runs"]:
+        versions = json.loads((run / name / "versions.json").read_text())
+        assert versions["data"]["train"]["notices"] == table["notices"]
+        assert json.loads((run / name / "model" / "esmshard.json").read_text())["facts"]["offset"] == -SHIFT
+        assert "its positions -23 are the wild type's" in (run / name / "model" / "README.md").read_text()
+    methods = ["fine-tuned", "one-hot ridge", "frozen embedding ridge"]
+    assert list(summary["pooled"]["metrics"]) == methods
+    assert all(summary["pooled"]["metrics"][method]["value"] is not None for method in methods)
+    with open(run / "variants.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[:4] == ["Mutation", "Labor", "score", "Notiz"]
+    assert len(rows) == 1 + 150 + 2 + 5  # every row of the table, but the blank ones
+    assert {row["Notiz"]: row["left out because"] for row in rows if not row["variant"]} == {
+        "Stopp": "a stop codon",
+        "leer": "without a value in 'score'",
+        "ohne Namen": "an empty cell",
+        "falsch": "A99G (K is there), another residue than the wild type has",
+        "synonym": "a synonymous change",
+    }
+    assert {row["left out because"] for row in rows if row["variant"]} == {""}
+    assert {row["variant"] for row in rows} - {""} == {"WT", *names}
+    tested = {row["variant"]: int(row["fold"]) for row in rows if row["fold"]}
+    position = {name: {int(part[1:-1]) for part in name.split(":")} for name in tested if name != "WT"}
+    for fold in range(3):
+        file = run / f"seed-0-fold-{fold}" / "model" / "seen_in_training.txt"
+        assert sorted(file.read_text().split()) == sorted(name for name in tested if tested[name] != fold)
+        here = set().union(*(position[n] for n in position if tested[n] == fold))
+        others = set().union(*(position[n] for n in position if tested[n] != fold))
+        assert here
+        assert not here & others
+    once = list({row["variant"]: row for row in rows if row["fold"]}.values())  # replicates were averaged
+    for method, column in (("fine-tuned", "predicted"), ("one-hot ridge", "one-hot ridge")):
+        pooled = summary["pooled"]["metrics"][method]
+        rho = spearmanr([float(row["measured"]) for row in once], [float(row[column]) for row in once]).statistic
+        assert pooled["value"] == pytest.approx(rho, abs=1e-4)
+        assert pooled["low"] < pooled["value"] < pooled["high"]
+    left = [row for row in rows if row["variant"] and not row["fold"]]  # doubles whose positions fall apart
+    assert left
+    assert all(row["measured"] and not row["predicted"] for row in left)
+    curve = json.loads((run / "learning_curve.json").read_text())
+    assert [point["variants"] for point in curve["points"]] == sorted({p["variants"] for p in curve["points"]})
+    assert len(curve["points"]) == 3
+
+
+def test_every_number_of_the_methods_paragraph_is_one_of_the_run(made: tuple[Path, str, str, list[str]]) -> None:
+    run = made[0] / "run"
+    found = read_variants(run)
+    assert found.recipe is not None
+    text, _ = methods_text.paragraph(found, found.recipe)
+    summary = json.loads((run / "summary.json").read_text())
+    steps, evaluations, trained = [], [], []
+    for name in summary["runs"]:
+        lines = [json.loads(line) for line in (run / name / "metrics.jsonl").read_text().splitlines()]
+        steps.append([line for line in lines if "event" not in line and "split" not in line])
+        evaluations.append(json.loads((run / name / "evaluation.json").read_text()))
+        trained.append(json.loads((run / name / "versions.json").read_text())["data"]["train"]["records"])
+
+    def ends(values: Sequence[float]) -> str:
+        low, high = (f"{value:,.1f}".removesuffix(".0") for value in (min(values), max(values)))
+        return low if low == high else f"{low} to {high}"
+
+    done = ends([max(line["step"] for line in lines) for lines in steps])
+    most = max(line["records"] for lines in steps for line in lines)
+    passes = ends([sum(line["records"] for line in lines) / n for lines, n in zip(steps, trained, strict=True)])
+    optim, pooled, table = summary["recipe"]["optim"], summary["pooled"], summary["table"]
+    said = [
+        f"protein of {len(evaluations[0]['facts']['protein'])} residues",
+        f"shifted by {-SHIFT}, so that they count the residues of this protein from 1.",
+        "layer of 8 units",
+        "dropout of 0.1",
+        f"betas {optim['betas'][0]} and {optim['betas'][1]}, weight decay {optim['weight_decay']}",
+        f"rates of {optim['lr']:g} (language model) and {optim['head_lr']:g} (head)",
+        f"{optim['warmup']:.0%} of the steps",
+        f"norm of {optim['clip']:g}",
+        f"in {done} steps of up to {most} variants, {passes} passes over the training variants",
+        "5 validations in a row brought no better one, which 0 of 3 runs did",
+        f"(step {ends([one['step'] for one in evaluations])})",
+        f"{table['rows_left_out']} of {table['rows']} rows of the table could not be used",
+        "The values of 2 variants in several rows were averaged",
+        f"{pooled['variants']} variants were divided into three folds",
+        f"left out: {table['variants_in_no_set']} variants with changes in several folds",
+        "random seed was 0",
+        f"over all {pooled['variants']} test variants",
+        "95% percentile intervals",
+        f"bootstrap of {pooled['resamples']:,} resamples",
+    ]
+    for sentence in said:
+        assert sentence in text, sentence
+    rest = text
+    for sentence in sorted(said, key=len, reverse=True):
+        rest = rest.replace(sentence, "")
+    rest = rest.split("Computed with")[0]
+    assert re.findall(r"(?<!et al\. )\b\d[\d,.]*\b", rest) == [], "there is no other number"
+    assert len(steps[0]) == 2 * -(-trained[0] // 64), "two epochs of 64 variants a step"
+
+
+def test_the_ranked_list(made: tuple[Path, str, str, list[str]]) -> None:
+    with open(made[0] / "run" / "ranked.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 19 * 192
+    assert [int(row["rank"]) for row in rows] == list(range(1, len(rows) + 1))
+    values = [float(row["prediction"]) for row in rows]
+    assert values == sorted(values, reverse=True)
+    assert max(float(row["sd"]) for row in rows) > 0
+    singles = {name for name in made[3] if ":" not in name}
+    assert {row["mutant"] for row in rows if row["measured"]} == singles
+    assert all(row["mutant in table"] == _shifted(row["mutant"]) for row in rows), "what primers are ordered by"
+    told = json.loads((made[0] / "run" / "ranked.json").read_text())
+    assert told["offset"] == -SHIFT
+    assert told["verdict"] == json.loads((made[0] / "run" / "summary.json").read_text())["verdict"]
+    seen = {row["mutant"] for row in rows if row["seen in training"] == "yes"}
+    assert seen == {row["mutant"] for row in rows if row["out-of-fold prediction"]} == singles
+
+
+def test_more_of_the_same_protein_is_predicted_from_a_table(made: tuple[Path, str, str, list[str]]) -> None:
+    directory = made[0]
+    (directory / "more.csv").write_text("id\tmutant\nfirst\tS24A\nsecond\tS24*\nthird\tp.Ser24Trp\n" + "".join(
+        f"n{k}\t{_shifted(name)}\n" for k, name in enumerate(n for n in made[3] if ":" not in n)))  # fmt: skip
+    done = esmshard("predict", "run", "more.csv", "-o", "out.csv", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    with open(directory / "out.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [
+        *("id", "mutant", "mutant in wild type", "prediction", "sd", "rank"),
+        *("out-of-fold prediction", "seen in training", "not ranked because"),
+    ]
+    assert {row["id"] for row in rows if not row["rank"]} == {"second"}
+    with open(directory / "run" / "ranked.csv", newline="") as file:
+        ranked = {row["mutant"]: row["prediction"] for row in csv.DictReader(file)}
+    assert next(row for row in rows if row["id"] == "first")["prediction"] == ranked["S1A"]
+
+
+def test_the_table_of_the_run_is_no_test_of_it(made: tuple[Path, str, str, list[str]]) -> None:
+    """What is said of it is what the run says of its folds."""
+    directory = made[0]
+    done = esmshard("predict", "run", "messy.csv", "-o", "same.csv", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((directory / "same.json").read_text())
+    with open(directory / "same.csv", newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["rank"]]
+    tested = [row for row in rows if row["out-of-fold prediction"]]
+    seen = told["compared"]["seen_in_training"]
+    assert seen["rows"] == sum(row["seen in training"] == "yes" for row in rows)
+    assert seen["rows_out_of_fold"] == len(tested)
+    measured = [float(row["score"].replace(",", ".")) for row in tested]
+    rho = spearmanr([float(row["out-of-fold prediction"]) for row in tested], measured).statistic
+    assert seen["spearman_out_of_fold"]["value"] == pytest.approx(rho, abs=1e-4)
+    assert f"Spearman with score {rho:.3f} [" in done.stderr
+    assert "out of fold" in done.stderr
+    plain = spearmanr([float(row["prediction"]) for row in tested], measured).statistic
+    assert f"{plain:.3f}" not in done.stderr
+
+
+def test_a_batch_to_measure_next(made: tuple[Path, str, str, list[str]]) -> None:
+    directory = made[0]
+    done = esmshard("predict", "run", "--all-singles", "--propose", "10", "-o", "next.csv", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    with open(directory / "next.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["mutant"] for row in rows}) == 10
+    assert not {row["mutant"] for row in rows} & set(made[3])
+    assert all(row["mutant in table"] == _shifted(row["mutant"]) for row in rows)
+    told = json.loads((directory / "next.json").read_text())
+    assert told["verdict"] == json.loads((directory / "run" / "summary.json").read_text())["verdict"]
+    assert told["verdict"] in done.stderr
+
+
+def test_what_is_done_is_not_done_again(made: tuple[Path, str, str, list[str]]) -> None:
+    directory = made[0]
+    before = (directory / "run" / "seed-0-fold-1" / "metrics.jsonl").read_text()
+    given = ("data.table=messy.csv", "data.wild_type=wt.fasta", "out=run", *SMALL)
+    refused = esmshard("finetune", "variants", *given, "--folds", "3", cwd=directory)
+    assert refused.returncode == 2
+    assert "exists already" in refused.stderr
+    done = esmshard("finetune", "variants", *given, "--folds", "3", "--resume", "auto", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    assert (directory / "run" / "seed-0-fold-1" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("finetune", "variants", "data.table=messy.csv", "data.wild_type=no.fasta", *SMALL), "no.fasta"),
+        (("finetune", "variants", "data.wild_type=wt.fasta", "data.train=a.fasta", *SMALL), "data.train"),
+        (("predict", "run", "-o", "x.csv"), "either a table or --all-singles"),
+        (("predict", "run", "--all-singles", "-o", "x.npz"), ".csv"),
+        (("predict", "run", "run/ranked.csv", "-o", "x.csv", "--offset", "5"), "pass --offset 0"),
+        (("predict", "run", "run/ranked.csv", "-o", "x.csv"), "pass --offset 0"),
+        (
+            ("finetune", "variants", "data.table=messy.csv", "data.wild_type=wt.fasta", "data.offset=5", *SMALL),
+            "pass data.offset=-23",
+        ),
+        (("score", "nano", "wt.fasta", "messy.csv", "-o", "s.csv"), "nano"),
+        (("evaluate", "run/seed-0-fold-0/model", "messy.csv", "-o", "e"), "predict MODEL TABLE"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    made: tuple[Path, str, str, list[str]], arguments: tuple[str, ...], sentence: str
+) -> None:
+    done = esmshard(*arguments, cwd=made[0])
+    assert done.returncode in (1, 2)
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error:") == 1
+
+
+@pytest.mark.parametrize("pool", ["wild_type", "sites"])
+def test_two_processes_learn_the_same(made: tuple[Path, str, str, list[str]], pool: str) -> None:
+    """The wild type goes through the model in every micro-batch of every process; the step is the same mathematics."""
+    directory = made[0]
+    losses = []
+    for processes in (1, 2):
+        out = f"{pool}-{processes}"
+        given = (
+            "data.table=messy.csv",
+            "data.wild_type=wt.fasta",
+            f"out={out}",
+            "data.folds=3",
+            "data.fold=0",
+            f"task.pool={pool}",
+        )
+        given += (
+            *SMALL[:-2],
+            "train.epochs=null",
+            "train.steps=4",
+            "task.hidden=8",
+            "task.dropout=0",
+            "optim.lr=1e-2",
+            "batch.sequences=7",
+        )
+        done = esmshard("finetune", "variants", *given, "--nproc", str(processes), cwd=directory)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (directory / out / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) > 4  # steps and validations
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][0] != pytest.approx(losses[0][3], rel=1e-3)

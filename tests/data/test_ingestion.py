@@ -1,0 +1,477 @@
+"""Ingestion: the same bytes whoever reads the pieces, one sentence for what cannot be read, and the cache."""
+
+import bz2
+import gzip
+import io
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from esmshard.data.fasta.fasta_reader import STDIN
+from esmshard.data.fasta.symbols import Rules
+from esmshard.data.store import ingestion
+from esmshard.data.store.ingestion import cached, ingest, ingest_part, merge
+from esmshard.data.store.token_store import TokenStore
+from esmshard.errors import InputError, UsageError
+from esmshard.files import cache_directory
+from esmshard.vocab import decode
+
+FASTA = ">b first\nMKT\n>a\nagv*\n>7abc/A\nW\n"
+DATA_FILES = (
+    "tokens-00000.u8", "headers-00000.txt", "offsets.npy", "headers.npy", "ids.npy", "rows.npy", "manifest.json",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def write(data: str | bytes, name: str = "x.fasta") -> Path:
+    Path(name).write_bytes(data.encode() if isinstance(data, str) else data)
+    return Path(name)
+
+
+def many(count: int = 40, seed: int = 0) -> str:
+    """Records of many lengths, some with edits, all line ends, a byte-order mark."""
+    draw = random.Random(seed)
+    text = "\ufeff\r\n"
+    for k in range(count):
+        sequence = "".join(
+            draw.choices("ACDEFGHIKLMNPQRSTVWYXacdJ-.", weights=[9] * 21 + [1] * 6, k=draw.randrange(1, 60))
+        )
+        newline = draw.choice(["\n", "\n", "\r\n", "\r"])
+        lines = [sequence[at : at + 20] for at in range(0, len(sequence), 20)]
+        text += newline.join([f">r{seed}_{k} {'x' * draw.randrange(20)}", "A" + lines[0], *lines[1:], ""])
+    return text
+
+
+def content(store: TokenStore) -> dict[str, object]:
+    """All that is in a store but where it came from."""
+    files: dict[str, object] = {path.name: path.read_bytes() for path in store.path.iterdir()}
+    files["manifest.json"] = {
+        k: v for k, v in json.loads(str(files["manifest.json"], "utf-8")).items() if k != "sources"
+    }  # type: ignore[call-overload]
+    return files
+
+
+def refusal(act: Callable[[], object], kind: type[InputError] = InputError) -> str:
+    with pytest.raises(kind) as error:
+        act()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("shard", [64, 200, 1 << 26])
+def test_the_same_bytes_from_a_file_packed_or_not_and_from_the_standard_input(
+    shard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", shard)
+    data = many().encode()
+    rules = Rules(long="window", max_length=40)
+    store = ingest([write(data)], Path("plain"), rules)
+    assert len(store.manifest["shards"]) >= {64: 20, 200: 9, 1 << 26: 1}[shard]
+    assert sum(shard["records"] for shard in store.manifest["shards"]) == len(store) > 40
+    store.verify()
+    for name, packed in (("x.gz", gzip.compress(data)), ("x.bz2", bz2.compress(data))):
+        assert content(ingest([write(packed, name)], Path(f"{name}.store"), rules)) == content(store)
+    pipe(monkeypatch, data)
+    assert content(ingest([STDIN], Path("piped"), rules)) == content(store)
+    assert TokenStore(Path("piped")).manifest["sources"] == [{"path": "-"}]
+
+
+def test_two_processes_write_what_one_writes_and_find_the_first_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 300)
+    files = [write(many(20, seed), f"{seed}.fasta") for seed in range(2)] + [write(gzip.compress(b">z\nmk\n"), "z.gz")]
+    one = ingest(files, Path("one"), workers=1)
+    assert content(ingest(files, Path("two"), workers=2)) == content(one)
+    assert len(one) == 41
+    text = files[1].read_bytes().decode()
+    text = text.replace(">r1_2 ", ">bad M7\nM7\n>r1_2 ").replace(">r1_19 ", ">bad M8\nM8\n>r1_19 ")
+    files[1].write_bytes(text.encode())
+    line = text[: text.index(">bad M7")].replace("\r\n", "\n").replace("\r", "\n").count("\n") + 1
+    before = sorted(Path().iterdir())
+    message = refusal(lambda: ingest(files, Path("bad"), workers=2))
+    assert message.startswith(f"1.fasta:{line}: record 'bad' has '7' at position 2")
+    assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3))))
+def test_parts_in_any_order_become_the_same_store(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 200)
+    files = [write(many(12, 1), "1.fasta"), write(gzip.compress(many(12, 2).encode()), "2.gz")]
+    whole = ingest(files, Path("whole"))
+    count = len(ingestion._plan(files, Rules(), "error")["pieces"])
+    assert count == 5
+    mine = {part: ingest_part(files, Path("out"), part, 3) for part in order}
+    assert mine == {1: (2, 5), 2: (2, 5), 3: (1, 5)}
+    assert not Path("out").exists()
+    store = merge(Path("out"))
+    assert content(store) == content(whole)
+    assert store.manifest["sources"] == whole.manifest["sources"]
+    assert not Path("out.partial").exists()
+
+
+def test_a_part_that_is_read_again_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [write(FASTA)]
+    ingest_part(files, Path("out"), 1, 1)
+    monkeypatch.delattr(ingestion, "read_piece")
+    assert ingest_part(files, Path("out"), 1, 1) == (1, 1)
+    assert len(merge(Path("out"))) == 3
+
+
+def test_what_cannot_be_merged() -> None:
+    out = Path("out")
+    wanted = "out.partial: no parts to merge; run `esmshard ingest FASTA... -o out --part I/N` first"
+    assert refusal(lambda: merge(out), UsageError) == wanted
+    files = [write(f">r{k}\nMKT\n", f"{k}.fasta") for k in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ingestion, "SHARD", 9)
+        ingest_part(files, out, 2, 3)
+        wanted = "out.partial: 2 of 3 pieces are missing; run the parts that failed again"
+        assert refusal(lambda: merge(out), UsageError) == wanted
+        assert refusal(lambda: ingest_part(files[:2], out, 1, 3), UsageError).startswith(
+            "out.partial: belongs to an ingest of other files or with other options; delete it"
+        )
+        assert refusal(lambda: ingest_part(files, out, 1, 3, Rules("mask")), UsageError).startswith("out.partial: bel")
+        assert refusal(lambda: ingest_part(files, out, 1, 3, on_duplicate="first"), UsageError).startswith("out.par")
+        ingest_part(files, out, 1, 3)
+        ingest_part(files, out, 3, 3)
+    plan = Path("out.partial/plan.json")
+    text = plan.read_text()
+    plan.write_text(text.replace('"version": 2', '"version": 1'))
+    wanted = "out.partial: its parts were read by another version; delete it and read them again"
+    assert refusal(lambda: merge(out), UsageError) == wanted
+    plan.write_text(text[:50])
+    wanted = "out.partial/plan.json: cannot be read; delete out.partial and ingest again"
+    assert refusal(lambda: merge(out)) == refusal(lambda: ingest(files, out)) == wanted
+    plan.write_text(text)
+    store = merge(out)
+    assert [store.id(n) for n in range(3)] == ["r0", "r1", "r2"]
+    assert refusal(lambda: merge(out), UsageError).startswith("out: exists already")
+
+
+def test_parts_of_sources_that_are_gone_can_be_merged() -> None:
+    ingest_part([write(">a\nMK\n>a\nMM\n")], Path("out"), 1, 1)
+    ingest_part([write(">a\nMK\n", "y.fasta")], Path("out2"), 1, 1)
+    Path("x.fasta").unlink()
+    Path("y.fasta").unlink()
+    assert len(merge(Path("out2"))) == 1
+    wanted = f"{Path('x.fasta').resolve()}: 'a' comes twice with two sequences"
+    assert refusal(lambda: merge(Path("out"))).startswith(wanted)
+
+
+def pieces(*names: str) -> list[dict[str, object]]:
+    return ingestion._plan([Path(name) for name in names], Rules(), "error")["pieces"]  # type: ignore[no-any-return]
+
+
+def test_pieces_follow_from_sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 100)
+    for name, size in (("10", 10), ("40", 40), ("50", 50), ("100", 100), ("101", 101), ("250", 250)):
+        write(b">" * size, name)
+    write(gzip.compress(random.Random(0).randbytes(300), mtime=0), "gz")  # 300 bytes and more
+    assert pieces("10") == [{"sources": [0]}]
+    assert pieces("10", "40", "50") == [{"sources": [0, 1, 2]}]
+    assert pieces("10", "40", "50", "10") == [{"sources": [0, 1, 2]}, {"sources": [3]}]
+    assert pieces("100", "10", "100") == [{"sources": [0]}, {"sources": [1]}, {"sources": [2]}]
+    assert pieces("101") == [{"sources": [0], "start": 0, "stop": 100}, {"sources": [0], "start": 100, "stop": 200}]
+    assert pieces("10", "250", "40", "50") == [
+        {"sources": [0]},
+        {"sources": [1], "start": 0, "stop": 100},
+        {"sources": [1], "start": 100, "stop": 200},
+        {"sources": [1], "start": 200, "stop": 300},
+        {"sources": [2, 3]},
+    ]
+    assert pieces("10", "gz", "10") == [{"sources": [0]}, {"sources": [1]}, {"sources": [2]}]
+    assert pieces("10", "-", "10") == [{"sources": [0]}, {"sources": [1]}, {"sources": [2]}]
+
+
+def test_small_files_share_shards_in_the_order_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 64)
+    files = [write(f"\n\n>r{k} {'x' * k}\r\nMKT{'A' * k}\r\n", f"{k}.fasta") for k in range(30)]
+    files.insert(3, write(gzip.compress(b"".join(b">z%d\nMKTAAMKTAA\n" % k for k in range(20)), mtime=0), "z.gz"))
+    store = ingest(files, Path("out"))
+    names = [f"r{k}" for k in range(30)]
+    names[3:3] = [f"z{k}" for k in range(20)]
+    assert [store.id(n) for n in range(len(store))] == names
+    assert decode(store.residues(store.find("r29") or 0)) == "MKT" + "A" * 29
+    assert max(shard["records"] for shard in store.manifest["shards"]) <= 5
+    assert [source["path"] for source in store.manifest["sources"]] == [str(file.resolve()) for file in files]
+
+
+def test_a_small_file_goes_on_where_the_one_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 128)  # eight records of 16 bytes
+    packed = gzip.compress(b"".join(b">z%02d\nMKTAAMKTAA\n" % k for k in range(20)), mtime=0)
+    assert len(packed) < 128 - 32
+    files = [write(f">{name}\nMKTAAMKTAA\n", f"{name}.fasta") for name in ("a00", "b00")]
+    files.insert(1, write(packed, "z.gz"))
+    store = ingest(files, Path("out"))
+    assert [shard["records"] for shard in store.manifest["shards"]] == [8, 8, 6]
+    assert [store.id(n) for n in (0, 1, 20, 21)] == ["a00", "z00", "z19", "b00"]
+
+
+def test_ranges_in_which_no_record_begins_are_no_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 16)
+    store = ingest([write("\n" * 40 + ">a\n" + "MKTA\n" * 40 + ">b\nMK\n>c\nM\n")], Path("out"))
+    assert store.lengths.tolist() == [160, 2, 1]
+    assert store.manifest["shards"] == [
+        {"records": 1, "tokens": 161, "headers": 2},
+        {"records": 2, "tokens": 5, "headers": 4},
+    ]
+
+
+def test_records_that_are_left_out_leave_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 16)
+    data = ">a\nMK\n>b\nMKT\n>odd7\nM7\n>odd8\nM8\n>odd9\nM9\n>c\nMKTAAMKTAA\n>d\nM\n"
+    plain = ingest([write(data)], Path("out"), Rules("drop"))
+    assert [plain.id(n) for n in range(len(plain))] == ["a", "b", "c", "d"]
+    packed = ingest([write(gzip.compress(data.encode()), "x.gz")], Path("packed"), Rules("drop"))
+    assert content(packed) == content(plain)
+    left_out = "a sequence with symbols that are no residues, or without any, was left out"
+    assert plain.notices == [f"{left_out} in 3 records (odd7, odd8, odd9)"]
+
+
+def test_no_record_is_left() -> None:
+    files = [write(">a\nM7\n"), write(">b\nM7\n", "y.fasta")]
+    message = refusal(lambda: ingest(files, Path("out"), Rules("drop")))
+    assert message == "x.fasta, y.fasta: no record is left under these rules"
+    assert sorted(Path().iterdir()) == files
+
+
+def test_several_files_are_one_store_and_share_their_ids() -> None:
+    files = [write(">c\nMM\n", "y.fasta"), write(FASTA)]
+    store = ingest(files, Path("store"))
+    assert [(store.id(n), decode(store.residues(n))) for n in range(len(store))] == [
+        ("c", "MM"), ("b", "MKT"), ("a", "AGV"), ("7abc/A", "W"),
+    ]  # fmt: skip
+    write(">b\nMKT\n>c\nMM\n", "y.fasta")
+    store = ingest([Path("x.fasta"), Path("y.fasta")], Path("again"))
+    assert [store.id(n) for n in range(len(store))] == ["b", "a", "7abc/A", "c"]
+    assert store.notices[-1] == "a record that came twice was read once in 1 record (b)"
+    write(">c\nMM\n>a\nMM\n", "y.fasta")
+    wanted = "y.fasta:3: 'a' was used before in x.fasta with another sequence"
+    assert refusal(lambda: ingest([Path("x.fasta"), Path("y.fasta")], Path("bad"))).startswith(wanted)
+
+
+@pytest.mark.parametrize("data", [">a\nMK\n>b\nM1\n", ">a\nMK\n>a\nMM\n", "", None, b"\xff\xfe>\0", b"\x1f\x8b\x08\0"])
+def test_a_failing_ingest_leaves_nothing_behind(data: str | bytes | None) -> None:
+    bad = Path("bad.fasta")
+    if data is not None:
+        write(data, "bad.fasta")
+    Path("here").mkdir()
+    files = [write(FASTA), bad]
+    before = sorted(Path().rglob("*"))
+    for out in ("store", "here/store", "new/newer/store"):
+        assert refusal(lambda: ingest(files, Path(out))).startswith("bad.fasta")  # noqa: B023
+        assert sorted(Path().rglob("*")) == before
+
+
+def test_a_good_ingest_leaves_only_the_store_with_the_permissions_of_any_file() -> None:
+    store = ingest([write(FASTA)], Path("new/store"))
+    assert sorted(path.name for path in Path().iterdir()) == ["new", "x.fasta"]
+    assert [path.name for path in Path("new").iterdir()] == ["store"]
+    assert sorted(path.name for path in store.path.iterdir()) == sorted(DATA_FILES)
+    Path("any").mkdir()
+    Path("any/file").write_text("")
+    assert store.path.stat().st_mode == Path("any").stat().st_mode
+    assert {path.stat().st_mode for path in store.path.iterdir()} == {Path("any/file").stat().st_mode}
+
+
+@pytest.mark.parametrize("kind", ["store", "empty directory", "file"])
+def test_what_exists_is_not_overwritten(kind: str) -> None:
+    fasta, out = write(FASTA), Path("out")
+    if kind == "store":
+        ingest([fasta], out)
+    elif kind == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+    before = {p.name: p.read_bytes() for p in out.iterdir()} if out.is_dir() else out.read_bytes()
+    write(">z\nMM\n")
+    assert refusal(lambda: ingest([fasta], out), UsageError).startswith("out: exists already")
+    if kind != "store":
+        wanted = "out: is not a token store, so it is not replaced; choose another directory"
+        assert refusal(lambda: ingest([fasta], out, overwrite=True), UsageError) == wanted
+    assert before == ({p.name: p.read_bytes() for p in out.iterdir()} if out.is_dir() else out.read_bytes())
+    assert sorted(path.name for path in Path().iterdir()) == ["out", "x.fasta"]
+
+
+@pytest.mark.parametrize("name", [".", "..", "new/.."])
+def test_a_store_needs_a_name(name: str) -> None:
+    for act in (
+        lambda: ingest([write(FASTA)], Path(name), overwrite=True),
+        lambda: ingest_part([write(FASTA)], Path(name), 1, 1),
+        lambda: merge(Path(name)),
+    ):
+        assert refusal(act, UsageError) == f"{name}: give the directory of the store a name"
+
+
+def test_an_old_store_is_replaced_when_the_new_one_is_whole() -> None:
+    out = Path("out")
+    old = content(ingest([write(FASTA)], out))
+    for bad in (">a\nM7\n", ">a\nMK\n>a\nMM\n", ""):
+        assert refusal(lambda: ingest([write(bad)], out, overwrite=True)).startswith("x.fasta")  # noqa: B023
+        assert content(TokenStore(out)) == old
+    store = ingest([write(">z\nMM\n")], out, overwrite=True)
+    assert [store.id(n) for n in range(len(store))] == ["z"]
+    ingest_part([write(">y\nMK\n")], out, 1, 1)
+    assert merge(out, overwrite=True).find("y") == 0
+    assert sorted(path.name for path in Path().iterdir()) == ["out", "x.fasta"]
+
+
+def test_a_link_to_a_store_is_replaced_and_not_followed() -> None:
+    real = ingest([write(FASTA)], Path("real"))
+    Path("out").symlink_to("real")
+    assert ingest([write(">z\nMM\n")], Path("out"), overwrite=True).find("z") == 0
+    assert not Path("out").is_symlink()
+    assert TokenStore(real.path).find("b") == 0
+
+
+def test_the_standard_input_is_read_once_and_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = "-: the standard input can be read once; name it once"
+    assert refusal(lambda: ingest([STDIN, STDIN], Path("out")), UsageError) == wanted
+    wanted = "--part: the standard input cannot be read in parts; name files"
+    assert refusal(lambda: ingest_part([STDIN], Path("out"), 1, 2), UsageError) == wanted
+    pipe(monkeypatch, b">p\nMK\n")
+    store = ingest([write(FASTA), STDIN], Path("out"), workers=2)
+    assert [store.id(n) for n in range(len(store))] == ["b", "a", "7abc/A", "p"]
+    pipe(monkeypatch, b">a\nMM\n")
+    message = refusal(lambda: ingest([write(FASTA), STDIN], Path("again")))
+    assert message.startswith("x.fasta: 'a' comes twice with two sequences; rename one of them, or give")
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_real_pipe(pack: Callable[[bytes], bytes]) -> None:
+    data = "".join(f">r{k} é\nMKTAAGV\n" for k in range(20_000)).encode()
+    command = [sys.executable, "-m", "esmshard", "ingest", "-", "-o", "out"]
+    done = subprocess.run(command, input=pack(data), capture_output=True, check=True)
+    assert done.stdout == b"out: 20,000 records, 140,000 residues\n"
+    assert TokenStore(Path("out")).find("r19999") == 19_999
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fasta, read = write(FASTA), ingestion.read_piece
+
+    def slow(*arguments: object) -> int:
+        records = read(*arguments)  # type: ignore[arg-type]
+        with fasta.open("a") as file:
+            file.write(">late\nMK\n")
+        return records
+
+    monkeypatch.setattr(ingestion, "read_piece", slow)
+    assert refusal(lambda: ingest([fasta], Path("out"))) == "x.fasta: changed while being read; ingest again"
+    assert sorted(Path().iterdir()) == [fasta]
+
+
+def test_records_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(ingestion, "INTERVAL", 0)
+    monkeypatch.setattr(ingestion, "SHARD", 10)
+    ingest([write(FASTA)], Path("out"), say=said.append)
+    assert said == ["ingest: 1 records", "ingest: 2 records", "ingest: 3 records"]
+    said.clear()
+    monkeypatch.setattr(ingestion, "INTERVAL", 1000)
+    ingest([write(FASTA)], Path("again"), say=said.append)
+    assert said == []
+
+
+# The cache.
+
+
+def stores() -> list[Path]:
+    return sorted((cache_directory() / "stores").glob("*"))
+
+
+def sequences(store: TokenStore) -> list[str]:
+    return [decode(store.residues(n)) for n in range(len(store))]
+
+
+def test_a_file_is_ingested_once(tmp_path: Path) -> None:
+    store = cached(tmp_path / write(FASTA))
+    assert sequences(store) == ["MKT", "AGV", "W"]
+    inodes = {path.name: path.stat().st_ino for path in store.path.iterdir()}
+    again = cached(Path("x.fasta"))
+    assert stores() == [store.path] == [again.path]
+    assert {path.name: path.stat().st_ino for path in again.path.iterdir()} == inodes
+    assert sorted(inodes) == sorted(DATA_FILES)
+
+
+def test_an_edited_file_is_read_anew() -> None:
+    fasta = write(FASTA)
+    cached(fasta)
+    write(FASTA.replace("MKT", "MKTT"))
+    assert sequences(cached(fasta))[0] == "MKTT"
+    changed = fasta.stat().st_mtime_ns
+    write(FASTA.replace("MKT", "MKTV"))  # of the same size
+    os.utime(fasta, ns=(changed + 1000, changed + 1000))
+    assert sequences(cached(fasta))[0] == "MKTV"
+
+
+def test_files_with_equal_content_are_two_stores() -> None:
+    fasta = write(FASTA)
+    shutil.copy2(fasta, "y.fasta")
+    assert cached(fasta).path != cached(Path("y.fasta")).path
+
+
+def test_a_store_is_data_as_it_is() -> None:
+    ingest([write(FASTA)], Path("out"))
+    assert cached(Path("out")).path == Path("out")
+    assert stores() == []
+    Path("out/rows.npy").write_bytes(b"")
+    assert refusal(lambda: cached(Path("out"))).startswith("out: the token store is damaged")
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+@pytest.mark.parametrize("name", DATA_FILES)
+def test_a_damaged_copy_in_the_cache_is_replaced(name: str, damage: str) -> None:
+    path = cached(write(FASTA)).path / name
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if damage == "cut" else b"")
+    store = cached(Path("x.fasta"))
+    assert [store.id(n) for n in range(len(store))] == ["b", "a", "7abc/A"]
+    assert sequences(store) == ["MKT", "AGV", "W"]
+    assert stores() == [store.path]
+
+
+def test_what_cannot_be_read_leaves_the_cache_empty() -> None:
+    assert refusal(lambda: cached(Path("none.fasta"))) == "none.fasta: no such file or directory"
+    Path("d").mkdir()
+    assert refusal(lambda: cached(Path("d"))) == "d: is a directory; a FASTA file is expected"
+    assert refusal(lambda: cached(write(">a\nM1\n"))).startswith("x.fasta:1: record 'a'")
+    assert stores() == []
+
+
+def test_of_two_processes_one_reads_and_the_other_waits() -> None:
+    fasta, children = write(FASTA), []
+
+    def slowly(*arguments: object) -> TokenStore:
+        with open("log", "a") as log:
+            log.write("read\n")
+        time.sleep(0.3)
+        return ingest(*arguments)  # type: ignore[arg-type]
+
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            ingestion.ingest = slowly  # type: ignore[assignment]
+            os._exit(0 if cached(fasta).find("7abc/A") == 2 else 1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert Path("log").read_text() == "read\n"
+    assert len(stores()) == 1

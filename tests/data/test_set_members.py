@@ -1,0 +1,125 @@
+"""One file for train, valid and test is divided as it says itself."""
+
+from pathlib import Path
+
+import pytest
+
+from esmshard.data.splits.recipe_splits import open_split
+from esmshard.data.splits.set_members import marked_otherwise
+from esmshard.data.store.token_store import TokenStore
+from esmshard.errors import InputError, UsageError
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks.registry import new_task
+
+SPLITS = ("train", "valid", "test")
+SETS = {"a": "train", "b": "val", "c": "test", "d": "train", "e": "train VALIDATION=True", "f": "TEST"}
+IDS = {"train": ["a", "d"], "valid": ["b", "e"], "test": ["c", "f"]}
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+
+
+def write(name: str, sets: dict[str, str], target: bool = True) -> None:
+    lines = [
+        f">{record}{' TARGET=0.' + str(n) if target else ''}{' SET=' + where if where else ''}\nMKT{'AVLSGC'[n]}\n"
+        for n, (record, where) in enumerate(sets.items())
+    ]
+    Path(name).write_text("".join(lines))
+
+
+def recipe(task: str, train: str, valid: str, test: str, more: str = "") -> Recipe:
+    text = f"task: {{name: {task}}}\nmodel: {{name: starter}}\n"
+    text += f"data: {{train: {train}, valid: {valid}, test: {test}, long: full{more}}}\nout: run\n"
+    Path("r.yaml").write_text(text)
+    return recipe_file.load(Path("r.yaml"))
+
+
+def ids(of: Recipe) -> dict[str, list[str]]:
+    task = new_task(of.task, {})
+    splits = {name: open_split(of, name, task.labels) for name in SPLITS}
+    return {name: [split.id(n) for n in range(len(split))] for name, split in splits.items()}
+
+
+@pytest.mark.parametrize("task", ["mlm", "sequence"])
+def test_set_in_the_headers_divides_one_file(task: str) -> None:
+    write("x.fasta", SETS, target=task == "sequence")
+    one = recipe(task, "x.fasta", "x.fasta", "x.fasta")
+    assert ids(one) == IDS
+    test = open_split(one, "test", None)
+    assert test.notices == ["SET= in its headers divides it: 2 of 6 records are of test"]
+    assert test.digest not in (test.store.digest, open_split(one, "train", None).digest), "a resume sees other marks"
+
+
+def test_another_attribute_that_ends_in_set_divides_nothing() -> None:
+    Path("x.fasta").write_text(
+        "".join(f">{record} DATASET=uniprot offset=3 TARGET=0.5\nMKT{record.upper()}\n" for record in "acdefg")
+    )
+    shared = recipe("sequence", "x.fasta", "x.fasta", "x.fasta")
+    assert ids(shared) == {name: list("acdefg") for name in SPLITS}
+    assert all(open_split(shared, name, None).notices == [] for name in SPLITS)
+    with_folds = recipe("sequence", "x.fasta", "x.fasta", "x.fasta", ", folds: 3, fold: 0")
+    assert sorted(record for split in ids(with_folds).values() for record in split)
+
+
+def test_two_splits_may_share_a_file() -> None:
+    write("x.fasta", {record: where for record, where in SETS.items() if record not in "cf"})
+    write("t.fasta", {"c": "", "f": ""})
+    assert ids(recipe("sequence", "x.fasta", "x.fasta", "t.fasta")) == IDS
+
+
+@pytest.mark.parametrize("column", ["set", "split"])
+def test_a_column_of_the_table_of_labels_divides_one_file(column: str) -> None:
+    write("x.fasta", dict.fromkeys(SETS, ""), target=False)
+    rows = "".join(
+        f"{record},{where.split()[0]},{'True' if ' ' in where else ''},1\n" for record, where in SETS.items()
+    )
+    Path("y.csv").write_text(f"id,{column},validation,target\n{rows}")
+    assert ids(recipe("sequence", "x.fasta", "x.fasta", "x.fasta", ", labels: y.csv")) == IDS
+
+
+def test_a_label_file_divides_one_file() -> None:
+    write("x.fasta", dict.fromkeys(SETS, ""), target=False)
+    Path("y.fasta").write_text("".join(f">{record} SET={where}\nHHEC\n" for record, where in SETS.items()))
+    assert ids(recipe("residue", "x.fasta", "x.fasta", "x.fasta", ", labels: y.fasta")) == IDS
+
+
+def test_a_file_without_marks_is_taken_whole() -> None:
+    write("x.fasta", dict.fromkeys(SETS, ""))
+    assert ids(recipe("sequence", "x.fasta", "x.fasta", "x.fasta")) == {name: list(SETS) for name in SPLITS}
+
+
+def test_marks_that_do_not_suffice_are_refused() -> None:
+    write("x.fasta", {"a": "train", "b": "test"})
+    with pytest.raises(
+        InputError, match=r"x.fasta: has no record of valid, as SET= in its headers says \(1 of train and"
+    ):
+        open_split(recipe("mlm", "x.fasta", "x.fasta", "x.fasta"), "valid", None)
+    write("y.fasta", {"a": "train", "b": "test", "c": "", "d": "val"})
+    with pytest.raises(InputError, match=r"1 of 4 records have no SET= \(c\)"):
+        open_split(recipe("mlm", "y.fasta", "y.fasta", "y.fasta"), "valid", None)
+    write("z.fasta", SETS)
+    with pytest.raises(
+        UsageError, match=r"data\.folds: divides .*z.fasta, which SET= in its headers divides too; leave"
+    ):
+        open_split(recipe("mlm", "z.fasta", "z.fasta", "z.fasta", ", folds: 3, fold: 0"), "train", None)
+    write("v.fasta", {"v": ""})
+    assert len(open_split(recipe("mlm", "z.fasta", "v.fasta", "z.fasta", ", folds: 3, fold: 0"), "train", None)) == 4
+
+
+def test_marks_that_are_not_used_are_told() -> None:
+    write("x.fasta", SETS)
+    write("v.fasta", {"v": "val"})
+    mixed = recipe("mlm", "x.fasta", "v.fasta", "v2.fasta")
+    (told,) = open_split(mixed, "train", None).notices
+    assert told.startswith(
+        "SET= in its headers is not used, as it is the file of train alone, and all its records are taken (2 say valid "
+        "and 2 say test); name one file in data.train, data.valid and data.test"
+    )
+    assert open_split(mixed, "valid", None).notices == []
+    store = open_split(mixed, "train", None).store
+    assert isinstance(store, TokenStore)
+    assert marked_otherwise("test", Path("x.fasta"), store) == "2 say train and 2 say valid"  # as evaluate tells

@@ -1,0 +1,421 @@
+"""Token stores, version 2: every byte of them, what is read back, and what a damaged one says."""
+
+import hashlib
+import json
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from esmshard.data.fasta.symbols import Rules
+from esmshard.data.store import duplicates, ingestion, pieces, token_store
+from esmshard.data.store.ingestion import ingest
+from esmshard.data.store.token_store import TokenStore, is_store
+from esmshard.errors import InputError
+from esmshard.files import cache_directory, sha256
+from esmshard.shipped import shipped
+from esmshard.vocab import ALPHABET_HASH, decode
+
+FASTA = ">b first\nMKT\n>a\nagv*\n>7abc/A\nW\n"
+ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
+FILES = ("tokens-00000.u8", "headers-00000.txt", *ARRAYS)
+GOLDEN = Path(__file__).parent.parent / "golden" / "store_v2"
+GOLDEN_FASTA = (
+    "\ufeff>b first one\r\nMKTAAGV\r\n\r\n>a\nagv-J*\n"
+    ">sp|P1|LONG_ECOLI of \xe9. coli\nACDEFGHIKLMNPQRSTVWYXBUZO\n>\nW\n>b x\nMKT\nAAGV\n>c\rMMM\n"
+)
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    path = tmp_path / "x.fasta"
+    path.write_text(FASTA)
+    return path
+
+
+@pytest.fixture
+def store(fasta: Path, tmp_path: Path) -> TokenStore:
+    return ingest([fasta], tmp_path / "store")
+
+
+def ids(store: TokenStore) -> list[str]:
+    return [store.id(n) for n in range(len(store))]
+
+
+def sequences(store: TokenStore) -> list[str]:
+    return [decode(store.residues(n)) for n in range(len(store))]
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(InputError) as error:
+        act()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def same_key(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    return np.full(len(names), 7, np.uint64)
+
+
+def test_records_come_back_in_file_order(store: TokenStore) -> None:
+    assert ids(store) == ["b", "a", "7abc/A"]
+    assert sequences(store) == ["MKT", "AGV", "W"]
+    assert [store.description(n) for n in range(3)] == ["b first", "a", "7abc/A"]
+    assert store.header(0) == b"b first"
+    assert len(store) == 3
+    assert store.residues(0).dtype == np.uint8
+
+
+def test_every_byte_is_what_the_format_says(store: TokenStore) -> None:
+    assert (store.path / "tokens-00000.u8").read_bytes() == bytes([20, 15, 11, 2, 5, 6, 7, 2, 22, 2])
+    assert (store.path / "headers-00000.txt").read_bytes() == b"b first\na\n7abc/A\n"
+    arrays = {name: np.load(store.path / name) for name in ARRAYS}
+    assert {name: (array.dtype.str, array.tolist()) for name, array in arrays.items()} == {
+        "offsets.npy": ("<i8", [0, 4, 8, 10]),
+        "headers.npy": ("<i8", [0, 8, 10, 17]),
+        # CRC-32, then Adler-32, of b, 7abc/A and a.
+        "ids.npy": ("<u8", [0x71BEEFF9_00630063, 0xC496CBD1_068501CE, 0xE8B7BE43_00620062]),
+        "rows.npy": ("<u4", [0, 2, 1]),
+    }
+
+
+def test_the_manifest_tells_counts_source_rules_edits_and_true_hashes(store: TokenStore, fasta: Path) -> None:
+    manifest = json.loads((store.path / "manifest.json").read_text())
+    hashes, sizes = manifest.pop("sha256"), manifest.pop("bytes")
+    star, lower = "a '*' at the end was removed", "lower-case letters were read as upper case"
+    notices = [f"{star} in 1 record (a)", f"{lower} in 1 record (a)"]
+    assert manifest == {
+        "format": "esmshard-tokens",
+        "version": 2,
+        "alphabet": ALPHABET_HASH,
+        "records": 3,
+        "residues": 7,
+        "lengths": {"shortest": 1, "longest": 3, "mean": 2.33, "histogram": {"0-31": 3}},
+        "sources": [{"path": str(fasta.resolve()), "bytes": len(FASTA)}],
+        "rules": {
+            "on_unknown": "error",
+            "a3m": False,
+            "keep_gaps": False,
+            "long": "full",
+            "max_length": None,
+            "on_nucleotides": "error",
+        },
+        "on_duplicate": "error",
+        "edits": {star: {"records": 1, "first": ["a"]}, lower: {"records": 1, "first": ["a"]}},
+        "notices": notices,
+        "shards": [{"records": 3, "tokens": 10, "headers": 17}],
+    }
+    assert store.notices == notices
+    assert sorted(p.name for p in store.path.iterdir()) == sorted([*FILES, "manifest.json"])
+    assert sizes == {name: (store.path / name).stat().st_size for name in FILES}
+    assert hashes == {name: hashlib.sha256((store.path / name).read_bytes()).hexdigest() for name in FILES}
+    assert store.digest == hashlib.sha256(hashes["tokens-00000.u8"].encode()).hexdigest()
+
+
+def test_the_manifest_counts_lengths(tmp_path: Path) -> None:
+    sizes = [1, 31, 32, 1022, 1023, 9000]
+    path = tmp_path / "x.fasta"
+    path.write_text("".join(f">r{size}\n{'M' * size}\n" for size in sizes))
+    store = ingest([path], tmp_path / "store")
+    assert store.manifest["lengths"] == {
+        "shortest": 1,
+        "longest": 9000,
+        "mean": 1851.5,
+        "histogram": {"0-31": 2, "32-63": 1, "768-1022": 1, "1023-2047": 1, "8192-2147483647": 1},
+    }
+    assert store.lengths.tolist() == sizes
+
+
+def test_lengths_are_int32_however_many_are_read_at_once(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at_once in (1, 2, 3, 100):
+        monkeypatch.setattr(token_store, "_AT_ONCE", at_once)
+        lengths = TokenStore(store.path).lengths
+        assert (lengths.dtype, lengths.tolist()) == (np.dtype(np.int32), [3, 3, 1])
+
+
+def test_a_shipped_sample_comes_back_whole(tmp_path: Path) -> None:
+    fasta = shipped("data") / "contact" / "test.fasta"
+    store = ingest([fasta], tmp_path / "store")
+    records = [entry.split("\n", 1) for entry in fasta.read_text().split(">")[1:]]
+    assert len(records) == 100
+    assert ids(store) == [header for header, _ in records]
+    assert sequences(store) == [lines.replace("\n", "") for _, lines in records]
+    assert [store.find(header) for header, _ in records] == list(range(100))
+
+
+def test_numbers_that_no_record_has_are_index_errors(store: TokenStore) -> None:
+    for n in (-1, 3, 100):
+        for read in (store.residues, store.id, store.description, store.header):
+            with pytest.raises(IndexError):
+                read(n)
+
+
+def test_ids_are_found(store: TokenStore) -> None:
+    assert [store.find(name) for name in ("b", "a", "7abc/A")] == [0, 1, 2]
+    for name in ("", "c", "b first", "7abc", "A", "\xe9", "a\n", "\ud800"):
+        assert store.find(name) is None
+
+
+def test_ids_that_share_a_key_are_told_apart(fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (token_store, pieces, duplicates):
+        monkeypatch.setattr(module, "keys", same_key)
+    fasta.write_text("".join(f">r{k} x\nMKT\n" for k in range(20)))
+    store = ingest([fasta], tmp_path / "store")
+    assert [store.find(f"r{k}") for k in range(20)] == list(range(20))
+    assert store.find("r20") is None
+    assert set(store.keys.tolist()) == {7}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenStore:
+    """Five shards of one record."""
+    monkeypatch.setattr(ingestion, "SHARD", 20)
+    path = tmp_path / "x.fasta"
+    path.write_text("".join(f">r{k} {'x' * 10}\nMKTA\n" for k in range(5)))
+    return ingest([path], tmp_path / "store")
+
+
+def test_nothing_but_the_arrays_is_mapped_until_it_is_read(
+    sharded: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, mapped = TokenStore(sharded.path), []
+
+    def memmap(path: Path, **options: object) -> npt.NDArray[np.uint8]:
+        mapped.append(path.name)
+        return np.fromfile(path, np.uint8)
+
+    monkeypatch.setattr(np, "memmap", memmap)
+    assert store.lengths.tolist() == [4] * 5
+    assert mapped == []
+    assert (decode(store.residues(3)), store.id(3)) == ("MKTA", "r3")
+    assert mapped == ["tokens-00003.u8", "headers-00003.txt"]
+    assert (store.find("r1"), store.id(3), store.id(1)) == (1, "r3", "r1")
+    assert mapped == ["tokens-00003.u8", "headers-00003.txt", "headers-00001.txt"]
+
+
+def test_the_shards_read_last_stay_mapped(sharded: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_store, "_OPEN_SHARDS", 2)
+    for n, mapped in ((0, [0]), (1, [0, 1]), (0, [1, 0]), (2, [0, 2]), (0, [2, 0]), (4, [0, 4]), (3, [4, 3])):
+        assert decode(sharded.residues(n)) == "MKTA"
+        assert list(sharded._maps) == [f"tokens-{k:05d}.u8" for k in mapped]
+    assert ids(sharded) == [f"r{k}" for k in range(5)]
+    assert len(sharded._maps) == 2
+
+
+def test_a_store_goes_to_another_process_as_its_path(sharded: TokenStore) -> None:
+    ids(sharded)
+    assert len(multiprocessing.reduction.ForkingPickler.dumps(sharded)) < 500
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(TokenStore.description, sharded, 4).result() == "r4 xxxxxxxxxx"
+        assert pool.submit(TokenStore.residues, sharded, 2).result().tolist() == [20, 15, 11, 5]
+        assert pool.submit(TokenStore.find, sharded, "r3").result() == 3
+
+
+def test_a_description_is_stripped_of_blanks_only(tmp_path: Path) -> None:
+    path = tmp_path / "x.fasta"
+    path.write_bytes(b">\x1ca b\x85".replace(b"\x85", b"\xc2\x85") + b" \t\nMK\n")
+    store = ingest([path], tmp_path / "store")
+    assert (store.id(0), store.description(0)) == ("\x1ca", "\x1ca b\x85")
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_size_is_seen_when_the_store_is_opened(store: TokenStore, name: str, damage: str) -> None:
+    DAMAGE[damage](store.path / name)
+    message = refusal(lambda: TokenStore(store.path))
+    assert message.startswith(f"{store.path}: the token store is ")
+    assert message.endswith("; delete it and ingest again")
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+def test_a_store_without_its_manifest_is_refused(store: TokenStore, damage: str) -> None:
+    DAMAGE[damage](store.path / "manifest.json")
+    assert refusal(lambda: TokenStore(store.path)) == {
+        "missing": f"{store.path}: not a token store (it has no manifest.json)",
+    }.get(damage, f"{store.path}/manifest.json: cannot be read; delete the store and ingest again")
+    assert is_store(store.path) == (damage != "missing")
+
+
+def read_everything(path: Path) -> None:
+    store = TokenStore(path)
+    for n in range(3):
+        store.residues(n), store.id(n), store.description(n)
+    store.find("b"), store.find("c"), store.lengths.max()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_named_by_verify_and_never_a_traceback(store: TokenStore, name: str) -> None:
+    store.verify()
+    whole = (store.path / name).read_bytes()
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 1 << at * 3 % 8
+        (store.path / name).write_bytes(data)
+        try:
+            read_everything(store.path)
+        except InputError as error:
+            seen = str(error)
+            assert seen.startswith(f"{store.path}: the token store is ")
+            assert "\n" not in seen
+        assert refusal(store.verify) == f"{store.path}/{name}: has changed since it was written; ingest again"
+    (store.path / name).write_bytes(whole)
+    store.verify()
+
+
+@pytest.mark.parametrize("offsets", [[0, 5, 4, 10], [0, -4, 8, 10], [0, 4, 80, 10], [0, 0, 8, 10], [0, 4, 11, 10]])
+def test_an_offset_out_of_place_is_seen_when_the_record_is_read(store: TokenStore, offsets: list[int]) -> None:
+    np.save(store.path / "offsets.npy", np.array(offsets))
+    message = refusal(lambda: sequences(TokenStore(store.path)))
+    assert message.startswith(f"{store.path}: the token store is damaged at record ")
+
+
+def test_a_header_that_is_no_text_is_refused(store: TokenStore) -> None:
+    path = store.path / "headers-00000.txt"
+    path.write_bytes(b"b \xff\xff\xff\xff\xff\n" + b" \n" + b"7\xffbc/A\n")
+    damaged = TokenStore(store.path)
+    assert damaged.id(0) == "b"
+    wanted = f"{store.path}: the token store is damaged at record {{}}; delete it and ingest again"
+    assert refusal(lambda: damaged.description(0)) == wanted.format(0)
+    assert refusal(lambda: damaged.id(1)) == wanted.format(1)
+    assert refusal(lambda: damaged.id(2)) == wanted.format(2)
+
+
+def test_an_index_beyond_the_records_is_refused(store: TokenStore) -> None:
+    np.save(store.path / "rows.npy", np.array([9, 2, 1], np.uint32))
+    assert refusal(lambda: TokenStore(store.path).find("b")).startswith(f"{store.path}: the token store is damaged")
+
+
+def test_a_shard_that_goes_away_after_opening_is_one_sentence(store: TokenStore) -> None:
+    (store.path / "tokens-00000.u8").unlink()
+    assert refusal(lambda: store.residues(0)).startswith(f"{store.path}/tokens-00000.u8: cannot be read (")
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("offsets.npy", np.array([0, 4, 8, 10], np.uint64)),
+        ("headers.npy", np.array([[0, 8, 10, 17]])),
+        ("ids.npy", np.zeros(3, ">u8")),
+        ("rows.npy", np.zeros(3, np.int64)),
+    ],
+)
+def test_an_array_of_another_kind_is_refused(store: TokenStore, name: str, array: npt.NDArray[np.int64]) -> None:
+    np.save(store.path / name, array)
+    wanted = f"{store.path}: the token store is damaged ({name} is not what was written); delete it and ingest again"
+    assert refusal(lambda: TokenStore(store.path)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"version": 1}, "a token store of another version; delete it and ingest again"),
+        ({"version": 3}, "a token store of another version; delete it and ingest again"),
+        ({"alphabet": "0"}, "a token store of another version; delete it and ingest again"),
+        ({"format": "esmshard-embeddings"}, "not a token store"),
+        ({"records": 2}, "the token store is truncated; delete it and ingest again"),
+        ({"shards": [{"records": 2, "tokens": 10, "headers": 17}]}, "the token store is truncated"),
+        ({"shards": [{"records": 3, "tokens": 9, "headers": 17}]}, "the token store is truncated"),
+        ({"shards": [{"records": 3, "tokens": 10, "headers": 18}]}, "the token store is truncated"),
+        ({"shards": [{"records": 3}]}, "the token store is damaged ("),
+        ({"shards": {}}, "the token store is damaged (its manifest lacks shards or sizes)"),
+        ({"bytes": {}}, "the token store is damaged (its manifest lacks hashes)"),
+        ({"sha256": {}}, "the token store is damaged (its manifest lacks hashes)"),
+        ({"sha256": None}, "the token store is damaged ("),
+    ],
+)
+def test_another_manifest_is_refused(store: TokenStore, change: dict[str, object], sentence: str) -> None:
+    path = store.path / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert refusal(lambda: TokenStore(store.path)).startswith(f"{store.path}: {sentence}")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"format": "esmshard-tokens"}', "null", "\xff", "{"])
+def test_a_manifest_that_says_little_is_refused(store: TokenStore, text: str) -> None:
+    (store.path / "manifest.json").write_text(text, encoding="latin-1")
+    assert refusal(lambda: TokenStore(store.path)).startswith(str(store.path))
+
+
+@pytest.mark.parametrize("key", ["format", "version", "alphabet", "records", "bytes", "shards", "sha256", "notices"])
+def test_a_manifest_without_a_key_is_refused(store: TokenStore, key: str) -> None:
+    manifest = json.loads((store.path / "manifest.json").read_text())
+    del manifest[key]
+    (store.path / "manifest.json").write_text(json.dumps(manifest))
+    assert refusal(lambda: TokenStore(store.path)).startswith(f"{store.path}: ")
+
+
+def test_a_directory_that_is_no_store_is_refused(tmp_path: Path, fasta: Path) -> None:
+    for path in (tmp_path, tmp_path / "none", fasta):
+        wanted = f"{path}: not a token store (it has no manifest.json)"
+        assert refusal(lambda path=path: TokenStore(path)) == wanted  # type: ignore[misc]
+        assert not is_store(path)
+
+
+def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("ESMSHARD_CACHE", "~/mine")
+    assert cache_directory() == tmp_path / "mine"
+    monkeypatch.delenv("ESMSHARD_CACHE")
+    assert cache_directory() == tmp_path / "xdg" / "esmshard"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == tmp_path / ".cache" / "esmshard"
+
+
+def ingest_golden(directory: Path, monkeypatch: pytest.MonkeyPatch) -> TokenStore:
+    """How the golden store was made; in its manifest the path of the source is `x.fasta`."""
+    monkeypatch.setattr(ingestion, "SHARD", 64)
+    path = directory / "x.fasta"
+    path.write_bytes(GOLDEN_FASTA.encode())
+    return ingest([path], directory / "store", Rules(long="window", max_length=10))
+
+
+def test_a_store_of_this_version_is_read_for_ever() -> None:
+    store = TokenStore(GOLDEN)
+    store.verify()
+    records = [
+        ("b first one", "MKTAAGV"),
+        ("a", "AGVX"),
+        ("sp|P1|LONG_ECOLI/1-10 of \xe9. coli", "ACDEFGHIKL"),
+        ("sp|P1|LONG_ECOLI/8-17 of \xe9. coli", "IKLMNPQRST"),
+        ("sp|P1|LONG_ECOLI/16-25 of \xe9. coli", "STVWYXBUZO"),
+        ("seqnum000000007", "W"),
+        ("c", "MMM"),
+    ]
+    assert [(store.description(n), decode(store.residues(n))) for n in range(len(store))] == records
+    assert store.lengths.tolist() == [7, 4, 10, 10, 10, 1, 3]
+    assert [store.find(header.split()[0]) for header, _ in records] == list(range(7))
+    assert store.notices == [
+        "a '*' at the end was removed in 1 record (a)",
+        "lower-case letters were read as upper case in 1 record (a)",
+        "gaps were removed in 1 record (a)",
+        "J (Leu or Ile) was read as X in 1 record (a)",
+        "a sequence over 10 residues was cut into windows in 1 record (sp|P1|LONG_ECOLI)",
+        "a record that came twice was read once in 1 record (b)",
+    ]
+    assert len(store.manifest["shards"]) == 2
+
+
+def test_what_is_written_today_is_that_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ingest_golden(tmp_path, monkeypatch)
+    names = sorted(path.name for path in store.path.iterdir())
+    assert names == sorted(path.name for path in GOLDEN.iterdir())
+    for name in names:
+        if name != "manifest.json":
+            assert (store.path / name).read_bytes() == (GOLDEN / name).read_bytes(), name
+    assert sha256(store.path / "offsets.npy") == store.manifest["sha256"]["offsets.npy"]
+    golden = json.loads((GOLDEN / "manifest.json").read_text())
+    golden["sources"][0]["path"] = str((tmp_path / "x.fasta").resolve())
+    golden["rules"]["on_nucleotides"] = "error"  # came later; where it is not written, it is that
+    assert store.manifest == golden

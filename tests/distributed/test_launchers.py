@@ -1,0 +1,142 @@
+"""What srun starts trains together, what only looks like it trains alone, and half a launcher is a sentence."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from esmshard.errors import UsageError
+from esmshard.launch import launchers
+
+STEP = {
+    "SLURM_JOB_ID": "812",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NODELIST": "gpu[007-009,12]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+def start(recipe: Path, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "esmshard", "finetune", str(recipe), "--no-report", *arguments]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "RANK", "WORLD_SIZE"))}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=kept | variables, **streams)  # type: ignore[call-overload,no-any-return]
+
+
+def test_a_step_in_the_words_of_torch() -> None:
+    found = launchers.variables(STEP)
+    assert int(found.pop("MASTER_PORT")) in launchers.PORTS
+    assert found == {
+        "RANK": "3",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu007",
+    }
+    other = launchers.variables(STEP | {"SLURM_STEP_ID": "4"})
+    assert other["MASTER_PORT"] != launchers.variables(STEP)["MASTER_PORT"], "two steps of a job run beside each other"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("a[3-5],b", "a3"), ("r[0-1]n[08,10]-ib", "r0n08-ib"), ("x[1]", "x1")],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert launchers.first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "812", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a batch script, the shell of salloc
+        STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+        STEP | {"RANK": "0", "WORLD_SIZE": "1"},
+    ],
+)
+def test_others_are_left_alone(environ: dict[str, str]) -> None:
+    assert launchers.variables(environ) == {}
+
+
+def test_a_step_that_says_too_little_is_a_sentence() -> None:
+    with pytest.raises(UsageError, match="srun started 6 processes, but their SLURM_ variables cannot be read"):
+        launchers.variables({k: v for k, v in STEP.items() if k != "SLURM_LOCALID"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0"}, "RANK is set, but not WORLD_SIZE"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: a number is expected"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "ranks go from 0 to 1"),
+    ],
+)
+def test_half_a_launcher_is_a_sentence(tiny_recipe: Path, environ: dict[str, str], said: str) -> None:
+    process = start(tiny_recipe, **environ)
+    err = process.communicate(timeout=600)[1]
+    assert process.returncode in (1, 2)
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_two_tasks_of_a_step_train_together(tiny_recipe: Path) -> None:
+    step = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step |= {"SLURM_JOB_ID": str(os.getpid())}
+    step |= {"SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
+    tasks = [start(tiny_recipe, **step | {"SLURM_PROCID": n, "SLURM_LOCALID": n}) for n in ("0", "1")]
+    errors = [task.communicate(timeout=600)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], errors
+    lines = (tiny_recipe.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "ranks" in line]
+    assert len(steps) == 6
+    assert all(len(line["ranks"]["busy_s"]) == 2 for line in steps)
+    assert not any("trains alone" in error for error in errors)
+
+
+def test_a_mistake_that_only_a_later_rank_sees_is_said_by_it(tiny_recipe: Path) -> None:
+    alone = start(tiny_recipe, "optim.nonsense=1", **STEP)
+    err = alone.communicate(timeout=600)[1]
+    assert (alone.returncode, err) == (2, "error: optim.nonsense=1: optim.nonsense: unknown key\n")
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA, STEP | OPEN_MPI, STEP | HYDRA])
+def test_mpirun_in_the_words_of_torch(environ: dict[str, str]) -> None:
+    """Within a job of Slurm its processes have srun's variables, too: those of the daemon that started them."""
+    found = launchers.variables(environ)
+    assert int(found.pop("MASTER_PORT")) in launchers.PORTS
+    assert found == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def test_srun_with_pmi_is_srun() -> None:
+    assert launchers.variables(STEP | {"PMI_RANK": "3", "PMI_SIZE": "6"})["MASTER_ADDR"] == "gpu007"
+
+
+def test_mpirun_on_several_machines_needs_the_first_one() -> None:
+    several = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}
+    with pytest.raises(UsageError, match=r'add `-x MASTER_ADDR="\$\(hostname\)" -x MASTER_PORT=29500`'):
+        launchers.variables(several)
+    found = launchers.variables(several | {"MASTER_ADDR": "node1"})
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["WORLD_SIZE"]) == ("node1", "29500", "4")

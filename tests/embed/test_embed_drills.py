@@ -1,0 +1,298 @@
+"""`esmshard embed` may be killed at any moment, and share its work with others: nothing is lost, doubled or mixed."""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from embed_runs import ORDER, Run, content, stage, until, write_fasta, write_model
+
+from esmshard.embed.compute.embedder import Computed, Embedder, Failed, Tokens
+from esmshard.embed.job import embed_job
+from esmshard.embed.job.embed_job import embed
+from esmshard.embed.job.embed_request import EmbedRequest, request
+from esmshard.embed.store import part_plan
+from esmshard.embed.store.embedding_store import note_file
+from esmshard.embed.workers.claims import Worker
+from esmshard.embed.workers.embed_worker import make_embedder, work
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
+
+PART = 4096
+NAMES = ("x.npy", "x.h5", "x")
+STAGES = ("planning", "planned", "computing", "computed", "writing", "sealed", "removing")
+"""That kills wait for."""
+
+
+class Given(NamedTuple):
+    model: Path
+    fasta: Path
+    whole: dict[str, dict[str, object]]
+    """What an uninterrupted run writes, by the name of the output."""
+
+
+def give(directory: Path, records: int) -> Given:
+    model, fasta = write_model(directory / "model"), write_fasta(directory / "x.fasta", records)
+    whole = {}
+    for name in NAMES:
+        out = directory / f"whole-{name}" / name
+        out.parent.mkdir()
+        run = Run("embed", model, fasta, "-o", out, folder=directory / "said", part_tokens=PART)
+        assert run.wait() == 0, run.said
+        whole[name] = content(out)
+    return Given(model, fasta, whole)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
+    return give(tmp_path_factory.mktemp("given"), 600)
+
+
+def drill(given: Given, directory: Path, kills: int, seed: int, processes: float) -> Counter[str]:
+    """Kill runs until so many have been killed, and look at each output that gets finished; where the kills fell.
+
+    Args:
+        given: to embed.
+        directory: for the outputs.
+        kills: in all.
+        seed: of when, and of whom.
+        processes: share of the runs with two of them.
+    """
+    rng = np.random.default_rng(seed)
+    fell: Counter[str] = Counter()
+    outputs, attempts = 0, 0
+    while fell.total() < kills or outputs < 1:
+        name = NAMES[outputs % len(NAMES)]
+        out = directory / str(outputs) / name
+        out.parent.mkdir(exist_ok=True)
+        attempts += 1
+        assert attempts < 4 * kills + 10, "it does not get anywhere"
+        began = time.monotonic()
+        several = rng.random() < processes
+        options = ("--resume", *(("--nproc", "2") if several else ()))
+        run = Run("embed", given.model, given.fasta, "-o", out, *options, folder=directory / "said", part_tokens=PART)
+        losses, ahead = 0, [one for one in STAGES if ORDER.index(one) > ORDER.index(stage(out))]
+        while fell.total() < kills and not run.is_over and losses < 3:
+            if not ahead or rng.random() < 0.5:
+                end = began + rng.uniform(0, 6.0 if several else 2.0)
+                while time.monotonic() < end and not run.is_over:
+                    time.sleep(0.005)
+            else:
+                until(run, ahead[rng.integers(len(ahead))], out)
+                time.sleep(rng.choice([0.0, rng.uniform(0, 0.01)]))
+            whom = ("parent", "worker", "group")[rng.integers(3)]
+            at = stage(out)
+            if not run.kill(whom, int(rng.integers(2))):
+                continue
+            fell[f"{whom} {at}"] += 1
+            losses += 1
+            if whom != "worker":
+                break
+        if run.wait() == -9:
+            continue
+        assert run.process.exitcode == 0, run.said
+        assert content(out) == given.whole[name]
+        left = sorted(path.name for path in out.parent.iterdir())
+        assert left == ([name] if out.is_dir() else sorted(given.whole[name])), "nothing else is there"
+        outputs += 1
+    return fell
+
+
+def test_runs_that_are_killed_again_and_again_write_the_same(given: Given, tmp_path: Path) -> None:
+    assert drill(given, tmp_path, kills=8, seed=1, processes=0.4).total() == 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    fell = drill(give(tmp_path / "given", 5000), tmp_path, kills=100, seed=2, processes=0.8)
+    print(sorted(fell.items()))  # noqa: T201
+    assert fell.total() == 100
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x"])
+def test_commands_on_one_output_share_it_and_one_may_die(given: Given, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out" / name
+    out.parent.mkdir()
+    runs = [
+        Run(*("embed", given.model, given.fasta, "-o", out, "--resume"), folder=tmp_path / str(k), part_tokens=PART)
+        for k in range(3)
+    ]
+    until(runs[1], "computing", out)
+    runs[1].kill("group")
+    for run in (runs[0], runs[2]):
+        assert run.wait() == 0, run.said
+    assert content(out) == given.whole[name]
+    left = sorted(path.name for path in out.parent.iterdir())
+    assert left == ([name] if out.is_dir() else sorted(given.whole[name]))
+
+
+class Begun(NamedTuple):
+    asked: EmbedRequest
+    directory: Path
+    plan: dict[str, Any]
+    embedder: Embedder
+
+    def missing(self) -> list[int]:
+        return [k for k in range(self.plan["parts"]) if not note_file(self.directory, k).exists()]
+
+    def say_of(self, worker: str, beats: int) -> None:
+        """Leave a sign of life of a worker of another machine."""
+        note = {"name": worker, "host": "far", "machine": "far 1 pid:[2]", "pid": 1, "process_start": "5"}
+        note |= {"beat_s": BEAT, "beats": beats, "rows": 0, "residues": 0}
+        path = self.directory / "work" / "workers" / f"{worker}.json"
+        path.parent.mkdir(exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(note))
+        scratch.replace(path)
+
+
+BEAT = 0.05
+
+
+@pytest.fixture
+def begun(given: Given, tmp_path: Path) -> Begun:
+    """A planned output, of which nothing is computed."""
+    asked = request(str(given.model), tmp_path / "out" / "x.npy")
+    directory = part_plan.partial(asked.out)
+    plan = part_plan.begin(directory, given.fasta, asked.spec, asked.facts, None, PART, "cpu", None)
+    (directory / "work" / "claims").mkdir(exist_ok=True)
+    return Begun(asked, directory, plan, make_embedder(plan, asked.device, None))
+
+
+def nobody(rows: int, residues: int) -> None:
+    """No progress."""
+
+
+def test_a_worker_of_another_machine_that_died_is_replaced(given: Given, begun: Begun) -> None:
+    begun.say_of("dead", 7)
+    (begun.directory / "work" / "claims" / "000002.1").write_text("dead")
+    began = time.monotonic()
+    with Worker(begun.directory / "work", beat=BEAT) as worker:
+        work(begun.directory, begun.plan, begun.embedder, worker, nobody)
+    assert time.monotonic() - began > 5 * BEAT, "it was watched"
+    assert begun.missing() == []
+    assert (begun.directory / "work" / "claims" / "000002.2").read_text() == worker.name
+    embed(begun.asked, given.fasta, resume=True)
+    assert content(begun.asked.out) == given.whole["x.npy"]
+
+
+def test_a_worker_of_another_machine_that_lives_keeps_its_part(given: Given, begun: Begun) -> None:
+    begun.say_of("alive", 0)
+    (begun.directory / "work" / "claims" / "000002.1").write_text("alive")
+    ended = threading.Event()
+
+    def live() -> None:
+        beats = 0
+        while not ended.wait(BEAT):
+            beats += 1
+            begun.say_of("alive", beats)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        for _ in range(3):
+            with Worker(begun.directory / "work", beat=BEAT) as worker:
+                work(begun.directory, begun.plan, begun.embedder, worker, nobody)
+            assert begun.missing() == [2]
+        report = embed(begun.asked, given.fasta, resume=True)
+        assert not begun.asked.out.exists(), "one part is in the hands of another worker"
+        assert report.computed < begun.plan["unique"]
+    finally:
+        ended.set()
+        thread.join()
+    with Worker(begun.directory / "work", beat=BEAT) as worker:
+        work(begun.directory, begun.plan, begun.embedder, worker, nobody)
+    embed(begun.asked, given.fasta, resume=True)
+    assert content(begun.asked.out) == given.whole["x.npy"]
+
+
+class Sleeper(Embedder):
+    """Computes, and sleeps before it tells of it."""
+
+    began, wake = threading.Event(), threading.Event()
+
+    def compute(self, sequences: Sequence[Tokens]) -> Iterator[tuple[int, Computed | Failed]]:
+        self.began.set()
+        assert self.wake.wait(600)
+        return super().compute(sequences)
+
+
+def test_a_worker_that_was_asleep_does_no_harm(given: Given, begun: Begun) -> None:
+    spec = begun.asked.spec
+    sleeper = Sleeper(begun.embedder.esm, spec.outputs, dtype=spec.dtype, long=spec.long)
+    asleep = Worker(begun.directory / "work", beat=BEAT)  # not entered: it shows no sign of life
+    begun.say_of(asleep.name, 3)
+    thread = threading.Thread(target=work, args=(begun.directory, begun.plan, sleeper, asleep, nobody))
+    thread.start()
+    assert sleeper.began.wait(600)
+    with Worker(begun.directory / "work", beat=BEAT) as worker:
+        work(begun.directory, begun.plan, begun.embedder, worker, nobody)
+    assert begun.missing() == []
+    before = note_file(begun.directory, 0).read_bytes()
+    assert worker.name.encode() in before
+    sleeper.wake.set()
+    thread.join()
+    assert note_file(begun.directory, 0).read_bytes() == before
+    files = {path.name for path in (begun.directory / "parts").glob("*.safetensors")}
+    assert files == {json.loads(path.read_text())["file"] for path in (begun.directory / "parts").glob("*.json")}
+    embed(begun.asked, given.fasta, resume=True)
+    assert content(begun.asked.out) == given.whole["x.npy"]
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x"])
+@pytest.mark.parametrize("where", ["_check_room", "_compute", "finish"])
+def test_another_command_may_finish_at_any_moment(
+    given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
+) -> None:
+    """The directory that this one works in is gone then."""
+    out = tmp_path / "out" / name
+    asked, step = request(str(given.model), out), getattr(embed_job, where)
+    others = 0
+
+    def after_another(*arguments: Any) -> Any:
+        nonlocal others
+        monkeypatch.setattr(embed_job, where, step)
+        embed(asked, given.fasta, resume=True, part_tokens=PART)
+        others += 1
+        return step(*arguments)
+
+    monkeypatch.setattr(embed_job, where, after_another)
+    report = embed(asked, given.fasta, resume=True, part_tokens=PART)
+    assert (others, report.records) == (1, 600)
+    assert content(out) == given.whole[name]
+    left = sorted(path.name for path in out.parent.iterdir())
+    assert left == ([name] if out.is_dir() else sorted(given.whole[name]))
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x"])
+def test_what_killed_processes_left_is_removed(given: Given, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out" / name
+    asked = request(str(given.model), out)
+    directory = part_plan.partial(asked.out)
+    plan = part_plan.begin(directory, given.fasta, asked.spec, asked.facts, None, PART, "cpu", None)
+    (out.parent / f".removed-{name}.partial" / "parts").mkdir(parents=True)
+    for left in (f".tmp-99-{name}", ".tmp-99-x.ids.txt") if name == "x.npy" else ():
+        (out.parent / left).write_text("half of it")
+    (out.parent / ".tmp-99-other.npy").write_text("somebody else's")
+    strays = "parts/000001-12345678.safetensors", "parts/.000001.json-12345678", ".plan.json-12345678"
+    for stray in strays:
+        (directory / stray).write_text("half of it")
+    (directory / "work" / "claims").mkdir(exist_ok=True)
+    (directory / "work" / "claims" / "000001.1").write_text("12345678")
+    with Worker(directory / "work", beat=BEAT) as worker:
+        work(directory, plan, make_embedder(plan, asked.device, None), worker, nobody)
+    assert not (directory / strays[0]).exists(), "its room is wanted"
+    embed(asked, given.fasta, resume=True)
+    key = "x.npy" if name == "x.npy" else "manifest"
+    assert content(out)[key] == given.whole[name][key]
+    wanted = {"x"} if out.is_dir() else set(given.whole[name])
+    assert {path.name for path in out.parent.iterdir()} == wanted | {".tmp-99-other.npy"}
+    if out.is_dir():
+        assert {path.name for path in out.iterdir()} == {"manifest.json", "index", "parts"}

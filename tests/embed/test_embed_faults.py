@@ -1,0 +1,453 @@
+"""What goes wrong around `esmshard embed`: one sentence each, and `--resume` goes on from what is finished."""
+
+import copy
+import errno
+import gc
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from embed_runs import Run, content, write_fasta, write_model
+
+from esmshard.embed.compute.outputs import Long
+from esmshard.embed.formats.format_registry import FORMATS
+from esmshard.embed.job.embed_job import embed
+from esmshard.embed.job.embed_output import EmbedReport
+from esmshard.embed.job.embed_request import request
+from esmshard.embed.store import part_plan
+from esmshard.embed.workers.claims import Command, Worker
+from esmshard.embed.workers.embed_worker import make_embedder, work
+from esmshard.errors import InputError, UsageError
+
+PART = 2000
+RECORDS = 300
+
+
+class Given(NamedTuple):
+    model: Path
+    fasta: Path
+    whole: dict[str, dict[str, object]]
+    """What a run without faults writes, by the name of the output."""
+
+    def embed(self, out: Path, fasta: Path | None = None, *, model: Path | None = None, **options: Any) -> EmbedReport:
+        """Options of the request are told from those of the run."""
+        asked = ("fmt", "pools", "layers", "dtype", "precision", "long")
+        wanted = request(str(model or self.model), out, **{k: options.pop(k) for k in asked if k in options})
+        return embed(wanted, fasta or self.fasta, part_tokens=PART, **options)
+
+    def computed(self, out: Path, most: int | None = None, pool: str = "") -> Path:
+        """`OUT.partial` with all parts, or the first ones, as a run leaves it that is killed before it writes `out`."""
+        asked = request(str(self.model), out, pools=[pool] if pool else [])
+        directory = part_plan.partial(out)
+        plan = part_plan.begin(directory, self.fasta, asked.spec, asked.facts, None, PART, "cpu", None)
+        some = plan | {"parts": plan["parts"] if most is None else most}
+        with Worker(directory / "work") as worker:
+            work(directory, some, make_embedder(plan, asked.device, None), worker, lambda rows, residues: None)
+        return directory
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
+    directory = tmp_path_factory.mktemp("given")
+    found = Given(write_model(directory / "model"), write_fasta(directory / "x.fasta", RECORDS, longest=120), {})
+    for name in ("x.npy", "x"):
+        out = directory / f"whole-{name}" / name
+        found.embed(out)
+        found.whole[name] = content(out)
+    return found
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def state(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """Time of change and bytes of every file."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def inodes(directory: Path) -> dict[str, int]:
+    """Of the files of finished parts, by name."""
+    notes = [json.loads(path.read_text()) for path in (directory / "parts").glob("*.json")]
+    return {note["file"]: (directory / "parts" / note["file"]).stat().st_ino for note in notes}
+
+
+def kept(before: dict[str, int], out: Path) -> bool:
+    """Whether the files of parts that were finished then are those of the product."""
+    return all((out / "parts" / name).stat().st_ino == inode for name, inode in before.items())
+
+
+# --- Disks
+
+
+def test_a_disk_that_is_full_in_the_middle(given: Given, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, pwrite = 20_000, os.pwrite
+
+    def until_full(file: int, data: Any, at: int) -> int:
+        nonlocal left
+        if len(data) > left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left -= len(data)
+        return pwrite(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", until_full)
+    with pytest.raises(InputError, match=r"x\.partial: the disk is full; what is finished stays there: make room and"):
+        given.embed(out / "x")
+    monkeypatch.undo()
+    before = inodes(out / "x.partial")
+    assert 0 < len(before) < len([name for name in given.whole["x"] if name.startswith("part ")])
+    assert len(list((out / "x.partial" / "parts").glob("*.safetensors"))) == len(before), "no room is taken in vain"
+    given.embed(out / "x", resume=True)
+    assert kept(before, out / "x")
+    assert content(out / "x") == given.whole["x"]
+
+
+Mount = Callable[..., None]
+
+
+@pytest.fixture
+def disk(out: Path) -> Iterator[Mount]:
+    """Makes `out` a disk of its own, of so many KiB, or changes it."""
+
+    def mount(kib: int, *options: str) -> None:
+        again = ["remount"] if os.path.ismount(out) else []
+        options = (f"size={kib}k", *again, *options)
+        command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(out)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("no disk can be mounted here")
+
+    if shutil.which("mount") is None or shutil.which("umount") is None:
+        pytest.skip("no disk can be mounted here")
+    yield mount
+    if os.path.ismount(out):
+        subprocess.run(["umount", "-l", out], check=True)
+
+
+def sentence(run: Run) -> str:
+    """What a command that failed said."""
+    assert run.wait() in (1, 2), run.said
+    assert "Traceback" not in run.said
+    (one,) = [line for line in run.said.splitlines() if line.startswith("error: ")]
+    return one
+
+
+@pytest.mark.parametrize("kib", [4, 40, 80, 120, 160, 200])
+def test_a_disk_of_any_size(given: Given, tmp_path: Path, out: Path, disk: Mount, kib: int) -> None:
+    disk(kib)
+    arguments = "embed", given.model, given.fasta, "-o", out / "x.npy"
+    said = sentence(Run(*arguments, folder=tmp_path / "said", part_tokens=PART))
+    assert "the disk is full; what is finished stays there: make room and" in said or " GB are free; make room" in said
+    disk(4000)
+    run = Run(*arguments, "--resume", folder=tmp_path / "said", part_tokens=PART)
+    assert run.wait() == 0, run.said
+    assert content(out / "x.npy") == given.whole["x.npy"]
+
+
+@pytest.mark.parametrize("name", [f"x.{fmt}" for fmt in FORMATS])
+def test_a_disk_that_is_full_when_the_file_is_written(
+    given: Given, out: Path, disk: Mount, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    disk(4000)
+    directory = given.computed(out / name, pool="mean")
+    before = inodes(directory)
+    usage = shutil.disk_usage(out)
+    (out / "ballast").write_bytes(bytes(usage.free - 30_000))
+    with pytest.raises(InputError, match=r"GB will be written and 0.0 GB are free; make room"):
+        given.embed(out / name, resume=True, pools=["mean"])
+    # Somebody else takes the room while it is written.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    with pytest.raises(InputError, match=r"partial: the disk is full; what is finished stays there: make room and"):
+        given.embed(out / name, resume=True, pools=["mean"])
+    assert sorted(path.name for path in out.iterdir()) == sorted(["ballast", directory.name])
+    assert inodes(directory) == before
+    (out / "ballast").unlink()
+    given.embed(out / name, resume=True, pools=["mean"])
+    given.embed(out.parent / "fresh" / name, pools=["mean"])
+    assert content(out / name) == content(out.parent / "fresh" / name)
+
+
+@pytest.mark.parametrize("name", ["x.h5", "x.h5ad"])
+def test_hdf5_never_sees_that_a_disk_is_full(
+    given: Given, out: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It would crash later."""
+    directory, pwrite = given.computed(out / name, pool="mean"), os.pwrite
+    for room in (0, 500, 5_000, 30_000, 60_000):
+        left = room
+
+        def until_full(file: int, data: Any, at: int) -> int:
+            nonlocal left
+            if not left:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            some = memoryview(data)[:left]
+            left -= len(some)
+            return pwrite(file, some, at)
+
+        monkeypatch.setattr(os, "pwrite", until_full)
+        with pytest.raises(InputError, match=r"partial: the disk is full; what is finished stays there: make room and"):
+            given.embed(out / name, resume=True, pools=["mean"])
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        gc.collect()
+        assert [path.name for path in out.iterdir()] == [directory.name]
+    given.embed(out / name, resume=True, pools=["mean"])
+    given.embed(out.parent / "fresh" / name, pools=["mean"])
+    assert content(out / name) == content(out.parent / "fresh" / name)
+
+
+def test_a_disk_that_cannot_be_written_to(given: Given, tmp_path: Path, out: Path, disk: Mount) -> None:
+    disk(4000)
+    directory = given.computed(out / "x.npy", most=2)
+    disk(4000, "ro")
+    before = state(out)
+    for name, options in (("y.npy", ()), ("y", ()), ("x.npy", ("--resume",)), ("x.npy", ("--overwrite",))):
+        arguments = "embed", given.model, given.fasta, "-o", out / name, *options
+        said = sentence(Run(*arguments, folder=tmp_path / "said", part_tokens=PART))
+        assert "cannot be written to (read-only file system); fix that and go on with --resume, or choose" in said
+        assert state(out) == before
+    disk(4000, "rw")
+    finished = inodes(directory)
+    assert len(finished) == 2
+    given.embed(out / "x.npy", resume=True)
+    assert content(out / "x.npy") == given.whole["x.npy"]
+
+
+# --- What is asked for, and of what
+
+
+def test_an_input_that_changed_is_refused_and_a_touched_one_is_not(given: Given, tmp_path: Path, out: Path) -> None:
+    fasta = Path(shutil.copy(given.fasta, tmp_path / "x.fasta"))
+    mine = given._replace(fasta=fasta)
+    before = inodes(mine.computed(out / "x", most=2))
+    text = fasta.read_text()
+    for changed in (text.replace(">r00007 ", ">s00007 "), text + ">new\nMKT\n", text[: text.rindex(">")]):
+        fasta.write_text(changed)
+        with pytest.raises(UsageError, match=r"x\.fasta: is not what .*x\.partial was begun with .*300 records"):
+            mine.embed(out / "x", resume=True)
+    fasta.write_text(text)
+    os.utime(fasta, (1, 1))
+    mine.embed(out / "x", resume=True)
+    assert kept(before, out / "x")
+    found, whole = content(out / "x"), copy.deepcopy(given.whole["x"])
+    for one in (found, whole):
+        del one["manifest"]["source"]  # type: ignore[attr-defined]
+    assert found == whole
+
+
+def test_an_input_that_changed_before_there_was_a_plan_is_read_again(given: Given, tmp_path: Path, out: Path) -> None:
+    fasta = Path(shutil.copy(given.fasta, tmp_path / "x.fasta"))
+    directory = given._replace(fasta=fasta).computed(out / "x.npy", most=2)
+    (directory / "plan.json").unlink()
+    shutil.copy(write_fasta(tmp_path / "other.fasta", 50, seed=9, longest=120), fasta)
+    given.embed(out / "x.npy", fasta, resume=True)
+    given.embed(tmp_path / "fresh" / "x.npy", fasta)
+    assert content(out / "x.npy") == content(tmp_path / "fresh" / "x.npy")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"layers": [1]}, "with mean_2, and not with mean_1"),
+        ({"layers": [1, 2]}, "with mean_2, and not with mean_1, mean_2"),
+        ({"pools": ["max"]}, "with mean_2, and not with max_2"),
+        ({"dtype": "fp16"}, "with numbers stored in fp32, and not with numbers stored in fp16"),
+        ({"precision": "bf16"}, "with arithmetic in fp32, and not with arithmetic in bf16"),
+        ({"long": Long("truncate", 50)}, "with --long full, and not with --long truncate --window 50"),
+        ({"long": Long("window", 50, 8)}, "with --long full, and not with --long window --window 50 --overlap 8"),
+    ],
+)
+@pytest.mark.parametrize("finished", [False, True])
+def test_another_request_is_refused(
+    given: Given, out: Path, options: dict[str, Any], reason: str, finished: bool
+) -> None:
+    if finished:
+        given.embed(out / "x")
+    else:
+        given.computed(out / "x", most=2)
+    before = state(out)
+    with pytest.raises(UsageError, match=f"x(.partial)?: was {'made' if finished else 'begun'} {reason}; --overwrite"):
+        given.embed(out / "x", resume=True, **options)
+    if not finished:
+        assert state(out) == before
+    given.embed(out / "x", resume=True)
+    assert content(out / "x") == given.whole["x"]
+
+
+def test_another_model_is_refused(given: Given, tmp_path: Path, out: Path) -> None:
+    other = write_model(tmp_path / "other", seed=1)
+    given.computed(out / "x.npy", most=2)
+    with pytest.raises(UsageError, match=r"x\.npy\.partial: was begun with the model .*/given\d*/model; --overwrite"):
+        given.embed(out / "x.npy", model=other, resume=True)
+    mine = Path(shutil.copytree(given.model, tmp_path / "mine"))
+    given._replace(model=mine).computed(out / "y.npy", most=2)
+    shutil.copy(other / "model.safetensors", mine)
+    with pytest.raises(UsageError, match=r"y\.npy\.partial: was begun with other weights than now at .*/mine;"):
+        given.embed(out / "y.npy", model=mine, resume=True)
+
+
+# --- What lies there
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x"])
+@pytest.mark.parametrize("how", ["value", "mark", "truncated", "longer", "header", "gone"])
+def test_a_part_that_was_damaged_is_computed_again(
+    given: Given, out: Path, capsys: pytest.CaptureFixture[str], name: str, how: str
+) -> None:
+    if (name, how) == ("x", "value"):
+        pytest.skip("a directory is not read when it is finished; verify finds it")
+    directory = given.computed(out / name)
+    before, notes = inodes(directory), [json.loads(note.read_text()) for note in (directory / "parts").glob("*.json")]
+    victim = sorted(before)[3]
+    file = directory / "parts" / victim
+    data = bytearray(file.read_bytes())
+    begin = 8 + int.from_bytes(data[:8], "little")
+    if how == "gone":
+        file.unlink()
+    elif how == "truncated":
+        os.truncate(file, len(data) - 1)
+    elif how == "longer":
+        file.write_bytes(data + b"x")
+    else:
+        crc = json.loads(data[8:begin])["crc"]["data_offsets"][1]
+        data[{"value": begin + crc + 5, "mark": len(data) - 3, "header": 20}[how]] ^= 4
+        file.write_bytes(data)
+    with pytest.raises(InputError, match=rf"{victim}: .*; go on with --resume: only that part is computed again$"):
+        given.embed(out / name, resume=True)
+    assert inodes(directory) == {file: inode for file, inode in before.items() if file != victim}
+    capsys.readouterr()
+    given.embed(out / name, resume=True)
+    rows = {note["file"]: note["rows"] for note in notes}
+    assert f"going on; {sum(rows.values()) - rows[victim]} of {sum(rows.values())} sequ" in capsys.readouterr().err
+    assert content(out / name) == given.whole[name]
+    assert sorted(path.name for path in out.iterdir()) == (["x"] if name == "x" else sorted(given.whole[name]))
+    if name == "x":
+        assert kept({file: inode for file, inode in before.items() if file != victim}, out / "x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: text.replace('"records": 300', '"records": 301'),
+        lambda text: text.replace('"layer": 2', '"layer": 1'),
+        lambda text: text.replace('"parts": ', '"parts": 1'),
+    ],
+)
+def test_a_plan_that_was_damaged_is_refused(given: Given, out: Path, change: Callable[[str], str]) -> None:
+    plan = given.computed(out / "x.npy", most=2) / "plan.json"
+    text = plan.read_text()
+    assert change(text) != text
+    plan.write_text(change(text))
+    before = state(out)
+    with pytest.raises(InputError, match=r"plan\.json: cannot be read, or was changed; --overwrite starts over$"):
+        given.embed(out / "x.npy", resume=True)
+    assert set(state(out)) == set(before)
+    given.embed(out / "x.npy", overwrite=True)
+    assert content(out / "x.npy") == given.whole["x.npy"]
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x"])
+def test_what_is_there_is_not_replaced_unless_told(given: Given, tmp_path: Path, out: Path, name: str) -> None:
+    given.embed(out / name)
+    before = state(out)
+    with pytest.raises(UsageError, match=f"{out / name}: exists already; choose another name or pass --overwrite$"):
+        given.embed(out / name)
+    report = given.embed(out / name, resume=True)
+    assert (report.records, report.failed) == (RECORDS, 0)
+    other = write_fasta(tmp_path / "other.fasta", 40, seed=3, longest=120)
+    with pytest.raises(UsageError, match=r"other\.fasta: is not what .* was begun with"):
+        given.embed(out / name, other, resume=True)
+    assert state(out) == before
+    directory = given._replace(fasta=other).computed(out / name, most=1)
+    with pytest.raises(UsageError, match="exists already"):
+        given.embed(out / name, other)
+    given.embed(out / name, other, overwrite=True)
+    given.embed(tmp_path / "fresh" / name, other)
+    assert not directory.exists()
+    assert content(out / name) == content(tmp_path / "fresh" / name)
+    assert sorted(path.name for path in out.iterdir()) == sorted(p.name for p in (tmp_path / "fresh").iterdir())
+
+
+def test_what_an_interrupted_run_left_is_not_taken_without_resume(given: Given, out: Path) -> None:
+    given.computed(out / "x.npy", most=2)
+    before = state(out)
+    with pytest.raises(UsageError, match=r"partial: left by an interrupted run; --resume goes on, --overwrite starts"):
+        given.embed(out / "x.npy")
+    assert state(out) == before
+    with pytest.raises(UsageError, match="give one of them"):
+        given.embed(out / "x.npy", overwrite=True, resume=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", [Command, Worker])
+def test_what_another_command_is_at_work_on_is_neither_interrupted_nor_replaced(
+    given: Given, out: Path, kind: type[Command], overwrite: bool
+) -> None:
+    directory = given.computed(out / "x.npy", most=2)
+    parts = sorted((directory / "parts").iterdir())
+    says = r"x.npy: another embed is at work on it \(process \d+ on .*join it with"
+    with kind(directory / "work"), pytest.raises(UsageError, match=says):
+        given.embed(out / "x.npy", overwrite=overwrite)
+    assert sorted((directory / "parts").iterdir()) == parts
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_command_with_workers_is_at_work_before_they_are(
+    given: Given, out: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """The processes of --nproc take seconds to start, in which nothing but their command is there."""
+    seen = []
+
+    def start(directory: Path, *_: object) -> None:
+        with pytest.raises(UsageError, match="another embed is at work on it") as refused:
+            given.embed(out / "x.npy", overwrite=overwrite)
+        seen.append(str(refused.value))
+        raise InputError("enough")
+
+    monkeypatch.setattr("esmshard.embed.job.embed_job.run_local", start)
+    with pytest.raises(InputError, match="enough"):
+        given.embed(out / "x.npy", nproc=2)
+    assert len(seen) == 1
+    assert (out / "x.npy.partial" / "plan.json").exists()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_command_on_another_machine_is_watched(
+    given: Given, out: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    monkeypatch.setattr("esmshard.embed.workers.claims.BEAT", 0.05)
+    directory = given.computed(out / "x.npy", most=2)
+    with Command(directory / "work", beat=0.05) as elsewhere:
+        elsewhere._note |= {"machine": "another one", "host": "node07"}
+        elsewhere._tell()
+        note = (directory / "work" / "commands" / f"{elsewhere.name}.json").read_text()
+        if lives:
+            with pytest.raises(UsageError, match=r"at work on it .*on node07"):
+                given.embed(out / "x.npy", overwrite=True)
+            return
+    (directory / "work" / "commands" / "dead.json").write_text(note)
+    given.embed(out / "x.npy", overwrite=True)
+    assert content(out / "x.npy") == given.whole["x.npy"]
+
+
+def test_a_removal_that_was_interrupted_mixes_nothing(given: Given, tmp_path: Path, out: Path) -> None:
+    """Half of what another model computed lies there, without its plan."""
+    directory = given.computed(out / "x.npy")
+    (directory / "plan.json").unlink()
+    shutil.rmtree(directory / "index")
+    other = write_model(tmp_path / "other", seed=1)
+    given.embed(out / "x.npy", model=other, resume=True)
+    given.embed(tmp_path / "fresh" / "x.npy", model=other)
+    assert content(out / "x.npy") == content(tmp_path / "fresh" / "x.npy")
+    assert content(out / "x.npy")["x.npy"] != given.whole["x.npy"]["x.npy"]

@@ -1,0 +1,367 @@
+"""Embedding files against fair-esm, record by record, and what is refused without leaving anything behind."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from command import esmshard as esmshard_command
+from esm.model.esm2 import ESM2 as FairEsm
+from model_files import SMALL, TINY, fair_esm, tokenise, write_fair_esm, write_transformers
+
+import esmshard
+from esmshard.embed.compute.outputs import Long
+from esmshard.embed.formats.format_registry import FORMATS
+from esmshard.embed.job.embed_job import embed
+from esmshard.embed.job.embed_output import EmbedReport
+from esmshard.embed.job.embed_request import request
+from esmshard.embed.store.embedding_store import EmbeddingStore
+from esmshard.errors import InputError, UsageError
+from esmshard.vocab import RESIDUES, encode
+
+LENGTHS = (31, 1, 120, 7, 7, 64, 2, 300, 18, 45, 9, 77)
+IDS = ("zeta", "sp|P12345|NAME_HUMAN", "a/b", "alpha", "a_b", "10", "2", "x/y/z", "lower", "..", "M", "last")
+
+
+class Given(NamedTuple):
+    model: str
+    fasta: Path
+    reference: FairEsm
+    sequences: dict[str, str]
+    out: Path
+    """An empty directory."""
+
+    def embed(self, name: str, *, model: str | None = None, fasta: Path | None = None, **options: Any) -> EmbedReport:
+        """`esmshard embed`: options of the request are told from those of the run."""
+        asked = ("fmt", "pools", "layers", "dtype", "precision", "long")
+        wanted = request(model or self.model, self.out / name, **{k: options.pop(k) for k in asked if k in options})
+        return embed(wanted, fasta or self.fasta, **options)
+
+    def expected(self, layer: int = TINY.n_layers) -> Iterator[tuple[str, torch.Tensor]]:
+        """[L + 2, D] of each record by fair-esm, alone."""
+        for record_id, sequence in self.sequences.items():
+            block, _ = tokenise([sequence])
+            with torch.no_grad():
+                yield record_id, self.reference(block, repr_layers=[layer])["representations"][layer][0]
+
+
+@pytest.fixture(scope="module", params=["fair-esm", "transformers"])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Given:
+    directory = tmp_path_factory.mktemp("given")
+    reference = fair_esm(TINY)
+    if request.param == "fair-esm":
+        model = write_fair_esm(directory / "esm2_tiny.pt", reference)
+    else:
+        model = write_transformers(directory / "model", reference, TINY)
+    rng = np.random.default_rng(5)
+    sequences = {i: "".join(rng.choice(list(RESIDUES), n)) for i, n in zip(IDS, LENGTHS, strict=True)}
+    fasta = directory / "input.fasta"
+    fasta.write_text(
+        "".join(f">{i} some words\n{s.lower() if i == 'lower' else s}\n" for i, s in sequences.items()), newline="\n"
+    )
+    return Given(str(model), fasta, reference, sequences, directory)
+
+
+@pytest.fixture
+def given(files: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
+    """Scratch files go to a known place."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "out").mkdir()
+    return files._replace(out=tmp_path / "out")
+
+
+def untouched(given: Given, *names: str) -> bool:
+    """Only the named files are there, and nothing temporary, there or where temporary files go."""
+    scratch = given.out.with_name("scratch")
+    left = [p for p in scratch.iterdir() if not p.name.startswith("torchinductor_")]  # torch's, whenever it likes
+    return sorted(p.name for p in given.out.iterdir()) == sorted(names) and not left
+
+
+@pytest.mark.parametrize(("tokens", "part_tokens"), [(1, 50), (80, 1), (None, 100), (None, None)])
+def test_npy_has_a_mean_per_record_in_input_order(given: Given, tokens: int | None, part_tokens: int | None) -> None:
+    report = given.embed("x.npy", tokens=tokens, part_tokens=part_tokens)
+    assert (report.records, report.computed, report.duplicates, report.failed) == (len(IDS), len(IDS), 0, 0)
+    assert (given.out / "x.ids.txt").read_text().splitlines() == list(IDS)
+    rows = np.load(given.out / "x.npy")
+    assert (rows.dtype, rows.shape) == (np.float32, (len(IDS), TINY.dim))
+    for row, (_, x_TD) in zip(rows, given.expected(), strict=True):
+        assert np.abs(row - x_TD[1:-1].mean(0).numpy()).max() <= 1e-5
+    assert rows.std(0).min() > 1e-3
+    assert untouched(given, "x.npy", "x.ids.txt", "x.npy.json")
+
+
+@pytest.mark.parametrize("pool", ["residue", "mean"])
+def test_h5_has_a_data_set_per_record_in_input_order(given: Given, pool: str) -> None:
+    given.embed("x.h5", pools=[pool])
+    with h5py.File(given.out / "x.h5") as file:
+        keys = ["a_b_2" if i == "a_b" else "id_9" if i == ".." else i.replace("/", "_") for i in IDS]
+        assert list(file) == keys
+        assert [data.attrs["original_id"] for data in file.values()] == list(IDS)
+        assert file.attrs["layer"] == TINY.n_layers
+        assert (file.attrs["model"], file.attrs["pool"]) == (given.model, pool)
+        assert (file.attrs["dtype"], file.attrs["compute"], file.attrs["long"]) == ("float32", "fp32", "full")
+        assert len(file.attrs["model_hash"]) == 64
+        assert (file.attrs["records"], file.attrs["dim"]) == (len(IDS), TINY.dim)
+        for data, (_, x_TD) in zip(file.values(), given.expected(), strict=True):
+            expected = (x_TD[1:-1].mean(0) if pool == "mean" else x_TD[1:-1]).numpy()
+            assert (data.dtype, data.shape) == (np.float32, expected.shape)
+            assert np.abs(data[()] - expected).max() <= 1e-5
+    assert untouched(given, "x.h5", "x.h5.json")
+
+
+def test_h5_holds_residues_unless_told_otherwise(given: Given) -> None:
+    given.embed("x.h5")
+    with h5py.File(given.out / "x.h5") as file:
+        assert tuple(data.shape[0] for data in file.values()) == LENGTHS
+
+
+def test_everything_at_once_is_what_fair_esm_says(given: Given) -> None:
+    """Layers and pools in one pass, against fair-esm's forward pass of each record alone."""
+    pools = ["mean", "max", "cls", "residue", "logits", "contacts"]
+    given.embed("x", pools=pools, layers=[0, 1, -1], part_tokens=200)
+    product = esmshard.open(given.out / "x")
+    assert [one.name for one in product.outputs][:3] == ["mean_0", "mean_1", "mean_2"]
+    for record_id, sequence in given.sequences.items():
+        found: Any = product[record_id]
+        block, _ = tokenise([sequence])
+        with torch.no_grad():
+            theirs = given.reference(block, repr_layers=[0, 1, 2], return_contacts=True)
+        for layer, x_1TD in theirs["representations"].items():
+            x_LD = x_1TD[0, 1:-1]
+            wanted = {"mean": x_LD.mean(0), "max": x_LD.amax(0), "cls": x_1TD[0, 0], "residue": x_LD}
+            for pool, values in wanted.items():
+                assert np.abs(found[f"{pool}_{layer}"] - values.numpy()).max() <= 1e-5, (record_id, pool, layer)
+        assert np.abs(found["logits"] - theirs["logits"][0, 1:-1].numpy()).max() <= 1e-5
+        assert np.abs(found["contacts"] - theirs["contacts"][0].numpy()).max() <= 1e-5
+
+
+@pytest.mark.parametrize("layer", range(TINY.n_layers + 1))
+def test_any_layer_can_be_asked_for(given: Given, layer: int) -> None:
+    given.embed("x.npy", layers=[layer])
+    for row, (_, x_TD) in zip(np.load(given.out / "x.npy"), given.expected(layer), strict=True):
+        assert np.abs(row - x_TD[1:-1].mean(0).numpy()).max() <= 1e-5
+
+
+@pytest.mark.parametrize("layer", [-4, TINY.n_layers + 1])
+def test_a_layer_that_is_not_there_is_refused(given: Given, layer: int) -> None:
+    with pytest.raises(UsageError, match="layers 0 to 2"):
+        given.embed("x.npy", layers=[layer])
+    assert untouched(given)
+
+
+def test_the_format_may_be_named(given: Given) -> None:
+    given.embed("x.dat", fmt="h5", pools=["mean"])
+    with h5py.File(given.out / "x.dat") as file:
+        assert len(file) == len(IDS)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("fp16", 2e-3), ("bf16", 2e-2)])
+def test_numbers_may_be_stored_in_half_precision(given: Given, dtype: str, close: float) -> None:
+    given.embed("full", pools=["residue"])
+    given.embed("half", pools=["residue"], dtype=dtype)
+    full, half = EmbeddingStore(given.out / "full"), EmbeddingStore(given.out / "half")
+    for record_id in IDS:
+        a, b = full[record_id], half[record_id]
+        assert b.dtype == (np.float16 if dtype == "fp16" else np.float32)
+        assert 0 < np.abs(a - b).max() <= close * np.abs(a).max()
+
+
+def test_arithmetic_in_bf16_is_near_and_recorded(given: Given) -> None:
+    given.embed("full")
+    given.embed("half", precision="bf16")
+    full, half = EmbeddingStore(given.out / "full"), EmbeddingStore(given.out / "half")
+    assert half.attributes["compute"] == "bf16"
+    assert half.manifest["parts"][0]["compute"] == "bf16"
+    difference = np.abs(full[list(IDS)] - half[list(IDS)]).max()
+    assert 1e-5 < difference < 0.1
+
+
+def test_equal_sequences_are_computed_once(given: Given) -> None:
+    fasta = given.out.with_name("twice.fasta")
+    text = given.fasta.read_text()
+    fasta.write_text(text + "".join(f">again{n}\n{s}\n" for n, s in enumerate(given.sequences.values())))
+    report = given.embed("x.npy", fasta=fasta)
+    assert (report.records, report.computed, report.duplicates) == (2 * len(IDS), len(IDS), len(IDS))
+    rows = np.load(given.out / "x.npy")
+    assert np.array_equal(rows[: len(IDS)], rows[len(IDS) :])
+
+
+def test_rows_of_an_earlier_product_are_taken(given: Given) -> None:
+    """By sequence, whatever the id; of a product that holds more; and not where anything was computed differently."""
+    given.embed("old", pools=["mean", "residue"], layers=[1, 2], part_tokens=100)
+    fasta = given.out.with_name("more.fasta")
+    renamed = "".join(f">new{n}\n{s}\n" for n, s in enumerate(given.sequences.values()))
+    fasta.write_text(f">other\nMKTAYIAKQR\n{renamed}")
+    report = given.embed("x.npy", fasta=fasta, reuse=given.out / "old")
+    assert (report.reused, report.computed) == (len(IDS), 1)
+    given.embed("y.npy", fasta=fasta)
+    assert np.allclose(np.load(given.out / "x.npy"), np.load(given.out / "y.npy"), rtol=0, atol=1e-6)
+    for options, reason in [
+        ({"pools": ["max"]}, "no max_2"),
+        ({"dtype": "fp16"}, "stored in fp32, and not with numbers stored in fp16"),
+        ({"long": Long("truncate", 100)}, "--long full, and not with --long truncate --window 100"),
+        ({"precision": "bf16"}, "arithmetic in fp32"),
+    ]:
+        with pytest.raises(UsageError, match=reason):
+            given.embed("z.npy", reuse=given.out / "old", **options)
+    other = write_fair_esm(given.out.with_name("esm2_other.pt"), fair_esm(TINY, seed=1))
+    with pytest.raises(UsageError, match="the model"):
+        given.embed("z.npy", model=str(other), reuse=given.out / "old")
+
+
+def test_two_processes_write_what_one_does(given: Given) -> None:
+    given.embed("one.npy", part_tokens=100)
+    given.embed("two.npy", part_tokens=100, nproc=2)
+    assert np.allclose(np.load(given.out / "one.npy"), np.load(given.out / "two.npy"), rtol=0, atol=1e-6)
+    assert untouched(given, *(f"{n}{end}" for n in ("one", "two") for end in (".npy", ".ids.txt", ".npy.json")))
+
+
+def test_a_model_on_disk_computes_the_same(given: Given) -> None:
+    given.embed("one.npy")
+    given.embed("two.npy", offload=True)
+    assert np.allclose(np.load(given.out / "one.npy"), np.load(given.out / "two.npy"), rtol=0, atol=1e-6)
+
+
+def test_an_existing_file_is_replaced_only_when_told(given: Given) -> None:
+    out = given.out / "x.npy"
+    out.write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        given.embed("x.npy")
+    assert out.read_text() == "mine"
+    assert untouched(given, "x.npy")
+    given.embed("x.npy", overwrite=True)
+    assert np.load(out).shape == (len(IDS), TINY.dim)
+    with pytest.raises(UsageError, match="is no directory of embeddings"):
+        given.embed("", fmt="parts", overwrite=True)
+
+
+def test_an_existing_directory_is_replaced_only_when_told(given: Given) -> None:
+    given.embed("x")
+    with pytest.raises(UsageError, match="exists already"):
+        given.embed("x", pools=["max"])
+    given.embed("x", pools=["max"], overwrite=True)
+    assert EmbeddingStore(given.out / "x").attributes["pool"] == "max"
+    assert untouched(given, "x")
+
+
+def test_an_existing_list_of_ids_is_not_lost(given: Given) -> None:
+    (given.out / "x.ids.txt").write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        given.embed("x.npy")
+    assert (given.out / "x.ids.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("x.csv", {}, "no format 'csv'"),
+        ("x.npy", {"fmt": "hdf"}, "no format 'hdf'"),
+        ("x.npy", {"pools": ["residue"]}, "npy has a place for mean, max, cls"),
+        ("x.npy", {"pools": ["mean", "max"]}, "npy holds one output"),
+        ("x.npy", {"pools": ["median"]}, "one of mean, max"),
+        ("x.h5", {"pools": ["contacts"], "layers": [1]}, "leave --layers out"),
+        ("x.npy", {"dtype": "fp64"}, "one of fp32, fp16, bf16"),
+        ("x.npy", {"dtype": "bf16"}, "and not bf16"),
+        ("x.npy", {"precision": "fp8"}, "auto, fp32"),
+        ("x.npy", {"long": Long("crop")}, "full, window or truncate"),  # type: ignore[arg-type]
+        ("x.npy", {"long": Long("window", 100, 100)}, "share fewer than they have"),
+        ("x.npy", {"resume": True, "overwrite": True}, "give one of them"),
+        ("x.npy", {"offload": True, "nproc": 2}, "leave --nproc and --shard out"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(given: Given, name: str, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        given.embed(name, **options)
+    assert untouched(given)
+
+
+@pytest.mark.parametrize("ending", [*FORMATS, "parts"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("", "holds no record"), (">a\nMKT\n>b\nMK1\n", "'b' has '1' at position 3"), (">a\nMKT\n>b\n", "no residues")],
+)
+def test_a_bad_fasta_leaves_nothing_behind(given: Given, ending: str, text: str, reason: str) -> None:
+    fasta = given.out.with_name("bad.fasta")
+    fasta.write_text(text)
+    with pytest.raises(InputError, match=reason) as caught:
+        given.embed("x", fmt=ending, fasta=fasta)
+    assert str(caught.value).startswith(str(fasta))
+    assert untouched(given)
+
+
+def test_a_model_that_is_not_there_leaves_nothing_behind(given: Given) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        given.embed("x.npy", model="nowhere.pt")
+    assert untouched(given)
+
+
+def test_too_long_for_learned_positions_is_said_beforehand(given: Given) -> None:
+    config = SMALL["ESM-1b"]
+    model = write_fair_esm(given.out.with_name("esm1b.pt"), fair_esm(config))
+    fasta = given.out.with_name("long.fasta")
+    fasta.write_text(">short\nMKT\n>long\n" + "MKTAYIAKQR" * 110 + "\n")
+    with pytest.raises(UsageError, match=r"'long' has 1,100 residues, .* --long window"):
+        given.embed("x.npy", model=str(model), fasta=fasta)
+    assert untouched(given)
+    given.embed("x.npy", model=str(model), fasta=fasta, long=Long("window"))
+    assert np.isfinite(np.load(given.out / "x.npy")).all()
+    assert json.loads((given.out / "x.npy.json").read_text())["window"] == 1022
+
+
+def test_a_record_is_found_by_its_accession_if_no_other_has_it(given: Given) -> None:
+    names = ["sp|P8RX01|X_YEAST", "sp|P00001|A_HUMAN", "tr|P00001|B_HUMAN", "P00002", "sp|P00002|C_HUMAN", "other|Q1|x"]
+    fasta = given.out / "uniprot.fasta"
+    fasta.write_text("".join(f">{name}\nMKT{'AVLS'[k % 4] * (k + 1)}\n" for k, name in enumerate(names)))
+    given.embed("uniprot", fasta=fasta)
+    emb = esmshard.open(str(given.out / "uniprot"))
+    assert np.array_equal(emb["P8RX01"], emb["sp|P8RX01|X_YEAST"])
+    assert np.array_equal(emb[["P00002", "P8RX01"]], np.stack([emb["P00002"], emb[names[0]]])), "a whole id goes first"
+    assert "P8RX01" in emb
+    for unknown in ("P00001", "Q1", "P8RX0", "X_YEAST", ""):
+        assert unknown not in emb
+        with pytest.raises(KeyError, match="has no record"):
+            emb[unknown]
+
+
+def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
+    """The embedding of tryptophan is beyond the range of fp16 here."""
+    reference = fair_esm(TINY)
+    with torch.no_grad():
+        reference.embed_tokens.weight[encode("W")[1]] = 1e6
+    write_transformers(tmp_path / "model", reference, TINY)
+    (tmp_path / "in.fasta").write_text(">a\nMKTV\n>b\nMKW\n>c\nGGG\n>again\nMKW\n")
+    asked = ("--layers", "0", "--dtype", "fp16")
+    done = esmshard_command("embed", "model", "in.fasta", "-o", "x.npy", *asked, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "x.npy: 2 records; 3 sequences computed, 1 duplicates, 0 reused; 2 records failed, see x.npy.failed.tsv\n",
+    )
+    assert (tmp_path / "x.ids.txt").read_text() == "a\nc\n"
+    assert np.isfinite(np.load(tmp_path / "x.npy")).all()
+    reason = "mean_0 has values beyond the range of float16"
+    assert (tmp_path / "x.npy.failed.tsv").read_text() == f"id\tlength\treason\nb\t3\t{reason}\nagain\t3\t{reason}\n"
+    strict = esmshard_command("embed", "model", "in.fasta", "-o", "x", *asked, "--strict", cwd=tmp_path)
+    assert (strict.returncode, strict.stdout.split("see ")[1]) == (1, "x/failed.tsv\n")
+    product = EmbeddingStore(tmp_path / "x")
+    assert product.failed == {"b": reason, "again": reason}
+    with pytest.raises(KeyError, match="'b' has no values: mean_0 has values beyond"):
+        product["b"]
+    again = esmshard_command("embed", "model", "in.fasta", "-o", "x.npy", *asked, "--resume", "--strict", cwd=tmp_path)
+    assert "is finished already" in again.stderr
+    assert again.returncode == 1
+    assert again.stdout.endswith("2 records failed, see x.npy.failed.tsv\n")
+    (tmp_path / "none.fasta").write_text(">b\nMKW\n>again\nMKW\n")
+    for name in ("none.npy", "none", "none.h5", "none.parquet"):
+        for how in ("--overwrite", "--resume"):
+            failed = esmshard_command("embed", "model", "none.fasta", "-o", name, *asked, how, cwd=tmp_path)
+            table = f"{name}/failed.tsv" if name == "none" else f"{name}.failed.tsv"
+            assert failed.returncode == 1
+            said = f"error: {name}: has no values, as every record failed (2), see {table}; the first, b: "
+            assert said in failed.stderr
+            assert "beyond the range of float16" in failed.stderr

@@ -1,0 +1,204 @@
+"""Packs, windows, and what happens when memory does not suffice."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from model_files import TINY, fair_esm, ours
+
+from esmshard.batch import TokenBatch
+from esmshard.embed.compute.embedder import Computed, Embedder, Failed
+from esmshard.embed.compute.outputs import Long, Output, choose
+from esmshard.model.trunk import ESM2
+from esmshard.vocab import STANDARD, encode
+
+Tokens = npt.NDArray[np.uint8]
+POOLS = ["mean", "max", "cls", "residue", "logits", "contacts"]
+
+
+@pytest.fixture(scope="module")
+def esm() -> ESM2:
+    return ours(fair_esm(TINY), TINY)
+
+
+def sequences(*lengths: int) -> list[Tokens]:
+    rng = np.random.default_rng(3)
+    return [encode("".join(rng.choice(list(STANDARD), n))) for n in lengths]
+
+
+def outputs(*pools: str) -> tuple[Output, ...]:
+    return choose(pools, None, TINY.n_layers, "tiny")
+
+
+def found(embedder: Embedder, given: list[Tokens]) -> list[Any]:
+    by_place = dict(embedder.compute(given))
+    assert sorted(by_place) == list(range(len(given)))
+    return [by_place[n] for n in range(len(given))]
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("long", [Long(), Long("window", 100, 30), Long("truncate", 90)])
+def test_a_sequence_does_not_see_what_it_is_computed_with(esm: ESM2, threads: None, long: Long) -> None:
+    given = sequences(31, 1, 120, 7, 300, 45, 260, 99, 100, 101)
+    wanted = [found(Embedder(esm, outputs(*POOLS), long=long), [one])[0] for one in given]
+    for tokens in (1, 150, 400, 4096):
+        for one, alone in zip(
+            found(Embedder(esm, outputs(*POOLS), long=long, tokens=tokens), given), wanted, strict=True
+        ):
+            for name, values in one.values.items():
+                assert torch.allclose(values, alone.values[name], rtol=0, atol=1e-5, equal_nan=True), (name, tokens)
+
+
+def test_packs_hold_at_most_so_many_tokens_and_each_sequence_once(esm: ESM2) -> None:
+    lengths = [31, 1, 120, 7, 300, 45, 260, 99]
+    packs = Embedder(esm, outputs("mean"), tokens=150).packs(lengths)
+    assert sorted(n for pack in packs for n in pack) == list(range(8))
+    assert all(len(pack) == 1 or sum(lengths[n] + 2 for n in pack) <= 150 for pack in packs)
+    assert max(map(len, packs)) > 1
+    assert packs[0] == [4]  # the longest first
+
+
+def by_hand(esm: ESM2, tokens: Tokens, starts: list[int], window: int, overlap: int) -> Iterator[tuple[int, Any, Any]]:
+    """Start, outputs and weights of each window, written out residue by residue."""
+    length = len(tokens) - 2
+    for start in starts:
+        piece = np.concatenate((tokens[:1], tokens[1 + start : 1 + start + window], tokens[-1:]))
+        alone = found(Embedder(esm, outputs("residue", "cls", "contacts")), [piece])[0].values
+        weights = []
+        for place in range(window):
+            left = place + 1 if start > 0 else overlap + 1
+            right = window - place if start + window < length else overlap + 1
+            weights.append(min(left, right, overlap + 1) / (overlap + 1))
+        yield start, alone, np.array(weights)
+
+
+def test_windows_are_cross_faded(esm: ESM2) -> None:
+    (tokens,) = sequences(230)
+    long = Long("window", 100, 20)
+    assert long.starts(230) == [0, 65, 130]
+    assert long.starts(100) == [0]
+    assert long.starts(101) == [0, 1]
+    values = found(Embedder(esm, outputs("residue", "mean", "cls", "contacts"), long=long), [tokens])[0].values
+    x_LD, weight_L = np.zeros((230, TINY.dim)), np.zeros(230)
+    p_LL, weight_LL, cls = np.zeros((230, 230)), np.zeros((230, 230)), []
+    for start, alone, weight_W in by_hand(esm, tokens, [0, 65, 130], 100, 20):
+        rows = slice(start, start + 100)
+        x_LD[rows] += alone["residue_2"].numpy() * weight_W[:, None]
+        weight_L[rows] += weight_W
+        p_LL[rows, rows] += alone["contacts"].numpy() * np.outer(weight_W, weight_W)
+        weight_LL[rows, rows] += np.outer(weight_W, weight_W)
+        cls.append(alone["cls_2"].numpy())
+    x_LD /= weight_L[:, None]
+    assert np.abs(values["residue_2"].numpy() - x_LD).max() <= 1e-5
+    assert np.abs(values["mean_2"].numpy() - x_LD.mean(0)).max() <= 1e-5
+    assert np.abs(values["cls_2"].numpy() - np.mean(cls, 0)).max() <= 1e-5
+    seen = weight_LL > 0
+    assert np.abs(values["contacts"].numpy()[seen] - (p_LL[seen] / weight_LL[seen])).max() <= 1e-5
+    assert not seen.all()
+    assert np.isnan(values["contacts"].numpy()[~seen]).all()
+
+
+def test_truncated_is_what_the_beginning_alone_gives(esm: ESM2) -> None:
+    (tokens,) = sequences(230)
+    cut = np.concatenate((tokens[:101], tokens[-1:]))
+    short = found(Embedder(esm, outputs(*POOLS)), [cut])[0].values
+    long = found(Embedder(esm, outputs(*POOLS), long=Long("truncate", 100)), [tokens])[0].values
+    for name, values in long.items():
+        assert torch.allclose(values, short[name], rtol=0, atol=1e-6), name
+
+
+def refuse(esm: ESM2, most: int, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the model have memory for so many tokens only; tokens of the passes that went well."""
+    passes: list[int] = []
+    forward = esm.forward
+
+    def limited(batch: TokenBatch, *args: Any, **kwargs: Any) -> Any:
+        if batch.bounds[-1] > most:
+            raise error()
+        passes.append(batch.bounds[-1])
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(esm, "forward", limited)
+    return passes
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError,
+        lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: ..."),
+        lambda: RuntimeError("CUDA error: out of memory"),
+    ],
+)
+def test_without_memory_packs_are_halved(
+    esm: ESM2, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = sequences(31, 1, 120, 7, 45, 60, 99)
+    wanted = found(Embedder(esm, outputs("residue")), given)
+    passes = refuse(esm, 150, error, monkeypatch)
+    for one, alone in zip(found(Embedder(esm, outputs("residue")), given), wanted, strict=True):
+        assert torch.allclose(one.values["residue_2"], alone.values["residue_2"], rtol=0, atol=1e-5)
+        assert one.windowed == 0
+    assert sum(passes) == sum(map(len, given))
+    assert len(passes) > 2
+
+
+def test_then_a_sequence_is_cut_into_windows_and_then_it_has_failed(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = sequences(40, 1000, 30)
+    passes = refuse(esm, 300, MemoryError, monkeypatch)
+    short, long, last = found(Embedder(esm, outputs("residue", "mean")), given)
+    assert (short.windowed, long.windowed, last.windowed) == (0, 250, 0)
+    assert long.values["residue_2"].shape == (1000, TINY.dim)
+    assert max(passes) <= 300
+    monkeypatch.undo()
+    exact = found(Embedder(esm, outputs("residue"), long=Long("window", 250, 62)), given)[1]
+    assert torch.allclose(long.values["residue_2"], exact.values["residue_2"], rtol=0, atol=1e-5)
+    refuse(esm, 100, MemoryError, monkeypatch)
+    short, long, last = found(Embedder(esm, outputs("residue")), given)
+    assert isinstance(long, Failed)
+    assert "1,000 residues" in long.reason
+    assert isinstance(short, Computed)
+    assert isinstance(last, Computed)
+
+
+def test_another_error_is_not_taken_for_a_lack_of_memory(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(esm, 0, lambda: RuntimeError("a bug"), monkeypatch)
+    with pytest.raises(RuntimeError, match="a bug"):
+        found(Embedder(esm, outputs("mean")), sequences(10))
+
+
+def test_numbers_beyond_the_range_of_fp16_are_a_failure(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = sequences(10)
+    bias = esm.emb_layer_norm_after.bias
+    monkeypatch.setattr(bias, "data", bias.data + 1e5)
+    assert isinstance(found(Embedder(esm, outputs("mean")), given)[0], Computed)
+    assert isinstance(found(Embedder(esm, outputs("mean"), dtype="bf16"), given)[0], Computed)
+    (one,) = found(Embedder(esm, outputs("mean"), dtype="fp16"), given)
+    assert isinstance(one, Failed)
+    assert "beyond the range of float16" in one.reason
+    monkeypatch.setattr(bias, "data", bias.data * float("nan"))
+    (one,) = found(Embedder(esm, outputs("mean")), given)
+    assert isinstance(one, Failed)
+    assert "not finite" in one.reason
+
+
+def test_layers_that_nobody_asked_for_are_not_computed(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = sequences(30)
+    wanted = found(Embedder(esm, choose(["mean"], [1, 2], 2, "")), given)[0].values["mean_1"]
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the last layer was computed")
+
+    monkeypatch.setattr(esm.layers[1], "forward", never)
+    assert torch.equal(found(Embedder(esm, choose(["mean"], [1], 2, "")), given)[0].values["mean_1"], wanted)

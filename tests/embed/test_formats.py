@@ -1,0 +1,532 @@
+"""Every file format of embeddings, read back with the library that others will read it with."""
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anndata
+import h5py
+import numpy as np
+import pytest
+import torch
+from pyarrow import parquet
+from safetensors import safe_open
+
+from esmshard.embed.compute.outputs import About, Output, Row
+from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, bytes_of, check_place, suits
+from esmshard.embed.formats.record_formats import SafetensorsFormat
+from esmshard.embed.formats.table_formats import AnnDataFormat, ParquetFormat
+from esmshard.errors import InputError, UsageError
+
+DIM = 24
+IDS = (
+    "zeta", "sp|P12345|NAME_HUMAN", "a/b", "alpha", "a_b", "10", "2", "x/y/z", "Ünï-蛋白", "..", "../up", "/etc/x",
+    'q"uo\\te', "c:1-20(+)", "A_B", "long" * 40, "last",
+)  # fmt: skip
+LENGTHS = (31, 1, 120, 7, 7, 64, 2, 33, 18, 45, 9, 77, 5, 3, 12, 8, 6)
+ATTRIBUTES = {f"note_{n}": f"{n} é" for n in range(9)} | {"model": "tiny", "residues_at_once": 1022}
+"""HDF5 keeps more than eight attributes in another way than fewer."""
+
+ALL = tuple(Output(pool, None if pool in ("logits", "contacts") else 6) for pool in FORMATS["h5"].pools)
+MEAN, MAX, CLS, RESIDUE, LOGITS, CONTACTS = ALL
+NUMBERS = {"fp32": np.float32, "fp16": np.float16}
+
+
+def values_of(outputs: Sequence[Output], dtype: str, ids: Sequence[str] = IDS) -> list[dict[str, torch.Tensor]]:
+    """Of each record, by output."""
+    kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for n, _ in enumerate(ids):
+        length = LENGTHS[n % len(LENGTHS)]
+        shapes = {"residue": (length, DIM), "logits": (length, 33), "contacts": (length, length)}
+        found.append({o.name: torch.randn(shapes.get(o.pool, (DIM,)), generator=generator).to(kind) for o in outputs})
+    return found
+
+
+def rows_of(outputs: Sequence[Output], dtype: str, ids: Sequence[str] = IDS) -> Iterator[Row]:
+    """numpy has no bfloat16: its bits."""
+    for n, tensors in enumerate(values_of(outputs, dtype, ids)):
+        arrays = {name: (t.view(torch.uint16) if dtype == "bf16" else t).numpy() for name, t in tensors.items()}
+        yield Row(ids[n], LENGTHS[n % len(LENGTHS)] + 1000, arrays)
+
+
+def write(fmt: str, out: Path, outputs: Sequence[Output], dtype: Any = "fp32", ids: Sequence[str] = IDS) -> None:
+    """As `embed` does."""
+    suits(fmt, outputs, dtype, out)
+    with FORMATS[fmt](out, About(tuple(outputs), DIM, dtype, len(ids), ATTRIBUTES)) as writer:
+        for row in rows_of(outputs, dtype, ids):
+            writer.add(row)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_what_is_computed_unless_told_otherwise() -> None:
+    assert DEFAULT_POOL == {
+        "h5": "residue", "npy": "mean", "parquet": "mean", "h5ad": "mean", "safetensors": "residue",
+        "fair-esm-pt": "residue",
+    }  # fmt: skip
+
+
+H5_KEYS = [
+    "zeta", "sp|P12345|NAME_HUMAN", "a_b", "alpha", "a_b_2", "10", "2", "x_y_z", "Ünï-蛋白", "id_9", ".._up", "_etc_x",
+    'q"uo\\te', "c:1-20(+)", "A_B", "long" * 40, "last",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("output", ALL, ids=lambda output: output.name)
+def test_h5_has_a_data_set_a_record(tmp_path: Path, output: Output, dtype: str) -> None:
+    write("h5", tmp_path / "x.h5", [output], dtype)
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert list(file) == H5_KEYS
+        assert [data.attrs["original_id"] for data in file.values()] == list(IDS)
+        assert dict(file.attrs) == ATTRIBUTES | {"records": len(IDS), "dim": DIM}
+        for data, expected in zip(file.values(), values_of([output], dtype), strict=True):
+            assert data.dtype == NUMBERS[dtype]
+            assert np.array_equal(data[()], expected[output.name].numpy())
+    assert names(tmp_path) == ["x.h5"]
+
+
+def test_h5_has_a_group_an_output(tmp_path: Path) -> None:
+    outputs = [MEAN, Output("mean", 0), RESIDUE]
+    write("h5", tmp_path / "x.h5", outputs)
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert list(file) == ["mean_6", "mean_0", "residue_6"]
+        for output in outputs:
+            group = file[output.name]
+            assert list(group) == H5_KEYS
+            assert [data.attrs["original_id"] for data in group.values()] == list(IDS)
+            for data, expected in zip(group.values(), values_of(outputs, "fp32"), strict=True):
+                assert np.array_equal(data[()], expected[output.name].numpy())
+
+
+@pytest.mark.parametrize("fmt", ["h5", "h5ad"])
+def test_hdf5_of_the_same_rows_has_the_same_bytes(tmp_path: Path, fmt: str) -> None:
+    write(fmt, tmp_path / "one", [MEAN, MAX])
+    time.sleep(1.1)  # HDF5's clock has seconds
+    write(fmt, tmp_path / "two", [MEAN, MAX])
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("output", [MEAN, MAX, CLS], ids=lambda output: output.name)
+def test_npy_is_a_matrix_and_its_ids(tmp_path: Path, output: Output, dtype: str) -> None:
+    write("npy", tmp_path / "x.npy", [output], dtype)
+    matrix = np.load(tmp_path / "x.npy", allow_pickle=False)
+    assert matrix.dtype == NUMBERS[dtype]
+    assert np.array_equal(matrix, np.stack([one[output.name].numpy() for one in values_of([output], dtype)]))
+    assert (tmp_path / "x.ids.txt").read_text(encoding="utf-8").split("\n") == [*IDS, ""]
+    assert names(tmp_path) == ["x.ids.txt", "x.npy"]
+
+
+@pytest.mark.parametrize("group", [1, 9000, 1 << 30])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_parquet_has_a_row_a_record_and_a_column_an_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, group: int
+) -> None:
+    monkeypatch.setattr(ParquetFormat, "GROUP", group)
+    write("parquet", tmp_path / "x.parquet", ALL, dtype)
+    number = {"fp32": "float", "fp16": "halffloat"}[dtype]
+    with parquet.ParquetFile(tmp_path / "x.parquet") as file:
+        if group == 9000:
+            assert 2 < file.num_row_groups < len(IDS)
+        else:
+            assert file.num_row_groups == (len(IDS) if group == 1 else 1)
+        table = file.read()
+    assert [str(column.type).replace("element", "item") for column in table.schema] == [
+        "string", "int32", *[f"fixed_size_list<item: {number}>[{DIM}]"] * 3,
+        f"list<item: fixed_size_list<item: {number}>[{DIM}]>", f"list<item: fixed_size_list<item: {number}>[33]>",
+        f"list<item: {number}>",
+    ]  # fmt: skip
+    assert table.column_names == ["id", "length", "mean_6", "max_6", "cls_6", "residue_6", "logits", "contacts"]
+    assert table["id"].to_pylist() == list(IDS)
+    assert table["length"].to_pylist() == [length + 1000 for length in LENGTHS]
+    stored = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+    expected = ATTRIBUTES | {"records": len(IDS), "dim": DIM}
+    assert stored == {key: str(value) for key, value in expected.items()}
+    for n, tensors in enumerate(values_of(ALL, dtype)):
+        for name, tensor in tensors.items():
+            array = np.array(table[name][n].as_py(), NUMBERS[dtype])
+            assert np.array_equal(array, tensor.flatten().numpy() if name == "contacts" else tensor.numpy())
+    assert names(tmp_path) == ["x.parquet"]
+
+
+def test_a_map_that_parquet_has_no_place_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParquetFormat, "GROUP", 4)
+    monkeypatch.setattr(ParquetFormat, "PLACES", 77 * 77 + 1)
+    with pytest.raises(InputError, match=r"record 'a/b': .* contacts of 120 residues; write them with --format h5"):
+        write("parquet", tmp_path / "x.parquet", [CONTACTS])
+    assert names(tmp_path) == []
+    write("parquet", tmp_path / "x.parquet", [CONTACTS], ids=["zeta", "other"])
+    monkeypatch.setattr(ParquetFormat, "PLACES", 31 * 31)
+    with pytest.raises(InputError, match=r"record 'zeta': .* contacts of 31 residues"):
+        write("parquet", tmp_path / "x.parquet", [CONTACTS], ids=["zeta", "other"])
+
+
+@pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_h5ad_is_read_by_anndata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, chunk: int) -> None:
+    monkeypatch.setattr(AnnDataFormat, "CHUNK_BYTES", chunk)
+    write("h5ad", tmp_path / "x.h5ad", [CLS, MEAN, MAX], dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an element without an encoding is read with a warning
+        data = anndata.read_h5ad(tmp_path / "x.h5ad")
+    expected = values_of([CLS, MEAN, MAX], dtype)
+    for array, output in ((data.X, CLS), (data.obsm["mean_6"], MEAN), (data.obsm["max_6"], MAX)):
+        assert array.dtype == NUMBERS[dtype]
+        assert np.array_equal(array, np.stack([one[output.name].numpy() for one in expected]))
+    assert list(data.obsm) == ["max_6", "mean_6"]
+    assert list(data.obs_names) == list(IDS)
+    assert list(data.obs["length"]) == [length + 1000 for length in LENGTHS]
+    assert list(data.var_names) == [str(i) for i in range(DIM)]
+    assert data.uns == ATTRIBUTES | {"records": len(IDS), "dim": DIM}
+    data[:, :5].copy().write_h5ad(tmp_path / "again.h5ad")  # and anndata takes it for its own
+    assert anndata.read_h5ad(tmp_path / "again.h5ad").shape == (len(IDS), 5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("outputs", [*([one] for one in ALL), ALL], ids=lambda some: "+".join(o.name for o in some))
+@pytest.mark.parametrize("room", [128, 8])
+def test_safetensors_has_a_tensor_a_record_and_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outputs: list[Output], dtype: str, room: int
+) -> None:
+    """With room enough for the header, and where it has to be made."""
+    monkeypatch.setattr(SafetensorsFormat, "ROOM", room)
+    write("safetensors", tmp_path / "x.safetensors", outputs, dtype)
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        expected = {
+            f"{name}/{record_id}" if len(outputs) > 1 else record_id: tensor
+            for record_id, tensors in zip(IDS, values_of(outputs, dtype), strict=True)
+            for name, tensor in tensors.items()
+        }
+        assert list(file.offset_keys()) == list(expected)
+        for name, tensor in expected.items():
+            found = file.get_tensor(name)
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found, tensor)
+        attributes = ATTRIBUTES | {"records": len(IDS), "dim": DIM}
+        assert file.metadata() == {key: str(value) for key, value in attributes.items()}
+    assert int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little") % 8 == 0
+    assert names(tmp_path) == ["x.safetensors"]
+
+
+def test_tensors_that_are_larger_than_a_block_are_moved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esmshard.embed.formats.record_formats._BLOCK", 1000)
+    monkeypatch.setattr(SafetensorsFormat, "ROOM", 8)
+    write("safetensors", tmp_path / "x.safetensors", [RESIDUE])
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        for record_id, tensors in zip(IDS, values_of([RESIDUE], "fp32"), strict=True):
+            assert torch.equal(file.get_tensor(record_id), tensors["residue_6"])
+
+
+def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "x.safetensors"
+    with pytest.raises(UsageError, match=r"header .* may have 100 MB; write it with --format parquet"):
+        suits("safetensors", [MEAN], "fp32", out, records=1_500_000, id_bytes=15_000_000)
+    suits("safetensors", [MEAN], "fp32", out, records=1_000_000, id_bytes=20_000_000)
+    monkeypatch.setattr(SafetensorsFormat, "HEADER_LIMIT", 1400)
+    with pytest.raises(UsageError, match="do not fit into the header"):
+        write("safetensors", out, [MEAN])
+    assert names(tmp_path) == []
+    with pytest.raises(UsageError, match="keeps the name '__metadata__' for itself"):
+        write("safetensors", out, [MEAN], ids=["__metadata__"])
+    assert names(tmp_path) == []
+
+
+PT_FILES = [
+    "zeta.pt", "sp|P12345|NAME_HUMAN.pt", "a/b.pt", "alpha.pt", "a_b.pt", "10.pt", "2.pt", "x/y/z.pt", "Ünï-蛋白.pt",
+    "...pt", "id_10.pt", "id_11.pt", 'q"uo\\te.pt', "c:1-20(+).pt", "A_B.pt", f"{'long' * 40}.pt", "last.pt",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_fair_esm_files_are_those_of_extract(tmp_path: Path, dtype: str) -> None:
+    first = Output("mean", 0)
+    outputs = [MEAN, first, CLS, RESIDUE, LOGITS, CONTACTS]
+    write("fair-esm-pt", tmp_path / "x", outputs, dtype)
+    found = [str(path.relative_to(tmp_path / "x")) for path in (tmp_path / "x").rglob("*") if path.is_file()]
+    assert sorted(found) == sorted([*PT_FILES, "embeddings.json"])
+    assert names(tmp_path) == ["x"]
+    about = json.loads((tmp_path / "x" / "embeddings.json").read_text(encoding="utf-8"))
+    assert about == ATTRIBUTES | {"records": len(IDS), "dim": DIM}
+    for record_id, file, tensors in zip(IDS, PT_FILES, values_of(outputs, dtype), strict=True):
+        record = torch.load(tmp_path / "x" / file, weights_only=True)
+        assert record.pop("label") == record_id
+        expected = {
+            "mean_representations": {6: tensors["mean_6"], 0: tensors["mean_0"]},
+            "bos_representations": {6: tensors["cls_6"]},
+            "representations": {6: tensors["residue_6"]},
+            "logits": tensors["logits"],
+            "contacts": tensors["contacts"],
+        }
+        assert {key: list(v) for key, v in record.items() if isinstance(v, dict)} == {
+            key: list(v) for key, v in expected.items() if isinstance(v, dict)
+        }
+        for tensor, other in zip(leaves(record), leaves({key: expected[key] for key in record}), strict=True):
+            assert tensor.dtype == other.dtype
+            assert torch.equal(tensor, other)
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+        assert record.keys() == expected.keys()
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    return [leaf for v in value.values() for leaf in leaves(v)] if isinstance(value, dict) else [value]
+
+
+def test_a_directory_that_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:
+    left = tmp_path / f".tmp-{os.getpid()}-x"
+    left.mkdir()
+    (left / "old.pt").write_text("half")
+    write("fair-esm-pt", tmp_path / "x", [MEAN], ids=["one"])
+    assert names(tmp_path) == ["x"]
+    assert names(tmp_path / "x") == ["embeddings.json", "one.pt"]
+
+
+def test_the_directory_comes_back_if_it_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("fair-esm-pt", tmp_path / "x", [MEAN], ids=["one"])
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name.startswith(".tmp-"):
+            raise OSError("no more room")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="no more room"):
+        write("fair-esm-pt", tmp_path / "x", [MEAN], ids=["two"])
+    assert names(tmp_path) == ["x"]
+    assert names(tmp_path / "x") == ["embeddings.json", "one.pt"]
+
+
+def test_fair_esm_files_have_only_what_was_asked_for(tmp_path: Path) -> None:
+    write("fair-esm-pt", tmp_path / "x", [MEAN])
+    assert torch.load(tmp_path / "x" / "10.pt", weights_only=True).keys() == {"label", "mean_representations"}
+
+
+def test_fair_esm_files_of_views_hold_no_more_than_the_view(tmp_path: Path) -> None:
+    whole = np.ones((1000, DIM), np.float32)
+    with FORMATS["fair-esm-pt"](tmp_path / "x", About((MEAN,), DIM, "fp32", 1, {})) as writer:
+        writer.add(Row("one", 5, {"mean_6": whole[3]}))
+    assert (tmp_path / "x" / "one.pt").stat().st_size < 3000
+
+
+@pytest.mark.parametrize(
+    ("ids", "files"),
+    [
+        (["a", "a.pt/b"], ["a.pt", "id_1.pt"]),
+        (["a.pt/b", "a"], ["a.pt/b.pt", "id_1.pt"]),
+        (["embeddings.json/x", "y"], ["id_0.pt", "y.pt"]),
+        (["id_1", "/x"], ["id_1.pt", "id_1_2.pt"]),
+        (["../x", "id_0"], ["id_0.pt", "id_1.pt"]),
+        (["a/../../x", "a/./b", "a//b", "/"], ["id_0.pt", "id_1.pt", "id_2.pt", "id_3.pt"]),
+        (["long" * 64, "é" * 127], ["id_0.pt", "id_1.pt"]),
+    ],
+)
+def test_no_id_leaves_the_directory_or_takes_another_file(tmp_path: Path, ids: list[str], files: list[str]) -> None:
+    write("fair-esm-pt", tmp_path / "x", [MEAN], ids=ids)
+    assert names(tmp_path) == ["x"]
+    found = {str(p.relative_to(tmp_path / "x")) for p in (tmp_path / "x").rglob("*.pt") if p.is_file()}
+    assert found == set(files)
+    assert [torch.load(tmp_path / "x" / file, weights_only=True)["label"] for file in files] == ids
+
+
+@pytest.mark.parametrize("fmt", ["h5", "parquet", "safetensors", "fair-esm-pt"])
+def test_arrays_may_be_parts_of_others_that_cannot_be_written_to(tmp_path: Path, fmt: str) -> None:
+    whole = np.random.default_rng(0).random((50, 50), np.float32)
+    whole.flags.writeable = False
+    for name, values in (("part", whole[3:20, 3:20]), ("copy", whole[3:20, 3:20].copy())):
+        (tmp_path / name).mkdir()
+        with FORMATS[fmt](tmp_path / name / "x", About((CONTACTS,), DIM, "fp32", 1, {})) as writer:
+            writer.add(Row("one", 17, {"contacts": values}))
+    one, other = (
+        [path.read_bytes() for path in sorted((tmp_path / name).rglob("*")) if path.is_file()]
+        for name in ("part", "copy")
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_there_may_be_no_row(tmp_path: Path, fmt: str) -> None:
+    """As where every record failed."""
+    out = tmp_path / f"x.{fmt}"
+    write(fmt, out, [MEAN], ids=[])
+    assert names(tmp_path) == PLACES[fmt]
+    count = {
+        "h5": lambda: len(h5py.File(out)),
+        "npy": lambda: len(np.load(out)),
+        "parquet": lambda: parquet.read_table(out).num_rows,
+        "h5ad": lambda: anndata.read_h5ad(out).n_obs,
+        "safetensors": lambda: len(safe_open(out, "np").keys()),
+        "fair-esm-pt": lambda: len(list(out.glob("*.pt"))),
+    }
+    assert count[fmt]() == 0
+    assert bytes_of(fmt, [MEAN], "fp32", DIM, np.zeros(0, np.int64), 0) < 100_000
+
+
+class Broken(Exception):
+    pass
+
+
+PLACES = {
+    "h5": ["x.h5"], "npy": ["x.ids.txt", "x.npy"], "parquet": ["x.parquet"], "h5ad": ["x.h5ad"],
+    "safetensors": ["x.safetensors"], "fair-esm-pt": ["x.fair-esm-pt"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [0, 3, len(IDS)])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path: Path, fmt: str, rows: int) -> None:
+    out = tmp_path / f"x.{fmt}"
+    about = About((MEAN,), DIM, "fp32", len(IDS), ATTRIBUTES)
+
+    def interrupted() -> None:
+        with FORMATS[fmt](out, about) as writer:
+            for n, row in enumerate(rows_of([MEAN], "fp32")):
+                if n == rows:
+                    raise Broken
+                writer.add(row)
+            raise Broken
+
+    with pytest.raises(Broken):
+        interrupted()
+    assert names(tmp_path) == []
+    write(fmt, out, [MEAN], ids=IDS[:2])
+    assert names(tmp_path) == PLACES[fmt]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(Broken):
+        interrupted()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    write(fmt, out, [MEAN])
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after != before
+    assert names(tmp_path) == PLACES[fmt]
+
+
+@pytest.mark.parametrize("fmt", ["h5", "h5ad", "fair-esm-pt"])
+def test_a_file_that_cannot_be_begun_leaves_nothing(tmp_path: Path, fmt: str) -> None:
+    writer = FORMATS[fmt](tmp_path / "x", About((MEAN,), DIM, "fp32", 1, {"note": object()}))
+    with pytest.raises(TypeError), writer:
+        pass
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_too_few_rows_make_no_file(tmp_path: Path, fmt: str) -> None:
+    def short() -> None:
+        with FORMATS[fmt](tmp_path / "x", About((MEAN,), DIM, "fp32", 9, {})) as writer:
+            for row in rows_of([MEAN], "fp32", IDS[:8]):
+                writer.add(row)
+
+    with pytest.raises(AssertionError, match="8 rows came, 9 were announced"):
+        short()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("fmt", "outputs", "dtype", "message"),
+    [
+        ("csv", [MEAN], "fp32", "no format 'csv'; there are h5, npy, parquet, h5ad, safetensors, fair-esm-pt"),
+        ("npy", [RESIDUE], "fp32", "npy has a place for mean, max, cls, and none for residue_6; write it with"),
+        ("npy", [MEAN, CLS], "fp32", "npy holds one output, and mean_6 and cls_6 are asked for"),
+        ("npy", [MEAN], "bf16", "fp32 and fp16, and not bf16; write it with --format safetensors or fair-esm-pt"),
+        ("h5", [MEAN], "bf16", "h5 holds fp32 and fp16, and not bf16"),
+        ("parquet", [MEAN], "bf16", "parquet holds fp32 and fp16, and not bf16"),
+        ("h5ad", [MEAN], "bf16", "h5ad holds fp32 and fp16, and not bf16"),
+        ("h5ad", [MEAN, CONTACTS], "fp32", "none for contacts; write it with --format h5 or parquet or safetensors"),
+        ("fair-esm-pt", [MAX], "fp32", "has a place for mean, cls, residue, logits, contacts, and none for max_6"),
+    ],
+)  # fmt: skip
+def test_what_a_format_cannot_hold_is_refused(
+    tmp_path: Path, fmt: str, outputs: list[Output], dtype: Any, message: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        suits(fmt, outputs, dtype, tmp_path / "x")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "module", "extra"), [("h5", "h5py", "h5"), ("h5ad", "h5py", "h5"), ("parquet", "pyarrow", "tables")]
+)
+def test_a_missing_library_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UsageError, match=rf"needs {module}; pip install 'esmshard\[{extra}\]'"):
+        suits(fmt, [MEAN], "fp32", tmp_path / "x")
+    with pytest.raises(UsageError, match=f"needs {module}"):
+        FORMATS[fmt](tmp_path / "x", About((MEAN,), DIM, "fp32", 1, {}))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fair-esm-pt"])
+def test_files_are_replaced_only_when_told(tmp_path: Path, fmt: str) -> None:
+    out = tmp_path / f"x.{fmt}"
+    check_place(fmt, out, overwrite=False)
+    for name in PLACES[fmt]:
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(UsageError, match=f"{name}: exists already"):
+            check_place(fmt, out, overwrite=False)
+        check_place(fmt, out, overwrite=True)
+        (tmp_path / name).unlink()
+    out.mkdir()
+    with pytest.raises(InputError, match="is a directory"):
+        check_place(fmt, out, overwrite=True)
+
+
+def test_only_a_directory_of_embeddings_is_ever_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    about = About((MEAN,), DIM, "fp32", 1, {})
+    check_place("fair-esm-pt", out, overwrite=False)
+    out.mkdir()
+    check_place("fair-esm-pt", out, overwrite=False)
+    (out / "thesis.tex").write_text("mine")
+    with pytest.raises(UsageError, match="holds files that embed did not write"):
+        check_place("fair-esm-pt", out, overwrite=True)
+    with pytest.raises(UsageError, match="holds files that embed did not write"):
+        FORMATS["fair-esm-pt"](out, about)
+    assert (out / "thesis.tex").read_text() == "mine"
+    with pytest.raises(UsageError, match="is a file"):
+        check_place("fair-esm-pt", out / "thesis.tex", overwrite=True)
+    (out / "thesis.tex").unlink()
+    write("fair-esm-pt", out, [MEAN])
+    with pytest.raises(UsageError, match="exists already"):
+        check_place("fair-esm-pt", out, overwrite=False)
+    check_place("fair-esm-pt", out, overwrite=True)
+    assert names(tmp_path) == ["x"]
+
+
+SIZED = [
+    *(("h5", some) for some in ([MEAN], [RESIDUE], [MEAN, RESIDUE])),
+    ("npy", [MEAN]),
+    *(("parquet", some) for some in ([MEAN], [RESIDUE], [MEAN, CONTACTS])),
+    *(("h5ad", some) for some in ([MEAN], [MEAN, MAX])),
+    *(("safetensors", some) for some in ([MEAN], [RESIDUE], [MEAN, RESIDUE])),
+    *(("fair-esm-pt", some) for some in ([MEAN], [RESIDUE], [MEAN, CONTACTS])),
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("fmt", "outputs"), SIZED, ids=lambda v: v if isinstance(v, str) else "+".join(o.name for o in v)
+)
+def test_the_size_of_a_file_is_known_beforehand(tmp_path: Path, fmt: str, outputs: list[Output], dtype: Any) -> None:
+    ids = [f"sp|P{n:05d}|A{n}_HUMAN" for n in range(600)]
+    dim, rng = 320, np.random.default_rng(0)
+    lengths = rng.integers(20, 60, len(ids))
+    with FORMATS[fmt](tmp_path / "x", About(tuple(outputs), dim, dtype, len(ids), ATTRIBUTES)) as writer:
+        for name, length in zip(ids, lengths.tolist(), strict=True):
+            shapes = {"residue": (length, dim), "contacts": (length, length)}
+            arrays = {o.name: rng.standard_normal(shapes.get(o.pool, (dim,))).astype(NUMBERS[dtype]) for o in outputs}
+            writer.add(Row(name, length, arrays))
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    estimate = bytes_of(fmt, outputs, dtype, dim, lengths, sum(map(len, ids)))
+    assert abs(estimate - size) <= 0.03 * size

@@ -1,0 +1,184 @@
+"""Layers in memory and on disk: the same numbers as the plain model, and no more of it in memory than said."""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from model_files import SMALL, fair_esm, ours, tokenise, write_transformers
+
+from esmshard.batch import TokenBatch
+from esmshard.embed.compute import offload
+from esmshard.embed.compute.offload import offloaded
+from esmshard.errors import InputError, UsageError
+from esmshard.model.config import EsmConfig
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights.weight_reader import WeightReader
+
+SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
+CPU = torch.device("cpu")
+LAYER = 4 * (12 * 64 * 64 + 13 * 64)
+"""fp32 bytes of a layer of width 64: four square matrices and two of 4 x 64 x 64, their biases, two LayerNorms."""
+
+
+def bytes_of(config: EsmConfig, n_layers: int) -> int:
+    """Memory for so many layers, rotary frequencies included, and for embedding and heads."""
+    rest = 33 * 64 + 64 * 64 + 64 + 33 + 4 * 64 + 33 * 64  # embedding, LM head with its norm and matrix, last norm
+    rest += config.n_layers * config.n_heads + 1
+    if config.max_positions is not None:
+        rest += 64 * (config.max_positions + 2) + (2 * 64 if config.emb_layer_norm_before else 0)
+    return 4 * rest + n_layers * (LAYER + (4 * 8 if config.rotary else 0))
+
+
+@pytest.fixture(params=SMALL)
+def found(request: pytest.FixtureRequest, tmp_path: Path) -> Weights:
+    config = SMALL[request.param]
+    return open_weights.read(str(write_transformers(tmp_path / "model", ours(fair_esm(config), config), config)))
+
+
+def esm2(tmp_path: Path) -> Weights:
+    config = SMALL["ESM-2"]
+    return open_weights.read(str(write_transformers(tmp_path / "model", ours(fair_esm(config), config), config)))
+
+
+def numbers(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
+    """Representations of all layers, logits at all places, and contacts."""
+    with torch.no_grad():
+        output = model(batch, layers=range(4), logits_at=torch.arange(batch.bounds[-1]))
+        assert output.logits_PV is not None
+        return [output.representations[n] for n in range(4)] + [output.logits_PV] + predict_contacts(model, batch)
+
+
+def on_meta(model: ESM2) -> list[bool]:
+    """Of each layer whether all its weights are elsewhere; in part is an error."""
+    kinds = [{parameter.device.type for parameter in layer.parameters()} for layer in model.layers]
+    assert all(kind in ({"meta"}, {"cpu"}) for kind in kinds)
+    return [kind == {"meta"} for kind in kinds]
+
+
+# Of two layers' memory one is kept free, for the layers that come from the disk.
+@pytest.mark.parametrize(("memory", "less", "in_memory"), [(2, 1, 0), (2, 0, 1), (3, 1, 1), (3, 0, 3)])
+def test_the_numbers_are_those_of_the_plain_model(
+    memory: int, less: int, in_memory: int, found: Weights, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    model = offloaded(found, folder=folder, memory={"cpu": bytes_of(found.config, memory) - less}, device=CPU)
+    expected_places = [n >= in_memory for n in range(3)]
+    assert on_meta(model) == expected_places
+    assert ("3 on disk" in capsys.readouterr().err) == (in_memory == 0)
+    # Six linear layers and two norms of each layer, weight and bias.
+    assert len(list(folder.glob("*.dat"))) == 16 * (3 - in_memory)
+    _, batch = tokenise(SEQUENCES)
+    plain = open_weights.build(found, CPU).eval()
+    for _ in range(2):
+        for mine, theirs in zip(numbers(model, batch), numbers(plain, batch), strict=True):
+            assert torch.equal(mine, theirs)
+        assert on_meta(model) == expected_places, "layers go back to where they were"
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert not model.training
+
+
+def test_half_precision_keeps_rotary_angles(tmp_path: Path) -> None:
+    found = esm2(tmp_path)
+    model = offloaded(found, folder=tmp_path / "folder", memory={"cpu": 0}, dtype=torch.bfloat16, device=CPU)
+    assert on_meta(model) == [True] * 3
+    file = tmp_path / "folder" / "layers.1.fc1.weight.dat"
+    assert file.stat().st_size == 2 * 4 * 64 * 64
+    for layer, plain in zip(model.layers, open_weights.build(found, CPU).layers, strict=True):
+        assert torch.equal(layer.self_attn.rot_emb.inv_freq, plain.self_attn.rot_emb.inv_freq)
+        assert layer.self_attn.rot_emb.inv_freq.dtype == torch.float32
+    _, batch = tokenise(SEQUENCES)
+    plain = open_weights.build(found, CPU, torch.bfloat16).eval()
+    for mine, theirs in zip(numbers(model, batch), numbers(plain, batch), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    """A layer that one thread has sent back to disk is not there for another."""
+    found = esm2(tmp_path)
+    model = offloaded(found, folder=tmp_path / "folder", memory={"cpu": 0}, device=CPU)
+    plain = open_weights.build(found, CPU).eval()
+    batches = [tokenise([sequence])[1] for sequence in SEQUENCES * 4]
+
+    def last(one: TokenBatch) -> torch.Tensor:
+        with torch.no_grad():
+            return model(one).representations[3]
+
+    with ThreadPoolExecutor(4) as pool:
+        for batch, x_TD in zip(batches, pool.map(last, batches), strict=True):
+            with torch.no_grad():
+                assert torch.equal(x_TD, plain(batch).representations[3])
+
+
+def test_no_gradient_is_asked_for_and_none_keeps_a_layer(tmp_path: Path) -> None:
+    model = offloaded(esm2(tmp_path), folder=tmp_path / "folder", memory={"cpu": 0}, device=CPU)
+    _, batch = tokenise(SEQUENCES)
+    assert not model(batch).representations[3].requires_grad
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
+    """Each once, none again in a forward pass, and none is still there when the next is read, but those that stay."""
+    found, alive, most = esm2(tmp_path), list[Callable[[], object]](), 0
+    asked: list[str] = []
+
+    def counting(name: str, reader: WeightReader) -> WeightReader:
+        def rows(rows: slice) -> torch.Tensor:
+            import weakref
+
+            nonlocal most
+            asked.append(name)
+            tensor = reader(rows)
+            if name.startswith("layers.") and not name.endswith("inv_freq"):
+                most = max(most, sum(one() is not None for one in alive))
+                alive.append(weakref.ref(tensor))
+            return tensor
+
+        return WeightReader(reader.shape, rows)
+
+    watched = replace(found, read={name: counting(name, reader) for name, reader in found.read.items()})
+    model = offloaded(watched, folder=tmp_path / "folder", memory={"cpu": 0}, device=CPU)
+    assert most <= 1
+    assert len(alive) == 48
+    model(tokenise(SEQUENCES)[1])
+    assert sorted(asked) == sorted(open_weights.shapes(found.config).keys() - {"lm_head.weight"})
+
+
+def test_what_fits_goes_nowhere(tmp_path: Path) -> None:
+    found = esm2(tmp_path)
+    model = offloaded(found, folder=tmp_path / "folder", device=CPU)
+    assert on_meta(model) == [False] * 3
+    assert not (tmp_path / "folder").exists()
+    _, batch = tokenise(SEQUENCES)
+    for mine, theirs in zip(numbers(model, batch), numbers(open_weights.build(found, CPU).eval(), batch), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = open_weights.fresh(SMALL["ESM-2"], 0)
+    folder = tmp_path / "folder"
+    with pytest.raises(UsageError, match=r"memory: names GPU 0, and the model is to run on cpu; leave it out"):
+        offloaded(found, folder=folder, memory={0: "1GB"}, device=CPU)
+    with pytest.raises(UsageError, match=r"memory: .*; write it like cpu=20GB"):
+        offloaded(found, folder=folder, memory={"cpu": "much"}, device=CPU)
+    with pytest.raises(UsageError, match=r"memory: .*tpu.*; write it like cpu=20GB"):
+        offloaded(found, folder=folder, memory={"tpu": "1GB"}, device=CPU)
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "index.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"folder: is not an empty directory; give another one for the layers on disk"):
+        offloaded(found, folder=folder, memory={"cpu": 0}, device=CPU)
+    (folder / "index.json").unlink()
+    monkeypatch.setattr(offload.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 3 * LAYER - 1}))
+    with pytest.raises(InputError, match=r"folder: 0.0 GB of layers go to disk, and 0.0 GB are free there; give anoth"):
+        offloaded(found, folder=folder, memory={"cpu": 0}, device=CPU)
+    assert not list(folder.iterdir())
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UsageError, match=r"--offload needs accelerate; pip install 'esmshard\[big\]'"):
+        offloaded(found, folder=folder, device=CPU)

@@ -1,0 +1,390 @@
+"""What asks a run to stop, with real signals; and what a process tells its launcher."""
+# ruff: noqa: PT012  # where a signal interrupts is the point, so what follows it stands in the same block
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esmshard.errors import InputError, LostProcess, UsageError
+from esmshard.launch import preemption, process_environment
+from esmshard.launch.preemption import Preempted, Preemption
+
+ACTING = Path(__file__).parent / "acting.py"
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0.001)  # the handler runs before the next instruction
+
+
+def wait_for(path: Path, seconds: float = 120) -> str:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path.name}"
+        time.sleep(0.01)
+    return path.read_text()
+
+
+@pytest.fixture
+def acting(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Start `acting.py` with one action, and wait until it is in the middle of it."""
+    started = []
+
+    def start(action: str, **environment: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, str(ACTING), str(tmp_path), action]
+        done = subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
+        started.append(done)
+        wait_for(tmp_path / "ready-0-0")
+        return done
+
+    yield start
+    for done in started:
+        done.kill()
+        done.communicate()
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [("90s", 90), ("230m", 13800), ("3h50m", 13800), ("1d", 86400), ("2h", 7200), ("1d2h3m4s", 93784), ("070m", 4200)],
+)
+def test_durations(text: str, length: int) -> None:
+    assert preemption.seconds(text) == length
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0s", "90", "h", "3h50", "50m3h", "-3h", "3.5h", "3 h", "2H", "1h\n", "٣h", "99999d"]
+)
+def test_no_durations(text: str) -> None:
+    with pytest.raises(UsageError, match=r"(?s)^--stop-after .*: a time is expected, as 3h50m, 230m or 90s$"):
+        preemption.seconds(text)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_stops_at_once_where_nothing_is_to_save(name: str) -> None:
+    number = int(getattr(signal, name))
+    with pytest.raises(Preempted, match=f"^stopped by {name}$") as stopped, Preemption() as asking:
+        assert asking.asked == 0
+        send(number)
+        pytest.fail("went on")
+    assert asking.asked == number
+    assert stopped.value.exit_code == 75
+    assert not isinstance(stopped.value, Exception), "no `except Exception` may take it for a failure"
+
+
+def test_ten_signals_are_noted_and_the_first_one_counts() -> None:
+    steps = 0
+    with pytest.raises(Preempted, match=r"^stopped by SIGUSR1$"), Preemption() as asking:
+        with asking.noted():
+            for number in [signal.SIGUSR1] + 9 * [signal.SIGTERM]:
+                send(number)
+                steps += 1
+        pytest.fail("after training the process has nothing to save, and goes")
+    assert steps == 10
+    assert preemption.reason(asking.asked) == "SIGUSR1"
+
+
+def test_a_signal_after_the_training_stops_at_once() -> None:
+    with pytest.raises(Preempted), Preemption() as asking:
+        with asking.noted():
+            pass
+        send(signal.SIGTERM)
+        pytest.fail("went on")
+
+
+def test_a_request_that_came_before_the_training_is_heard_before_it() -> None:
+    with pytest.raises(Preempted), Preemption() as asking:
+        asking._asked = int(signal.SIGTERM)  # as from a handler whose exception a destructor swallowed
+        with asking.noted():
+            pytest.fail("began")
+
+
+def test_an_error_of_the_training_passes_and_no_signal_disturbs_it() -> None:
+    with pytest.raises(InputError, match="disk full"), Preemption() as asking:
+        try:
+            with asking.noted():
+                send(signal.SIGTERM)
+                raise InputError("disk full")
+        finally:
+            send(signal.SIGTERM)  # while the process is leaving
+
+
+def test_a_second_signal_does_not_disturb_the_way_out() -> None:
+    left = []
+    with pytest.raises(Preempted), Preemption():
+        try:
+            send(signal.SIGTERM)
+        finally:
+            send(signal.SIGUSR1)
+            left.append("in peace")
+    assert left == ["in peace"]
+
+
+def test_a_program_that_goes_on_afterwards_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "LEAVE_WITHIN", 0.05)
+    with pytest.raises(Preempted), Preemption():
+        send(signal.SIGTERM)
+    time.sleep(0.2)
+
+
+def test_what_was_raised_by_the_training_is_not_raised_again() -> None:
+    with pytest.raises(Preempted, match="saved step 7"), Preemption() as asking, asking.noted():
+        send(signal.SIGTERM)
+        raise Preempted("saved step 7")
+
+
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> tuple[Any, ...]:
+        signal.set_wakeup_fd(wakeup := signal.set_wakeup_fd(-1))
+        handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)]
+        return wakeup, handlers, watchers(), len(list(Path("/dev/fd").iterdir()))
+
+    def watchers() -> int:
+        return sum(thread.name == "preemption" for thread in threading.enumerate())
+
+    while watchers():  # of the tests before this one
+        time.sleep(0.01)
+    before, timer = found(), signal.setitimer(signal.ITIMER_REAL, 500)
+    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 3600))
+    with Preemption():
+        inside = found()
+        assert 500 < signal.getitimer(signal.ITIMER_REAL)[0] < 3601
+        time.sleep(0.1)
+    assert not any(a == b for a, b in zip(inside, before, strict=True))
+    assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 499.95
+    signal.setitimer(signal.ITIMER_REAL, *timer)  # of pytest, for this test
+    end = time.monotonic() + 600
+    while found() != before and time.monotonic() < end:
+        time.sleep(0.01)  # the thread notices that its pipe was closed
+    assert found() == before
+
+
+def test_without_a_time_limit_the_timer_is_left_alone() -> None:
+    handler, timer = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 500)
+    with Preemption():
+        assert signal.getsignal(signal.SIGALRM) == handler
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+    signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 0.2))
+    with pytest.raises(Preempted, match=r"^stopped by the time limit of --stop-after$"), Preemption():
+        time.sleep(60)
+        pytest.fail("went on")
+    # Workers that are started again find it already passed.
+    with pytest.raises(Preempted, match="the time limit"), Preemption():
+        time.sleep(60)
+        pytest.fail("went on")
+
+
+def test_one_inside_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 600))
+    with pytest.raises(Preempted, match="the time limit"), Preemption():
+        with Preemption() as inner, inner.noted():
+            time.sleep(0.1)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 599.95, "the outer one's limit counts on"
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(60)
+        pytest.fail("went on")
+
+
+def test_the_time_limit_is_noted_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 600))
+    with pytest.raises(Preempted, match="the time limit"), Preemption() as asking, asking.noted():
+        assert asking.asked == 0
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        while not asking.asked:
+            time.sleep(0.01)
+        assert asking.asked == signal.SIGALRM
+
+
+def test_a_time_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(preemption.STOP_AT, "noon")
+    with pytest.raises(UsageError, match=r"^ESMSHARD_STOP_AT=noon: seconds since 1970 are expected"):
+        Preemption()
+
+
+def test_another_thread_knows_the_time_limit_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at = time.time() + 600
+    monkeypatch.setenv(preemption.STOP_AT, str(stop_at))
+    handler, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with Preemption() as asking:
+            seen.append(signal.getsignal(signal.SIGTERM))
+            seen.append(asking.asked)
+            monkeypatch.setattr(preemption.time, "time", lambda: stop_at)
+            seen.append(asking.asked)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [handler, 0, signal.SIGALRM]
+
+
+def test_a_forked_child_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "LEAVE_WITHIN", 0.1)
+    with pytest.raises(Preempted), Preemption() as asking:
+        for _ in range(30):  # it may come when the child has hardly begun
+            child = os.fork()
+            if child == 0:
+                time.sleep(20)
+                os._exit(0)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        time.sleep(0.3)  # would end this process, if the child's signal had come through to its thread
+        assert asking.asked == 0
+        send(signal.SIGTERM)  # and this process still listens
+        pytest.fail("went on")
+
+
+@LINUX
+def test_a_process_that_is_blocked_in_c_leaves_in_time(acting: Any) -> None:
+    done = acting("blocked 0.3")
+    begin = time.monotonic()
+    done.terminate()
+    done.terminate()
+    assert done.wait(600) == 75, "it blocks for ever"
+    assert time.monotonic() - begin > 0.25
+    assert done.stderr.read() == "stopped by SIGTERM\n"
+
+
+def test_a_run_that_failed_has_the_time_to_say_why(acting: Any) -> None:
+    """srun sends SIGTERM to the others of a lost rank. It is no request to stop, and they name that rank."""
+    failed = acting("fail-and-explain 0.5")
+    failed.terminate()
+    assert failed.wait(600) == LostProcess.exit_code
+    assert failed.stderr.read() == "rank 1 is gone\n"
+
+
+@LINUX
+def test_of_several_blocked_processes_one_speaks(acting: Any) -> None:
+    done = acting("blocked 0.1", RANK="0", WORLD_SIZE="2")
+    done.send_signal(signal.SIGUSR1)
+    assert done.wait(600) == 75
+    assert "stopped" in done.stderr.read()
+
+
+@LINUX
+def test_a_blocked_training_is_not_ended(acting: Any) -> None:
+    done = acting("blocked-in-training 0.1")
+    done.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        done.wait(0.8)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_process_saves_to_the_end_whatever_comes(acting: Any, tmp_path: Path, number: int) -> None:
+    done = acting("train 0.5")
+    for _ in range(10):
+        done.send_signal(number)
+        time.sleep(0.03)
+    assert done.wait(600) == 75
+    assert (tmp_path / "saved-0-0").read_text() == signal.Signals(number).name
+
+
+def test_a_process_that_has_saved_may_take_its_time(acting: Any, tmp_path: Path) -> None:
+    done = acting("train-and-tidy 0.5")
+    done.terminate()
+    assert done.wait(600) == 75
+    assert (tmp_path / "tidied-0-0").is_file()
+
+
+PARENT = """\
+import os, subprocess, sys, time
+os.environ["ESMSHARD_LAUNCHER"] = str(os.getpid())
+subprocess.Popen(sys.argv[1:])
+time.sleep(600)
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("action", ["train 0.1", "idle"])
+def test_a_process_does_not_outlive_its_launcher(tmp_path: Path, action: str) -> None:
+    command = [sys.executable, "-c", PARENT, sys.executable, str(ACTING), str(tmp_path), action]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
+        pid = int(wait_for(tmp_path / "ready-0-0"))
+        launcher.kill()
+    end = time.monotonic() + 600
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    if alive(pid):
+        os.kill(pid, signal.SIGKILL)
+        pytest.fail("an orphan")
+    if action != "idle":
+        assert (tmp_path / "saved-0-0").read_text() == "SIGTERM"
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+
+
+@LINUX
+def test_a_launcher_that_was_gone_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(process_environment.LAUNCHER, "4194305")  # no process has such a number
+    with pytest.raises(Preempted, match="SIGTERM"), Preemption():
+        process_environment.follow_launcher()
+        time.sleep(60)
+
+
+def test_without_our_launcher_nobody_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(process_environment.LAUNCHER, raising=False)
+    with Preemption() as asking:
+        process_environment.follow_launcher()
+        time.sleep(0.01)
+        assert not asking.asked
+
+
+@pytest.mark.parametrize(
+    ("environ", "unsaved", "code"),
+    [
+        ({}, 0, 75),
+        ({}, signal.SIGTERM, 75),
+        ({"RANK": "0"}, 0, 75),
+        ({"RANK": "0"}, signal.SIGUSR1, 75),
+        ({"RANK": "0"}, signal.SIGTERM, 143),  # of srun, perhaps, because another rank has failed
+        ({"RANK": "3"}, 0, 0),  # of srun or mpirun, which end all when one of them fails
+        ({"RANK": "3"}, signal.SIGTERM, 0),
+        ({"RANK": "3", process_environment.LAUNCHER: "1"}, signal.SIGTERM, 75),
+        ({"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, signal.SIGTERM, 0),
+    ],
+)
+def test_the_exit_code_of_a_process_that_was_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], unsaved: int, code: int
+) -> None:
+    for name in ("RANK", process_environment.LAUNCHER, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert preemption.leaving_code(unsaved) == code
+
+
+def test_what_comes_before_training_is_told_from_what_comes_after() -> None:
+    with pytest.raises(Preempted) as stop, Preemption():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert stop.value.unsaved == signal.SIGTERM
+    with pytest.raises(Preempted) as stop, Preemption() as asking, asking.noted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (asking.asked, asking.unsaved) == (signal.SIGTERM, 0)
+    assert stop.value.unsaved == 0
+
+
+def test_attempts_are_counted_by_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert process_environment.attempt() == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert process_environment.attempt() == 2

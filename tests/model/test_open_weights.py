@@ -1,0 +1,201 @@
+"""Files of weights: what is read of them, and fresh weights."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from esm.model.esm2 import ESM2 as FairEsm
+from esm.pretrained import load_model_and_alphabet_local
+from model_files import SMALL, TINY, edit_pt, edit_tensors, fair_esm, tokenise, write_fair_esm, write_transformers
+from safetensors.torch import load, save_file
+
+from esmshard.errors import InputError
+from esmshard.model.config import EsmConfig
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.key_maps import TIED
+from esmshard.model.weights.open_weights import load_model
+
+
+@pytest.fixture(scope="module")
+def reference() -> FairEsm:
+    return fair_esm(TINY)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, reference: FairEsm) -> Path:
+    return write_transformers(tmp_path / "model", reference, TINY)
+
+
+@pytest.fixture
+def file(tmp_path: Path, reference: FairEsm) -> Path:
+    return write_fair_esm(tmp_path / "esm2_tiny.pt", reference)
+
+
+def test_the_untouched_files_are_read(directory: Path, file: Path, reference: FairEsm) -> None:
+    """Without this, each refusal elsewhere could have another reason."""
+    for path in (directory, file):
+        found = open_weights.read(str(path))
+        assert (found.config, found.absent, dict(found.head)) == (TINY, (), {})
+        for name, tensor in reference.state_dict().items():
+            assert torch.equal(found[name], tensor), name
+
+
+# fair-esm
+
+
+@pytest.mark.parametrize(
+    "prefixes", [("encoder.sentence_encoder.", "encoder."), ("encoder.", "encoder."), ("", "")], ids=str
+)
+def test_a_fair_esm_file_is_read_under_each_prefix(
+    prefixes: tuple[str, str], tmp_path: Path, reference: FairEsm
+) -> None:
+    path = write_fair_esm(tmp_path / "esm2_tiny.pt", reference, prefixes)
+    assert open_weights.read(str(path)).absent == ()
+    model = load_model(str(path))
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert not model.training
+    state = model.state_dict()
+    assert len(state) > 40
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    # The file is what fair-esm reads, too.
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        theirs, _ = load_model_and_alphabet_local(path)
+    block, batch = tokenise(["MKTAYIAKQRQISFVKSHFSRQ"])
+    with torch.no_grad():
+        assert (predict_contacts(model, batch)[0] - theirs.predict_contacts(block)[0]).abs().max() <= 1e-6
+
+
+def test_a_file_from_before_the_zip_format_is_read(file: Path, reference: FairEsm) -> None:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        data = torch.load(file)
+    torch.save(data, file, _use_new_zipfile_serialization=False)
+    assert torch.equal(load_model(str(file)).layers[1].fc2.weight, reference.layers[1].fc2.weight)
+
+
+@pytest.mark.parametrize("form", ["fair-esm", "transformers"])
+@pytest.mark.parametrize("parts", [("contact_head",), ("lm_head",), ("lm_head", "contact_head")], ids="+".join)
+def test_a_missing_head_is_recorded_and_drawn_anew(
+    parts: tuple[str, ...], form: str, directory: Path, file: Path, reference: FairEsm
+) -> None:
+    def lose(state: dict[str, torch.Tensor]) -> None:
+        for key in [k for k in state if any(f"{part}." in k for part in parts)]:
+            del state[key]
+
+    if form == "fair-esm":
+        edit_pt(file, lambda data: lose(data["model"]))
+        if "contact_head" in parts:
+            file.with_name(f"{file.stem}-contact-regression.pt").unlink()
+    else:
+        edit_tensors(directory, lose)
+    path = str(file if form == "fair-esm" else directory)
+    assert open_weights.read(path).absent == parts
+    state, again = load_model(path).state_dict(), load_model(path).state_dict()
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(state[name], again[name])
+        drawn = name.startswith(tuple(f"{part}." for part in parts)) and name != TIED
+        assert torch.equal(state[name], tensor) is not drawn, name
+
+
+def test_half_precision_files_become_fp32(directory: Path, reference: FairEsm) -> None:
+    edit_tensors(directory, lambda state: state.update({k: t.half() for k, t in state.items()}))
+    state = load_model(str(directory)).state_dict()
+    assert {t.dtype for t in state.values()} == {torch.float32}
+    assert torch.equal(state["layers.0.fc1.weight"], reference.layers[0].fc1.weight.half().float())
+
+
+def test_the_task_head_is_kept_apart(tmp_path: Path, reference: FairEsm) -> None:
+    head = {"out.weight": torch.arange(3.0), "norm.LayerNorm.bias": torch.ones(2)}
+    found = open_weights.read(str(write_transformers(tmp_path / "model", reference, TINY, head)))
+    assert found.head.keys() == head.keys()
+    for name, tensor in head.items():
+        assert torch.equal(found.head[name](), tensor)
+    assert not any(name.startswith("head.") for name in found.read)
+
+
+# Fresh weights
+
+
+def test_fresh_weights_depend_on_seed_and_name_only() -> None:
+    small, big = open_weights.fresh(TINY, 1), open_weights.fresh(EsmConfig(n_layers=3, dim=32, n_heads=4), 1)
+    other = open_weights.fresh(TINY, 2)
+    torch.manual_seed(7)
+    names = [n for n in open_weights.shapes(TINY) if n.endswith(".weight") and "norm" not in n and n != TIED]
+    assert len(names) == 2 * 6 + 3
+    for name in names:
+        assert torch.equal(small[name], small[name])
+        if name != "contact_head.regression.weight":  # one weight per attention head: longer in the bigger model
+            assert torch.equal(small[name], big[name])
+        assert not torch.equal(small[name], other[name])
+    assert not torch.equal(small["layers.0.fc1.weight"], small["layers.1.fc1.weight"])
+    assert not torch.equal(small["layers.0.self_attn.q_proj.weight"], small["layers.0.self_attn.k_proj.weight"])
+
+
+def test_fresh_weights_are_complete_and_of_the_right_size() -> None:
+    config = EsmConfig(n_layers=2, dim=128, n_heads=4)
+    found = open_weights.fresh(config, 0)
+    assert found.read.keys() == open_weights.shapes(config).keys()
+    with torch.device("meta"):
+        model = ESM2(config)
+    open_weights.materialise(model, found, torch.device("cpu"))
+    torch.manual_seed(0)
+    like = FairEsm(2, 128, 4).state_dict()
+    compared = 0
+    for name, tensor in model.state_dict().items():
+        assert tensor.isfinite().all(), name
+        if name.endswith("bias"):
+            assert tensor.count_nonzero() == 0
+        elif "norm" in name:
+            assert (tensor == 1).all()
+        elif "inv_freq" in name:
+            torch.testing.assert_close(tensor, like[name])
+        elif name == "embed_tokens.weight":
+            compared += 1
+            assert float(tensor.std()) == pytest.approx(0.02, rel=0.1)
+        elif "self_attn" in name:
+            compared += 1
+            assert float(tensor.std()) == pytest.approx(float(like[name].std()), rel=0.1), name
+        elif name != TIED:
+            compared += 1
+            assert float(tensor.std()) == pytest.approx((2 / sum(tensor.shape)) ** 0.5, rel=0.3), name
+    assert compared == 2 * 6 + 3
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert model.embed_tokens.weight[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("family", ["ESM-1b", "ESM-1v"])
+def test_fresh_weights_of_learned_positions(family: str) -> None:
+    """Small, so that residues are not lost in them; the LayerNorm on their sum does nothing yet."""
+    config = SMALL[family]
+    found = open_weights.fresh(config, 0)
+    assert found.read.keys() == open_weights.shapes(config).keys()
+    assert found["embed_positions.weight"].shape == (1026, config.dim)
+    assert float(found["embed_positions.weight"].std()) == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(found["embed_positions.weight"][:33], found["embed_tokens.weight"])
+    norms = [name for name in found.read if name.startswith("emb_layer_norm_before.")]
+    assert len(norms) == 2 * config.emb_layer_norm_before
+    assert all((found[name] == float(name.endswith("weight"))).all() for name in norms)
+
+
+def test_a_model_without_its_contact_regression_warns_that_contacts_are_random(tmp_path: Path) -> None:
+    file = write_fair_esm(tmp_path / "esm2_tiny.pt", fair_esm(TINY))
+    (tmp_path / "esm2_tiny-contact-regression.pt").unlink()
+    with pytest.warns(UserWarning, match=r"esm2_tiny\.pt: has no contact_head; what it says is random"):
+        load_model(str(file))
+
+
+def test_a_size_of_ours_has_no_weights_to_download() -> None:
+    with pytest.raises(InputError, match="mini: a size without trained weights"):
+        open_weights.read("mini")
+
+
+def test_a_classifier_of_transformers_is_left_out_with_a_word(tmp_path: Path) -> None:
+    directory = write_transformers(tmp_path / "model", fair_esm(TINY), TINY)
+    tensors = load((directory / "model.safetensors").read_bytes())
+    save_file(tensors | {"classifier.dense.weight": torch.zeros(2, 2)}, directory / "model.safetensors")
+    assert open_weights.read(str(directory)).left_out == ("classifier",)
+    with pytest.warns(UserWarning, match="its classifier is of another task and left out"):
+        load_model(str(directory))

@@ -1,0 +1,84 @@
+"""What a forward pass computes and what it leaves alone: LM logits, token dropout, embeddings."""
+
+import pytest
+import torch
+from model_files import SMALL, fair_esm, ours, tokenise
+from torch import nn
+
+from esmshard.model.trunk import ESM2
+
+TEXTS = ["MKTAYIAKQR", "<mask><mask>T<mask>YI<mask><mask><mask>R", "MKTAY<mask>AKQRQISFVKSHFSRQ", "W"]
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def model(request: pytest.FixtureRequest) -> ESM2:
+    return ours(fair_esm(SMALL[request.param]), SMALL[request.param])
+
+
+def test_the_lm_head_sees_the_asked_rows_only(model: ESM2) -> None:
+    _, batch = tokenise(TEXTS)
+    everything = torch.arange(batch.bounds[-1])
+    places_P = torch.tensor([40, 3, 11, 3])
+    seen: list[tuple[str, torch.Size]] = []
+    hooks = [
+        module.register_forward_hook(lambda _, args, out, name=name: seen.append((name, args[0].shape, out.shape)))
+        for name, module in (("head", model.lm_head), ("dense", model.lm_head.dense))
+    ]
+    try:
+        with torch.no_grad():
+            model(batch)
+            assert not seen
+            logits_PV = model(batch, logits_at=places_P).logits_PV
+            assert seen == [("dense", (4, 64), (4, 64)), ("head", (4, 64), (4, 33))]
+            full_TV = model(batch, logits_at=everything).logits_PV
+            assert model(batch, logits_at=everything[:0]).logits_PV.shape == (0, 33)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert (logits_PV - full_TV[places_P]).abs().max() <= 1e-6
+    assert torch.equal(logits_PV[1], logits_PV[3])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 0, 3, 2], [1, 1, 0], [3, 1]])
+def test_token_dropout_is_of_each_sequence_and_not_of_the_pack(model: ESM2, order: list[int]) -> None:
+    """One sequence of masks mostly, one without any: each is what it is alone, to the last bit of the embedding."""
+    texts = [TEXTS[n] for n in order]
+    _, batch = tokenise(texts)
+    layers = range(model.config.n_layers + 1)
+    with torch.no_grad():
+        together = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
+        for n, text in enumerate(texts):
+            _, single = tokenise([text])
+            alone = model(single, layers=layers, logits_at=torch.arange(single.bounds[-1]))
+            part = slice(batch.bounds[n], batch.bounds[n + 1])
+            assert torch.equal(together.representations[0][part], alone.representations[0])
+            for layer in layers:
+                assert (together.representations[layer][part] - alone.representations[layer]).abs().max() <= 1e-5
+            assert (together.logits_PV[part] - alone.logits_PV).abs().max() <= 1e-5
+
+
+def test_a_row_of_mask_that_is_not_zero_is_not_seen(model: ESM2) -> None:
+    """Fine-tuning moves it, through the LM head that shares the table."""
+    _, batch = tokenise(TEXTS)
+    with torch.no_grad():
+        before = model(batch).representations[3]
+        kept = model.embed_tokens.weight[32].clone()
+        try:
+            model.embed_tokens.weight[32] = 5.0
+            assert torch.equal(model(batch).representations[3], before)
+        finally:
+            model.embed_tokens.weight[32] = kept
+
+
+def test_embeddings_of_the_three_families(model: ESM2) -> None:
+    """0.88 of the table, plus positions counted from row 2 on, then the LayerNorm of ESM-1b."""
+    _, batch = tokenise(["MKT", "AYIAK"])
+    with torch.no_grad():
+        expected_TD = model.embed_tokens(batch.tokens_T) * 0.88
+        if not model.config.rotary:
+            rows_T = torch.tensor([2, 3, 4, 5, 6, 2, 3, 4, 5, 6, 7, 8])
+            expected_TD = expected_TD + model.embed_positions.weight[rows_T]
+        if model.config.emb_layer_norm_before:
+            norm = model.emb_layer_norm_before
+            expected_TD = nn.functional.layer_norm(expected_TD, (64,), norm.weight, norm.bias, 1e-5)
+        assert torch.equal(model(batch, layers=(0,)).representations[0], expected_TD)

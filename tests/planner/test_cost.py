@@ -1,0 +1,272 @@
+"""Bytes and seconds worked out by hand for round numbers, and runs that others have published."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esmshard.planner import cost as costs
+from esmshard.planner.cost import Cost, Work, cost, forward_flops, traffic, training_flops
+from esmshard.planner.machines import GPU, GPUS, Machines
+from esmshard.planner.memory_model import ModelNumbers
+from esmshard.sharding.layout import Layout
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from published import LLAMA3_8B, RUNS, Run, esm2
+
+# 10 layers of 12 million parameters and a root of 8 million: 240 and 16 MB in bf16, 512 MB in all in fp32.
+MODEL = ModelNumbers(
+    n_layers=10,
+    dim=1000,
+    n_heads=10,
+    layer_parameters=12_000_000,
+    root_parameters=8_000_000,
+    layer_trained=12_000_000,
+    root_trained=8_000_000,
+)
+ROUND = GPU("round", 2**36, half_flops=100e12, fp32_flops=10e12, hbm=1e12, link=100e9, per_machine=4)
+FOUR = Machines(ROUND, 4)
+TWO_BY_FOUR = Machines(ROUND, 4, 2, network=10e9)
+MB = 1_000_000
+
+
+def bf16(**options: Any) -> Layout:
+    return Layout(precision="bf16", **options)
+
+
+def test_bytes_of_full_shard() -> None:
+    found = traffic(MODEL, bf16(world_size=4, group=4), FOUR)
+    assert found.gather_forward == 256 * MB * 3 // 4
+    assert found.gather_backward == 240 * MB * 3 // 4  # the root stays
+    assert found.reduce_scatter == 512 * MB * 3 // 4
+    assert (found.all_reduce, found.between_machines) == (0, 0)
+    assert found.total == (256 + 240 + 512) * MB * 3 // 4
+
+
+def test_bytes_of_the_options() -> None:
+    def found(micro_batches: int = 1, **options: Any) -> costs.Traffic:
+        return traffic(MODEL, bf16(world_size=4, group=4, **options), FOUR, micro_batches)
+
+    assert found(free_layers=False, free_last=False).gather_backward == 0
+    assert found(free_layers=2, free_last=2).gather_backward == 240 * MB // 2
+    assert found(free_root=True).gather_backward == 256 * MB * 3 // 4
+    assert found(reduce_dtype="bf16").reduce_scatter == 256 * MB * 3 // 4
+    assert found(3).total == 3 * found().total
+    unsharded = found(3, accumulate="unsharded")
+    assert unsharded.reduce_scatter == found().reduce_scatter
+    assert unsharded.gather_forward == 3 * found().gather_forward
+
+
+def test_bytes_between_copies_and_machines() -> None:
+    """What a machine needs from others comes in once, over all four ports."""
+    one_copy = traffic(MODEL, bf16(world_size=8, group=8), TWO_BY_FOUR)
+    assert one_copy.gather_forward == 256 * MB * 7 // 8
+    assert one_copy.between_machines == (256 + 240 + 512) * MB // 2 // 4
+    twice = traffic(MODEL, bf16(world_size=8, group=8), TWO_BY_FOUR, micro_batches=2)
+    assert twice.between_machines == 2 * one_copy.between_machines
+    hybrid = traffic(MODEL, bf16(world_size=8, group=4), TWO_BY_FOUR, micro_batches=2)
+    assert hybrid.gather_forward == 2 * 256 * MB * 3 // 4
+    assert hybrid.all_reduce == 512 * MB // 4  # 2 x a quarter x one half, once a step
+    assert hybrid.between_machines == 512 * MB // 4
+    alone = traffic(MODEL, bf16(world_size=8, group=1), TWO_BY_FOUR)
+    assert (alone.gather_forward, alone.gather_backward, alone.reduce_scatter) == (0, 0, 0)
+    assert alone.all_reduce == 2 * 512 * MB * 7 // 8
+    assert alone.between_machines == 512 * MB // 4
+    wide = traffic(MODEL, bf16(world_size=16, group=8), Machines(ROUND, 4, 4, network=10e9))
+    assert wide.all_reduce == 2 * (512 * MB // 8) // 2
+    assert wide.between_machines == (256 + 240 + 512) * MB // 2 // 4 + 512 * MB // 8
+    assert traffic(MODEL, bf16(), Machines(ROUND, 1)).total == 0
+
+
+def one(work: Work, **options: Any) -> Cost:
+    return cost(MODEL, bf16(**options), work, Machines(ROUND, 1))
+
+
+# A layer's products for 10,000 tokens: 2.4e11 FLOP at 68 TFLOP/s.
+PRODUCTS = 10_000 * 24e6 / 68e12
+
+
+def test_seconds_of_arithmetic() -> None:
+    products = one(Work(tokens=10_000, passes=0))
+    assert products.compute == pytest.approx(10 * 3 * PRODUCTS)
+    assert (products.recompute, products.communication, products.exposed) == (0, 0, 0)
+    attending = one(Work(tokens=10_000, attended=500, passes=0))
+    assert attending.compute - products.compute == pytest.approx(10 * 3 * 10_000 * 4 * 1000 * 500 / 40e12)
+    moving = one(Work(tokens=10_000, passes=50))
+    assert moving.compute - products.compute == pytest.approx(10 * 3 * 10_000 * 50 * 1000 * 2 / 0.8e12)
+    head = one(Work(tokens=10_000, passes=0, head_bytes=8 * 10**9))
+    assert head.compute - products.compute == pytest.approx(3 * 8e9 / 0.8e12)
+    matrix = one(Work(tokens=10_000, passes=0, head_products=12_000_000))
+    assert matrix.compute == pytest.approx(11 * 3 * PRODUCTS)
+    assert one(Work(tokens=10_000, micro_batches=3, passes=0)).compute == pytest.approx(3 * products.compute)
+    assert products.optimizer == pytest.approx(128e6 * 40 / 0.8e12)
+    assert products.seconds == pytest.approx(products.compute + products.optimizer)
+
+
+def test_fp32_is_reckoned_without_tensor_cores() -> None:
+    found = cost(MODEL, Layout(), Work(tokens=10_000, passes=0), Machines(ROUND, 1))
+    assert found.compute == pytest.approx(10 * 3 * PRODUCTS * 10)
+
+
+def test_a_small_layer_takes_what_the_host_needs_to_launch_it() -> None:
+    assert one(Work(tokens=10)).compute == pytest.approx(10 * 3 * costs.LAUNCH)
+
+
+def test_seconds_of_what_is_computed_again() -> None:
+    work = Work(tokens=10_000, passes=50)
+    plain = one(work)
+    full = one(work, activation_checkpointing="full")
+    assert full.recompute == pytest.approx(plain.compute / 3)
+    assert full.compute == pytest.approx(plain.compute)
+    selective = one(work, activation_checkpointing="selective")
+    assert selective.recompute == pytest.approx(10 * 10_000 * 50 * 1000 * 2 / 0.8e12)
+    halves = one(replace(work, recomputed_products=0.5), activation_checkpointing="selective")
+    assert halves.recompute - selective.recompute == pytest.approx(10 * PRODUCTS / 2)
+
+
+def test_tokens_and_mfu() -> None:
+    found = one(Work(tokens=10_000, micro_batches=2, attended=300, real=0.5, head_products=1000))
+    assert found.tokens_per_second == pytest.approx(2 * 10_000 * 0.5 / found.seconds)
+    flops = 3 * 2 * 10_000 * (10 * (24e6 + 4 * 1000 * 300) + 2000)
+    assert found.mfu == pytest.approx(flops / found.seconds / 100e12)
+    assert forward_flops(MODEL, 300) == 10 * (24e6 + 4 * 1000 * 300)
+
+
+def four(work: Work, machines: Machines = FOUR, **options: Any) -> Cost:
+    options.setdefault("group", machines.world_size)
+    return cost(MODEL, bf16(world_size=machines.world_size, **options), work, machines)
+
+
+LONG = Work(tokens=200_000)
+"""So many tokens that each layer hides its collectives."""
+# Three quarters of 24 MB at 75 GB/s, the copy out of the buffer, and the latency.
+GATHER = 30e-6 + 18e6 / 75e9 + 2 * 24e6 / 0.8e12
+REDUCE = 30e-6 + 36e6 / 75e9
+ROOT_GATHER = 30e-6 + 12e6 / 75e9 + 2 * 16e6 / 0.8e12
+ROOT_REDUCE = 30e-6 + 24e6 / 75e9
+
+
+def test_what_a_long_layer_hides() -> None:
+    """Shown: the root, the first gather, the gather that the backward pass begins with, and the last reduction."""
+    found = four(LONG)
+    assert found.communication == pytest.approx(10 * (2 * GATHER + REDUCE) + ROOT_GATHER + ROOT_REDUCE)
+    ends = ROOT_GATHER + ROOT_REDUCE + GATHER + REDUCE
+    assert found.exposed == pytest.approx(ends + GATHER)
+    assert four(LONG, free_last=False).exposed == pytest.approx(ends)
+    assert four(LONG, free_layers=False, free_last=False).exposed == pytest.approx(ends)
+    assert four(replace(LONG, micro_batches=2)).exposed == pytest.approx(2 * found.exposed)
+    once = four(replace(LONG, micro_batches=2), accumulate="unsharded")
+    assert once.exposed == pytest.approx(2 * found.exposed - REDUCE - ROOT_REDUCE)
+    assert found.seconds == pytest.approx(found.compute + found.exposed + found.optimizer)
+
+
+def test_what_a_short_layer_does_not_hide() -> None:
+    slow = replace(FOUR, gpu=replace(ROUND, link=1e9))
+    gather = 30e-6 + 18e6 / 0.75e9 + 2 * 24e6 / 0.8e12
+    reduce = 30e-6 + 36e6 / 0.75e9
+    root = 60e-6 + 36e6 / 0.75e9 + 2 * 16e6 / 0.8e12
+    found = four(Work(tokens=10), slow)
+    launch = costs.LAUNCH
+    hidden = 9 * (launch + 2 * launch)
+    assert found.exposed == pytest.approx(10 * (2 * gather + reduce) + root - hidden)
+
+
+def test_machines_share_a_network() -> None:
+    """Half of the weights comes from the other machine, over four ports; slower than what NVLink carries meanwhile."""
+    found = four(LONG, TWO_BY_FOUR)
+    gather = 30e-6 + 5e-6 + 24e6 / 2 / 4 / 7.5e9 + 2 * 24e6 / 0.8e12
+    reduce = 30e-6 + 5e-6 + 48e6 / 2 / 4 / 7.5e9
+    root = 70e-6 + (16e6 + 32e6) / 2 / 4 / 7.5e9 + 2 * 16e6 / 0.8e12
+    assert found.communication == pytest.approx(10 * (2 * gather + reduce) + root)
+    hybrid = four(LONG, TWO_BY_FOUR, group=4)
+    # A quarter of the layer twice, half of it from the other machine, over this rank's own port.
+    layer, whole = (30e-6 + 5e-6 + 2 * size / 4 / 2 / 7.5e9 for size in (48e6, 32e6))
+    assert hybrid.communication == pytest.approx(four(LONG).communication + 10 * layer + whole)
+    again = four(replace(LONG, micro_batches=2), TWO_BY_FOUR, group=4)
+    assert again.exposed == pytest.approx(2 * four(LONG).exposed + layer + whole)  # copies are added up once a step
+    copies = four(LONG, TWO_BY_FOUR, group=1)
+    inside, outside = 2 * 48e6 * 3 / 4 / 75e9, 48e6 / 4 / 7.5e9
+    root_inside, root_outside = 2 * 32e6 * 3 / 4 / 75e9, 32e6 / 4 / 7.5e9
+    copied = 10 * 2 * (2 * 24e6 / 0.8e12) + 2 * 16e6 / 0.8e12
+    expected = 10 * (35e-6 + inside + outside) + 35e-6 + root_inside + root_outside + copied
+    assert copies.communication == pytest.approx(expected)
+
+
+def test_offloading_waits_for_the_host() -> None:
+    found = four(LONG, cpu_offload=True)
+    share = 12e6 * 4 / 4 / 20e9
+    plain = four(LONG)
+    moved = 10 * 3 * share + 2 * 8e6 * 4 / 4 / 20e9
+    assert found.communication == pytest.approx(plain.communication + moved)
+    assert found.optimizer == pytest.approx(128e6 / 4 * 40 / 20e9)
+
+
+def test_a_layout_is_for_its_machines() -> None:
+    with pytest.raises(AssertionError, match="a layout for other machines"):
+        cost(MODEL, bf16(), LONG, FOUR)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_published_runs_come_out_within_15_percent(run: Run) -> None:
+    assert abs(run.error()) < 0.15, (run.predicted(), run.published)
+
+
+def test_the_published_figures_are_the_ones_that_were_published() -> None:
+    assert [(run.published, run.machines.gpu.name, run.machines.world_size) for run in RUNS] == [
+        (0.606, "A100-80GB", 256),
+        (1630, "H200-141GB", 8),
+        (0.582, "A100-80GB", 64),
+    ]
+    assert RUNS[1].predicted() == RUNS[1].cost().tokens_per_second
+    assert RUNS[0].predicted() == RUNS[0].cost().mfu
+    titan = RUNS[2]
+    assert titan.predicted() == pytest.approx(titan.cost().tokens_per_second * 61.06e9 / 312e12, rel=1e-3)
+
+
+def test_scaling_from_one_machine_to_32() -> None:
+    """BioNeMo's ESM-2 3B reached 96.85% of linear."""
+    wide = RUNS[0]
+    near = cost(wide.numbers, replace(wide.layout, world_size=8, group=8), wide.work, Machines(GPUS["A100-80GB"], 8))
+    assert wide.cost().tokens_per_second / near.tokens_per_second == pytest.approx(0.9685, rel=0.15)
+
+
+def test_shapes_of_the_published_models() -> None:
+    assert LLAMA3_8B.parameters == pytest.approx(8.03e9, rel=1e-3)
+    assert esm2(36, 2560, 40).parameters == pytest.approx(2.84e9, rel=2e-3)
+    assert esm2(48, 5120, 40).parameters == pytest.approx(15.1e9, rel=5e-3)
+
+
+LORA = replace(MODEL, layer_trained=120_000, root_trained=10_000, lora=24)
+HEAD = replace(MODEL, layer_trained=0, root_trained=10_000, inputs=())
+
+
+def test_frozen_weights_have_no_gradient_to_compute() -> None:
+    """Of each parameter two FLOPs forward; two for the gradient of its input; two for its own, if it learns."""
+    attention = 4 * 1000 * 300
+    assert training_flops(MODEL, 300) == 3 * forward_flops(MODEL, 300) == 10 * 3 * (24e6 + attention)
+    assert training_flops(LORA, 300) == 10 * (24e6 + 24e6 + 2 * 120_000 + 3 * attention)
+    assert training_flops(HEAD, 300) == forward_flops(MODEL, 300), "no gradient goes into the trunk"
+
+
+def test_frozen_weights_travel_forward_and_their_gradients_not_at_all() -> None:
+    four = bf16(world_size=4, group=4)
+    lora, head = traffic(LORA, four, FOUR), traffic(HEAD, four, FOUR)
+    assert lora.gather_forward == head.gather_forward == 256 * MB * 3 // 4
+    assert (lora.gather_backward, head.gather_backward) == (240 * MB * 3 // 4, 0)
+    assert (lora.reduce_scatter, head.reduce_scatter) == (4 * 1_210_000 * 3 // 4, 4 * 10_000 * 3 // 4)
+
+
+def test_seconds_of_frozen_weights() -> None:
+    work, alone = Work(tokens=10_000, attended=500), Machines(ROUND, 1)
+
+    def seconds(numbers: ModelNumbers, **options: Any) -> Cost:
+        return cost(numbers, bf16(**options), work, alone)
+
+    whole = seconds(MODEL).compute
+    assert seconds(LORA).compute == pytest.approx(whole - 10 * 0.99 * PRODUCTS)
+    assert seconds(HEAD).compute == pytest.approx(whole / 3)
+    assert seconds(HEAD, activation_checkpointing="full").recompute == 0
+    assert seconds(LORA, activation_checkpointing="full").recompute == pytest.approx(whole / 3)
+    assert seconds(LORA).optimizer == pytest.approx(seconds(MODEL).optimizer * 1_210_000 / 128_000_000)

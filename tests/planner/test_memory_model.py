@@ -1,0 +1,388 @@
+"""Expected bytes are added up by hand from the lists below, or counted by torch on real training."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from esmshard.batch import pack
+from esmshard.model.config import SIZES
+from esmshard.model.lora import add_lora
+from esmshard.model.trunk import ESM2
+from esmshard.planner import memory_model
+from esmshard.planner.memory_model import KINDS, Memory, ModelNumbers, largest_micro_batch, layer_bytes, memory
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.sharding.layout import Layout
+from esmshard.vocab import encode
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+MIB = 2**20
+
+# 10 layers of 12 million parameters and a root of 8 million, 1,000 wide, all of it trained.
+MODEL = ModelNumbers(
+    n_layers=10,
+    dim=1000,
+    n_heads=10,
+    layer_parameters=12_000_000,
+    root_parameters=8_000_000,
+    layer_trained=12_000_000,
+    root_trained=8_000_000,
+)
+# One token of a layer: input, norm, q, k, v, attention, sum, norm, 4 + 4 of the feed-forward layer: 16 vectors; the
+# rotary angles 4 x 100, the log-sum-exp 4 x 10, mean and deviation of two norms 16.
+BF16_TOKEN = 16 * 1000 * 2 + 456
+
+
+def bf16(**options: Any) -> Layout:
+    return Layout(precision="bf16", **options)
+
+
+def kinds(found: Memory) -> dict[str, int]:
+    return {kind: getattr(found, kind) for kind in KINDS}
+
+
+def test_full_shard_at_its_peak() -> None:
+    """Many tokens: the peak is where the backward pass begins."""
+    found = memory(MODEL, bf16(world_size=8, group=8), 100_000, 0, "cuda")
+    assert found.parameters == 128_000_000 * 4 // 8
+    assert found.optimizer == 128_000_000 * 8 // 8
+    assert found.when == "backward pass of layer 10 of 10"
+    assert found.gathered == 2 * 8_000_000 + 2 * 24_000_000  # the root, the layer at work, and the next one on its way
+    # Gelu's gradients (4 vectors), the sum's (1); embedding and last norm (2).
+    assert found.activations == 100_000 * (10 * BF16_TOKEN + 5 * 2000 + 2 * 2000)
+    assert found.gradients == 16_000_000 + 24_000_000 // 3  # the root's, and fc2's of the layer
+    assert found.total == sum(kinds(found).values())
+    assert found.host == 0
+
+
+def test_few_tokens_peak_at_the_end_of_the_backward_pass() -> None:
+    found = memory(MODEL, bf16(world_size=8, group=8), 10, 0, "cuda")
+    assert found.when == "end of the backward pass of layer 2 of 10"
+    # Eight layers' shards, its own gradients in bf16, those of the layer before on their way in fp32, the root's.
+    assert found.gradients == 8 * 6_000_000 + 24_000_000 + 48_000_000 + 16_000_000
+    assert found.gathered == 16_000_000 + 2 * 24_000_000  # the root, this layer, and the last one that is to come
+    alone = memory(MODEL, bf16(world_size=8, group=1), 10, 0, "cuda")
+    assert alone.when == "reduction of the gradients of layer 1 of 10"
+    # Nine layers and its own, which is as large as a whole.
+    assert alone.gradients == 10 * 48_000_000 + 24_000_000 + 48_000_000 + 16_000_000
+    assert alone.gathered == 16_000_000
+
+
+def test_the_head_counts_while_all_activations_are_there() -> None:
+    small = memory(MODEL, bf16(world_size=8, group=8), 100_000, 0, "cuda")
+    found = memory(MODEL, bf16(world_size=8, group=8), 100_000, 10_000_000_000, "cuda")
+    assert found.when == "backward pass of the head"
+    assert found.head == 10_000_000_000
+    assert found.activations == 100_000 * (10 * BF16_TOKEN + 2 * 2000) < small.activations
+    assert found.gathered == 16_000_000 + 24_000_000  # the last layer's weights have been asked for
+    assert found.gradients == 0
+
+
+def test_what_each_strategy_gathers() -> None:
+    tokens, head = 1000, 10**10  # so that the head's backward pass is the peak
+
+    def gathered(**options: Any) -> int:
+        return memory(MODEL, bf16(world_size=8, **options), tokens, head, "cuda").gathered
+
+    root, layer = 16_000_000, 24_000_000
+    assert gathered(group=8) == root + layer
+    assert gathered(group=8, prefetch_backward=3) == root + 3 * layer
+    assert gathered(group=8, free_layers=False, free_last=False) == root + 10 * layer
+    assert gathered(group=8, free_layers=4, free_last=4) == root + layer + 9 * layer // 4
+    assert gathered(group=1) == root  # copied when wanted, not before
+    assert gathered(group=4) == root + layer
+
+
+def test_what_the_forward_pass_gathers() -> None:
+    """Of a frozen model, whose backward pass needs nothing else: the layer, its buffer, and what is asked for ahead."""
+    frozen = replace(MODEL, layer_trained=0, root_trained=0)
+
+    def found(**options: Any) -> Memory:
+        return memory(frozen, bf16(world_size=8, **options), 10, 0, "cuda")
+
+    root, layer = 16_000_000, 24_000_000
+    ahead = found(group=8, prefetch_forward=3)
+    assert ahead.when == "forward pass of layer 7 of 10"
+    assert ahead.gathered == root + 5 * layer
+    kept = found(group=8, free_layers=False, free_last=False)
+    assert kept.when == "forward pass of layer 10 of 10"
+    assert kept.gathered == root + 11 * layer
+    assert found(group=8, prefetch_forward=1, free_layers=2, free_last=2).gathered == root + 3 * layer + 8 * layer // 2
+    assert found(group=1, prefetch_forward=3).gathered == root + layer
+
+
+def test_gloo_copies_what_it_reduces() -> None:
+    found = memory(MODEL, Layout(world_size=2, group=2), 500, 0, "cpu")
+    assert found.when == "reduction of the gradients of layer 10 of 10"
+    assert found.workspace == 12 * MIB + 48_000_000
+    alone = memory(MODEL, Layout(world_size=2, group=1), 10, 0, "cpu")  # one rank has nothing to scatter
+    assert alone.workspace == 12 * MIB
+
+
+def test_kept_layers_go_as_the_backward_pass_comes_by() -> None:
+    kept = bf16(world_size=8, group=8, free_layers=False, free_last=False)
+    found = memory(MODEL, kept, 10, 0, "cuda")
+    assert found.when == "reduction of the gradients of layer 10 of 10"
+    assert found.gathered == 16_000_000 + 9 * 24_000_000
+    # Its own in bf16 and in fp32 on their way, and what comes of them, the root's.
+    assert found.gradients == 24_000_000 + 48_000_000 + 6_000_000 + 16_000_000
+
+
+def test_copies_and_groups() -> None:
+    hybrid = memory(MODEL, bf16(world_size=8, group=4, strategy="hybrid_shard"), 1000, 0, "cuda")
+    alone = memory(MODEL, bf16(world_size=8, group=1, strategy="no_shard"), 1000, 0, "cuda")
+    assert (hybrid.parameters, hybrid.optimizer) == (128_000_000, 256_000_000)
+    assert (alone.parameters, alone.optimizer) == (512_000_000, 1_024_000_000)
+
+
+def test_gradients_between_micro_batches() -> None:
+    def gradients(micro_batches: int, **options: Any) -> int:
+        return memory(
+            MODEL, bf16(world_size=8, group=8, **options), 1000, 10**10, "cuda", micro_batches=micro_batches
+        ).gradients
+
+    assert gradients(1) == gradients(1, accumulate="unsharded") == 0
+    assert gradients(2) == gradients(7) == 128_000_000 * 4 // 8
+    assert gradients(2, accumulate="unsharded") == 128_000_000 * 4
+    assert gradients(2, accumulate="unsharded", reduce_dtype="bf16") == 128_000_000 * 2
+
+
+def test_unsharded_gradients_give_way_to_shards() -> None:
+    layout = bf16(world_size=8, group=8, accumulate="unsharded")
+    found = memory(MODEL, layout, 10, 0, "cuda", micro_batches=2)
+    assert found.when == "reduction of the gradients of layer 10 of 10"
+    # All of them, the root's of this pass, the layer's in bf16 and on their way, and its shard.
+    assert found.gradients == 512_000_000 + 16_000_000 + 24_000_000 + 48_000_000 + 6_000_000
+
+
+def test_a_large_root_peaks_in_the_optimizer_step() -> None:
+    root = replace(MODEL, root_parameters=900_000_000, root_trained=900_000_000)
+    found = memory(root, Layout(), 10, 0, "cuda")
+    assert found.when == "optimizer step"
+    assert found.total == 16 * 1_020_000_000 + 96 * MIB
+
+
+def test_reducing_in_bf16_is_smaller_and_with_copies_stays() -> None:
+    def gradients(**options: Any) -> int:
+        found = memory(MODEL, bf16(world_size=8, reduce_dtype="bf16", **options), 10, 0, "cuda")
+        assert found.when == "end of the backward pass of layer 2 of 10"
+        return found.gradients
+
+    assert gradients(group=8) == 8 * 6_000_000 + 24_000_000 + 24_000_000 + 16_000_000
+    # Shards twice as large, and of each of eight layers the sum over the two copies, a quarter of it in bf16.
+    assert gradients(group=4) == 8 * 12_000_000 + 24_000_000 + 24_000_000 + 16_000_000 + 8 * 6_000_000
+
+
+def test_offloading_moves_the_state_to_the_host() -> None:
+    layout = bf16(world_size=8, group=8, cpu_offload=True)
+    found = memory(MODEL, layout, 100_000, 0, "cuda")
+    assert (found.parameters, found.optimizer) == (0, 0)
+    assert found.host == 128_000_000 * 16 // 8
+    assert found.gathered == 2 * 8_000_000 + 2 * 24_000_000
+    on_host = memory(MODEL, layout, 100_000, 0, "cpu")
+    assert (on_host.parameters, on_host.host) == (64_000_000, 0)
+
+
+def test_a_frozen_trunk_has_no_gradients_and_no_optimizer_state() -> None:
+    frozen = replace(MODEL, layer_trained=0, root_trained=1_000_000)
+    assert (frozen.parameters, frozen.trained) == (128_000_000, 1_000_000)
+    found = memory(frozen, bf16(world_size=8, group=8), 10, 0, "cuda")
+    assert (found.parameters, found.optimizer) == (64_000_000, 1_000_000)
+    assert found.gradients <= 2_500_000
+
+
+def test_one_process_in_half_precision() -> None:
+    """Autocast: sums of layers in fp32, two vectors of 16; a cast copy of each matrix but q, k, v."""
+    found = memory(MODEL, bf16(), 100_000, 10**11, "cuda")
+    assert found.activations == 100_000 * (10 * (BF16_TOKEN + 2 * 2000) + 2 * 4000)
+    assert found.gathered == 10 * 24_000_000 * 3 // 4
+    assert memory(MODEL, Layout(), 1000, 0, "cuda").gathered == 0
+    checkpointed = bf16(activation_checkpointing="full")
+    assert memory(MODEL, checkpointed, 1000, 10**11, "cuda").gathered == 10 * 18_000_000  # until the forward pass ends
+    assert memory(MODEL, checkpointed, 13_000, 0, "cuda").when == "forward pass of layer 10 of 10"
+    assert memory(MODEL, checkpointed, 13_000, 0, "cuda").gathered == 10 * 18_000_000
+    later = memory(MODEL, checkpointed, 10_000, 0, "cuda")
+    assert later.when == "backward pass of layer 1 of 10"
+    assert later.gathered == 18_000_000  # cast again, one layer at a time
+
+
+def test_checkpointing() -> None:
+    def kept(mode: Any) -> int:
+        return layer_bytes(MODEL, bf16(world_size=8, group=8, activation_checkpointing=mode), "cuda").kept
+
+    assert kept("none") == BF16_TOKEN
+    assert kept("full") == 2000
+    # Input, q, k, v, attention and its log-sum-exp, its projection, fc1 (4).
+    assert kept("selective") == 10 * 2000 + 40
+    full = layer_bytes(MODEL, bf16(world_size=8, group=8, activation_checkpointing="full"), "cuda")
+    assert (full.kept + full.again, full.passing) == (BF16_TOKEN, 5 * 2000)
+    some = layer_bytes(MODEL, bf16(world_size=8, group=8, activation_checkpointing="selective"), "cuda")
+    # Beside what is there without checkpointing the output of the projection, and q, k, v before the rotation.
+    assert (some.kept + some.again, some.passing) == (BF16_TOKEN + 4 * 2000, 5 * 2000)
+
+
+def test_padding_and_several_sequences() -> None:
+    layout = bf16(world_size=8, group=8)
+    # On a CPU one more vector; padded by half, three for q, k, v become 4.5, and one for the output 1 + 1.5.
+    assert layer_bytes(MODEL, layout, "cpu").kept == BF16_TOKEN + 2000
+    assert layer_bytes(MODEL, layout, "cuda-padded", padding=1.5).kept == BF16_TOKEN + 3 * 2000
+    assert layer_bytes(MODEL, layout, "cuda", padding=1.5).kept == BF16_TOKEN
+
+
+@pytest.mark.parametrize("targets", [None, "q k v out fc1 fc2", "q v", "k fc1", "out fc2 q"])
+@pytest.mark.parametrize("half", [False, True])
+def test_kept_bytes_are_those_that_autograd_keeps(half: bool, targets: str | None) -> None:
+    """Counted by the hooks of saved tensors, each storage once, parameters not. With and without a LoRA."""
+    config = SIZES["mini"]
+    model = ESM2(config)
+    if targets is not None:
+        add_lora(model.requires_grad_(False).layers, 4, 1.0, targets.split())
+    model.to(torch.bfloat16 if half else torch.float32)
+    batch = pack([encode("ACDEFGHIKLMNPQRSTVWY" * n) for n in (5, 12, 3, 20)])
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no address comes again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        output = model(batch)
+    counted = sum(t.untyped_storage().nbytes() for t in kept.values())
+    layout = Layout(world_size=2, group=2, precision="bf16" if half else "fp32")
+    numbers = memory_model.of_model(model, config.dim, config.n_heads)
+    predicted = config.n_layers * layer_bytes(numbers, layout, "cpu").kept * len(batch.tokens_T)
+    assert output.representations
+    # Besides the layers: embedding and last norm. Under a frozen embedding, the first layer's norm keeps nothing.
+    ends = 2 * config.dim * len(batch.tokens_T) * (2 if half else 4)
+    assert 0.97 < (predicted + (ends if targets is None else 0)) / counted < 1.03
+
+
+def test_of_frozen_matrices_no_input_is_kept() -> None:
+    layout = bf16(world_size=8, group=8)
+
+    def kept(*inputs: str, lora: int = 0, **options: Any) -> memory_model.LayerBytes:
+        numbers = replace(MODEL, inputs=inputs, lora=lora, layer_trained=1000)
+        return layer_bytes(numbers, replace(layout, **options), "cuda")
+
+    # Without normalised forms (2) and what leaves gelu (4); the output of attention stays, which attention keeps.
+    assert kept().kept == BF16_TOKEN - 6 * 2000
+    assert kept("qkv").kept == BF16_TOKEN - 5 * 2000
+    assert kept("fc2", "out", lora=24).kept == BF16_TOKEN - 2 * 2000 + 24 * 2
+    assert (kept("fc2").passing, kept("qkv").passing) == (5 * 2000, 9 * 2000)
+    some = kept("qkv", lora=4, activation_checkpointing="selective")
+    assert (some.kept, some.again) == (10 * 2000 + 40, BF16_TOKEN - 5 * 2000 + 8 - (10 * 2000 + 40) + 2000)
+
+
+def test_a_frozen_trunk_keeps_nothing_and_has_no_backward_pass() -> None:
+    numbers = replace(MODEL, inputs=(), layer_trained=0, root_trained=1_000_000)
+    layout = bf16(world_size=4, group=4)
+    assert layer_bytes(numbers, layout, "cuda") == memory_model.LayerBytes(0, 9 * 2000, 0)
+    found = memory(numbers, layout, 1000, 0, "cuda")
+    assert "backward pass of layer" not in found.when
+    assert found.parameters == 4 * 128_000_000 // 4
+    assert found.optimizer == 8 * 1_000_000 // 4
+    assert found.activations <= 11 * 2000 * 1000
+    # Whole gradients of the root's trained part, at the end.
+    late = memory(numbers, layout, 1, 2**40, "cuda")
+    assert (late.when, late.gradients) == ("backward pass of the head", 2 * 1_000_000)
+
+
+def test_of_model_counts_what_learns() -> None:
+    model = ESM2(SIZES["nano"])
+    layer = 12 * 32 * 32 + 13 * 32
+    model.contact_head.requires_grad_(False)
+    model.layers[0].fc1.requires_grad_(False)
+    found = memory_model.of_model(model, 32, 4)
+    assert (found.n_layers, found.dim, found.n_heads, found.layer_parameters) == (2, 32, 4, layer)
+    assert found.parameters == SIZES["nano"].n_parameters
+    assert found.layer_trained == layer - (4 * 32 * 32 + 4 * 32) // 2, "of the two layers on average"
+    assert found.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert found.inputs == memory_model.of_model(ESM2(SIZES["nano"]), 32, 4).inputs, (
+        "the other layer keeps all of its inputs"
+    )
+    assert found.parameters - found.root_parameters == 2 * layer
+
+
+@pytest.mark.parametrize("room", [600 * MIB, 2000 * MIB, 9000 * MIB])
+def test_the_largest_micro_batch_fits_and_one_token_more_does_not(room: int) -> None:
+    layout, share = bf16(world_size=8, group=8), 1_000_000
+
+    def head(tokens: int) -> int:
+        return 500 * tokens
+
+    def need(tokens: int) -> int:
+        return memory(MODEL, layout, tokens, head(tokens), "cuda", micro_batches=-(-share // tokens)).total
+
+    found = largest_micro_batch(MODEL, layout, room, head, "cuda", longest=100, share=share)
+    assert 100 < found < share
+    assert need(found) <= room < need(found + 1)
+
+
+def test_the_largest_micro_batch_is_never_more_than_a_share_and_never_less_than_the_longest_record() -> None:
+    layout = bf16(world_size=8, group=8)
+
+    def found(room: int, longest: int, share: int) -> int:
+        return largest_micro_batch(MODEL, layout, room, lambda t: 0, "cuda", longest=longest, share=share)
+
+    assert found(2**40, 100, 4096) == 4096
+    assert found(2**40, 5000, 4096) == 5000
+    assert found(300 * MIB, 100, 4096) == 0
+
+
+def test_free_memory_is_shared_by_the_processes_of_a_machine() -> None:
+    free = memory_model.free_bytes(torch.device("cpu"), 1)
+    assert free > MIB
+    assert memory_model.free_bytes(torch.device("cpu"), 4) < free / 2
+
+
+def test_a_job_may_have_less_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_model.cpu_limits, "memory", lambda: (900 * MIB, 100 * MIB))
+    assert memory_model.free_bytes(torch.device("cpu"), 4) == 200 * MIB
+    monkeypatch.setattr(memory_model.cpu_limits, "memory", lambda: (900 * MIB, 1000 * MIB))
+    assert memory_model.free_bytes(torch.device("cpu"), 1) == 0
+
+
+def test_the_free_memory_of_an_apple_gpu_is_what_metal_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300)
+    assert memory_model.free_bytes(torch.device("mps"), 1) == 700
+
+
+def test_the_planner_imports_no_torch() -> None:
+    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import published\n"
+    code += "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
+@pytest.mark.parametrize("method", ["lora", "head"])
+def test_a_real_step_with_frozen_weights_takes_what_was_predicted(
+    monkeypatch: pytest.MonkeyPatch, method: Literal["lora", "head"]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import peaks
+
+    adapt, size = AdaptSettings(method=method), "esm2_t6_8M_UR50D"  # type: ignore[call-arg]
+    tokens, length = 2048, 64
+    measured = peaks.measure(size, Layout(), tokens, steps=2, length=length, adapt=adapt)
+    numbers, head = peaks.numbers(size, adapt), peaks.head_bytes(tokens, length)
+    assert 0.85 < measured[0] / memory(numbers, Layout(), tokens, head, "cpu").total < 1.1
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
+def test_a_real_step_on_two_ranks_takes_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import peaks
+
+    layout, tokens, length = Layout(world_size=2, group=2), 768, 128
+    measured = peaks.measure("esm2_t6_8M_UR50D", layout, tokens, steps=2, length=length)
+    numbers, head = peaks.numbers("esm2_t6_8M_UR50D"), peaks.head_bytes(tokens, length)
+    predicted = memory(numbers, layout, tokens, head, "cpu").total
+    assert len(measured) == 2
+    assert all(0.8 < bytes_ / predicted < 1.2 for bytes_ in measured), (measured, predicted)

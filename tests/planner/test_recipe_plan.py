@@ -1,0 +1,357 @@
+"""`esmshard plan` on the shipped recipe, with small and large models and machines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command import esmshard
+
+from esmshard.errors import InputError, UsageError
+from esmshard.model.config import SIZES
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import hub
+from esmshard.planner import memory_model, recipe_plan
+from esmshard.planner.cost import Work, cost
+from esmshard.planner.machines import parse
+from esmshard.planner.parameter_counts import numbers_of
+from esmshard.planner.recipe_plan import Option, RecipePlan, as_json, as_text, head_bytes, keys
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.sharding.layout import Layout
+from esmshard.tasks.contact.contact_settings import ContactSettings
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.registry import new_task
+
+
+def planned(gpus: str, *overrides: str, nodes: int = 1) -> RecipePlan:
+    small = ("data.max_length=128", "task.channels=32")
+    return recipe_plan.plan(recipe_file.load(recipe_file.resolve("contact"), [*small, *overrides]), parse(gpus, nodes))
+
+
+def option(found: RecipePlan, strategy: str, checkpointing: str = "none", offload: bool = False) -> Option:
+    (one,) = (
+        o for o in found.options if (o.strategy, o.checkpointing, o.cpu_offload) == (strategy, checkpointing, offload)
+    )
+    return one
+
+
+THREE_B = ("model.name=esm2_t36_3B_UR50D", "init=pretrained", "batch.global_tokens=131072", "task.blocks=0")
+
+
+@pytest.fixture(scope="module")
+def three_b() -> RecipePlan:
+    return planned("8xA100-40GB", *THREE_B)
+
+
+def test_a_released_model_is_planned_without_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def never(*arguments: object) -> None:
+        raise AssertionError("the planner must not download")
+
+    monkeypatch.setattr(hub, "fetch", never)
+    found = planned("8xH200-141GB", "model.name=esm2_t48_15B_UR50D", "init=pretrained")
+    assert (found.numbers.n_layers, found.numbers.dim) == (48, 5120)
+    assert found.numbers.parameters > 15e9
+    # LM head (but for the tied matrix) and contact regression do not learn here.
+    frozen = 5120**2 + 5120 + 2 * 5120 + 33 + 48 * 40 + 1
+    assert found.numbers.parameters - found.numbers.trained == frozen
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(InputError, match="not a model that can be read"):
+        planned("A100-40GB", f"model.name={tmp_path}")
+
+
+def test_lengths_are_those_that_training_sees() -> None:
+    found = planned("A100-40GB", "data.max_length=100", "data.long=crop")
+    tokens = np.minimum(recipe_plan.open_split(found.recipe, "train", None).store.lengths, 100) + 2
+    assert found.lengths.longest == 102
+    assert found.lengths.records == len(tokens) == 776
+    assert found.lengths.mean == pytest.approx(tokens.mean())
+    assert found.lengths.attended == pytest.approx((tokens.astype(float) ** 2).sum() / tokens.sum())
+
+
+def _task(channels: int = 32) -> ContactSettings:
+    return ContactSettings(name="contact", channels=channels)
+
+
+def test_every_strategy_and_mode_has_a_line(three_b: RecipePlan) -> None:
+    assert [(o.strategy, o.checkpointing) for o in three_b.options] == [
+        (strategy, mode)
+        for strategy in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+        for mode in ("none", "selective", "full")
+    ]
+    assert "which is full_shard" in option(three_b, "hybrid_shard").impossible
+    assert option(three_b, "hybrid_shard").memory is None
+    assert three_b.precision == "bf16"
+    assert three_b.room == int((40536 * 2**20 - 2**30) * 0.9)
+
+
+def test_more_memory_for_less_work_and_traffic(three_b: RecipePlan) -> None:
+    full, kept = option(three_b, "full_shard"), option(three_b, "shard_grad_op")
+    again = option(three_b, "full_shard", "full")
+    assert full.memory is not None
+    assert kept.memory is not None
+    assert again.memory is not None
+    assert full.cost is not None
+    assert kept.cost is not None
+    assert again.cost is not None
+    assert full.memory.total < kept.memory.total
+    assert full.cost.traffic.total > kept.cost.traffic.total
+    assert again.largest > full.largest
+    assert again.cost.recompute > 0 == full.cost.recompute
+    assert not option(three_b, "no_shard").fits  # 45 GB of state
+    assert full.memory.parameters == pytest.approx(2.84e9 * 4 / 8, rel=0.01)
+
+
+def test_a_step_is_cut_into_what_fits(three_b: RecipePlan) -> None:
+    """16,384 tokens a GPU; a smaller GPU takes them in more parts, none over what fits beside earlier gradients."""
+    assert any(o.fits and o.micro_batches == 1 for o in three_b.options)
+    for o in three_b.options:
+        if o.fits:
+            if o.micro_batches == 1:
+                assert o.tokens == 16384
+            else:
+                assert o.micro_batches == -(-16384 // o.largest)
+                assert o.tokens <= o.largest
+            assert o.memory is not None
+            assert o.memory.total <= three_b.room
+
+
+def test_the_best_is_the_fastest_that_fits(three_b: RecipePlan) -> None:
+    best = three_b.best
+    assert best is not None
+    assert best.cost is not None
+    fitting = [o for o in three_b.options if o.fits and o.cost]
+    assert best.cost.seconds <= 1.03 * min(o.cost.seconds for o in fitting if o.cost)
+    equal = [o for o in fitting if o.cost and o.cost.seconds <= 1.03 * min(x.cost.seconds for x in fitting if x.cost)]
+    assert best.memory is not None
+    assert best.memory.total == min(o.memory.total for o in equal if o.memory)
+    assert keys(three_b) == [
+        f"parallel.strategy={best.strategy}",
+        f"parallel.activation_checkpointing={best.checkpointing}",
+        f"batch.tokens_per_rank={best.largest}",
+    ]
+    recipe_file.load(recipe_file.resolve("contact"), [*THREE_B, *keys(three_b)])  # they can be pasted
+
+
+def test_what_the_user_asked_for_is_planned_with() -> None:
+    found = planned(
+        "8xA100-80GB", *THREE_B, "batch.tokens_per_rank=4096", "parallel.reduce_dtype=bf16", "parallel.precision=fp32"
+    )
+    full = option(found, "full_shard")
+    assert (full.tokens, full.micro_batches) == (4096, 4)
+    assert found.precision == "fp32"
+    assert keys(found)[2] == "batch.tokens_per_rank=4096"
+    faster = planned("8xA100-80GB", *THREE_B, "batch.tokens_per_rank=4096")
+    other = option(faster, "full_shard")
+    assert full.cost is not None
+    assert other.cost is not None
+    assert full.cost.traffic.reduce_scatter == pytest.approx(other.cost.traffic.reduce_scatter / 2, abs=2)
+    assert full.cost.compute > 5 * other.cost.compute
+
+
+def test_what_the_time_is_reckoned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16,384 tokens a GPU in parts of at most 5,000 are four of 4,096."""
+    seen: list[Work] = []
+
+    def listen(numbers: object, layout: object, work: Work, machines: object) -> object:
+        seen.append(work)
+        return cost(numbers, layout, work, machines)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recipe_plan, "cost", listen)
+    found = planned("8xA100-80GB", *THREE_B, "batch.tokens_per_rank=5000")
+    assert (found.options[0].tokens, found.options[0].micro_batches) == (4096, 4)
+    assert (seen[0].tokens, seen[0].micro_batches, seen[0].attended) == (4096, 4, found.lengths.attended)
+    assert seen[0].head_bytes == head_bytes(found.recipe.task, _tokens(found), Layout(world_size=2, precision="bf16"))(
+        4096
+    )
+    seen.clear()
+    planned("8xV100-32GB", *THREE_B, "batch.tokens_per_rank=5000")
+    assert seen[0].attended == 130  # padded to the longest
+
+
+def _tokens(found: RecipePlan) -> recipe_plan.npt.NDArray[np.int32]:
+    return recipe_plan.open_split(found.recipe, "train", None).tokens
+
+
+def test_groups_and_machines() -> None:
+    found = planned("4xA100-40GB", *THREE_B, nodes=2)
+    hybrid, full = option(found, "hybrid_shard"), option(found, "full_shard")
+    assert hybrid.memory is not None
+    assert full.memory is not None
+    assert hybrid.memory.parameters == pytest.approx(2 * full.memory.parameters, rel=1e-6)
+    assert hybrid.cost is not None
+    assert hybrid.cost.traffic.all_reduce > 0
+    assert "200 Gbit/s a GPU between machines" in as_text(found)
+    asked = planned("8xA100-40GB", *THREE_B, "parallel.strategy=hybrid_shard", "parallel.group_size=2")
+    small = option(asked, "hybrid_shard")
+    assert small.memory is not None
+    assert small.memory.parameters == pytest.approx(2.84e9 * 4 / 2, rel=0.01)
+    assert option(asked, "full_shard").memory is not None  # the group size is the other strategy's
+
+
+def test_where_nothing_fits_offloading_is_tried() -> None:
+    found = planned("1xA100-40GB", *THREE_B)
+    assert [o.strategy for o in found.options] == ["full_shard"] * 6
+    assert not option(found, "full_shard", "full").fits
+    away = option(found, "full_shard", "full", offload=True)
+    assert away.fits
+    assert away.memory is not None
+    assert away.memory.host == pytest.approx(16 * 2.84e9, rel=0.01)
+    assert found.best is not None
+    assert found.best.memory is not None
+    assert "parallel.cpu_offload=true" in keys(found)
+    lines = as_text(found).splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("strategy"))
+    table = lines[first : first + 7]
+    assert table[-1].startswith("full_shard + cpu_offload  full ")
+    assert len({len(line.rstrip()) for line in table}) == 1, "the last column ends in one place"
+    assert len({line.index("  ", line.index("full")) for line in table[4:]}) == 1
+    ends = [table[0].index(name) + len(name) for name in ("weights", "grads", "total", "exposed")]
+    assert all(line[end - 1].isdigit() and line[end] == " " for line in table[1:] for end in ends)
+    assert f"each machine needs {found.best.memory.host / 2**30:.0f} GiB of its own memory" in as_text(found)
+    asked = planned("1xA100-40GB", *THREE_B, "parallel.cpu_offload=true")
+    assert [o.cpu_offload for o in asked.options] == [True] * 3
+
+
+def test_nothing_at_all_fits() -> None:
+    large_head = ("task.channels=512", "task.blocks=64", "parallel.precision=fp32")
+    found = planned("1xT4-16GB", "model.name=esm2_t48_15B_UR50D", *large_head)
+    assert found.best is None
+    assert keys(found) == []
+    assert found.reasons()[0].startswith("nothing fits: the least needs ")
+    assert "nothing fits" in as_text(found)
+    assert "take      " not in as_text(found)
+
+
+def test_settings_that_no_strategy_can_have_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"parallel\.accumulate: unsharded keeps all gradients on the device"):
+        planned("4xA100-40GB", "parallel.cpu_offload=true", "parallel.accumulate=unsharded")
+
+
+def test_older_gpus_pad() -> None:
+    assert planned("V100-16GB").precision == "fp16"
+    new, old = (option(planned(gpu, *THREE_B), "full_shard") for gpu in ("8xA100-40GB", "8xV100-32GB"))
+    assert new.memory is not None
+    assert old.memory is not None
+    assert old.memory.activations / old.tokens > 1.02 * new.memory.activations / new.tokens
+    with pytest.raises(UsageError, match="T4-16GB has no bf16"):
+        planned("T4-16GB", "parallel.precision=bf16")
+
+
+def test_too_few_records() -> None:
+    with pytest.raises(InputError, match="train has 776 records, fewer than the 1024 GPUs"):
+        planned("8xA100-40GB", nodes=128)
+
+
+class Squares:
+    """A head that keeps as many bytes as the square of a record's tokens."""
+
+    def head_bytes(self, tokens: int) -> int:
+        return tokens**2
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"), [(Layout(), 1), (Layout(precision="bf16"), 1), (Layout(world_size=2, precision="bf16"), 0.5)]
+)
+def test_head_bytes_are_the_longest_record_and_the_usual_mix(layout: Layout, share: float) -> None:
+    tokens_N = np.array([10, 10, 20, 40], dtype=np.int32)
+    bytes_of = head_bytes(Squares(), tokens_N, layout)  # type: ignore[arg-type]
+    per_token = (100 + 100 + 400 + 1600) / 80
+    assert bytes_of(40) == 1600 * share
+    assert bytes_of(10) == 1600 * share  # it is there, however small the rest
+    assert bytes_of(120) == round(share * (1600 + 80 * per_token))
+
+
+def test_reasons(three_b: RecipePlan) -> None:
+    first, second, third = three_b.reasons()
+    assert first.startswith("it fits: ")
+    assert second == "no other that fits has a shorter step" or second.startswith("what is faster (")
+    assert third.startswith("the link hides its ")
+    small = planned("8xL4-24GB", "model.name=esm2_t33_650M_UR50D", nodes=2)
+    assert "of the step is waiting" in small.reasons()[2]
+    assert planned("A100-40GB").reasons()[2] == "nothing travels between GPUs"
+
+
+def test_the_command() -> None:
+    done = esmshard("plan", "contact", "--gpus", "2xa100-40gb", "--nodes", "2", "--network", "100", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["machines"]["world_size"], found["machines"]["network"]) == (4, 12.5e9)
+    assert found["lengths"]["longest"] == 258
+    assert len(found["options"]) == 12
+    memory = found["best"]["memory"]
+    assert memory["total"] == sum(v for k, v in memory.items() if k not in ("total", "host", "when"))
+    assert found["best"]["cost"]["seconds"] > 0
+    assert found["keys"][0].startswith("parallel.strategy=")
+    missing = esmshard("plan", "contact")
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("error: --gpus: say for which GPUs, as 8xA100-40GB; known are V100-16GB")
+
+
+def test_the_table_and_json_say_the_same(three_b: RecipePlan) -> None:
+    text, found = as_text(three_b), as_json(three_b)
+    assert text.count("not possible: strategy hybrid_shard") == 1
+    assert f"take      {' '.join(found['keys'])}" in text
+    assert all(reason in text for reason in found["reasons"])
+    lines = [line for line in text.splitlines() if line.startswith(("full_shard", "shard_grad_op", "no_shard"))]
+    rows = [row for row in found["options"] if row["memory"]]
+    assert len(lines) == len(rows) == 9
+    for line, row in zip(lines, rows, strict=True):
+        parts = line.split()
+        kinds = ("parameters", "gradients", "optimizer", "gathered", "activations", "head", "workspace", "total")
+        assert parts[2:10] == [f"{row['memory'][kind] / 2**30:.2f}" for kind in kinds]
+        assert parts[10] == ("yes" if row["fits"] else "no")
+        assert parts[11] == (str(row["largest"]) if row["largest"] else "-")
+        assert parts[-3:] == [
+            f"{1e3 * row['cost']['seconds']:.1f}",
+            f"{1e3 * row['cost']['exposed']:.1f}",
+            f"{row['cost']['traffic']['total'] / 2**30:.2f}",
+        ]
+
+
+def test_frozen_weights_are_planned_with() -> None:
+    found = {m: planned("2xA100-40GB", *THREE_B, f"adapt.method={m}").numbers for m in ("full", "lora", "head")}
+    assert found["full"].trained > 0.99 * found["full"].parameters > 2.8e9
+    assert found["head"].trained == 2_560 * 2 + 2 * (2_560 * 32 + 32) + 65 * 32 + 33
+    # 36 layers: rank 4 beside four D x D and two D x 4 D matrices, 11 D of biases; and the last norm's.
+    lora = 36 * (4 * (4 * 2 + 2 * 5) * 2_560 + 11 * 2_560) + 2_560
+    assert found["lora"].trained == lora + found["head"].trained
+
+
+@pytest.mark.parametrize(
+    "adapt",
+    [
+        {},
+        {"method": "head"},
+        {"method": "lora"},
+        {"method": "lora", "rank": 2, "targets": ["k", "fc1"], "bias": "none"},
+        {"method": "lora", "rank": 3, "targets": ["out", "fc2"]},
+        {"freeze": ["embedding", "layers.0"]},
+    ],
+)
+@pytest.mark.parametrize("name", ["contact", "mlm"])
+@pytest.mark.parametrize("size", ["nano", "esm2_t12_35M_UR50D", "esm1b_t33_650M_UR50S"])
+def test_the_numbers_of_a_model_are_those_that_it_has(size: str, adapt: dict[str, Any], name: str) -> None:
+    settings = {"contact": ContactSettings(name="contact", channels=12, blocks=2), "mlm": MlmSettings(name="mlm")}[name]
+    config = SIZES[size]
+    with torch.device("meta"):
+        model = FineTuner(ESM2(config), new_task(settings, {}).head(config))
+    model.adapt(AdaptSettings(**adapt), 0)
+    head = settings.head_parameters(config)
+    found = numbers_of(config, head, AdaptSettings(**adapt), logits=name == "mlm")
+    assert found == memory_model.of_model(model, config.dim, config.n_heads)
+
+
+def test_a_plan_needs_no_torch() -> None:
+    """Importing it takes longer than all the rest."""
+    code = (
+        "import sys; sys.modules['torch'] = None; from esmshard.cli import app as cli; "
+        "sys.argv = ['esmshard', 'plan', 'contact', '--gpus', '8xA100-40GB']; cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "take      parallel.strategy=" in done.stdout, done.stderr

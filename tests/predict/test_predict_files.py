@@ -1,0 +1,481 @@
+"""Files that `predict` writes of every task, whatever the packs; records that fail; pictures."""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from command import esmshard
+from matplotlib.image import imread
+from model_files import SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
+from structure_texts import chain, pdb
+
+from esmshard import __version__
+from esmshard.batch import TokenBatch
+from esmshard.checkpoint.consolidate import FORMAT, VERSION
+from esmshard.errors import InputError, UsageError
+from esmshard.model.config import EsmConfig
+from esmshard.predict import contact_pictures, predictions, writers
+from esmshard.predict.predictions import predict
+from esmshard.tasks.contact.contact_settings import ContactSettings
+from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
+from esmshard.tasks.labelled.residue_settings import ResidueSettings
+from esmshard.tasks.labelled.sequence_settings import SequenceSettings
+from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.registry import new_task
+from esmshard.vocab import STANDARD
+
+LENGTHS = {"zeta": 31, "sp|P1|N": 90, "a/b": 7, "a_b": 2, "long": 141, "one": 1, "mid": 64, "A_B": 33}
+TASKS_TRIED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "contact": (ContactSettings(name="contact", channels=8, blocks=2), {}),
+    "attention": (ContactSettings(name="contact", head="attention"), {}),
+    "mlm": (MlmSettings(name="mlm"), {}),
+    "states": (ResidueSettings(name="residue", hidden=8), {"classes": ["HG", "E", "-"], "counts": [5, 3, 2]}),
+    "disorder": (
+        ResidueSettings(name="residue", kind="number"),
+        {"mean": 0.5, "std": 2.0},
+    ),
+    "values": (SequenceSettings(name="sequence"), {"targets": ["Tm", "id"], "mean": [50.0, 1.0], "std": [10.0, 0.5]}),
+    "fold": (
+        SequenceSettings(name="sequence", kind="class"),
+        {"classes": ["alpha", "beta"], "counts": [3, 4], "records": 7},
+    ),
+    "terms": (
+        SequenceSettings(name="sequence", kind="multilabel"),
+        {"classes": ["GO:1", "GO:2", "GO:3"], "counts": [3, 4, 1], "records": 7},
+    ),
+}
+TABLES = [name for name in TASKS_TRIED if name not in ("contact", "attention")]
+
+
+def module(name: str, config: EsmConfig = TINY) -> FineTuner:
+    settings, facts = TASKS_TRIED[name]
+    torch.manual_seed(1)
+    head = new_task(settings, facts).head(config)
+    perturb(head, deviation=0.3)
+    if not isinstance(head, LanguageModelHead):
+        for parameter in head.parameters():  # new heads say nearly the same of everything
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    return FineTuner(ours(fair_esm(config), config), head).eval()
+
+
+def write_model(directory: Path, name: str, config: EsmConfig = TINY) -> str:
+    model = module(name, config)
+    write_transformers(directory, model.trunk, config, model.head.state_dict())
+    settings, facts = TASKS_TRIED[name]
+    about = {"format": FORMAT, "version": VERSION, "step": 7, "facts": facts}
+    about["recipe"] = {"task": settings.model_dump(mode="json")}
+    (directory / "esmshard.json").write_text(json.dumps(about))
+    return str(directory)
+
+
+def expected(name: str, sequence: str) -> np.ndarray:
+    """What should be written of a record: the module called with it alone, and the formulae of docs/tasks.md."""
+    batch = tokenise([sequence])[1]
+    model = module(name)
+    if name == "mlm":
+        logits = model.trunk(batch, logits_at=torch.arange(1, len(sequence) + 1)).logits_PV
+        columns = torch.tensor([batch_token(aa) for aa in STANDARD])
+        return logits[:, columns].softmax(1).detach().numpy()
+    output = model(batch)[0].detach()
+    if name in ("contact", "attention", "terms"):
+        return output.sigmoid().numpy()
+    if name in ("states", "fold"):
+        return output.softmax(-1).numpy()
+    if name == "disorder":
+        return output.numpy()[:, 0] * 2.0 + 0.5
+    return output.numpy() * np.array([10.0, 0.5]) + np.array([50.0, 1.0])
+
+
+def batch_token(letter: str) -> int:
+    return int(tokenise([letter])[1].tokens_T[1])
+
+
+@pytest.fixture(scope="module")
+def sequences() -> dict[str, str]:
+    rng = np.random.default_rng(6)
+    return {i: "".join(rng.choice(list(STANDARD), n)) for i, n in LENGTHS.items()}
+
+
+@pytest.fixture
+def fasta(tmp_path: Path, sequences: dict[str, str]) -> Path:
+    path = tmp_path / "input.fasta"
+    path.write_text("".join(f">{i} words\n{s}\n" for i, s in sequences.items()))
+    (tmp_path / "out").mkdir()
+    return path
+
+
+def left(fasta: Path) -> set[str]:
+    return {str(p.relative_to(fasta.parent / "out")) for p in (fasta.parent / "out").rglob("*")}
+
+
+def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        head, *rows = csv.reader(file)
+    return head, rows
+
+
+@pytest.mark.parametrize("tokens", [1, 150, 100_000])
+@pytest.mark.parametrize("name", TASKS_TRIED)
+def test_a_record_says_the_same_in_every_pack(
+    name: str, tokens: int, fasta: Path, sequences: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, among a few and all together, in windows of 5: the values of the module called with each record alone."""
+    monkeypatch.setattr(predictions, "WINDOW", 5)
+    monkeypatch.setattr(predictions, "LEAST", 1)
+    out = fasta.parent / "out" / "x.npz"
+    model = write_model(tmp_path / "model", name)
+    packs = failing(monkeypatch, lambda batch: None)
+    assert predict(model, fasta, out, tokens=tokens) == (len(LENGTHS), ())
+    sizes = [len(pack) for pack in packs]
+    assert sizes == {1: [1] * 8, 150: [4, 1, 3], 100_000: [5, 3]}[tokens]
+    assert left(fasta) == {"x.npz"}
+    with np.load(out, allow_pickle=False) as file:
+        assert list(file) == list(LENGTHS)
+        for record_id, sequence in sequences.items():
+            assert file[record_id].dtype == np.float32
+            scale = 10.0 if name == "values" else 1.0  # of its unit
+            assert np.abs(file[record_id] - expected(name, sequence)).max() <= 1e-5 * scale, record_id
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_csv_and_parquet_have_the_same_rows(
+    name: str, fasta: Path, sequences: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns as written down here; numbers as of the module; a row group holds no more than it may."""
+    monkeypatch.setattr(writers, "GROUP_ROWS", 50)
+    out, model = fasta.parent / "out", write_model(tmp_path / "model", name)
+    for ending in ("csv", "parquet"):
+        assert predict(model, fasta, out / f"x.{ending}").records == len(LENGTHS)
+    assert left(fasta) == {"x.csv", "x.parquet"}
+    of_what = {
+        "mlm": ["id", "position", "residue", "prediction"],
+        "states": ["id", "position", "residue", "prediction"],
+        "disorder": ["id", "position", "residue"],
+        "values": ["id"],
+        "fold": ["id", "prediction"],
+        "terms": ["id"],
+    }[name]
+    numbers = {
+        "mlm": list(STANDARD),
+        "states": ["HG", "E", "-"],
+        "disorder": ["value"],
+        "values": ["Tm", "id (predicted)"],
+        "fold": ["alpha", "beta"],
+        "terms": ["GO:1", "GO:2", "GO:3"],
+    }[name]
+    per_residue = "position" in of_what
+    head, rows = read_csv(out / "x.csv")
+    assert head == [*of_what, *numbers]
+    table = pq.read_table(out / "x.parquet")
+    assert table.column_names == head
+    types = {"id": "string", "position": "int32", "residue": "string", "prediction": "string"}
+    assert [str(field.type) for field in table.schema] == [types[n] for n in of_what] + ["float"] * len(numbers)
+    columns = [column.to_pylist() for column in table.columns]
+    for place, column in enumerate(columns):
+        cells = [row[place] for row in rows]
+        if place < len(of_what):
+            assert [str(value) for value in column] == cells
+        else:
+            assert [f"{value:.6g}" for value in column] == cells
+    values = np.array(columns[len(of_what) :], dtype=np.float64).T
+    wanted = [expected(name, s).reshape(-1, len(numbers)) for s in sequences.values()]
+    assert np.abs(values - np.concatenate(wanted)).max() <= (1e-4 if name == "values" else 1e-5)
+    ids = [i for i, n in LENGTHS.items() for _ in range(n if per_residue else 1)]
+    assert columns[0] == ids
+    if per_residue:
+        assert columns[1] == [k for n in LENGTHS.values() for k in range(1, n + 1)]
+        assert "".join(columns[2]) == "".join(sequences.values())
+    if "prediction" in of_what:
+        best = np.concatenate(wanted).argmax(1)
+        assert columns[len(of_what) - 1] == [numbers[k] for k in best]
+    groups = pq.ParquetFile(out / "x.parquet").metadata
+    sizes = [groups.row_group(k).num_rows for k in range(groups.num_row_groups)]
+    assert sum(sizes) == len(rows)
+    assert max(sizes) <= 50
+    assert len(sizes) > 1 or not per_residue
+
+
+def test_a_parquet_file_says_what_it_is_of(fasta: Path, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "fold")
+    predict(model, fasta, tmp_path / "x.parquet")
+    about = {k.decode(): v.decode() for k, v in pq.read_schema(tmp_path / "x.parquet").metadata.items()}
+    assert (about["format"], about["version"], about["model"]) == ("esmshard-predictions", "1", model)
+    task = json.loads(about["task"])
+    assert (task["name"], task["kind"]) == ("sequence", "class")
+    versions = json.loads(about["versions"])
+    assert versions["esmshard"] == __version__
+    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"] == torch.__version__
+
+
+Forward = Callable[[FineTuner, TokenBatch], list[torch.Tensor]]
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, refuse: Callable[[TokenBatch], None]) -> list[list[int]]:
+    """Lengths of the records of each forward pass, which first lets `refuse` raise."""
+    forward: Forward = FineTuner.forward
+    seen: list[list[int]] = []
+
+    def wrapped(self: FineTuner, batch: TokenBatch) -> list[torch.Tensor]:
+        seen.append(batch.lengths)
+        refuse(batch)
+        return forward(self, batch)
+
+    monkeypatch.setattr(FineTuner, "forward", wrapped)
+    return seen
+
+
+def cuda_out(batch: TokenBatch) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n20.00 GiB.")
+
+
+def host_out(batch: TokenBatch) -> None:
+    raise MemoryError("Unable to allocate 20.0 GiB")
+
+
+def torch_out(batch: TokenBatch) -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)  # more than an address space: it raises what torch does
+
+
+@pytest.mark.parametrize("name", ["contact", "states"])
+@pytest.mark.parametrize("out_of_memory", [cuda_out, host_out, torch_out])
+def test_a_record_may_fail_and_the_others_are_there(
+    name: str,
+    out_of_memory: Callable[[TokenBatch], None],
+    fasta: Path,
+    sequences: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of 90 residues and more do not fit: each is tried with others, then alone, and listed."""
+    model = write_model(tmp_path / "model", name)
+    wanted = {i: expected(name, s) for i, s in sequences.items() if len(s) < 90}
+    seen = failing(monkeypatch, lambda batch: out_of_memory(batch) if max(batch.lengths) >= 90 else None)
+    out = fasta.parent / "out" / "x.npz"
+    done = predict(model, fasta, out)
+    assert done.records == 6
+    assert [(one.id, one.length) for one in done.failures] == [("sp|P1|N", 90), ("long", 141)]
+    assert [90] in seen
+    assert [141] in seen
+    assert left(fasta) == {"x.npz", "x.npz.failed.tsv"}
+    head, *rows = (fasta.parent / "out" / "x.npz.failed.tsv").read_text().splitlines()
+    assert head == "id\tlength\treason"
+    assert [row.split("\t")[:2] for row in rows] == [["sp|P1|N", "90"], ["long", "141"]]
+    for row in rows:
+        assert row.split("\t")[2].startswith("memory does not suffice: ")
+    with np.load(out) as file:
+        assert list(file) == list(wanted)
+        for record_id, values in wanted.items():
+            assert np.abs(file[record_id] - values).max() <= 1e-5
+
+
+def test_what_does_not_fit_together_is_computed_alone(
+    fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", "fold")
+    seen = failing(monkeypatch, lambda batch: cuda_out(batch) if len(batch) > 1 else None)
+    assert predict(model, fasta, fasta.parent / "out" / "x.csv") == (len(LENGTHS), ())
+    assert sorted(seen, key=len) == [*([n] for n in sorted(LENGTHS.values())), sorted(LENGTHS.values())]
+    assert left(fasta) == {"x.csv"}
+
+
+def test_packs_that_do_not_fit_get_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 tokens do: of three windows of four records of 12, one is tried whole and the others by halves."""
+    monkeypatch.setattr(predictions, "WINDOW", 4)
+    monkeypatch.setattr(predictions, "LEAST", 1)
+    (tmp_path / "in.fasta").write_text("".join(f">{n}\n{'MKTVLSAEGH'}\n" for n in range(12)))
+    model = write_model(tmp_path / "model", "fold")
+    seen = failing(monkeypatch, lambda batch: cuda_out(batch) if sum(batch.token_counts) > 30 else None)
+    assert predict(model, tmp_path / "in.fasta", tmp_path / "x.csv") == (12, ())
+    assert [len(pack) for pack in seen] == [4, 1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_another_error_stops_the_run(fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(batch: TokenBatch) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    model = write_model(tmp_path / "model", "contact")
+    failing(monkeypatch, broken)
+    out = fasta.parent / "out"
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        predict(model, fasta, out / "x.npz", png=out / "maps")
+    assert left(fasta) == set()
+
+
+def test_a_run_without_any_result_fails(fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "model", "fold")
+    failing(monkeypatch, cuda_out)
+    with pytest.raises(InputError, match=r"no record could be predicted, see .*x\.csv\.failed\.tsv"):
+        predict(model, fasta, fasta.parent / "out" / "x.csv")
+    assert left(fasta) == {"x.csv.failed.tsv"}
+
+
+def test_a_list_of_failures_is_not_left_over(fasta: Path, tmp_path: Path) -> None:
+    """That of an earlier run is refused like its output, and goes when nothing fails any more."""
+    model, out = write_model(tmp_path / "model", "fold"), fasta.parent / "out" / "x.csv"
+    listed = out.with_name("x.csv.failed.tsv")
+    listed.write_text("id\tlength\treason\nsp|P1|N\t90\tmemory\n")
+    with pytest.raises(UsageError, match=r"x\.csv\.failed\.tsv: exists already"):
+        predict(model, fasta, out)
+    predict(model, fasta, out, overwrite=True)
+    assert left(fasta) == {"x.csv"}
+
+
+def test_the_command_counts_failures_and_strict_is_an_exit_code(tmp_path: Path) -> None:
+    """A model with 1,024 learned positions takes 1,022 residues."""
+    model = write_model(tmp_path / "model", "fold", SMALL["ESM-1b"])
+    (tmp_path / "in.fasta").write_text(f">a\n{'MKTV' * 5}\n>b\n{'M' * 1023}\n>c\n{'G' * 1022}\n")
+    done = esmshard("predict", model, "in.fasta", "-o", "x.csv", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "x.csv: 2 records; 1 failed, see x.csv.failed.tsv\n")
+    assert [row[0] for row in read_csv(tmp_path / "x.csv")[1]] == ["a", "c"]
+    assert (tmp_path / "x.csv.failed.tsv").read_text() == (
+        "id\tlength\treason\nb\t1023\tthe model has learned positions for 1022 residues\n"
+    )
+    strict = esmshard("predict", model, "in.fasta", "-o", "y.csv", "--strict", cwd=tmp_path)
+    assert (strict.returncode, strict.stdout) == (1, "y.csv: 2 records; 1 failed, see y.csv.failed.tsv\n")
+    assert (tmp_path / "y.csv").read_bytes() == (tmp_path / "x.csv").read_bytes()
+    (tmp_path / "in.fasta").write_text(">a\nMKTV\n")
+    good = esmshard("predict", model, "in.fasta", "-o", "z.parquet", "--strict", cwd=tmp_path)
+    assert (good.returncode, good.stdout) == (0, "z.parquet: 1 records\n")
+
+
+def test_a_picture_of_each_map(fasta: Path, tmp_path: Path) -> None:
+    """Under names that any file system takes, told apart in lower case; the id itself is in the picture."""
+    model, out = write_model(tmp_path / "model", "contact"), fasta.parent / "out"
+    done = esmshard("predict", model, fasta, "-o", out / "x.npz", "--png", out / "maps")
+    assert (done.returncode, done.stdout) == (0, f"{out / 'x.npz'}: {len(LENGTHS)} records\n"), done.stderr
+    names = {
+        "zeta": "zeta",
+        "sp|P1|N": "sp_P1_N",
+        "a/b": "a_b",
+        "a_b": "a_b_2",
+        "long": "long",
+        "one": "one",
+        "mid": "mid",
+        "A_B": "A_B_3",
+    }
+    assert left(fasta) == {"x.npz", "maps", *(f"maps/{name}.png" for name in names.values())}
+    for record_id, name in names.items():
+        png = (out / "maps" / f"{name}.png").read_bytes()
+        assert f"Title\0{record_id}".encode() in png
+        assert imread(io.BytesIO(png)).std() > 0.05
+
+
+def test_colours_are_of_probabilities_and_not_of_the_highest() -> None:
+    """A map that reaches .5 ends in the middle of the scale. Of one longer than the picture no contact is lost."""
+
+    def pixels(probability_LL: np.ndarray) -> np.ndarray:
+        png = contact_pictures.draw(probability_LL.astype(np.float32), "x")
+        return np.round(imread(io.BytesIO(png))[:, :, :3] * 255).astype(int).reshape(-1, 3)
+
+    half = pixels(np.repeat([0.0, 0.5], 20)[:, None].repeat(40, axis=1))
+    middle, dark = (np.array(contact_pictures.colours()(value)[:3]) * 255 for value in (0.5, 1.0))
+    assert (np.abs(half - middle).max(1) <= 3).mean() > 0.2
+    assert tuple(contact_pictures.colours()(0.0)) == (1, 1, 1, 1), "nothing is predicted, nothing is drawn"
+    # Five pairs on either side of the diagonal are no contacts that a head learns.
+    near, none = (
+        (np.abs(pixels(x) - dark).max(1) <= 3).sum() for x in (np.tri(40) - np.tri(40, k=-6), np.zeros((40, 40)))
+    )
+    assert near == none
+    contact = np.zeros((95, 95))
+    contact[3, 90] = 1
+    for side in (2400, 10):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(contact_pictures, "SIDE", side)
+            found = [int((np.abs(pixels(x) - dark).max(1) <= 2).sum()) for x in (contact, np.zeros((95, 95)))]
+        assert found[0] > found[1], side
+
+
+def test_a_structure_file_is_predicted_from_its_sequence(tmp_path: Path) -> None:
+    model, sequence = write_model(tmp_path / "model", "contact"), "MKTAYIAKQRGISFVKSHFS"
+    (tmp_path / "x.pdb").write_text(pdb(chain(sequence)))
+    (tmp_path / "x.fasta").write_text(f">x_A\n{sequence}\n")
+    found = {}
+    for name in ("x.pdb", "x.fasta"):
+        done = esmshard("predict", model, name, "-o", f"{name}.npz", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, f"{name}.npz: 1 records\n"), done.stderr
+        with np.load(tmp_path / f"{name}.npz") as arrays:
+            (found[name],) = (arrays[key] for key in arrays)
+    assert np.array_equal(found["x.pdb"], found["x.fasta"])
+
+
+def test_names_of_files() -> None:
+    names = contact_pictures.FileNames()
+    ids = ["x" * 300, "x" * 301, "../../etc/passwd", ".", "Ä$\n", "CON a", "a_2", "a", "A", "a", "B", "b"]
+    found = [names.new(one) for one in ids]
+    assert found == [
+        "x" * 80 + ".png",
+        "x" * 80 + "_2.png",
+        "_._.._etc_passwd.png",
+        "_.png",
+        "___.png",
+        "CON_a.png",
+        "a_2.png",
+        "a.png",
+        "A_3.png",
+        "a_4.png",
+        "B.png",
+        "b_2.png",
+    ]
+
+
+def test_pictures_are_refused_where_they_do_not_belong(fasta: Path, tmp_path: Path) -> None:
+    contact, fold = write_model(tmp_path / "contact", "contact"), write_model(tmp_path / "fold", "fold")
+    out = fasta.parent / "out"
+    with pytest.raises(UsageError, match=r"--png .*maps: is for pair maps"):
+        predict(fold, fasta, out / "x.csv", png=out / "maps")
+    (out / "maps").mkdir()
+    (out / "maps" / "mine.txt").write_text("mine")
+    (out / "maps" / "zeta.png").write_text("old")
+    with pytest.raises(UsageError, match="maps: is not empty"):
+        predict(contact, fasta, out / "x.npz", png=out / "maps")
+    assert left(fasta) == {"maps", "maps/mine.txt", "maps/zeta.png"}
+    predict(contact, fasta, out / "x.npz", png=out / "maps", overwrite=True)
+    assert (out / "maps" / "mine.txt").read_text() == "mine"
+    assert (out / "maps" / "zeta.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InputError, match=r"x\.npz: is a file"):
+        predict(contact, fasta, out / "y.npz", png=out / "x.npz")
+
+
+@pytest.mark.parametrize(
+    ("package", "out", "png", "extra"),
+    [("matplotlib", "x.npz", "maps", "plots"), ("pyarrow", "x.parquet", None, "tables")],
+)
+def test_a_missing_package_is_said_before_anything_is_read(
+    package: str, out: str, png: str | None, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the model nor the sequences are there, which would be said otherwise."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=rf"needs {package}; pip install 'esmshard\[{extra}\]'") as caught:
+        predict("nowhere", tmp_path / "no.fasta", tmp_path / out, png=None if png is None else tmp_path / png)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_end_before_maps_fill_the_memory() -> None:
+    """Of 4,096 tokens a pack, 64 packs: 64 maps of 1,024 tokens, as many as there may be of short ones, and one of a
+    protein that is longer than all of them.
+    """
+
+    class Given:
+        def __init__(self, *tokens: int) -> None:
+            self.tokens = np.array(tokens, dtype=np.int32)
+
+        def __len__(self) -> int:
+            return len(self.tokens)
+
+    def sizes(*tokens: int, pairs: bool) -> list[int]:
+        return [len(window) for window in predictions._windows(Given(*tokens), 4096, pairs=pairs)]  # type: ignore[arg-type]
+
+    assert sizes(*[1024] * 130, pairs=True) == [64, 64, 2]
+    assert sizes(*[1024] * 130, pairs=False) == [130]
+    assert sizes(*[100] * 1000, pairs=True) == [512, 488]
+    assert sizes(100, 40_000, 40_000, 100, pairs=True) == [1, 1, 1, 1]

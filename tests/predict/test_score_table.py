@@ -1,0 +1,239 @@
+"""Tables of variants with zero-shot scores beside them: what is kept, said and refused."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_files import TINY, fair_esm, ours, perturb, write_transformers
+from safetensors.torch import load, save_file
+from scipy import stats
+
+from esmshard.data.variants.substitutions import parse_variant
+from esmshard.errors import InputError, UsageError
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights
+from esmshard.predict.zero_shot import METHODS, score, score_table
+
+WT = "MKTAYIAKQRQISFVKSHFSRQLE"
+SINGLES = [f"{WT[n]}{n + 1}{letter}" for n in range(1, 12) for letter in "CW"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose LM head says different things everywhere, in a directory `model`, and the protein."""
+    found = tmp_path_factory.mktemp("score")
+    model = ours(fair_esm(TINY), TINY)
+    perturb(model, deviation=0.3)
+    write_transformers(found / "model", model, TINY)
+    (found / "wt.fasta").write_text(f">wt\n{WT}\n")
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> ESM2:
+    return open_weights.build(open_weights.read(str(directory / "model")), torch.device("cpu")).eval()
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(directory: Path, text: str | None, model: str = "model", **given: Any) -> tuple[str, list[dict[str, str]]]:
+    """What is said, and the rows of the file."""
+    table = None
+    if text is not None:
+        table = Path("v.csv")
+        table.write_text(text)
+    said = score_table(str(directory / model), directory / "wt.fasta", table, Path("out.csv"), **given)
+    with open("out.csv", newline="", encoding="utf-8") as file:
+        return said, list(csv.DictReader(file))
+
+
+def expected(model: ESM2, names: list[str], *rest: Any) -> list[float]:
+    return score(model, WT, [parse_variant(name) for name in names], *rest).tolist()
+
+
+def test_columns_are_kept_and_the_correlation_is_said(directory: Path, model: ESM2) -> None:
+    values = [0.5 * n for n in range(len(SINGLES))]
+    cells = [f'{name},"a, {n}",{value}' for n, (name, value) in enumerate(zip(SINGLES, values, strict=True))]
+    said, rows = run(directory, "\n".join(["mutant,note,DMS_score", *cells]) + "\n")
+    assert list(rows[0]) == ["mutant", "note", "DMS_score", "masked_marginals", "not scored because"]
+    assert [row["mutant"] for row in rows] == SINGLES
+    assert rows[3]["note"] == "a, 3"
+    scores = expected(model, SINGLES)
+    assert [float(row["masked_marginals"]) for row in rows] == pytest.approx(scores, abs=1e-4)
+    rho = stats.spearmanr(scores, values).statistic
+    assert said == f"out.csv: 22 variants; Spearman {rho:.3f} with DMS_score over 22 variants"
+    assert abs(rho) > 0.01
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_residues_that_are_none_of_the_20_have_no_score(
+    directory: Path, method: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model finds any residue likelier than X, so that X11L would head every ranking."""
+    (tmp_path / "x.fasta").write_text(f">x\n{WT[:10]}X{WT[11:18]}U\n")
+    out, column = tmp_path / "x.csv", method.replace("-", "_")
+    said = score_table(str(directory / "model"), tmp_path / "x.fasta", None, out, method=method)
+    assert said == f"{out}: {17 * 19} variants"
+    with open(out, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["mutant"][:-1] for row in rows if not row[column]} == {"X11", "U19"}
+    why = {row["mutant"][:3]: row["not scored because"] for row in rows if not row[column]}
+    assert why["X11"] == "the wild type has X at residue 11, which is none of the 20 amino acids"
+    assert {row["not scored because"] for row in rows if row[column]} == {""}
+    told = json.loads((tmp_path / "x.json").read_text())
+    assert told["notices"] == [
+        "not scored: 40 variants, as the wild type has X at residue 11, which is none of the 20 amino acids, "
+        "the wild type has U at residue 19, which is none of the 20 amino acids"
+    ]
+    assert told["notices"][0] in capsys.readouterr().err
+    assert (told["rows"], told["scored"], told["method"]) == (19 * 19 + 2, 17 * 19, method)
+
+
+def test_a_row_says_why_it_has_no_score_and_the_shift_is_recorded(directory: Path) -> None:
+    names = [f"{WT[n]}{n + 101}W" for n in range(12)]
+    _, rows = run(directory, "mutant\n" + "\n".join([*names, "A104*", "A104U"]) + "\n")
+    assert rows[12]["not scored because"] == "a stop codon"
+    assert rows[13]["not scored because"] == "A4U puts U there, which is none of the 20 amino acids"
+    told = json.loads(Path("out.json").read_text())
+    assert told["offset"] == -100
+    assert any("when shifted by -100, which was done" in one for one in told["notices"])
+
+
+def test_a_wrong_offset_is_refused_with_the_option_that_mends_it(directory: Path) -> None:
+    names = [f"{WT[n]}{n + 101}W" for n in range(12)]
+    with pytest.raises(InputError, match=r"12 fit when shifted by -100; pass --offset -100, or fix line 2"):
+        run(directory, "mutant\n" + "\n".join(names) + "\n", offset=5)
+
+
+@pytest.mark.parametrize("method", ["wild-type-marginals", "pseudo-perplexity"])
+def test_other_methods_have_columns_of_their_own(directory: Path, model: ESM2, method: str) -> None:
+    said, rows = run(directory, "mutant\nK2A\nWT\nT3A:A4G\n", method=method)
+    assert said == "out.csv: 3 variants"
+    found = [float(row[method.replace("-", "_")]) for row in rows]
+    assert found == pytest.approx(expected(model, ["K2A", "WT", "T3A:A4G"], method), abs=1e-4)
+    assert len(set(found)) == 3
+
+
+def test_the_column_of_values_may_be_named(directory: Path, model: ESM2) -> None:
+    text = "mutant,score,kd\n" + "".join(f"{name},{n},{-n}\n" for n, name in enumerate(SINGLES[:5]))
+    rho = stats.spearmanr(expected(model, SINGLES[:5]), range(5)).statistic
+    assert run(directory, text)[0].endswith(f"Spearman {rho:.3f} with score over 5 variants")
+    named, _ = run(directory, text, target="kd", overwrite=True)
+    assert named.endswith(f"Spearman {-rho:.3f} with kd over 5 variants")
+    with pytest.raises(InputError, match="has no column 'ki'; its columns are 'mutant', 'score'"):
+        run(directory, text, target="ki", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (["7", "7", "7"], "all values, or all predictions, are equal"),
+        (["1", "", ""], "no two values"),
+        (["", "", ""], "no two values"),
+    ],
+)
+def test_no_correlation_is_said_with_its_reason(directory: Path, values: list[str], why: str) -> None:
+    text = "mutant,score\n" + "".join(f"{n},{v}\n" for n, v in zip(SINGLES, values, strict=False))
+    said, rows = run(directory, text)
+    assert said == f"out.csv: 3 variants; Spearman NaN with score: {why}"
+    assert all(row["masked_marginals"] for row in rows)
+
+
+def test_missing_values_are_left_out_of_the_correlation(directory: Path, model: ESM2) -> None:
+    values = ["3", "", "1", "NA", "2", "5"]
+    text = "mutant,score\n" + "".join(f"{n},{v}\n" for n, v in zip(SINGLES, values, strict=False))
+    scores = expected(model, [SINGLES[n] for n in (0, 2, 4, 5)])
+    rho = stats.spearmanr(scores, [3, 1, 2, 5]).statistic
+    assert run(directory, text)[0] == f"out.csv: 6 variants; Spearman {rho:.3f} with score over 4 variants"
+
+
+def test_rows_that_cannot_be_scored_keep_their_place(
+    directory: Path, model: ESM2, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = ["A4*", *SINGLES, "K2del", "T3T", "A2G", *SINGLES[:1]]
+    said, rows = run(directory, "variant,score\n" + "".join(f"{cell},{n * 7 % 29}\n" for n, cell in enumerate(cells)))
+    assert [row["variant"] for row in rows] == cells
+    assert [n for n, row in enumerate(rows) if not row["masked_marginals"]] == [0, 23, 25]
+    assert float(rows[24]["masked_marginals"]) == 0, "a synonymous change is the wild type"
+    assert rows[26]["masked_marginals"] == rows[1]["masked_marginals"], "each of two replicates"
+    assert [float(row["masked_marginals"]) for row in rows[1:23]] == pytest.approx(expected(model, SINGLES), abs=1e-4)
+    used = [n * 7 % 29 for n, row in enumerate(rows) if row["masked_marginals"]]
+    rho = stats.spearmanr(expected(model, [*SINGLES, "WT", SINGLES[0]]), used).statistic
+    assert said == f"out.csv: 24 variants; Spearman {rho:.3f} with score over 24 variants"
+    told = capsys.readouterr().err
+    for what in ("line 25 'K2del' is a deletion", "with a stop codon (line 2)", "line 27 A2G (K is there)"):
+        assert what in told
+
+
+def test_every_single_substitution(directory: Path, model: ESM2) -> None:
+    said, rows = run(directory, None)
+    assert said == f"out.csv: {19 * 24} variants"
+    names = [row["mutant"] for row in rows]
+    assert (names[0], names[19], len(set(names))) == ("M1A", "K2A", 19 * 24)
+    assert [float(row["masked_marginals"]) for row in rows] == pytest.approx(expected(model, names), abs=1e-4)
+
+
+@pytest.mark.parametrize("offset", ["auto", -100])
+def test_another_numbering_is_found_or_given(directory: Path, model: ESM2, offset: Any) -> None:
+    shifted = [f"{name[0]}{int(name[1:-1]) + 100}{name[-1]}" for name in SINGLES]
+    _, rows = run(directory, "\n".join(["mutant", *shifted]) + "\n", offset=offset)
+    assert [row["mutant"] for row in rows] == shifted, "in the user's numbering"
+    assert [float(row["masked_marginals"]) for row in rows] == pytest.approx(expected(model, SINGLES), abs=1e-4)
+
+
+def test_a_window_is_handed_on(directory: Path, model: ESM2) -> None:
+    text = "\n".join(["mutant", *SINGLES]) + "\n"
+    _, rows = run(directory, text, window=9)
+    found = [float(row["masked_marginals"]) for row in rows]
+    assert found == pytest.approx(expected(model, SINGLES, "masked-marginals", 9), abs=1e-4)
+    assert np.abs(np.array(found) - expected(model, SINGLES)).max() > 1e-3
+
+
+def test_a_model_without_an_lm_head_is_refused(directory: Path) -> None:
+    without = directory / "headless"
+    without.mkdir()
+    (without / "config.json").write_bytes((directory / "model" / "config.json").read_bytes())
+    state = load((directory / "model" / "model.safetensors").read_bytes())
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith("lm_head")}
+    assert len(kept) < len(state)
+    save_file(kept, without / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="headless: has no trained LM head, which scores are read from; take another"):
+        run(directory, "mutant\nK2A\n", "headless")
+    assert not Path("out.csv").exists()
+
+
+def test_mistakes(directory: Path) -> None:
+    def refuse(kind: type[InputError], says: str, text: str | None = "mutant\nK2A\n", **given: Any) -> None:
+        with pytest.raises(kind, match=re.escape(says)):
+            run(directory, text, **given)
+
+    refuse(UsageError, "method is 'best'; it is one of", method="best")
+    refuse(InputError, "the table has a column 'masked_marginals' already; rename it in the input",
+           "mutant,masked_marginals\nK2A,1\n")  # fmt: skip
+    refuse(InputError, "1 of 1 cell of column 'mutant' cannot be used", "mutant\nhello\n")
+    assert list(Path.cwd().iterdir()) == [Path.cwd() / "v.csv"], "nothing is left behind"
+    with pytest.raises(UsageError, match=r"x\.tsv: scores are written as \.csv"):
+        score_table(str(directory / "model"), directory / "wt.fasta", None, Path("x.tsv"))
+    Path("out.csv").write_text("mine")
+    refuse(UsageError, "out.csv: exists already")
+    assert Path("out.csv").read_text() == "mine"
+
+
+def test_a_second_method_goes_beside_the_first(directory: Path) -> None:
+    run(directory, "mutant,note\nK2A,x\nK2*,y\nT3C,z\nA4C,z\nY5C,z\nI6C,z\nA7C,z\nK8C,z\nQ9C,z\nR10C,z\n")
+    first = Path("out.csv").read_text(encoding="utf-8")
+    _, rows = run(directory, first, method="wild-type-marginals", overwrite=True)
+    assert list(rows[0]) == ["mutant", "note", "masked_marginals", "wild_type_marginals", "not scored because"]
+    assert [row["not scored because"] for row in rows] == ["", "a stop codon", *[""] * 8]
+    both = Path("out.csv").read_text(encoding="utf-8")
+    with pytest.raises(InputError, match="has a column 'masked_marginals' already; rename it in the input"):
+        run(directory, both, model="no-such-model", overwrite=True)  # before any model is read
+    assert Path("out.csv").read_text(encoding="utf-8") == both

@@ -1,0 +1,446 @@
+"""Every key of a recipe changes something. A new key without an entry in KEYS fails here, and so does one that nothing
+reads: each entry says what can be seen to differ when the key has another value.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_subset
+from pydantic import BaseModel
+from torch import nn
+
+from esmshard.data.splits.recipe_splits import open_split
+from esmshard.errors import InputError
+from esmshard.model.config import SIZES
+from esmshard.model.dropout import RecordDropout
+from esmshard.model.lora import LoraLinear
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights
+from esmshard.recipe.recipe_file import load
+from esmshard.recipe.sections import Recipe
+from esmshard.sharding.layout import Layout
+from esmshard.tasks.base import Task, collate
+from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
+from esmshard.tasks.registry import new_task, registered
+from esmshard.train import finetune, loop
+from esmshard.train.optimizer import adamw
+from esmshard.train.records import tracking as tracked
+from esmshard.train.run_inputs import prepare
+from esmshard.train.step import StepResult
+
+CPU = torch.device("cpu")
+TEXT = """\
+task: {name: contact, channels: 4, blocks: 1}
+model: {name: nano}
+init: random
+data: {train: train.fasta, valid: valid.fasta, test: valid.fasta, max_length: 60}
+batch: {global_tokens: 300, tokens_per_rank: 130}
+optim: {lr: 3.0e-3, head_lr: 3.0e-3}
+train: {steps: 4, eval_every: 2}
+checkpoint: {every: 4, keep: 9}
+out: run
+"""
+LABELS = "data.labels=labels.csv"
+RESIDUE = ("task={name: residue}", LABELS, "data.target=[letters]")
+SEQUENCE = ("task={name: sequence}", LABELS, "data.target=[y]")
+LORA = ("adapt.method=lora",)
+CLASSES = ("task.kind=class", "data.target=[kind]")
+REPEAT = "MKTAYIAKQR"
+"""A table that fits its first part fits the second as well, ten residues further on."""
+SCORED = ("task={name: variant}", "data={table: variants.csv, wild_type: repeat.fasta, folds: 3, fold: 0}")
+VARIANT = (*SCORED, "task.zero_shot=false")
+WHOLE = ("task={name: variant, zero_shot: false}", "data={table: variants.csv, wild_type: repeat.fasta}")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve chains to learn from and eight to validate on, with labels of every kind in one table; and variants."""
+    found = tmp_path_factory.mktemp("keys")
+    rows = ["id,other_id,letters,y,z,kind"]
+    masks, clusters = [], []
+    for name, count in (("train", 12), ("valid", 8)):
+        chains = [one.split() for one in write_subset(found, name, name, range(count)).read_text().split(">")[1:]]
+        for n, (chain, sequence) in enumerate(chains):
+            length = len(sequence)
+            letters = ("H" * n + "EC" * length)[:length]
+            y = 100 if n == 3 else n  # one far from the others
+            rows.append(f"{chain},{chains[n - 1][0]},{letters},{y},{-n},{'rare' if n == 0 else 'common'}")
+            masks.append(f">{chain}\n{('10' * length)[:length]}")
+            if name == "train":
+                clusters.append(f"{chains[n - n % 3][0]}\t{chain}")
+    (found / "labels.csv").write_text("\n".join(rows) + "\n")
+    (found / "others.csv").write_text("\n".join(rows).replace("ECEC", "ECCC") + "\n")
+    (found / "mask.fasta").write_text("\n".join(masks) + "\n")
+    (found / "clusters.tsv").write_text("\n".join(clusters) + "\n")
+    (found / "recipe.yaml").write_text(TEXT)
+    (found / "other.fasta").write_text("".join(f">{k}\n{'MKTAYIAKQR' * 3}\n" for k in "abc"))
+    write_variants(found)
+    return found
+
+
+def write_variants(directory: Path) -> None:
+    """Of a protein that repeats itself: one, two and three changes, one of them in two rows, one with a stop codon."""
+    singles = [f"{letter}{n}{new}" for n, letter in enumerate(REPEAT, 1) for new in "DGW"]
+    several = ["M1V:K2V", "T3V:A4V", "Y5V:I6V:A7V", "K8V:Q9V:R10V"]
+    rows = [
+        f"{name},{name.replace('W', 'F')},{100 if n == 3 else n + 1}" for n, name in enumerate([*singles, *several])
+    ]
+    (directory / "variants.csv").write_text("\n".join(["mutant,other,score", *rows]) + "\n")
+    (directory / "fewer.csv").write_text("\n".join(["mutant,other,score", *rows[:20]]) + "\n")
+    (directory / "twice.csv").write_text("\n".join(["mutant,other,score", *rows, *rows[:2]]) + "\n")
+    (directory / "stop.csv").write_text("\n".join(["mutant,other,score", *rows, "K2*,K2*,0"]) + "\n")
+    (directory / "repeat.fasta").write_text(f">twice\n{REPEAT * 2}\n")
+    (directory / "tail.fasta").write_text(f">tail\n{REPEAT}GGGGGGGGGG\n")
+
+
+# What can be seen: each function takes a recipe and gives something to compare
+
+
+def task_of(recipe: Recipe) -> Task:
+    """The task, with what it knows of the training labels."""
+    new = new_task(recipe.task, {})
+    return new.learn(open_split(recipe, "train", new.labels))
+
+
+def class_of_task(recipe: Recipe) -> type:
+    return type(new_task(recipe.task, {}))
+
+
+def columns(recipe: Recipe) -> tuple[str, ...]:
+    return new_task(recipe.task, {"classes": ["a", "b", "c"], "targets": ["y"]}).columns
+
+
+def shapes(recipe: Recipe) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: t.shape for name, t in task_of(recipe).head(SIZES["nano"]).state_dict().items()}
+
+
+def dropouts(recipe: Recipe) -> list[float]:
+    """Probabilities of dropout."""
+    return [m.share for m in task_of(recipe).head(SIZES["nano"]).modules() if isinstance(m, RecordDropout)]
+
+
+def hidden_residues(recipe: Recipe) -> int:
+    return sum(len(target) for target in examples(recipe)[1])
+
+
+def examples(recipe: Recipe) -> tuple[Any, list[torch.Tensor]]:
+    task, new = task_of(recipe), new_task(recipe.task, {})
+    train = open_split(recipe, "train", new.labels)
+    return collate(task, [train.get(n) for n in range(len(train))])
+
+
+def targets(recipe: Recipe) -> list[Any]:
+    return [t.tolist() for t in examples(recipe)[1]]
+
+
+def loss(recipe: Recipe) -> float:
+    """Of a new head on random representations."""
+    batch, wanted = examples(recipe)
+    torch.manual_seed(0)
+    task = task_of(recipe)
+    head = task.head(SIZES["nano"]).eval()
+    for parameter in head.parameters():
+        nn.init.normal_(parameter)
+    found = task.loss(head(torch.randn(len(batch.tokens_T), 32), batch), wanted)
+    return (found.sum / found.count).item()
+
+
+def base(recipe: Recipe) -> str:
+    try:
+        found = initial_weights(recipe)
+    except InputError as error:
+        return str(error)
+    return f"{found.config} {found.source}"
+
+
+def adapted(recipe: Recipe) -> FineTuner:
+    with torch.device("meta"):
+        model = FineTuner(ESM2(SIZES["nano"]), new_task(recipe.task, {}).head(SIZES["nano"]))
+    model.adapt(recipe.adapt, 0)
+    return model
+
+
+def learning(recipe: Recipe) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in adapted(recipe).named_parameters() if p.requires_grad}
+
+
+def scales(recipe: Recipe) -> list[float]:
+    return [m.scale for m in adapted(recipe).modules() if isinstance(m, LoraLinear)]
+
+
+def records(name: str) -> Callable[[Recipe], list[tuple[str, int]]]:
+    """Ids and tokens of a split."""
+
+    def seen(recipe: Recipe) -> list[tuple[str, int]]:
+        split = open_split(recipe, name, None)
+        return [(split.id(n), int(split.tokens[n])) for n in range(len(split))]
+
+    return seen
+
+
+def labels(recipe: Recipe) -> list[Any]:
+    new = new_task(recipe.task, {})
+    train = open_split(recipe, "train", new.labels)
+    return [{name: v.tolist() for name, v in train.get(n).labels.items()} for n in range(len(train))]
+
+
+def sequences(recipe: Recipe) -> list[list[int]]:
+    """Tokens of the training records; or what is wrong with them."""
+    try:
+        train = open_split(recipe, "train", None)
+    except InputError as error:
+        return [list(str(error).encode())]
+    return [train.get(n).tokens.tolist() for n in range(len(train))]
+
+
+def weight_of_zero_shot(recipe: Recipe) -> list[float]:
+    """In a new head."""
+    found: list[float] = task_of(recipe).head(SIZES["nano"]).get_parameter("zero_shot").tolist()
+    return found
+
+
+def groups(recipe: Recipe) -> list[dict[str, Any]]:
+    config = SIZES["nano"]
+    model = FineTuner(open_weights.build(open_weights.fresh(config, 0), CPU), new_task(recipe.task, {}).head(config))
+    return [{k: v for k, v in g.items() if k != "params"} for g in adamw(model, recipe.optim).param_groups]
+
+
+def steps(recipe: Recipe) -> int:
+    return prepare(recipe, 1, 1, CPU).steps
+
+
+def first_weights(recipe: Recipe) -> list[float]:
+    task, found = new_task(recipe.task, {}), initial_weights(recipe)
+    ours = [t.sum().item() for t in new_head(recipe, task, found)[0].state_dict().values()]
+    return [*ours, found["embed_tokens.weight"].sum().item()]
+
+
+def laid_out(recipe: Recipe) -> Layout:
+    return prepare(recipe, 8, 4, CPU).layout
+
+
+def on_one(recipe: Recipe) -> Layout:
+    return prepare(recipe, 1, 1, CPU).layout
+
+
+class _EnoughSeenError(Exception):
+    """Ends a run where its training ends."""
+
+
+def run(recipe: Recipe) -> list[Any]:
+    """What a run asks of its steps, validations and checkpoints, in order; none of them is carried out."""
+    asked: list[Any] = []
+
+    def step(
+        model: nn.Module, task: Task, optimizer: Any, batches: Any, clip: float, *_: Any, watch: Any, **__: Any
+    ) -> StepResult:
+        tokens = [len(batch.tokens_T) for batch, _, _ in watch.data(batches)]
+        watch.wait_for_device()
+        asked.append(("step", tokens, clip, [group["lr"] for group in optimizer.param_groups]))
+        return StepResult(1.0, 1.0, sum(tokens), skipped=False, ranks=[watch.numbers()], asked=0)
+
+    def validate(model: nn.Module, task: Task, data: Any, *_: Any) -> tuple[float, list[Any]]:
+        asked.append("validate")
+        target = task.inputs(data.get(0)).target
+        return 1.0, task.score([np.zeros(target.shape, np.float32)], [target])
+
+    class Recorder:
+        def __init__(self, directory: Path, keep: int, background: bool) -> None:
+            asked.append(("keep", keep, background))
+
+        def __enter__(self) -> "Recorder":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def finish(self) -> None: ...
+
+        def save(self, step: int, tensors: Any, state: Any, best: bool) -> None:
+            asked.append(("save", step, best))
+
+    def stop(*_: object, **__: object) -> None:
+        raise _EnoughSeenError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        patch.setattr(finetune.evaluate, "validate", validate)
+        patch.setattr(loop, "Saver", Recorder)
+        patch.setattr(finetune.evaluate, "fit_baselines", stop)
+        with pytest.raises(_EnoughSeenError):
+            finetune.run(recipe, overwrite=True)
+    return asked
+
+
+def goes_elsewhere(recipe: Recipe) -> bool:
+    """Whether a run leaves something in that directory."""
+    run(recipe)
+    return (Path.cwd() / "elsewhere" / "metrics.jsonl").exists()
+
+
+def timeouts(recipe: Recipe) -> list[dict[str, Any]]:
+    """What watches over the processes gets to know."""
+    found: list[dict[str, Any]] = []
+
+    def stop(*_: object, **options: object) -> None:
+        found.append({key: str(value) for key, value in options.items()})
+        raise _EnoughSeenError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune, "Control", stop)
+        with pytest.raises(_EnoughSeenError):
+            finetune.run(recipe, overwrite=True)
+    return found
+
+
+def fed(recipe: Recipe) -> list[str]:
+    """Trackers that a run feeds."""
+    found: list[str] = []
+
+    def begin(tracking: tracked.Tracking, done: int) -> None:
+        found.extend(tracking._trackers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracked.Tracking, "begin", begin)
+        run(recipe)
+    return found
+
+
+@dataclass(frozen=True)
+class Key:
+    seen: Callable[[Recipe], Any]
+    """Differs when the key has the other value."""
+    value: str
+    """The other one."""
+    base: tuple[str, ...] = ()
+    """Overrides under which the key means something."""
+
+
+KEYS = {
+    "task.name": Key(class_of_task, "mlm", ("task={name: residue}",)),
+    "contact.head": Key(shapes, "both"),
+    "contact.channels": Key(shapes, "8"),
+    "contact.blocks": Key(shapes, "2"),
+    "mlm.mask": Key(hidden_residues, "0.3", ("task={name: mlm}",)),
+    "residue.kind": Key(columns, "number", RESIDUE),
+    "residue.classes": Key(shapes, "[HE, C]", RESIDUE),
+    "residue.balance": Key(loss, "1.0", RESIDUE),
+    "residue.hidden": Key(shapes, "8", RESIDUE),
+    "residue.dropout": Key(dropouts, "0.3", RESIDUE),
+    "sequence.kind": Key(columns, "class", SEQUENCE),
+    "sequence.loss": Key(loss, "huber", SEQUENCE),
+    "sequence.balance": Key(loss, "1.0", (*SEQUENCE, *CLASSES)),
+    "sequence.hidden": Key(shapes, "8", SEQUENCE),
+    "sequence.dropout": Key(dropouts, "0.3", SEQUENCE),
+    "variant.pool": Key(shapes, "sites", VARIANT),
+    "variant.zero_shot": Key(shapes, "false", SCORED),
+    "variant.loss": Key(loss, "huber", VARIANT),
+    "variant.hidden": Key(shapes, "8", VARIANT),
+    "variant.dropout": Key(dropouts, "0.3", VARIANT),
+    "model.name": Key(base, "mini"),
+    "init": Key(base, "pretrained"),
+    "adapt.method": Key(learning, "head"),
+    "adapt.freeze": Key(learning, "[layers.0]"),
+    "adapt.rank": Key(learning, "2", LORA),
+    "adapt.alpha": Key(scales, "2", LORA),
+    "adapt.targets": Key(learning, "[q, v]", LORA),
+    "adapt.bias": Key(learning, "none", LORA),
+    "data.train": Key(records("train"), "other.fasta"),
+    "data.valid": Key(records("valid"), "other.fasta"),
+    "data.test": Key(records("test"), "other.fasta"),
+    "data.table": Key(records("train"), "fewer.csv", VARIANT),
+    "data.wild_type": Key(sequences, "tail.fasta", VARIANT),
+    "data.mutant": Key(records("train"), "other", VARIANT),
+    "data.offset": Key(sequences, "10", VARIANT),
+    "data.unusable": Key(sequences, "error", (*VARIANT, "data.table=stop.csv")),
+    "data.replicates": Key(records("train"), "keep", (*VARIANT, "data.table=twice.csv")),
+    "data.transform": Key(targets, "log", VARIANT),
+    "data.lower_is_better": Key(weight_of_zero_shot, "[score]", SCORED),
+    "data.split": Key(records("test"), "contiguous", VARIANT),
+    "data.train_max": Key(records("test"), "2", (*WHOLE, "data.split=mutations")),
+    "data.train_share": Key(records("train"), "0.5", VARIANT),
+    "data.labels": Key(labels, "others.csv", RESIDUE),
+    "data.target": Key(labels, "[z]", SEQUENCE),
+    "data.id_column": Key(labels, "other_id", SEQUENCE),
+    "data.mask": Key(targets, "mask.fasta", RESIDUE),
+    "data.folds": Key(records("test"), "3", ("data.fold=0",)),
+    "data.fold": Key(records("test"), "1", ("data.folds=3", "data.fold=0")),
+    "data.clusters": Key(records("test"), "clusters.tsv", ("data.folds=3", "data.fold=0")),
+    "data.long": Key(records("train"), "window"),
+    "data.max_length": Key(records("train"), "50"),
+    "batch.global_tokens": Key(run, "150"),
+    "batch.sequences": Key(run, "2", ("batch.global_tokens=16384",)),
+    "batch.tokens_per_rank": Key(run, "70"),
+    "optim.lr": Key(groups, "1e-5"),
+    "optim.head_lr": Key(groups, "1e-5"),
+    "optim.betas": Key(groups, "[0.5, 0.6]"),
+    "optim.weight_decay": Key(groups, "0.5"),
+    "optim.warmup": Key(run, "1.0"),
+    "optim.schedule": Key(run, "constant"),
+    "optim.clip": Key(run, "1e-6"),
+    "train.steps": Key(steps, "3"),
+    "train.epochs": Key(steps, "5", ("train.steps=null",)),
+    "train.seed": Key(first_weights, "1"),
+    "train.eval_every": Key(run, "epoch"),
+    "train.early_stop": Key(run, "1", ("optim.lr=1e-9", "optim.head_lr=1e-9", "train.eval_every=1")),
+    "parallel.strategy": Key(laid_out, "no_shard"),
+    "parallel.group_size": Key(laid_out, "2", ("parallel.strategy=hybrid_shard",)),
+    "parallel.layers": Key(laid_out, "2"),
+    "parallel.last_layer": Key(laid_out, "shard_grad_op"),
+    "parallel.root": Key(laid_out, "full_shard"),
+    "parallel.precision": Key(on_one, "bf16"),
+    "parallel.reduce_dtype": Key(laid_out, "bf16"),
+    "parallel.activation_checkpointing": Key(on_one, "full"),
+    "parallel.cpu_offload": Key(on_one, "true"),
+    "parallel.prefetch_forward": Key(laid_out, "2"),
+    "parallel.prefetch_backward": Key(laid_out, "3"),
+    "parallel.accumulate": Key(laid_out, "unsharded"),
+    "parallel.compile": Key(on_one, "true"),
+    "parallel.start_timeout": Key(timeouts, "77"),
+    "parallel.step_timeout": Key(timeouts, "77"),
+    "checkpoint.every": Key(run, "3"),
+    "checkpoint.keep": Key(run, "1", ("checkpoint.every=1",)),
+    "checkpoint.keep_best": Key(run, "true"),
+    "checkpoint.async_save": Key(run, "true"),
+    "track": Key(fed, "[tensorboard]"),
+    "out": Key(goes_elsewhere, "elsewhere"),
+}
+
+
+def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key that is no section."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_every_key_has_an_entry() -> None:
+    of_tasks = {
+        f"{task}.{key}" for task, section in registered().settings.items() for key in leaves(section) if key != "name"
+    }
+    assert KEYS.keys() == {"task.name"} | of_tasks | (set(leaves(Recipe)) - {"task"})
+
+
+_known: dict[Any, Any] = {}
+"""What was seen with the base of some entries."""
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_changes_something(key: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    entry = KEYS[key]
+    section, _, name = key.partition(".")
+    written = f"task.{name}" if section in registered().settings else key
+    before = load(directory / "recipe.yaml", entry.base)
+    after = load(directory / "recipe.yaml", [*entry.base, f"{written}={entry.value}"])
+    if (entry.seen, entry.base) not in _known:
+        _known[entry.seen, entry.base] = entry.seen(before)
+        assert _known[entry.seen, entry.base] == entry.seen(before), "not the same twice"
+    assert _known[entry.seen, entry.base] != entry.seen(after)

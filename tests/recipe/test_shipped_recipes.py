@@ -1,0 +1,122 @@
+"""Every shipped recipe runs: two steps of a tiny model on a few chains, through to the scores and the report."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import write_subset
+
+from esmshard.predict.predictions import predict
+from esmshard.predict.variant_ranking import predict as rank
+from esmshard.recipe import recipe_file
+from esmshard.report.text.html_report import report
+from esmshard.shipped import shipped
+from esmshard.tasks import intervals
+from esmshard.train import finetune
+
+SMALL = ("model.name=nano", "init=random", "train.epochs=null", "train.steps=2", "train.eval_every=1")
+SMALL += ("batch.global_tokens=800", "batch.tokens_per_rank=800", "data.max_length=128", "parallel.precision=fp32")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six chains to train on, three to validate and four to test on, and labels as the recipes name them."""
+    path = tmp_path_factory.mktemp("recipes")
+    for name, split, chains in (
+        ("train", "train", range(12)),
+        ("valid", "valid", range(3)),
+        ("test", "test", range(4)),
+    ):
+        write_subset(path, name, split, chains)
+    rows, letters = [["id", "label"]], []
+    for name in ("train", "valid", "test"):
+        with np.load(path / f"{name}.npz") as file:
+            for record, dssp in zip(file["names"], file["dssp8"], strict=True):
+                rows.append([str(record), f"{str(dssp).count('H') / len(str(dssp)):.4f}"])
+                letters.append(f">{record}\n{str(dssp).translate(str.maketrans('GIBSTC', 'HHELLL'))}\n")
+    with open(path / "labels.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+    (path / "labels.fasta").write_text("".join(letters))
+    return path
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_file.names() if not name.startswith("variants")])
+def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
+    copy = data / f"{name}.yaml"
+    shutil.copy(shipped("recipes") / f"{name}.yaml", copy)
+    given = recipe_file.load(copy)
+    splits = [f"data.{split}={data / split}.fasta" for split in ("train", "valid", "test")]
+    recipe = recipe_file.load(copy, [*SMALL, *splits, f"out={tmp_path / 'run'}"])
+    out = finetune.run(recipe)
+    assert out is not None
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["records"] == 4
+    headline = evaluation["columns"][0]
+    assert evaluation["metrics"]["fine-tuned"][headline]["value"] is not None
+    assert len(evaluation["differences"]) >= 2, "it stands beside its baselines"
+    assert report(out).stat().st_size > 10_000
+    # What the recipe leaves to a default or says of its own is what was run, but for what was made small here.
+    left = recipe_file.load(out / "recipe.yaml")
+    assert {line.split(" ")[0].split(".")[0] for line in recipe_file.differences(given, left)} <= {
+        "model",
+        "init",
+        "train",
+        "batch",
+        "data",
+        "parallel",
+        "out",
+    }
+    ending = "npz" if recipe.task.name == "contact" else "csv"
+    assert predict(str(out / "model"), data / "test.fasta", tmp_path / f"x.{ending}").records == 4
+    if ending == "csv":
+        with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        with np.load(data / "test.npz") as file:
+            residues = "".join(str(s) for s in file["seqs"])
+        assert len(rows) == (4 if recipe.task.name == "sequence" else len(residues))
+        if recipe.task.name != "sequence":
+            assert "".join(row["residue"] for row in rows) == residues
+            numbers = [
+                sum(float(v) for k, v in row.items() if k not in ("id", "position", "residue", "prediction"))
+                for row in rows
+            ]
+            assert numbers == pytest.approx([1.0] * len(rows), abs=1e-3), "probabilities"
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_file.names() if name.startswith("variants")])
+def test_a_recipe_of_variants_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fold of the first residues of the shipped table, and the ranks of all single substitutions there."""
+    monkeypatch.setattr(intervals, "RESAMPLES", 50)
+    copy = data / f"{name}.yaml"
+    shutil.copy(shipped("recipes") / f"{name}.yaml", copy)
+    sample = shipped("data") / "variants"
+    protein = "".join((sample / "wild_type.fasta").read_text().splitlines()[1:])[:40]
+    (tmp_path / "wt.fasta").write_text(f">wt\n{protein}\n")
+    head, *rows = (sample / "landscape.csv").read_text().splitlines()
+    changed = {row: [int(one[1:-1]) for one in row.split(",")[0].split(":")] for row in rows if row[:2] != "WT"}
+    (tmp_path / "v.csv").write_text("\n".join([head, *(r for r, at in changed.items() if max(at) <= 40)]) + "\n")
+    singles = 19 * 40
+    small = [option for option in SMALL if not option.startswith("batch.global_tokens")]
+    fold = (
+        f"data.table={tmp_path / 'v.csv'}",
+        f"data.wild_type={tmp_path / 'wt.fasta'}",
+        "data.folds=5",
+        "data.fold=0",
+    )
+    out = finetune.run(recipe_file.load(copy, [*small, *fold, "task.zero_shot=false", f"out={tmp_path / 'run'}"]))
+    assert out is not None
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["metrics"]["fine-tuned"]["Spearman"]["value"] is not None
+    assert evaluation["metrics"]["one-hot ridge"]["Spearman"]["value"] is None, "the same for all unseen positions"
+    assert len(evaluation["differences"]) == 2
+    assert evaluation["interval"].startswith("95% percentile bootstrap over positions")
+    assert report(out).stat().st_size > 10_000
+    assert rank(str(out / "model"), None, tmp_path / "x.csv") == singles
+    with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
+        ranked = list(csv.DictReader(file))
+    assert [int(row["rank"]) for row in ranked] == list(range(1, singles + 1))
+    values = [float(row["prediction"]) for row in ranked]
+    assert values == sorted(values, reverse=True)

@@ -1,0 +1,157 @@
+"""What the `parallel` section of a recipe means for so many processes, and what it cannot mean."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from esmshard.errors import UsageError
+from esmshard.launch.process_group import precision_on
+from esmshard.recipe.sections import ParallelSettings
+from esmshard.sharding.layout import STRATEGIES, Layout, layout
+
+
+def laid(world_size: int, per_machine: int = 4, **settings: Any) -> Layout:
+    return layout(ParallelSettings.model_validate(settings), world_size, per_machine, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "group", "free_layers"),
+    [
+        ({}, 8, 8, True),
+        ({"strategy": "full_shard"}, 3, 3, True),
+        ({"strategy": "shard_grad_op"}, 8, 8, False),
+        ({"strategy": "no_shard"}, 8, 1, True),
+        ({"strategy": "hybrid_shard"}, 8, 4, True),
+        ({"strategy": "hybrid_shard", "group_size": 2}, 8, 2, True),
+        ({"strategy": "hybrid_shard", "layers": "shard_grad_op"}, 8, 4, False),
+        ({"strategy": "full_shard", "layers": 2}, 8, 8, 2),
+        ({"strategy": "hybrid_shard", "layers": 2}, 8, 4, 2),
+        *(
+            ({"strategy": name, "group_size": 3 if name == "hybrid_shard" else None}, 1, 1, True)
+            for name in STRATEGIES
+            if name != "shard_grad_op"
+        ),
+    ],
+)
+def test_groups(settings: dict[str, Any], world_size: int, group: int, free_layers: bool | int) -> None:
+    found = laid(world_size, **settings)
+    assert (found.world_size, found.group, found.replicas) == (world_size, group, world_size // group)
+    assert (found.free_layers, found.free_last, found.free_root) == (free_layers, free_layers, False)
+
+
+def test_parts() -> None:
+    found = laid(4, last_layer="shard_grad_op", root="full_shard")
+    assert (found.free_layers, found.free_last, found.free_root) == (True, False, True)
+    found = laid(4, strategy="shard_grad_op", layers="full_shard", last_layer=2)
+    assert (found.free_layers, found.free_last, found.free_root) == (True, 2, False)
+    # The same recipe goes on in one process, where nothing is gathered.
+    assert laid(1, layers=2, root="full_shard").free_root is False
+
+
+def test_options_are_handed_on() -> None:
+    options = {
+        "reduce_dtype": "bf16",
+        "activation_checkpointing": "selective",
+        "cpu_offload": True,
+        "prefetch_forward": 2,
+        "prefetch_backward": 3,
+        "compile": True,
+    }
+    found = laid(2, **options)
+    assert {name: getattr(found, name) for name in options} == options
+    assert laid(2, accumulate="unsharded").accumulate == "unsharded"
+    assert layout(ParallelSettings(), 1, 1, "bf16").precision == "bf16"
+    assert laid(1).sharded is False
+    assert laid(1, cpu_offload=True).sharded
+    assert laid(2).sharded
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "says"),
+    [
+        (
+            {"strategy": "hybrid_shard", "group_size": 3},
+            8,
+            "strategy hybrid_shard: groups of 3 (parallel.group_size) do not divide 8 processes; choose a group_size "
+            "that does",
+        ),
+        (
+            {"strategy": "hybrid_shard"},
+            6,
+            "strategy hybrid_shard: groups of 4 (the processes of one machine) do not divide 6 processes; choose a "
+            "group_size that does",
+        ),
+        (
+            {"strategy": "hybrid_shard"},
+            4,
+            "strategy hybrid_shard: groups of 4 (the processes of one machine) make 1 copy of the model, which is "
+            "full_shard; take that strategy, or set parallel.group_size",
+        ),
+        (
+            {"strategy": "hybrid_shard", "group_size": 2},
+            2,
+            "strategy hybrid_shard: groups of 2 (parallel.group_size) make 1 copy of the model, which is full_shard; "
+            "take that strategy, or set parallel.group_size",
+        ),
+        (
+            {"strategy": "full_shard", "group_size": 2},
+            4,
+            "parallel.group_size is for strategy hybrid_shard, and the recipe has full_shard; remove it, or change the "
+            "strategy",
+        ),
+        (
+            {"strategy": "no_shard", "layers": "shard_grad_op"},
+            4,
+            "parallel.layers: no_shard keeps every weight in every process, so nothing is gathered or freed; remove it",
+        ),
+        (
+            {"root": 3},
+            4,
+            "parallel.root: 3 does not divide the 4 processes that share a copy into smaller groups; choose a number "
+            "that does, full_shard or shard_grad_op",
+        ),
+        (
+            {"last_layer": 4},
+            4,
+            "parallel.last_layer: 4 does not divide the 4 processes that share a copy into smaller groups; choose a "
+            "number that does, full_shard or shard_grad_op",
+        ),
+        (
+            {"cpu_offload": True, "accumulate": "unsharded"},
+            4,
+            "parallel.accumulate: unsharded keeps all gradients on the device, and parallel.cpu_offload moves them "
+            "away from it; choose accumulate: sharded, or no offload",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(settings: dict[str, Any], world_size: int, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        laid(world_size, **settings)
+    assert str(caught.value) == says
+
+
+def test_one_process_a_machine_makes_hybrid_shard_no_shard() -> None:
+    with pytest.raises(UsageError, match="make 4 copies of the model, which is no_shard"):
+        laid(4, 1, strategy="hybrid_shard")
+
+
+def test_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert precision_on(cpu, "auto") == "fp32"
+    assert precision_on(cpu, "bf16") == "bf16"
+    with pytest.raises(
+        UsageError, match=r"^parallel.precision: fp16 is for GPUs, and this is a CPU; take fp32 or auto$"
+    ):
+        precision_on(cpu, "fp16")
+    for capability, expected in {
+        (9, 0): "bf16",
+        (8, 0): "bf16",
+        (7, 5): "fp16",
+        (7, 0): "fp16",
+        (6, 1): "fp32",
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert precision_on(gpu, "auto") == expected
+    assert precision_on(gpu, "fp16") == "fp16"
+    assert precision_on(torch.device("mps"), "auto") == "fp32"

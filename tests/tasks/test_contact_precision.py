@@ -1,0 +1,314 @@
+"""Precision of ranked contacts against the definition of fair-esm's contact notebook, and where that one fails."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from esmshard.tasks.contact.contact_precision import (
+    BINS,
+    CUTS,
+    RANGES,
+    base_rate,
+    calibration,
+    calibration_error,
+    contact_precision,
+    valid_pairs,
+)
+from esmshard.tasks.contact.contact_settings import ContactSettings
+from esmshard.tasks.contact.contact_task import ContactTask
+
+KEYS = [f"{name} {cut}" for name in RANGES for cut in CUTS]
+NOTEBOOK_RANGES = {"all": (6, None), "short": (6, 12), "medium": (12, 24), "long": (24, None)}
+NOTEBOOK_BINS = {"P@L": 9, "P@L/2": 4, "P@L/5": 1}
+
+
+def protein(length: int, seed: int = 0, density: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
+    """Scores that know something, and labels; both symmetric, all residues resolved."""
+    rng = np.random.default_rng((length, seed))
+    labels_LL = np.triu(rng.random((length, length)) < density).astype(np.int8)
+    labels_LL |= labels_LL.T
+    np.fill_diagonal(labels_LL, 1)
+    scores_LL = (rng.random((length, length)) + 0.15 * labels_LL).astype(np.float32)
+    return (scores_LL + scores_LL.T) / 2, labels_LL
+
+
+def unresolve(labels_LL: np.ndarray, residues: np.ndarray | list[int]) -> np.ndarray:
+    labels_LL = labels_LL.copy()
+    labels_LL[residues], labels_LL[:, residues] = -1, -1
+    return labels_LL
+
+
+def as_the_notebook(scores_LL: np.ndarray, labels_LL: np.ndarray) -> dict[str, float]:
+    """What the notebook computes for one complete protein, including its float32 arithmetic of 0.1, 0.2 ... of L."""
+    scores, labels = torch.from_numpy(scores_LL.copy()), torch.from_numpy(labels_LL.astype(np.int64))
+    length = len(labels)
+    place = torch.arange(length)
+    separation = place[None, :] - place[:, None]
+    row = {}
+    for name, (low, high) in NOTEBOOK_RANGES.items():
+        wrong = (separation < low) | (labels < 0)
+        if high is not None:
+            wrong = wrong | (separation >= high)
+        i, j = torch.triu_indices(length, length, offset=low)
+        order = scores.masked_fill(wrong, -math.inf)[i, j].argsort(descending=True)[:length]
+        hits = labels[i, j][order].float().cumsum(0)
+        last = (torch.arange(0.1, 1.1, 0.1) * length).long() - 1
+        precision = hits[last] / (last + 1)
+        row |= {f"{name} {cut}": float(precision[k]) for cut, k in NOTEBOOK_BINS.items()}
+    return row
+
+
+def by_hand(scores_LL: np.ndarray, labels_LL: np.ndarray) -> dict[str, float]:
+    """The definition in loops: only labelled pairs, L counts resolved residues, too few pairs have no value."""
+    places = range(len(labels_LL))
+    n_resolved = sum(labels_LL[k, k] >= 0 for k in places)
+    row = {}
+    for name, (low, high) in NOTEBOOK_RANGES.items():
+        pairs = [
+            (float(scores_LL[i, j]), int(labels_LL[i, j]))
+            for i in places
+            for j in places
+            if low <= j - i < (high or math.inf) and labels_LL[i, j] >= 0
+        ]
+        pairs.sort(reverse=True)
+        for cut, k in {"P@L": 1, "P@L/2": 2, "P@L/5": 5}.items():
+            top = [label for _, label in pairs[: n_resolved // k]]
+            enough = 0 < n_resolved // k <= len(pairs)
+            row[f"{name} {cut}"] = sum(top) / len(top) if enough else math.nan
+    return row
+
+
+def same(row: dict[str, float], expected: dict[str, float], keys: list[str] = KEYS) -> bool:
+    return [row[k] for k in keys] == pytest.approx([expected[k] for k in keys], abs=1e-6, nan_ok=True)
+
+
+def test_there_is_a_value_for_every_range_and_cut() -> None:
+    assert len(KEYS) == 12
+    assert list(contact_precision(*protein(60))) == [*KEYS, "AUPRC"] == list(base_rate(protein(60)[1]))
+
+
+@pytest.mark.parametrize("length", [60, 61, 67, 79, 88, 99, 100, 101, 119, 128, 143, 160, 177, 199, 200])
+def test_complete_proteins_score_as_in_the_notebook(length: int) -> None:
+    values = set()
+    for seed, density in enumerate((0.02, 0.1, 0.4)):
+        scores_LL, labels_LL = protein(length, seed, density)
+        row = contact_precision(scores_LL, labels_LL)
+        assert same(row, as_the_notebook(scores_LL, labels_LL))
+        assert length > 100 or same(row, by_hand(scores_LL, labels_LL))
+        values |= {row[key] for key in KEYS}
+    assert len(values) > 15
+
+
+def test_the_oracle_is_always_right_where_contacts_are_dense() -> None:
+    _, labels_LL = protein(100, density=0.6)
+    row = contact_precision(labels_LL.astype(np.float32), labels_LL)
+    assert row == dict.fromkeys([*KEYS, "AUPRC"], 1.0)
+
+
+def test_the_oracle_reaches_the_bound_where_contacts_are_few() -> None:
+    _, labels_LL = protein(100, density=0.02)
+    row = contact_precision(labels_LL.astype(np.float32), labels_LL)
+    bound = {}
+    for name, (low, high) in NOTEBOOK_RANGES.items():
+        n_contacts = sum(int(labels_LL.diagonal(s).sum()) for s in range(low, high or 100))
+        bound |= {
+            f"{name} {cut}": min(1, n_contacts / top) for cut, top in (("P@L", 100), ("P@L/2", 50), ("P@L/5", 20))
+        }
+    assert same(row, bound)
+    assert 0 < min(bound.values()) < 1 == max(bound.values())
+    assert row["AUPRC"] == 1
+
+
+@pytest.mark.parametrize(("residue", "rest"), [(0, slice(1, None)), (99, slice(0, 99))])
+def test_an_end_without_coordinates_is_as_good_as_absent(residue: int, rest: slice) -> None:
+    scores_LL, labels_LL = protein(100)
+    shorter = contact_precision(scores_LL[rest, rest], labels_LL[rest, rest])
+    assert contact_precision(scores_LL, unresolve(labels_LL, [residue])) == shorter
+    assert not any(math.isnan(v) for v in shorter.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_only_labelled_pairs_are_ranked_where_most_residues_are_unresolved(seed: int) -> None:
+    scores_LL, labels_LL = protein(100, seed)
+    labels_LL = unresolve(labels_LL, np.random.default_rng(seed).permutation(100)[:70])
+    scores_LL[labels_LL < 0] += 10  # the notebook would take these first
+    row = contact_precision(scores_LL, labels_LL)
+    assert same(row, by_hand(scores_LL, labels_LL))
+    assert row["long P@L"] >= 0
+    assert row["long P@L"] == pytest.approx(round(row["long P@L"] * 30) / 30)  # a share of 30 pairs
+    assert all(math.isnan(v) or 0 <= v <= 1 for v in row.values())
+
+
+def test_a_range_with_fewer_pairs_than_asked_for_has_no_value() -> None:
+    scores_LL, labels_LL = protein(28)  # ten long pairs
+    row = contact_precision(scores_LL, labels_LL)
+    assert math.isnan(row["long P@L"])
+    assert math.isnan(row["long P@L/2"])
+    assert row["long P@L/5"] in {0, 0.2, 0.4, 0.6, 0.8, 1}
+    assert sum(math.isnan(v) for v in row.values()) == 2
+    assert same(row, by_hand(scores_LL, labels_LL))
+
+
+def test_as_many_pairs_as_asked_for_are_enough() -> None:
+    scores_LL, labels_LL = protein(40)
+    labels_LL[np.triu_indices(40, 24)] = -1
+    for n_pairs, defined in ((39, False), (40, True)):
+        i, j = (index[:n_pairs] for index in np.triu_indices(40, 24))
+        labels_LL[i, j] = 1
+        assert math.isnan(contact_precision(scores_LL, labels_LL)["long P@L"]) != defined
+        assert contact_precision(scores_LL, labels_LL)["long P@L/2"] == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("length", "defined"),
+    [
+        (9, {"all P@L/2", "all P@L/5", "short P@L/2", "short P@L/5"}),  # six pairs
+        (7, {"all P@L/5", "short P@L/5"}),  # one pair
+        (6, set()),
+        (1, set()),
+    ],
+)
+def test_a_short_protein_has_the_values_that_its_pairs_allow(length: int, defined: set[str]) -> None:
+    scores_LL, labels_LL = protein(length, density=2)  # every pair touches
+    for row in (contact_precision(scores_LL, labels_LL), base_rate(labels_LL)):
+        assert {key for key in KEYS if not math.isnan(row[key])} == defined
+        assert math.isnan(row["AUPRC"]) == (not defined)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_protein_without_coordinates_or_contacts_is_no_error() -> None:
+    scores_LL, labels_LL = protein(60)
+    nothing = np.full_like(labels_LL, -1)
+    for row in (contact_precision(scores_LL, nothing), base_rate(nothing)):
+        assert all(math.isnan(v) for v in row.values())
+    none_touch = np.zeros_like(labels_LL)
+    for row in (contact_precision(scores_LL, none_touch), base_rate(none_touch)):
+        assert [row[key] for key in KEYS] == [0] * 12
+        assert math.isnan(row["AUPRC"])
+
+
+def test_a_row_does_not_depend_on_the_other_proteins() -> None:
+    def outputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for length, hidden in ((80, [0, 1, 2]), (80, [70, 71, 79]), (120, []), (30, [5])):
+            scores_LL, labels_LL = protein(length, density=0.3)
+            yield scores_LL, unresolve(labels_LL, hidden)
+
+    task = ContactTask(ContactSettings(name="contact"), {})
+    scores, labels = zip(*outputs(), strict=True)
+    rows = task.score(scores, labels)
+    assert len(rows) == 4
+    for k, row in enumerate(rows):
+        assert set(row) == {*KEYS, "AUPRC", "calibration"}
+        np.testing.assert_equal({k: row[k] for k in (*KEYS, "AUPRC")}, contact_precision(scores[k], labels[k]))
+        np.testing.assert_equal([row], task.score([scores[k]], [labels[k]]))
+    np.testing.assert_equal(rows[::-1], task.score(scores[::-1], labels[::-1]))
+    assert rows[0]["long P@L"] != rows[1]["long P@L"]
+
+
+def test_only_the_upper_triangle_from_six_on_is_read() -> None:
+    scores_LL, labels_LL = protein(100)
+    other = scores_LL.copy()
+    lower = np.tril_indices(100, 5)
+    other[lower] = np.random.default_rng(1).random(len(lower[0])) * 100
+    assert contact_precision(other, labels_LL) == contact_precision(scores_LL, labels_LL)
+    assert contact_precision(other.T.copy(), labels_LL) != contact_precision(scores_LL, labels_LL)
+
+
+@pytest.mark.parametrize(
+    ("separation", "names"),
+    [
+        (5, set()),
+        (6, {"all", "short"}),
+        (11, {"all", "short"}),
+        (12, {"all", "medium"}),
+        (23, {"all", "medium"}),
+        (24, {"all", "long"}),
+        (99, {"all", "long"}),
+    ],
+)
+def test_a_separation_belongs_to_its_ranges(separation: int, names: set[str]) -> None:
+    labels_LL = np.zeros((100, 100), dtype=np.int8)
+    labels_LL[0, separation] = labels_LL[separation, 0] = 1
+    row = contact_precision(labels_LL.astype(np.float32), labels_LL)
+    assert {name for name in RANGES if row[f"{name} P@L/5"] == pytest.approx(1 / 20)} == names
+    assert {name for name in RANGES if (0, separation) in zip(*valid_pairs(labels_LL, name), strict=True)} == names
+
+
+def test_random_scores_reach_the_base_rate() -> None:
+    _, labels_LL = protein(90, density=0.08)
+    labels_LL = unresolve(labels_LL, [3, 4, 50])
+    rng = np.random.default_rng(1)
+    rows = [contact_precision(rng.random((90, 90)), labels_LL) for _ in range(150)]
+    rate = base_rate(labels_LL)
+    for name, (low, high) in NOTEBOOK_RANGES.items():
+        hits = np.concatenate([labels_LL.diagonal(s) for s in range(low, high or 90)])
+        share = (hits == 1).sum() / (hits >= 0).sum()
+        for cut in CUTS:
+            draws = np.array([row[f"{name} {cut}"] for row in rows])
+            assert rate[f"{name} {cut}"] == pytest.approx(share)
+            assert abs(draws.mean() - share) < 3 * draws.std() / math.sqrt(len(draws))
+    auprc = np.array([row["AUPRC"] for row in rows])
+    assert rate["AUPRC"] == rate["all P@L"]
+    assert auprc.mean() == pytest.approx(rate["AUPRC"], rel=0.05)
+
+
+def test_auprc_is_the_mean_precision_at_each_contact() -> None:
+    scores_LL, labels_LL = protein(70)
+    labels_LL = unresolve(labels_LL, [10, 11])
+    pairs = [(i, j) for i in range(70) for j in range(i + 6, 70) if labels_LL[i, j] >= 0]
+    hits = np.array([labels_LL[p] for p in sorted(pairs, key=lambda p: -scores_LL[p])])
+    precision = hits.cumsum() / np.arange(1, len(hits) + 1)
+    assert contact_precision(scores_LL, labels_LL)["AUPRC"] == pytest.approx(precision[hits == 1].mean())
+
+
+# Calibration
+
+
+def test_calibration_counts_pairs_by_their_probability() -> None:
+    """Against a loop over pairs; probabilities of exactly 0 and 1 lie in the outer bins."""
+    scores_LL, labels_LL = protein(60, density=0.3)
+    logits_LL = (8 * scores_LL - 4).astype(np.float32)
+    labels_LL = unresolve(labels_LL, [3, 50])
+    logits_LL[0, 20], logits_LL[0, 21] = 800, -700
+    expected = np.zeros((3, BINS))
+    for i in range(60):
+        for j in range(i + 6, 60):
+            if labels_LL[i, j] >= 0:
+                p = 1 / (1 + math.exp(-float(logits_LL[i, j])))
+                expected[:, min(int(15 * p), 14)] += 1, p, labels_LL[i, j]
+    found = calibration(logits_LL, labels_LL)
+    assert found == pytest.approx(expected)
+    assert expected[0].min() > 0
+    share = np.abs(expected[1] / expected[0] - expected[2] / expected[0])
+    assert calibration_error(found) == pytest.approx((share * expected[0] / expected[0].sum()).sum())
+
+
+def test_a_calibrated_answer_has_no_error_and_nothing_has_none() -> None:
+    labels_LL = np.zeros((40, 40), np.int8)
+    i, j = valid_pairs(labels_LL, "all")
+    labels_LL[i[::4], j[::4]] = 1
+    rate = labels_LL[i, j].mean()
+    logits_LL = np.full((40, 40), math.log(rate / (1 - rate)), np.float32)
+    assert calibration_error(calibration(logits_LL, labels_LL)) == pytest.approx(0, abs=1e-6)
+    assert calibration_error(calibration(logits_LL + 1, labels_LL)) > 0.1
+    assert math.isnan(calibration_error(calibration(logits_LL, np.full_like(labels_LL, -1))))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_model_that_has_diverged_has_no_value(value: float) -> None:
+    """One pair is enough, for it would stand anywhere in the order. A pair that is not scored does not matter."""
+    scores_LL, labels_LL = protein(60)
+    expected = contact_precision(scores_LL, labels_LL)
+    scores_LL[0, 3] = value
+    assert contact_precision(scores_LL, labels_LL) == expected
+    scores_LL[0, 30] = value
+    found = contact_precision(scores_LL, labels_LL)
+    assert found.keys() == expected.keys()
+    assert all(math.isnan(one) for one in found.values())
+    assert calibration(scores_LL, labels_LL)[0].sum() == (
+        0 if math.isnan(value) else len(valid_pairs(labels_LL, "all")[0])
+    )

@@ -1,0 +1,188 @@
+"""The contact task: labels, loss, metrics and baselines."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from model_files import TINY, fair_esm, ours
+
+from esmshard.data.batching.loader import Example
+from esmshard.errors import InputError
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.tasks.base import collate
+from esmshard.tasks.contact import contact_task
+from esmshard.tasks.contact.contact_settings import ContactSettings
+from esmshard.tasks.contact.contact_task import ContactTask
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.vocab import encode
+
+TASK = ContactTask(ContactSettings(name="contact", channels=8, blocks=3), {})
+
+
+@pytest.fixture(scope="module")
+def model() -> FineTuner:
+    torch.manual_seed(0)
+    return FineTuner(ours(fair_esm(TINY), TINY), TASK.head(TINY)).eval()
+
+
+def labels(length: int, *contacts: tuple[int, int], unresolved: tuple[int, ...] = ()) -> torch.Tensor:
+    """int8 [L, L] of the contacts named, all other pairs 0, those of unresolved residues -1."""
+    labels_LL = torch.eye(length, dtype=torch.int8)
+    for i, j in contacts:
+        labels_LL[i, j] = labels_LL[j, i] = 1
+    for i in unresolved:
+        labels_LL[i], labels_LL[:, i] = -1, -1
+    return labels_LL
+
+
+# Loss
+
+
+def entropy(logit: float, label: int) -> float:
+    return math.log1p(math.exp(-logit if label else logit))
+
+
+def test_the_loss_is_what_one_computes_by_hand() -> None:
+    """Nine residues have six pairs at least six apart; residue 8 is unresolved, which leaves three."""
+    logits_LL = torch.arange(81.0).reshape(9, 9) / 40 - 1
+    target_LL = labels(9, (0, 6), (1, 2), (0, 8), (3, 8), unresolved=(8,))
+    first = (entropy(logits_LL[0, 6], 1) + entropy(logits_LL[0, 7], 0) + entropy(logits_LL[1, 7], 0)) / 3
+    found = TASK.loss([logits_LL], [target_LL])
+    assert float(found.sum) == pytest.approx(first, rel=1e-6)
+    assert float(found.count) == 1
+
+    # A second protein of one pair weighs as much as the first; a third without a pair weighs nothing.
+    second_LL, third_LL = torch.full((7, 7), 2.0), torch.full((6, 6), 5.0)
+    found = TASK.loss([logits_LL, second_LL, third_LL], [target_LL, labels(7, (0, 6)), labels(6)])
+    assert float(found.sum) == pytest.approx(first + entropy(2.0, 1), rel=1e-6)
+    assert float(found.count) == 2
+
+
+def test_only_valid_pairs_have_a_gradient() -> None:
+    logits_LL = torch.randn(12, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    target_LL = labels(12, (0, 6), (2, 11), (3, 5), unresolved=(1, 7))
+    TASK.loss([logits_LL], [target_LL]).sum.backward()
+    pairs = {tuple(p) for p in logits_LL.grad.nonzero().tolist()}
+    assert pairs == {(i, j) for i in range(12) for j in range(i + 6, 12) if not {i, j} & {1, 7}}
+    assert len(pairs) > 10
+
+
+@pytest.mark.parametrize(
+    "target_LL", [labels(6), labels(12, unresolved=tuple(range(12))), labels(7, (0, 6), unresolved=(6,))]
+)
+def test_a_batch_without_valid_pairs_counts_nothing_and_has_zero_gradients(target_LL: torch.Tensor) -> None:
+    logits_LL = torch.randn(target_LL.shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found = TASK.loss([logits_LL], [target_LL])
+    found.sum.backward()
+    assert (found.sum.item(), found.count.item()) == (0, 0)
+    assert torch.equal(logits_LL.grad, torch.zeros_like(logits_LL))
+
+
+def walk(length: int) -> np.ndarray:
+    """Cb coordinates of a random coil of 3.8 A steps, residue 5 unresolved."""
+    steps = np.random.default_rng(0).normal(size=(length, 3))
+    cb_L3 = np.cumsum(3.8 * steps / np.linalg.norm(steps, axis=1, keepdims=True), axis=0).astype(np.float32)
+    cb_L3[5] = np.nan
+    return cb_L3
+
+
+def test_the_loss_takes_what_collate_makes(model: FineTuner) -> None:
+    example = Example("a", encode("ACDEFGHIKLMNPQRSTVWY" * 4), {"cb": walk(80)})
+    batch, targets = collate(TASK, [example])
+    assert batch.record_ids == ("a",)
+    assert targets[0].dtype == torch.int8
+    cb_L3 = example.labels["cb"]
+    distance = np.linalg.norm(cb_L3[3] - cb_L3[17])
+    assert targets[0][3, 17] == (distance < 8)
+    assert (targets[0][5] == -1).all(), "residue 5 is unresolved"
+    assert float(TASK.loss(model(batch), targets).count) == 1
+
+
+def test_the_language_models_own_heads_are_frozen() -> None:
+    model = FineTuner(ours(fair_esm(TINY), TINY), TASK.head(TINY))
+    model.adapt(AdaptSettings(), 0)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {n for n, _ in model.named_parameters() if n.startswith(("trunk.lm_head.", "trunk.contact_head."))}
+    assert len(frozen) == 7
+    assert model.trunk.lm_head.weight.requires_grad, "it is the embedding"
+
+
+class Split:
+    """Labels as training examples."""
+
+    path = Path("train.fasta")
+
+    def __init__(self, *targets: torch.Tensor) -> None:
+        self.asked: list[int] = []
+        self._targets = targets
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def get(self, n: int) -> Example:
+        self.asked.append(n)
+        return Example(str(n), encode("M" * len(self._targets[n])), {"cb": self._targets[n].numpy()})
+
+
+def test_training_needs_a_contact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contact_task, "contact_labels", lambda labels_LL: labels_LL)
+    split = Split(labels(9), labels(9, (0, 5)), labels(9, (1, 7)), labels(9, (0, 6)))
+    assert TASK.learn(split) is TASK  # type: ignore[arg-type]
+    assert split.asked == [0, 1, 2], "it looks no further than the first contact"
+    with pytest.raises(InputError, match=r"^train.fasta: no record has a contact, .* 8 A; give structures"):
+        TASK.learn(Split(labels(9), labels(9, (0, 5)), labels(9, (0, 6), unresolved=(6,))))  # type: ignore[arg-type]
+
+
+# Metrics
+
+
+def test_a_row_and_the_summary_of_two() -> None:
+    """Ten pairs of seven apart or more in ten residues; logits of 0 and of log 3 are probabilities 1/2 and 3/4."""
+    first, second = torch.zeros(10, 10), torch.full((10, 10), math.log(3))
+    targets = [labels(10, (0, 6), (1, 8), (2, 9)).numpy(), labels(10, (0, 7), unresolved=(9,)).numpy()]
+    rows = TASK.score([first.numpy(), second.numpy()], targets)
+    # Bins are 1/15 wide: 1/2 lies in [7/15, 8/15), 3/4 in [11/15, 12/15).
+    expected = np.zeros((2, 3, 15))
+    expected[0, :, 7] = 10, 5, 3
+    expected[1, :, 11] = 6, 4.5, 1
+    for row, counts in zip(rows, expected, strict=True):
+        assert row["calibration"] == pytest.approx(counts)
+    found = TASK.summary(rows)
+    assert found["ECE"] == pytest.approx((abs(5 - 3) + abs(4.5 - 1)) / 16)
+    assert set(TASK.columns) <= found.keys()
+    assert "calibration" not in found
+    assert found["AUPRC"] == pytest.approx((3 / 10 + 1 / 6) / 2)
+    assert found["all P@L/5"] == pytest.approx((1 / 2 + 0) / 2)
+    assert "ECE" not in TASK.summary([{"long P@L": 0.25}])
+    assert math.isnan(TASK.summary([{"long P@L": math.nan}])["long P@L"])
+
+
+# Baselines and predictions
+
+
+def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contact_task, "contact_labels", lambda labels_LL: labels_LL)
+    split = Split(labels(8, (0, 6), (0, 7)), labels(7, (0, 6)), labels(8, (1, 7), unresolved=(0,)), labels(10))
+    known = TASK.baselines([split.get(n) for n in range(3)], model)
+    # Six apart: (0,6) (1,7) of the first, (0,6) of the second, (1,7) of the third; seven apart: (0,7) of the first.
+    prior = [math.log(1 / 99)] * 6 + [math.log(4 / 100), math.log(2 / 99)]
+    assert known["separation prior"] == pytest.approx(prior)
+    assert known["separation prior"].dtype == np.float32
+
+    outputs = TASK.baseline_outputs(split.get(3), known, None)
+    assert list(outputs) == ["base rate", "separation prior"]
+    assert math.isnan(outputs["base rate"]["AUPRC"])
+    scores_LL = outputs["separation prior"]
+    assert scores_LL.shape == (10, 10)
+    for i in range(10):
+        for j in range(10):
+            assert scores_LL[i, j] == pytest.approx(prior[min(abs(i - j), 7)])
+    assert list(TASK.baseline_outputs(split.get(3), {}, None)) == ["base rate"]
+
+
+def test_predictions_are_probabilities() -> None:
+    found = TASK.predict(np.array([[0, math.log(3)], [-30, 60]], dtype=np.float32))
+    assert found.dtype == np.float32
+    assert found == pytest.approx(np.array([[0.5, 0.75], [math.exp(-30), 1]]), rel=1e-6)

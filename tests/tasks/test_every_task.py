@@ -1,0 +1,86 @@
+"""What every task of the registry must fulfil, on the sample of its own shipped recipe."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from model_files import TINY, fair_esm, ours, perturb
+
+from esmshard.data.splits.recipe_splits import open_split
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import AdaptSettings, Recipe
+from esmshard.tasks.base import Task, collate
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.registry import TASKS, new_task, registered
+
+
+def shipped_recipe(name: str) -> Recipe:
+    """The first shipped recipe of a task whose data are a sample."""
+    recipes = (recipe_file.load(recipe_file.resolve(one)) for one in recipe_file.names())
+    found = (one for one in recipes if one.task.name == name)
+    return next(one for one in found if str(one.data.train or one.data.table).startswith("sample:"))
+
+
+def test_every_task_is_registered_under_the_name_that_recipes_write() -> None:
+    assert len(TASKS) >= 5
+    assert registered().unusable == {}
+    for name, settings in registered().settings.items():
+        assert settings.model_fields["name"].annotation.__args__ == (name,)
+
+
+def test_the_settings_of_all_tasks_import_no_torch() -> None:
+    """The registry imports them by name, which import contracts do not see."""
+    code = (
+        "import sys; from esmshard.recipe import recipe_file; recipe_file.schema(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_fulfils_the_base(name: str) -> None:
+    recipe = shipped_recipe(name)
+    train = open_split(recipe, "train", new_task(recipe.task, {}).labels)
+    task: Any = new_task(recipe.task, {}).learn(train)
+    assert isinstance(task, Task)
+    shortest = np.argsort(train.tokens, kind="stable")[:12]
+    examples = [train.get(int(n)) for n in shortest]
+    assert len(examples) >= 3
+    assert len(task.columns) >= 1
+    assert len(set(task.columns)) == len(task.columns)
+    assert recipe.task.head_parameters(TINY) >= 0
+
+    model = FineTuner(ours(fair_esm(TINY), TINY), task.head(TINY))
+    model.adapt(AdaptSettings(), 0)
+    perturb(model.head, deviation=0.3)
+    batch, targets = collate(task, [replace(example, draw="0:1") for example in examples])  # of an epoch, for dropout
+    outputs = model(batch)
+    found = task.loss(outputs, targets)
+    found.sum.backward()
+    assert float(found.count) > 0
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+    inputs = [task.inputs(example) for example in examples]
+    arrays = model.eval().outputs(inputs)
+    rows = task.score(arrays, [i.target for i in inputs])
+    assert len(rows) == len(examples)
+    summary = task.summary(rows)
+    assert set(task.columns) <= summary.keys()
+    assert math.isfinite(summary[task.columns[0]])
+    assert all(isinstance(value, float) for value in summary.values())
+    for example, output in zip(examples, arrays, strict=True):
+        (alone,) = model.outputs([task.question(example)])
+        assert task.predict(output).dtype == task.predict(alone).dtype == np.float32
+    known = task.baselines(examples, model)
+    for base in (model, None):
+        by_name: dict[str, list[Any]] = {}
+        for example, i in zip(examples, inputs, strict=True):
+            for baseline, output in task.baseline_outputs(example, known, base).items():
+                row = task.score([output], [i.target])[0] if isinstance(output, np.ndarray) else output
+                by_name.setdefault(baseline, []).append(row)
+        assert by_name or base is None
+        for baseline_rows in by_name.values():
+            assert task.columns[0] in task.summary(baseline_rows)

@@ -1,0 +1,578 @@
+"""The variant task: packs, pools, the zero-shot term, losses, scales, baselines, their cache, and the probe."""
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import nn
+
+from esmshard.batch import pack
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.splits.variant_records import VariantLabels, VariantRecords
+from esmshard.data.variants.mutations import read_variants
+from esmshard.data.variants.substitutions import parse_variant
+from esmshard.errors import InputError
+from esmshard.model.config import SIZES
+from esmshard.model.trunk import ESM2
+from esmshard.model.weights import open_weights
+from esmshard.predict.zero_shot import score
+from esmshard.recipe.data_section import DataSettings
+from esmshard.tasks.base import batch_of, collate
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.linear import fit_numbers
+from esmshard.tasks.variants.frozen_variants import FEWEST, frozen
+from esmshard.tasks.variants.value_scale import fit_scale
+from esmshard.tasks.variants.variant_head import VariantHead
+from esmshard.tasks.variants.variant_settings import VariantSettings
+from esmshard.tasks.variants.variant_task import AUGMENTED, FROZEN, ONE_HOT, SCORE, VariantTask
+from esmshard.vocab import STANDARD, encode
+
+WT = "MKTAYIAKQRQISFVKSHFSRQLE"
+NANO = SIZES["nano"]
+POOLS = ("wild_type", "sites", "difference", "mean")
+LOSSES = ("mse", "huber", "ranking")
+NAMES = ("K2A", "WT", "Q9C:S13W", "E24P", "M1A:T3V:L23D")
+UNIT = {"kind": "none", "mean": 0.0, "deviation": 1.0}
+
+
+def task(targets: Sequence[str] = ("y",), lower: Sequence[str] = (), **given: Any) -> VariantTask:
+    """One that has read labels of mean 0 and deviation 1."""
+    facts = {"targets": list(targets), "lower_is_better": list(lower), "scales": [UNIT] * len(targets)}
+    return VariantTask(
+        VariantSettings(name="variant", **given), {**facts, "protein": WT, "first": 0, "length": len(WT)}
+    )
+
+
+def mutant(name: str) -> str:
+    residues = list(WT)
+    for mutation in parse_variant(name):
+        assert WT[mutation.position] == mutation.wild
+        residues[mutation.position] = mutation.mutant
+    return "".join(residues)
+
+
+def example(name: str, *values: float) -> Example:
+    return Example(name, encode(mutant(name)), {"target": np.array(values or (0.0,), np.float32)})
+
+
+@pytest.fixture(scope="module")
+def trunk() -> ESM2:
+    """One whose LM head says different things everywhere."""
+    found = open_weights.build(open_weights.fresh(NANO, 0), torch.device("cpu"))
+    torch.manual_seed(0)
+    for parameter in found.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return found.eval()
+
+
+def model(trunk: ESM2, made: VariantTask, seed: int = 0) -> FineTuner:
+    """A head whose every parameter matters."""
+    torch.manual_seed(seed)
+    head = made.head(NANO)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return FineTuner(trunk, head).eval()
+
+
+def say(found: FineTuner, made: VariantTask, *names: str) -> np.ndarray:
+    return np.stack(found.outputs([made.question(example(name)) for name in names]))
+
+
+def logits(trunk: ESM2) -> torch.Tensor:
+    """Of the whole wild type, [L, V], by a plain pass."""
+    with torch.no_grad():
+        found = trunk(pack([encode(WT)]), logits_at=torch.arange(1, len(WT) + 1)).logits_PV
+    assert found is not None
+    return found
+
+
+def log_odds(trunk: ESM2, name: str) -> float:
+    """Sum over the changes of log p(mutant) - log p(wild type), in the wild type."""
+    log_p = logits(trunk).double().log_softmax(-1)
+    pairs = [(m.position, encode(m.mutant)[1], encode(m.wild)[1]) for m in parse_variant(name)]
+    return float(sum(log_p[at, int(new)] - log_p[at, int(old)] for at, new, old in pairs))
+
+
+# Packs and pools
+
+
+@pytest.mark.parametrize("zero_shot", [True, False])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_pack_says_what_each_variant_says_alone(trunk: ESM2, pool: str, zero_shot: bool) -> None:
+    made = task(("y", "z"), pool=pool, zero_shot=zero_shot, hidden=8)
+    found = model(trunk, made)
+    together = say(found, made, *NAMES)
+    alone = np.concatenate([say(found, made, name) for name in NAMES])
+    assert together.shape == (5, 2)
+    assert np.abs(together - alone).max() <= 1e-5
+    assert len(np.unique(together[:, 0].round(4))) == 5, "all say different things"
+
+
+@pytest.mark.parametrize("hidden", [0, 8])
+@pytest.mark.parametrize("pool", POOLS[:3])
+def test_the_wild_type_is_the_bias(trunk: ESM2, pool: str, hidden: int) -> None:
+    made = task(("y", "z"), pool=pool, hidden=hidden)
+    found = model(trunk, made)
+    bias = found.head.out.bias.detach().numpy()  # type: ignore[union-attr]
+    assert np.array_equal(say(found, made, "WT")[0], bias), "no change at all in the batch"
+    assert np.array_equal(say(found, made, *NAMES)[1], bias)
+    assert np.abs(say(found, made, "K2A")[0] - bias).min() > 1e-3
+
+
+def test_pool_wild_type_packs_the_wild_type_only(trunk: ESM2) -> None:
+    made = task(pool="wild_type", hidden=8)
+    batch = batch_of([made.question(example(name)) for name in NAMES], NAMES)
+    assert batch.tokens_T.tolist() == encode(WT).tolist()
+    assert (batch.n_records, batch.n_residues, len(batch)) == (5, 24, 1)
+    of_variants = batch_of([task(pool="sites").question(example(name)) for name in NAMES])
+    assert (of_variants.n_records, of_variants.n_residues, len(of_variants)) == (5, 5 * 24, 6)
+    assert of_variants.tokens_T.tolist()[-26:] == encode(WT).tolist(), "behind its variants"
+
+
+@pytest.mark.parametrize(("pool", "adds"), [("wild_type", True), ("sites", False), ("difference", False)])
+def test_changes_add_up_where_the_trunk_does_not_see_them_together(trunk: ESM2, pool: str, adds: bool) -> None:
+    made = task(pool=pool, hidden=8)
+    found = model(trunk, made)
+    wild, one, other, both = say(found, made, "WT", "Q9C", "S13W", "Q9C:S13W").ravel()
+    assert (abs(float((both - wild) - (one - wild) - (other - wild))) <= 1e-5) is adds
+
+
+def test_pool_wild_type_by_hand(trunk: ESM2) -> None:
+    made = task(pool="wild_type", hidden=8)
+    found = model(trunk, made)
+    p = {name: tensor.detach() for name, tensor in found.head.named_parameters()}
+    with torch.no_grad():
+        x_LD = trunk(pack([encode(WT)])).representations[2][1:-1]
+    amino_acids = logits(trunk)[:, encode(STANDARD)[1:-1].tolist()].log_softmax(-1)
+    total = torch.zeros(8)
+    for mutation in parse_variant("Q9C:S13W"):
+        x = x_LD[mutation.position]
+        x = (x - x.mean()) / (x.var(unbiased=False) + 1e-5).sqrt() * p["norm.weight"] + p["norm.bias"]
+        letters = torch.zeros(66)
+        letters[int(encode(mutation.wild)[1])] = letters[33 + int(encode(mutation.mutant)[1])] = 1
+        seen = torch.cat([x, letters, amino_acids[mutation.position]])
+        total += F.gelu(p["hidden.weight"] @ seen + p["hidden.bias"])
+    expected = p["out.weight"] @ total + p["out.bias"] + p["zero_shot"] * log_odds(trunk, "Q9C:S13W")
+    assert say(found, made, "Q9C:S13W")[0] == pytest.approx(expected.numpy(), abs=1e-4)
+
+
+def test_pool_mean_is_over_all_residues_and_not_the_ends(trunk: ESM2) -> None:
+    made = task(pool="mean", hidden=0, zero_shot=False)
+    found = model(trunk, made)
+    with torch.no_grad():
+        x_LD = found.head.norm(trunk(pack([encode(mutant("K2A"))])).representations[2][1:-1])  # type: ignore[operator]
+        expected = found.head.out(x_LD.mean(0))  # type: ignore[operator]
+    assert say(found, made, "K2A")[0] == pytest.approx(expected.numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_zero_shot_term_of_a_new_head(trunk: ESM2, pool: str) -> None:
+    """It is a tenth of the log odds in the wild type; of a target of which less is better, turned round."""
+    made = task(("y", "kd"), ("kd",), pool=pool)
+    head = made.head(NANO)
+    nn.init.zeros_(head.out.weight)  # type: ignore[arg-type, union-attr]
+    outputs = say(FineTuner(trunk, head).eval(), made, *NAMES)
+    expected = np.array([0.1 * log_odds(trunk, name) for name in NAMES])
+    assert outputs[:, 0] == pytest.approx(expected, abs=1e-5)
+    assert outputs[:, 1] == pytest.approx(-expected, abs=1e-5)
+    assert np.ptp(expected) > 0.1
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_letters_other_than_the_20_have_no_log_odds(trunk: ESM2, pool: str) -> None:
+    """Of a change from or to such a letter, as in selenoproteins, the rest of the head and of the variant counts."""
+    made = task(pool=pool)
+    head = made.head(NANO)
+    nn.init.zeros_(head.out.weight)  # type: ignore[arg-type, union-attr]
+    outputs = say(FineTuner(trunk, head).eval(), made, "K2U", "K2U:Q9C", "Q9C")[:, 0]
+    assert outputs[0] == 0
+    assert outputs[1] == outputs[2] == pytest.approx(0.1 * log_odds(trunk, "Q9C"), abs=1e-5)
+    log_p_LA = np.random.default_rng(0).normal(size=(len(WT), 25)).astype(np.float32)
+    assert made._zero_shot(example("K2U"), log_p_LA) == 0
+    assert made._zero_shot(example("K2U:Q9C"), log_p_LA) == made._zero_shot(example("Q9C"), log_p_LA) != 0
+
+
+def test_the_zero_shot_term_needs_an_lm_head_that_has_learned() -> None:
+    fresh, made, without = open_weights.fresh(NANO, 0), task(), task(zero_shot=False)
+    with pytest.raises(InputError, match=r"has no trained LM head.*set task\.zero_shot=false"):
+        made.start(made.head(NANO), fresh)
+    assert without.start(without.head(NANO), fresh) is None
+
+
+@pytest.mark.parametrize("zero_shot", [True, False])
+@pytest.mark.parametrize("pool", POOLS)
+def test_gradients_reach_the_trunk(trunk: ESM2, pool: str, zero_shot: bool) -> None:
+    made = task(pool=pool, zero_shot=zero_shot, hidden=8)
+    found = model(trunk, made)
+    found.zero_grad()
+    batch, targets = collate(made, [example(name, n) for n, name in enumerate(NAMES)])
+    made.loss(found(batch), targets).sum.backward()
+    for name in ("embed_tokens.weight", "layers.0.fc1.weight", "layers.1.self_attn.v_proj.weight"):
+        gradient = found.trunk.get_parameter(name).grad
+        assert gradient is not None
+        assert gradient.abs().sum() > 0
+    assert (trunk.lm_head.dense.weight.grad is not None) is zero_shot
+    found.zero_grad()
+
+
+@pytest.mark.parametrize("hidden", [0, 8])
+@pytest.mark.parametrize("zero_shot", [True, False])
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_planner_knows_the_size_of_the_head(pool: str, zero_shot: bool, hidden: int) -> None:
+    made = task(pool=pool, zero_shot=zero_shot, hidden=hidden)
+    size = sum(parameter.numel() for parameter in made.head(NANO).parameters())
+    settings = VariantSettings(name="variant", pool=pool, zero_shot=zero_shot, hidden=hidden)  # type: ignore[arg-type]
+    assert settings.head_parameters(NANO) == size
+
+
+def test_a_sequence_of_another_length_is_refused() -> None:
+    with pytest.raises(InputError, match=r"record 'p' has 3 residues, and the wild type .* 24; give variants of it"):
+        task().question(Example("p", encode("MKT"), {}))
+    with pytest.raises(InputError, match=r"p\.fasta: the model is of variants, whose values stand in a table"):
+        task().labels(Path("p.fasta"), None, None)  # type: ignore[arg-type]
+
+
+# Losses
+
+
+def plain(loss: str, output: float, target: float) -> float:
+    """Of one value."""
+    error = abs(output - target)
+    if loss == "mse":
+        return error**2
+    if loss == "huber":
+        return error**2 / 2 if error <= 1 else error - 0.5
+    at = [float(stats.norm.ppf(k / 16)) for k in range(1, 16)]
+    return float(np.mean([math.log1p(math.exp((-1 if target > q else 1) * 2 * (output - q))) for q in at]))
+
+
+OUTPUTS = np.array([[0.3, -1.0], [2.5, 0.1], [-0.7, -0.2], [1.1, 0.9]], np.float32)
+TARGETS = np.array([[0.1, 1.5], [-1.3, np.nan], [np.nan, np.nan], [0.9, 0.2]], np.float32)
+
+
+def asked(target_NT: np.ndarray) -> list[torch.Tensor]:
+    """Standardised values and measured ones."""
+    return [torch.from_numpy(np.stack([y_T, y_T * 10])) for y_T in target_NT]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_are_the_plain_ones_over_known_targets(loss: str) -> None:
+    made = task(("y", "z"), loss=loss)
+    outputs = torch.tensor(OUTPUTS, requires_grad=True)
+    found = made.loss(list(outputs), asked(TARGETS))
+    known = [(n, t) for n in range(4) for t in range(2) if not math.isnan(TARGETS[n, t])]
+    expected = sum(plain(loss, float(OUTPUTS[n, t]), float(TARGETS[n, t])) for n, t in known)
+    assert (float(found.count), found.sum.item()) == (5, pytest.approx(expected, rel=1e-5))
+    found.sum.backward()
+    assert outputs.grad is not None
+    assert outputs.grad.isfinite().all()
+    assert {tuple(at) for at in outputs.grad.nonzero().tolist()} == set(known), "missing ones pull at nothing"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_batch_without_a_target_has_no_loss(loss: str) -> None:
+    outputs = torch.tensor(OUTPUTS, requires_grad=True)
+    found = task(("y", "z"), loss=loss).loss(list(outputs), asked(np.full((4, 2), np.nan, np.float32)))
+    found.sum.backward()
+    assert (found.sum.item(), float(found.count)) == (0, 0)
+    assert outputs.grad is not None
+    assert not outputs.grad.any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_add_up_over_micro_batches(loss: str) -> None:
+    made = task(("y", "z"), loss=loss)
+
+    def total(*cuts: int) -> float:
+        ends = [0, *cuts, 4]
+        parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        return sum(made.loss(list(torch.tensor(OUTPUTS)[part]), asked(TARGETS[part])).sum.item() for part in parts)
+
+    assert total(1, 2, 3) == pytest.approx(total(), rel=1e-6)
+    assert total(3) == pytest.approx(total(), rel=1e-6)
+
+
+# What is learned of training labels
+
+
+def train(directory: Path, values: dict[str, Sequence[float]], names: Sequence[str], **data: Any) -> Examples:
+    """A training split of variants with values of one or more targets."""
+    rows = ["mutant," + ",".join(values)]
+    for n, name in enumerate(names):
+        rows.append(",".join([name, *("" if math.isnan(v[n]) else repr(float(v[n])) for v in values.values())]))
+    path = directory / "v.csv"
+    path.write_text("\n".join(rows) + "\n")
+    variants = read_variants(path, wild_type=WT, targets=tuple(values))
+    labels = VariantLabels(variants, 0, len(WT), DataSettings(**data))
+    return Examples("train", path, VariantRecords(path, WT, variants.mutations), labels)
+
+
+def learn(split: Examples, **given: Any) -> VariantTask:
+    return VariantTask(VariantSettings(name="variant", **given), {}).learn(split)
+
+
+FIVE = ("K2A", "K2C", "T3V", "A4G", "Y5F")
+
+
+def test_facts_are_of_the_training_labels(tmp_path: Path) -> None:
+    split = train(tmp_path, {"y": [1, 2, 3, 4, 5], "kd": [7, 9, np.nan, 7, 9]}, FIVE, lower_is_better=("kd",))
+    made = learn(split)
+    assert made.names == ("y", "kd")
+    assert made.columns == ("Spearman", "Pearson", "R2", "Spearman y", "Spearman kd")
+    assert made.facts["lower_is_better"] == ["kd"]
+    assert (made.facts["protein"], made.facts["first"], made.facts["length"]) == (WT, 0, 24)
+    assert made.facts["offset"] == 0
+    (y, kd) = made.facts["scales"]
+    assert (y["mean"], y["deviation"], kd["mean"], kd["deviation"]) == (3, pytest.approx(2**0.5), 8, 1)
+    target = made.inputs(split.get(2)).target
+    assert target[0].tolist() == [0, pytest.approx(np.nan, nan_ok=True)]
+    assert target[1].tolist() == [3, pytest.approx(np.nan, nan_ok=True)]
+    again = VariantTask(VariantSettings(name="variant"), json.loads(json.dumps(made.facts)))
+    assert again.predict(np.array([1, -2], np.float32)) == pytest.approx([3 + 2**0.5, 6])
+    rows = again.score([np.array([z, -z], np.float32) for z in range(5)], [made.inputs(e).target for e in of(split)])
+    assert rows[1]["prediction y"] == pytest.approx(3 + 2**0.5)
+    assert (rows[1]["target kd"], math.isnan(float(rows[2]["target kd"]))) == (9, True)
+    found = again.summary(rows)
+    assert found["Spearman y"] == pytest.approx(1)
+    assert found["Spearman kd"] == pytest.approx(float(stats.spearmanr([8, 7, 5, 4], [7, 9, 7, 9]).statistic))
+    assert found["Spearman"] == pytest.approx((1 + found["Spearman kd"]) / 2)
+
+
+def of(split: Examples) -> list[Example]:
+    return [split.get(n) for n in range(len(split))]
+
+
+def test_targets_that_say_nothing_are_refused(tmp_path: Path) -> None:
+    split = train(tmp_path, {"y": [1, 2, 3, 4, 5], "z": [7, 7, np.nan, 7, 7]}, FIVE)
+    with pytest.raises(InputError, match=r"v\.csv: the target 'z' is 7 for every variant that has one in training"):
+        learn(split)
+    nothing = train(tmp_path, {"y": [1, 2, 3, 4, 5], "z": [np.nan] * 5}, FIVE)
+    with pytest.raises(InputError, match=r"v\.csv: the target 'z' has no value in training, so that nothing can be"):
+        learn(nothing)
+
+
+@pytest.mark.parametrize("loss", ["ranking", "mse"])
+def test_the_ranking_loss_sees_the_order_only(tmp_path: Path, loss: str) -> None:
+    y = [0.3, -2.0, 1.0, 4.0, 0.9]
+    targets = []
+    for values in (y, np.exp(y)):
+        split = train(tmp_path, {"y": values}, FIVE)
+        made = learn(split, loss=loss)
+        targets.append([made.inputs(one).target[0, 0] for one in of(split)])
+    assert (targets[0] == pytest.approx(targets[1], abs=1e-6)) is (loss == "ranking")
+    if loss == "ranking":
+        assert targets[0] == pytest.approx(stats.norm.ppf([0.3, 0.1, 0.7, 0.9, 0.5]), abs=1e-6)
+
+
+# Scales
+
+
+VALUES = np.array([0.5, 1.0, 2.0, 2.0, 9.0, 30.0])
+
+
+@pytest.mark.parametrize("kind", ["none", "log", "rank"])
+def test_scales_go_there_and_back(kind: str) -> None:
+    scale = fit_scale(VALUES, kind)
+    inside = [*VALUES, 0.7, 12.5]
+    beyond = [0.01, 0.1, 31.0, 33.0, 1000.0]
+    for value in (*inside, *beyond):
+        assert scale.back(scale.to(value)) == pytest.approx(value, rel=1e-9, abs=1e-12)
+    order = sorted([*inside, *beyond])
+    scores = [scale.to(value) for value in dict.fromkeys(order)]
+    assert all(a < b for a, b in itertools.pairwise(scores)), "no ties, and none out of order"
+    far = [scale.back(z) for z in (-4.0, -3.0, 3.0, 4.0, 5.0)]
+    assert all(a < b for a, b in itertools.pairwise(far))
+    assert math.isnan(scale.to(math.nan))
+
+
+def test_scales_by_hand() -> None:
+    none, log, rank = (fit_scale(VALUES, kind) for kind in ("none", "log", "rank"))
+    assert none.to(9.0) == pytest.approx((9 - 44.5 / 6) / VALUES.std())
+    assert log.to(9.0) == pytest.approx((math.log(9) - np.log(VALUES).mean()) / np.log(VALUES).std())
+    # Middles of the ranks out of 6; two share the places 3 and 4.
+    expected = stats.norm.ppf([0.5 / 6, 1.5 / 6, 3 / 6, 3 / 6, 4.5 / 6, 5.5 / 6])
+    assert [rank.to(value) for value in VALUES] == pytest.approx(expected, abs=1e-9)
+    assert rank.to(30 + VALUES.std()) == pytest.approx(expected[-1] + 1), "beyond them a straight line"
+
+
+def test_a_rank_scale_of_many_values_keeps_few(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).gamma(1.0, size=5000)
+    scale = fit_scale(values, "rank")
+    assert len(scale.values) == len(scale.scores) == 200
+    z = np.array([scale.to(value) for value in values])
+    assert abs(z.mean()) < 0.01
+    assert z.std() == pytest.approx(1, abs=0.02)
+    assert stats.spearmanr(z, values).statistic == pytest.approx(1)
+
+
+# Baselines
+
+SEEN = [f"{WT[n]}{n + 1}{letter}" for n in range(12) for letter in "ADGW" if letter != WT[n]]
+UNSEEN = [f"{WT[n]}{n + 1}{letter}" for n in range(14, 23) for letter in "CHIP" if letter != WT[n]]
+
+
+def zero_shot(trunk: ESM2, names: Sequence[str]) -> np.ndarray:
+    return score(trunk, WT, [parse_variant(name) for name in names])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("frozen")
+
+
+def test_baselines_on_positions_that_were_never_seen(trunk: ESM2, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESMSHARD_CACHE", str(cache))
+    made = task(("y", "kd"), ("kd",))
+    base = model(trunk, made)
+    known_scores = zero_shot(trunk, SEEN)
+    rng = np.random.default_rng(0)
+    y = known_scores + rng.normal(size=len(SEEN))
+    examples = [example(name, v, -v) for name, v in zip(SEEN, y, strict=True)]
+    known = made.baselines(examples, base)
+    outputs: dict[str, list[np.ndarray]] = {}
+    for name in UNSEEN:
+        for method, output in made.baseline_outputs(example(name), known, base).items():
+            assert isinstance(output, np.ndarray)
+            assert (output.dtype, output.shape) == (np.float32, (2,))
+            outputs.setdefault(method, []).append(output)
+    assert set(outputs) == {ONE_HOT, SCORE, AUGMENTED, FROZEN}
+    found = {method: np.stack(values) for method, values in outputs.items()}
+    # One-hot letters know nothing there: all the same, and no correlation at all, which is not one of 0.
+    assert np.ptp(found[ONE_HOT], axis=0).tolist() == [0, 0]
+    targets = [made.inputs(example(name, n, -n)).target for n, name in enumerate(UNSEEN)]
+    assert math.isnan(made.summary(made.score(list(found[ONE_HOT]), targets))["Spearman"])
+    seen = np.stack([made.baseline_outputs(example(name), known, None)[ONE_HOT] for name in SEEN])
+    assert np.ptp(seen[:, 0]) > 0.1, "where they have seen letters they know something"
+    # The zero-shot score is that of `esmshard score`, in deviations of those of the training variants.
+    expected = (zero_shot(trunk, UNSEEN) - known_scores.mean()) / known_scores.std()
+    assert found[SCORE][:, 0] == pytest.approx(expected, abs=1e-4)
+    assert found[SCORE][:, 1] == pytest.approx(-expected, abs=1e-4), "less is better"
+    assert stats.spearmanr(found[AUGMENTED][:, 0], expected).statistic == pytest.approx(1)
+    assert stats.spearmanr(found[AUGMENTED][:, 1], expected).statistic == pytest.approx(-1)
+    assert np.ptp(found[FROZEN][:, 0]) > 0.01
+    assert set(made.baseline_outputs(example("K2A"), known, None)) == {ONE_HOT, SCORE, AUGMENTED}
+
+
+def test_without_the_zero_shot_score_there_are_two_baselines(trunk: ESM2) -> None:
+    made = task(zero_shot=False)
+    base = model(trunk, made)
+    known = made.baselines([example(name, n % 5) for n, name in enumerate(SEEN)], base)
+    assert set(made.baseline_outputs(example("K2A"), known, base)) == {ONE_HOT, FROZEN}
+
+
+def test_a_light_feature_is_hardly_penalised() -> None:
+    """Of two equal features, one ten times as light, it gets a hundred times the weight."""
+    rng = np.random.default_rng(0)
+    x_N = rng.normal(size=30)
+    y_N1 = (x_N + rng.normal(size=30))[:, None]
+    found = fit_numbers(np.stack([x_N, x_N], 1), y_N1, np.array([1.0, 10.0]))
+    assert found.weight_OF[0, 1] == pytest.approx(100 * found.weight_OF[0, 0], rel=1e-3)
+    alike = fit_numbers(np.stack([x_N, x_N], 1), y_N1)
+    assert alike.weight_OF[0, 1] == pytest.approx(alike.weight_OF[0, 0], rel=1e-3)
+    assert alike(np.array([0.0, 0.0])) == pytest.approx(found(np.array([0.0, 0.0])), abs=0.1)
+
+
+# What the frozen model says, kept
+
+MANY = [f"{WT[n]}{n + 1}{letter}" for n in range(24) for letter in "ACDE" if letter != WT[n]][: FEWEST + 6]
+
+
+def asks(trunk: ESM2, names: Sequence[str], pool: str = "sites") -> tuple[np.ndarray, int]:
+    """Features by a model that remembers nothing itself, and the variants that went through the trunk."""
+    passed: list[int] = []
+    base = FineTuner(trunk, nn.Identity())
+    hook = trunk.register_forward_pre_hook(lambda _, given: passed.append(len(given[0])))
+    try:
+        found = frozen(base, encode(WT), [encode(mutant(name)) for name in names], pool)  # type: ignore[arg-type]
+    finally:
+        hook.remove()
+    return found, sum(passed)
+
+
+def test_frozen_features_by_hand(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
+    with torch.no_grad():
+        wild, own = (trunk(pack([encode(s)])).representations[2][1:-1].numpy() for s in (WT, mutant("S13W")))
+    letters = np.zeros(66)
+    letters[int(encode("S")[1])] = letters[33 + int(encode("W")[1])] = 1
+    found, _ = asks(trunk, ["S13W", "WT"])
+    assert found[0] == pytest.approx(np.concatenate([own[12] - wild[12], wild[12], letters]), abs=1e-4)
+    assert not found[1].any()
+    assert asks(trunk, ["S13W"], "mean")[0][0] == pytest.approx(own.mean(0), abs=1e-5)
+    assert list(tmp_path.rglob("*.npz")) == [], "of few nothing is kept"
+
+
+def test_features_are_computed_once(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
+    first, passed = asks(trunk, MANY)
+    assert passed > len(MANY)
+    again, passed = asks(trunk, MANY[::-1])
+    assert passed == 1, "the wild type, by which the model is known again"
+    assert np.array_equal(again, first[::-1])
+    more, passed = asks(trunk, [*MANY, "E24W"])
+    assert passed <= 1 + 2, "the new one, with the wild type beside it"
+    assert np.array_equal(more[:-1], first)
+    other = open_weights.build(open_weights.fresh(NANO, 1), torch.device("cpu")).eval()
+    assert asks(other, MANY)[1] > len(MANY), "another model says other things"
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "cut short", "changed"])
+def test_a_damaged_file_is_made_anew(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
+    first, _ = asks(trunk, MANY)
+    (path,) = tmp_path.rglob("*.npz")
+    good = path.read_bytes()
+    half = len(good) // 2
+    changed = good[:half] + bytes([good[half] ^ 255]) + good[half + 1 :]
+    path.write_bytes({"empty": b"", "text": b"no zip file", "cut short": good[:-50], "changed": changed}[damage])
+    again, passed = asks(trunk, MANY)
+    assert passed > len(MANY)
+    assert np.array_equal(again, first)
+    assert asks(trunk, MANY)[1] == 1, "and kept"
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == [path.name]
+
+
+# The probe
+
+
+@pytest.mark.parametrize("zero_shot", [True, False])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_probe_is_what_scikit_learn_fitted(
+    trunk: ESM2, pool: str, zero_shot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sklearn.linear_model import RidgeCV
+
+    made = task(("y", "z"), pool=pool, zero_shot=zero_shot, hidden=0)
+    found = model(trunk, made)
+    rng = np.random.default_rng(0)
+    examples = [example(name, *rng.normal(size=2)) for name in SEEN]
+    fits: list[Any] = []
+    old = RidgeCV.fit
+
+    def fit(self: Any, x: Any, *rest: Any) -> Any:
+        fits.append((old(self, x, *rest), x))
+        return self
+
+    monkeypatch.setattr(RidgeCV, "fit", fit)
+    made.probe(found.head, examples, found, seed=0)
+    ((fitted, x),) = fits
+    assert x.shape[1] == found.head.out.in_features + zero_shot  # type: ignore[union-attr]
+    outputs = np.stack(found.outputs([made.inputs(one) for one in examples]))
+    assert outputs == pytest.approx(fitted.predict(x), abs=1e-3)
+    assert np.ptp(outputs, axis=0).min() > 0.01
+
+
+def test_a_probe_needs_a_linear_head(trunk: ESM2) -> None:
+    made = task(hidden=8)
+    head = made.head(NANO)
+    assert isinstance(head, VariantHead)
+    with pytest.raises(InputError, match=r"adapt\.method probe: fits a linear head; set task\.hidden=0"):
+        made.probe(head, [example("K2A")], FineTuner(trunk, head), seed=0)

@@ -1,0 +1,116 @@
+import torch
+
+from esmshard.model.config import SIZES
+from esmshard.model.trunk import ESM2
+from esmshard.recipe.sections import AdaptSettings, OptimSettings
+from esmshard.tasks.contact.contact_settings import ContactSettings
+from esmshard.tasks.contact.contact_task import ContactTask
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
+
+
+def model(adapt: AdaptSettings | None = None) -> FineTuner:
+    task = ContactTask(ContactSettings(name="contact", channels=8, blocks=1), {})
+    tuner = FineTuner(ESM2(SIZES["nano"]), task.head(SIZES["nano"]))
+    tuner.adapt(adapt or AdaptSettings(), 0)
+    return tuner
+
+
+def test_every_trainable_parameter_is_in_the_group_it_belongs_to() -> None:
+    tuner = model()
+    optimizer = adamw(tuner, OptimSettings(lr=1e-5, head_lr=1e-3, weight_decay=0.1))
+    found = {id(p): (g["peak"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    expected = {
+        "trunk.embed_tokens.weight": (1e-5, 0.0),
+        "trunk.layers.0.fc1.weight": (1e-5, 0.1),
+        "trunk.layers.0.fc1.bias": (1e-5, 0.0),
+        "trunk.layers.1.final_layer_norm.weight": (1e-5, 0.0),
+        "trunk.emb_layer_norm_after.weight": (1e-5, 0.0),
+        "head.left.weight": (1e-3, 0.1),
+        "head.separation.weight": (1e-3, 0.0),
+        "head.blocks.0.norm1.weight": (1e-3, 0.0),
+        "head.blocks.0.conv1.weight": (1e-3, 0.1),
+        "head.out.bias": (1e-3, 0.0),
+    }
+    named = dict(tuner.named_parameters())
+    assert {name: found[id(named[name])] for name in expected} == expected
+    assert len(found) == sum(p.requires_grad for p in tuner.parameters())
+    assert id(named["trunk.contact_head.regression.weight"]) not in found
+    assert id(named["trunk.lm_head.dense.weight"]) not in found
+
+
+def test_betas_and_learning_rates_are_those_of_the_recipe() -> None:
+    optimizer = adamw(model(), OptimSettings(lr=1e-5, head_lr=1e-3, betas=(0.8, 0.9)))
+    set_learning_rate(optimizer, 0.5)
+    assert {g["lr"] for g in optimizer.param_groups} == {5e-6, 5e-4}
+    assert all(g["betas"] == (0.8, 0.9) for g in optimizer.param_groups)
+
+
+def test_schedules_rise_and_fall() -> None:
+    for kind in ("cosine", "linear"):
+        shares = [schedule(s, 100, 0.1, kind) for s in range(100)]  # type: ignore[arg-type]
+        assert shares[:10] == sorted(shares[:10])
+        assert shares[9] == 1.0 == max(shares)
+        assert shares[9:] == sorted(shares[9:], reverse=True)
+        assert shares[0] > 0
+        assert abs(shares[-1]) < 1e-12
+    assert {schedule(s, 100, 0.1, "constant") for s in range(10, 100)} == {1.0}
+    assert schedule(0, 1, 0.0, "cosine") >= 0
+    assert torch.isfinite(torch.tensor(schedule(0, 1, 1.0, "linear")))
+
+
+LORA = AdaptSettings(method="lora", rank=2, targets=("k", "fc1"))
+
+
+def test_lora_matrices_decay_and_biases_do_not() -> None:
+    tuner = model(LORA)
+    optimizer = adamw(tuner, OptimSettings(lr=1e-5, head_lr=1e-3, weight_decay=0.1))
+    found = {id(p): (g["peak"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    named = {name: found.get(id(p)) for name, p in tuner.named_parameters()}
+    assert named["trunk.layers.0.self_attn.k_proj.lora_A.weight"] == (1e-5, 0.1)
+    assert named["trunk.layers.1.fc1.lora_B.weight"] == (1e-5, 0.1)
+    assert named["trunk.layers.1.fc1.bias"] == (1e-5, 0.0)
+    assert named["trunk.layers.1.final_layer_norm.bias"] == (1e-5, 0.0)
+    assert named["trunk.emb_layer_norm_after.bias"] == (1e-5, 0.0)
+    assert named["head.left.weight"] == (1e-3, 0.1)
+    frozen = {name for name, group in named.items() if group is None}
+    assert {n for n in named if n.startswith("trunk.layers.") and n.endswith("_proj.weight")} <= frozen
+    # No output depends on these, biases or not.
+    assert {"trunk.lm_head.bias", "trunk.lm_head.dense.bias", "trunk.contact_head.regression.bias"} <= frozen
+    assert {
+        "trunk.embed_tokens.weight",
+        "trunk.layers.0.fc1.weight",
+        "trunk.layers.0.final_layer_norm.weight",
+    } <= frozen
+
+
+def test_without_biases_a_lora_is_all_that_learns_in_the_trunk() -> None:
+    tuner = model(AdaptSettings(method="lora", rank=2, targets=("k", "fc1"), bias="none"))
+    learns = {name for name, p in tuner.named_parameters() if p.requires_grad and name.startswith("trunk.")}
+    places = [f"trunk.layers.{n}.{place}" for n in range(2) for place in ("self_attn.k_proj", "fc1")]
+    assert learns == {f"{place}.{part}.weight" for place in places for part in ("lora_A", "lora_B")}
+
+
+def test_with_head_nothing_in_the_trunk_learns() -> None:
+    tuner = model(AdaptSettings(method="head"))
+    learns = {name for name, p in tuner.named_parameters() if p.requires_grad}
+    assert learns == {name for name, _ in tuner.named_parameters() if name.startswith("head.")}
+    assert {g["peak"] for g in adamw(tuner, OptimSettings(lr=1e-5, head_lr=1e-3)).param_groups} == {1e-3}
+
+
+def test_state_tensors_hold_all_or_what_learns() -> None:
+    tuner = model(LORA)
+    tuner.head.register_buffer("running", torch.ones(3))
+    optimizer = adamw(tuner, OptimSettings(lr=1e-5, head_lr=1e-3))
+    everything = state_tensors(tuner, optimizer)
+    some = state_tensors(tuner, optimizer, trained_only=True)
+    learns = {name for name, p in tuner.named_parameters() if p.requires_grad}
+    of_model = {name.removeprefix("model.") for name in some if name.startswith("model.")}
+    assert of_model == learns | {"head.running"}
+    assert {n for n in some if n.startswith("optim.")} == {
+        f"optim.{name}.{key}" for name in learns for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert everything.keys() - some.keys() == {
+        f"model.{name}" for name, p in tuner.named_parameters() if not p.requires_grad
+    } | {f"model.trunk.layers.{n}.self_attn.rot_emb.inv_freq" for n in range(2)}
+    assert all(everything[name] is some[name] for name in some if name.startswith("optim."))
