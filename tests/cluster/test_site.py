@@ -138,7 +138,7 @@ kubernetes: {labels: [a]}
             (
                 "partition: gpu",
                 f"options: [{option}]",
-                f"slurm.options: {option.split('=')[0]} would run jobs as somebody",
+                f"slurm.options: {option.split('=')[0]} would run jobs as another user",
             )
             for option in ("--uid=0", "--ui=0", "--gid=0", "--chdir=/etc", "--export=NONE", "--clusters=other")
         ),

@@ -1,8 +1,8 @@
 """A process that does as it is told, for the tests of signals and of the launcher. It starts without torch.
 
 python acting.py DIRECTORY ACTION... : process of rank R takes action number R + ranks * attempt, or else the last one.
-It leaves its process id in `begun-ATTEMPT-RANK` and, when it is in the middle of it, in `ready-ATTEMPT-RANK`. No process
-ends by itself before all have begun; `exit CODE last` ends after the launcher has seen the end of all others.
+It leaves its process id in `begun-ATTEMPT-RANK` and, when it is in the middle of it, in `ready-ATTEMPT-RANK`. No
+process ends by itself before all have begun; `exit CODE last` ends after the launcher has seen the end of all others.
 """
 
 import contextlib

@@ -29,7 +29,7 @@ OF_THE_JOB = r"SLURM_\w+"
 _WORD = re.compile(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", re.ASCII)
 _TIME = re.compile(r"\d{1,6}(:\d\d){0,2}|\d{1,5}-\d{1,2}(:\d\d){0,2}", re.ASCII)
 _GPUS = "gpus_per_node and slurm.gpu_type of the profile, or esmshard launch --gpus-per-node"
-_LAUNCH, _SCRIPT = "esmshard launch {}", "the script itself, which relies on it"
+_LAUNCH, _SCRIPT = "esmshard launch {}", "the script itself, which needs it"
 _OURS = {
     **{key: f"slurm.{key} of the profile" for key in ("time", "partition", "account", "qos", "constraint")},
     "job-name": _LAUNCH.format("--name"),
@@ -75,16 +75,16 @@ def time_limit(value: str) -> str:
 
 
 class ContainerSite(Settings):
-    """In which image jobs run."""
+    """The container in which jobs run."""
 
     runtime: Literal["none", "pyxis", "apptainer"] = "none"
-    """How Slurm starts it: `none` runs the environment of `python`; `pyxis` through srun's --container-image (enroot);
-    `apptainer` through `apptainer exec --nv`. Kubernetes always has one."""
+    """How Slurm starts the container. `none` uses no container, but the environment of `python`; `pyxis` uses srun's
+    --container-image (enroot); `apptainer` uses `apptainer exec --nv`. Kubernetes always uses a container."""
     image: str | None = None
-    """Name in a registry, or the path of a .sqsh or .sif file."""
+    """The name of the image in a registry, or the path of a .sqsh or .sif file."""
     mounts: tuple[str, ...] = Field((), strict=False)
-    """Directories of the machine that the container sees, as /data or /data:/data:ro. The run's own directories are
-    added by themselves."""
+    """Directories of the node that the container sees, such as /data or /data:/data:ro. The directories of the run
+    need not be listed."""
 
     @field_validator("mounts")
     @classmethod
@@ -105,25 +105,26 @@ class SlurmSite(Settings):
     qos: str | None = None
     constraint: str | None = None
     time: str | None = None
-    """Time limit of a job, as 24:00:00."""
+    """The time limit of a job, such as 24:00:00."""
     cpus_per_gpu: int | None = Field(None, ge=1, le=4096)
     memory: str | None = None
-    """Of a node, as 480G."""
+    """The memory of a job on each node, such as 480G."""
     gpu_type: str | None = None
-    """Type of the GPUs, where the site has several: a100 asks for a100:4 in place of 4."""
+    """The type of the GPUs, if the site has several types: with a100, the job requests a100:4 and not 4."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """How GPUs are asked for: `gpus-per-node` is --gpus-per-node=a100:4, `gres` is --gres=gpu:a100:4."""
+    """The option that requests GPUs: `gpus-per-node` writes --gpus-per-node=a100:4, `gres` writes --gres=gpu:a100:4."""
     setup: tuple[str, ...] = Field((), strict=False)
-    """Lines of bash that the job runs first, before `modules` and as they stand, such as `module use /apps/modules`,
-    `source /opt/conda/etc/profile.d/conda.sh`, `conda activate esm` and `ulimit -l unlimited`. One that fails ends the
-    job."""
+    """Lines of bash that the job runs unchanged before it loads `modules`, such as `module use /apps/modules`,
+    `source /opt/conda/etc/profile.d/conda.sh`, `conda activate esm` and `ulimit -l unlimited`. The job ends if a line
+    fails."""
     modules: tuple[str, ...] = Field((), strict=False)
-    """Loaded by `module load`, after `setup`."""
+    """Modules that `module load` loads after `setup`."""
     options: tuple[str, ...] = Field((), strict=False)
-    """Further options of sbatch, each as --mail-type=END. Refused are those that other keys say, and those that run a
-    job as somebody else or elsewhere (--uid, --gid, --chdir, --clusters, --export, --prolog and their like)."""
+    """Further options of sbatch, each in a form such as --mail-type=END. An option that another key sets is refused.
+    Refused, too, is an option that runs the job as another user or in another place (--uid, --gid, --chdir,
+    --clusters, --export, --prolog and similar ones)."""
     grace: int = Field(180, ge=10, le=65535)
-    """Seconds before the time limit at which the run is asked to save (--signal=B:USR1@N)."""
+    """How many seconds before the time limit the run gets the signal to save (--signal=B:USR1@N)."""
 
     @field_validator("gpu_type")
     @classmethod
@@ -178,8 +179,8 @@ class SlurmSite(Settings):
                 raise ValueError(f"--{name[1]} is set by {_OURS[name[1]]}; remove it from the options")
             if any(one.startswith(name[1]) for one in _AS_ANOTHER):  # Slurm takes --ui for --uid
                 raise ValueError(
-                    f"--{name[1]} would run jobs as somebody else, elsewhere, or with other variables than the script "
-                    "relies on; remove it (variables belong under exports)"
+                    f"--{name[1]} would run jobs as another user, in another place, or with other variables than the "
+                    "script needs; remove it (variables belong under exports)"
                 )
             directive(option)
         return options
@@ -190,47 +191,48 @@ class KubernetesSite(Settings):
 
     namespace: str = "default"
     claim: str | None = None
-    """PersistentVolumeClaim that all pods mount (ReadWriteMany), with data and results."""
+    """The PersistentVolumeClaim (ReadWriteMany) with data and results, which all pods mount."""
     mount: str = "/work"
-    """Where the pods see it; the working directory of the command."""
+    """The directory where the pods see this volume. It is the working directory of the command."""
     gpu_resource: str = "nvidia.com/gpu"
     cpu: str | None = None
-    """CPU cores of a pod that has all GPUs of a node, as 16. One with fewer gets its share."""
+    """CPU cores of a pod with all GPUs of a node, such as 16. A pod with fewer GPUs gets a proportional share."""
     memory: str | None = None
-    """Of such a pod, as 128Gi."""
+    """Memory of a pod with all GPUs of a node, such as 128Gi. A pod with fewer GPUs gets a proportional share."""
     shm: str = "16Gi"
-    """Size of /dev/shm, through which processes of one node exchange tensors; the runtime's own 64 MiB is too small."""
+    """Size of /dev/shm, through which the processes of a node exchange tensors. The usual 64 MiB are too small."""
     resources: dict[str, str] = Field(default_factory=dict)
     """Further resources of a pod, such as rdma/hca: "1"."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: tuple[dict[str, str], ...] = Field((), strict=False)
     labels: dict[str, str] = Field(default_factory=dict)
-    """Of job and pods, such as kueue.x-k8s.io/queue-name: team-a."""
+    """Labels of the job and its pods, such as kueue.x-k8s.io/queue-name: team-a."""
     pull_secret: str | None = None
-    """Secret with which images are pulled."""
+    """The Secret with the credentials for pulling images."""
     secret: str | None = None
-    """Secret whose keys become environment variables of the job, such as WANDB_API_KEY."""
+    """The Secret whose keys become environment variables of the job, such as WANDB_API_KEY."""
     user: int = Field(1000, ge=1, lt=2**31)
-    """User id in the container; never 0."""
+    """The user id in the container. It is never 0."""
     port: int = Field(29400, ge=1024, le=65535)
-    """Port of the rendezvous: torchrun listens on it in the first pod of a run."""
+    """The port of the rendezvous, on which torchrun listens in the first pod of a run."""
     trainer: str | None = Field(None, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
-    """Name of a ClusterTrainingRuntime of Kubeflow Trainer 2.3 or later, such as torch-distributed: `finetune` and
-    `doctor` are rendered as a TrainJob then. Without it they are an Indexed Job, for which a cluster needs nothing
-    but Kubernetes."""
+    """The name of a ClusterTrainingRuntime of Kubeflow Trainer 2.3 or later, such as torch-distributed. With it,
+    `finetune` and `doctor` are rendered as a TrainJob. Without it they are rendered as an Indexed Job, for which the
+    cluster needs nothing but Kubernetes."""
 
 
 class Site(Settings):
     """The whole profile."""
 
     gpus_per_node: int | None = Field(None, ge=0, le=1024)
-    """0 for machines without GPUs."""
+    """The number of GPUs of each node; 0 for nodes without GPUs."""
     python: str | None = None
-    """Interpreter of the environment in which esmshard is installed, on the nodes; by default the one that renders."""
+    """The Python interpreter on the nodes, in whose environment esmshard is installed. By default it is the interpreter
+    that runs `esmshard launch`."""
     exports: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the job, such as NCCL_SOCKET_IFNAME: ib0."""
     scratch: str | None = None
-    """Fast directory of each node, for caches and temporary files."""
+    """A fast directory of each node for caches and temporary files."""
     container: ContainerSite = ContainerSite()  # type: ignore[call-arg]
     slurm: SlurmSite = SlurmSite()  # type: ignore[call-arg]
     kubernetes: KubernetesSite = KubernetesSite()  # type: ignore[call-arg]
