@@ -1,7 +1,7 @@
-"""What `esmshard finetune` does beyond its options: check, start processes, sum up repeats, draw.
+"""Carries out `esmshard finetune`: check the recipe, start processes, summarise several runs, draw figures.
 
-The command line (`esmshard.cli.app`) and Python (`esmshard.api.runs`) both come here. Nothing is left behind in the
-process: environment variables and signal handlers are afterwards as they were.
+The command line (`esmshard.cli.finetune_commands`) and Python (`esmshard.api.runs`) both call `finetune`. Afterwards
+environment variables and signal handlers are as they were before.
 """
 
 import time
@@ -22,29 +22,30 @@ if TYPE_CHECKING:
 
 
 class RunFailed(RuntimeError):
-    """Processes that were started for a run ended before it was done; on stderr they have said why."""
+    """The processes of a run ended before the run was done. They have printed the reason to stderr."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        """Of the process whose failure was the cause, as `parallel.local_processes.run_local` gives it."""
+        """The exit code that `local_processes.run_local` returned: that of the process whose failure was the cause."""
 
 
 def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
-    """Train, consolidate and evaluate as a recipe says, here, in local processes, or as one of a launcher's ranks.
+    """Train, consolidate and evaluate: in this process, in local processes, or as one rank that a launcher started.
 
     Args:
-        recipe: a file, or the name of a shipped one.
-        overrides: of the recipe, as `optim.lr=1e-4`.
-        options: how to run it.
+        recipe: a file, or the name of a shipped recipe.
+        overrides: settings that replace those of the recipe, such as `optim.lr=1e-4`.
+        options: the options of the run apart from its recipe.
 
     Returns:
-        The directory of the run, or of the runs where there are several.
+        The directory of the run. It holds a directory for each run if there are several.
 
     Raises:
-        InputError: for a mistake in recipe or data; UsageError for one in the options.
-        RunFailed: processes that were started have failed.
-        Preempted: this process was asked to stop, and has saved.
+        InputError: if recipe or data have a mistake.
+        UsageError: if options contradict each other or the recipe.
+        RunFailed: if processes that were started have failed.
+        Preempted: if this process was asked to stop. The work done until then is saved.
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
@@ -65,7 +66,7 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
             if runs.processes == 1 and not options.max_restarts and not runs.several:
                 _run_here(resolved, options)
                 return Path(resolved.out)
-        _run_in_processes(recipe, overrides, options, runs)  # outside: signals are for the processes now
+        _run_in_processes(recipe, overrides, options, runs)  # the launcher handles signals itself
         if runs.several:
             _conclude(resolved, options, runs)
     return Path(resolved.out)
@@ -73,27 +74,27 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs that one command makes."""
+    """The runs of one command."""
 
     processes: int
-    """Of each run."""
+    """The number of processes of each run."""
     folds: int | None
-    """Of a cross-validation."""
+    """The number of folds; None without cross-validation."""
     several: "list[Repeat]"
-    """Over seeds and folds; empty where there is a single run."""
+    """The runs over seeds and folds; empty for a single run."""
     curve: "list[Repeat]"
-    """Of a table of variants, with parts of the training variants."""
+    """The runs of a learning curve, which train on parts of the variants of the first fold."""
     to_do: list[tuple[str, ...]]
-    """Overrides of each run that is not done yet."""
+    """The overrides of each run that is not done yet."""
     of_table: bool
-    """The test sets of a table of variants are to be put together at the end."""
+    """Whether the runs are folds of a table of variants, whose test sets are combined at the end."""
 
 
 def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
-    """The options of one rank, which a launcher has started.
+    """Return the options of one rank that a launcher has started.
 
     Raises:
-        UsageError: an option is for the command that starts the ranks.
+        UsageError: if an option is one for the command that starts the ranks.
     """
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         raise UsageError(
@@ -107,21 +108,21 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
         )
     if options.stop_after is not None and process_environment.restarts_allowed():
         raise UsageError(
-            "--stop-after would count anew when the launcher starts this process again; for the launcher, set "
-            f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(options.stop_after)})) instead"
+            "--stop-after would begin again from zero when the launcher restarts this process; set "
+            f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(options.stop_after)})) for the launcher instead"
         )
     if process_environment.attempt() and options.resume is None:
         from esmshard.train.records.status import begun_by_this_launch
 
-        # Started again: what it has done so far must not be lost. But what --overwrite is to remove, and did not come
-        # to, is not what it has done.
+        # This process was restarted, and the work of its predecessor must be kept. The files that --overwrite should
+        # remove are not its work, if the predecessor ended before it removed them.
         if not options.overwrite or begun_by_this_launch(Path(recipe.out)):
             return replace(options, resume="auto", overwrite=False)
     return options
 
 
 def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: RunOptions) -> _Runs:
-    """Check everything that can be checked before a process is started; of a dry run, print what would be done."""
+    """Check everything that can be checked before processes are started. For a dry run, print what would be done."""
     import torch
 
     from esmshard.data.splits.recipe_splits import in_tokens
@@ -138,10 +139,10 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     if of_table and resolved.data.split not in ("mutations", "given"):
         folds = folds or FOLDS
     several = repeats(resolved, options.seeds, folds) if options.seeds > 1 or folds or of_table else []
-    # Of a table, the first set is learned from in parts as well, for a learning curve.
+    # The learning curve of a table of variants trains on parts of the first fold.
     curve = curve_runs(resolved, several[0]) if of_table and not probe else []
     if several and options.resume not in (None, "auto"):
-        raise UsageError("--seeds and --folds go on with --resume auto; a path is that of one run")
+        raise UsageError("--seeds and --folds go on with --resume auto; a path names one run only")
     to_do: list[tuple[str, ...]] = [()]
     if several:
         to_do = [run.overrides for run in [*several, *curve] if options.resume != "auto" or not is_done(run.out)]
@@ -171,7 +172,11 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
 
 
 def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions, runs: _Runs) -> None:
-    """One run after the other, each in processes of its own. `RunFailed` if they fail."""
+    """Train one run after the other, each in new processes.
+
+    Raises:
+        RunFailed: if a process has failed.
+    """
     from esmshard.launch.local_processes import run_local
     from esmshard.train.resume import TOLD
 
@@ -188,7 +193,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
 
 
 def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
-    """What several runs say together; of a table of variants, also all single substitutions in their order."""
+    """Summarise several runs. For a table of variants, also rank all single substitutions."""
     from esmshard.train.experiments.cross_validation import conclude
     from esmshard.train.experiments.repeats import summarise
 
@@ -205,7 +210,9 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
 
 
 def _last_word(out: Path, code: int) -> str:
-    """Why a run whose processes ended with an exit code is not done; `status.json` says so, or is made to."""
+    """Explain why a run is not done whose processes ended with an exit code. Record it in `status.json` if no process
+    has done so.
+    """
     from esmshard.train.records import status
 
     if code != preemption.Preempted.exit_code:
@@ -214,13 +221,13 @@ def _last_word(out: Path, code: int) -> str:
         found = status.read(out)
     except InputError as damaged:
         return str(damaged)
-    if found is None or found["exit_code"] != code:  # they ended before they had the run's directory
-        return f"{out}: its processes ended with exit code {code}, and have said why on stderr"
+    if found is None or found["exit_code"] != code:  # they ended before they opened the run's directory
+        return f"{out}: its processes ended with exit code {code}; the reason is on stderr"
     return f"{out}: {found['state']} (exit code {code}): {found['message']}"
 
 
 def _pictures(run: Path, resolved: Recipe) -> None:
-    """Figure and report of a run, as far as what they need is installed."""
+    """Draw the figure and the report of a run, if the packages for that are installed."""
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.draw.plots import contact_figure
     from esmshard.report.text.html_report import report as write

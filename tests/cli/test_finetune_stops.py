@@ -130,7 +130,7 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
         (
             {"stop_after": "90s"},
             {**LAUNCHED, "TORCHELASTIC_MAX_RESTARTS": "2"},
-            r"set ESMSHARD_STOP_AT=\$\(\(\$\(date \+%s\) \+ 90\)\) instead$",
+            r"set ESMSHARD_STOP_AT=\$\(\(\$\(date \+%s\) \+ 90\)\) for the launcher instead$",
         ),
     ],
 )
