@@ -1,4 +1,4 @@
-"""`TokenBatch`, the packed batch that travels from the loader to the model, and the legend of all tensor names.
+"""`TokenBatch`, the packed batch that the loader makes and the model takes, and the legend of all tensor names.
 
 Letters at the end of a tensor's name are its logical dimensions, the same on one process and on 64:
 
@@ -24,7 +24,7 @@ from esmshard.vocab import CLS, EOS
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """N sequences laid end to end, each `<cls> ... <eos>`, without any padding.
+    """N sequences end to end, each of them `<cls> ... <eos>`, without padding.
 
     Two sequences `MK` and `T` give
 
@@ -41,49 +41,51 @@ class TokenBatch:
     tokens_T: torch.Tensor
     """int64 [T]."""
     position_T: torch.Tensor
-    """int64 [T]: place in the own sequence, 0 for `<cls>`. Rotary attention sees differences only."""
+    """int64 [T]: the position of each token in its sequence, 0 for `<cls>`. Rotary attention depends on differences
+    only.
+    """
     cu_seqlens: torch.Tensor
-    """int32 [N + 1]: where each sequence begins, and T at the end."""
+    """int32 [N + 1]: the first token of each sequence, and T at the end."""
     max_seqlen: int
-    """Tokens of the longest sequence."""
+    """The number of tokens of the longest sequence."""
     record_ids: tuple[str, ...]
     bounds: tuple[int, ...]
-    """`cu_seqlens` as Python ints. Reading the tensor back would stop the host until the device has caught up."""
+    """`cu_seqlens` as Python ints. Reading them from the tensor would make the host wait for the device."""
     logits_at_P: torch.Tensor | None = None
-    """int64 [P]: places in the pack at which logits of the language model are wanted; None where none are."""
+    """int64 [P]: the tokens of the pack for which the language model computes logits; None for no logits."""
     logit_counts: tuple[int, ...] = ()
-    """Places of each sequence among them."""
+    """For each sequence, how many of these P tokens it has."""
     changes_4M: torch.Tensor | None = None
-    """int64 [4, M], of variants of one protein, which itself is then the last sequence: for each changed residue the
-    variant's number, the new token, the residue's place in the pack, and its place in the wild type's part of the pack.
-    One forward pass of the wild type serves all variants of a batch."""
+    """int64 [4, M], for variants of one protein, which is then the last sequence: for each changed residue the number
+    of the variant, the new token, the place of the residue in the pack, and its place in the wild type's part of the
+    pack. One forward pass of the wild type serves all variants of a batch."""
     n_variants: int | None = None
-    """How many they are. Where the wild type alone is looked at, none of them is in the pack."""
+    """The number of variants. If the head uses the wild type alone, no variant is in the pack."""
     draw_N: torch.Tensor | None = None
-    """int32 [N], of each record (of variants, of each of them): what random choices in the model follow from, such as
-    dropout (`esmshard.model.dropout`). None outside training."""
+    """int32 [N]: for each record, or each variant, the seed of random choices in the model such as dropout
+    (`esmshard.model.dropout`). None outside training."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     @property
     def n_records(self) -> int:
-        """Sequences; of variants their number, the wild type that goes with them not counted."""
+        """The number of sequences, or of variants without their wild type."""
         return len(self) if self.n_variants is None else self.n_variants
 
     @property
     def token_counts(self) -> list[int]:
-        """Tokens of each sequence, `<cls>` and `<eos>` included."""
+        """The tokens of each sequence with `<cls>` and `<eos>`."""
         return [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     @property
     def lengths(self) -> list[int]:
-        """Residues of each sequence, `<cls>` and `<eos>` not counted."""
+        """The residues of each sequence without `<cls>` and `<eos>`."""
         return [count - 2 for count in self.token_counts]
 
     @property
     def n_residues(self) -> int:
-        """Residues of all sequences, `<cls>` and `<eos>` not counted; not those of a wild type beside its variants."""
+        """The residues of all sequences without `<cls>` and `<eos>`. A wild type beside its variants is not counted."""
         sequences = len(self) - (self.n_variants is not None and len(self) > 1)
         return self.bounds[sequences] - 2 * sequences
 
@@ -92,7 +94,7 @@ class TokenBatch:
         return [x_TD[start + 1 : end - 1] for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """The same batch on another device. The copies do not wait for each other where the memory is pinned."""
+        """Copy the batch to another device. The copies do not wait for each other if the memory is pinned."""
         return TokenBatch(
             self.tokens_T.to(device, non_blocking=True),
             self.position_T.to(device, non_blocking=True),
@@ -113,12 +115,12 @@ def pack(
     record_ids: Sequence[str] | None = None,
     logits_at: Sequence[npt.NDArray[np.int64]] | None = None,
 ) -> TokenBatch:
-    """Lay encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`, and there must be one.
+    """Pack encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`, and there must be one.
 
     Args:
         tokens: uint8 [L + 2] of each sequence.
-        record_ids: of each; numbers by default.
-        logits_at: places in each sequence, `<cls>` being 0, at which logits are wanted.
+        record_ids: the id of each sequence; numbers by default.
+        logits_at: for each sequence, the positions whose logits the model computes; `<cls>` is position 0.
     """
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
@@ -153,7 +155,7 @@ def pack_variants(
     logits: bool = False,
     alone: bool = False,
 ) -> TokenBatch:
-    """Variants of one protein, and it behind them (see `TokenBatch.changes_4M`).
+    """Pack variants of one protein, followed by the protein (see `TokenBatch.changes_4M`).
 
     >>> from esmshard.vocab import encode
     >>> batch = pack_variants([encode("MKT"), encode("MTV")], encode("MKV"))
@@ -162,10 +164,10 @@ def pack_variants(
 
     Args:
         tokens: uint8 [L + 2] of each variant.
-        wild_type: the same of the protein, of the same length.
-        record_ids: of the variants; numbers by default.
-        logits: ask for the language model's logits at the changed residues in the wild type, M of them.
-        alone: the wild type is all that is packed.
+        wild_type: uint8 [L + 2] of the protein.
+        record_ids: the ids of the variants; numbers by default.
+        logits: compute the language model's logits at the M changed residues in the wild type.
+        alone: pack the wild type only.
     """
     length = len(wild_type)
     if any(len(one) != length for one in tokens):

@@ -1,7 +1,7 @@
-"""The exceptions that a user's mistake raises. Everything else is a bug of ours.
+"""The exceptions for mistakes of a user. Any other exception is a bug.
 
-The command line prints the message of an `InputError` as one sentence and leaves with its `exit_code`; library users
-catch it as a `ValueError`. The message says what is wrong, where (file, line, record) and the mend.
+The command line prints the message of an `InputError` as one sentence and returns its `exit_code`; Python users catch
+it as a `ValueError`. The message says what is wrong, where (file, line, record), and how to fix it.
 """
 
 import errno
@@ -12,30 +12,31 @@ from pathlib import Path
 
 
 class InputError(ValueError):
-    """Data, weights or a checkpoint that cannot be used. Exit code 1."""
+    """Data, weights or a checkpoint cannot be used. Exit code 1."""
 
     exit_code = 1
     shared = False
-    """Raised on every rank alike, so that the first one alone should print it."""
+    """Whether every rank raises the same error, so that only the first rank prints it."""
 
 
 class NotANumber(InputError):
-    """A label that was to be a number and is none."""
+    """A label should be a number and is not."""
 
 
 class LostProcess(InputError):
-    """Another process of the run is gone or stuck, so that this one cannot go on. Exit code 69.
+    """Another process of the run is gone or stuck, so that this process cannot go on. Exit code 69.
 
-    The same run may go well if it is started again, which launchers and job scripts see by the code (EX_UNAVAILABLE).
+    The same run may succeed if it is started again. Launchers and job scripts recognise that by the exit code
+    (EX_UNAVAILABLE).
     """
 
     exit_code = 69
 
 
 class UsageError(InputError):
-    """A command line or a recipe that cannot be used. Exit code 2.
+    """A command line or a recipe cannot be used. Exit code 2.
 
-    A recipe may be wrong in several places; `problems` holds one sentence for each.
+    A recipe may be wrong in several places; `problems` has one sentence for each.
     """
 
     exit_code = 2
@@ -47,17 +48,17 @@ class UsageError(InputError):
 
 @contextmanager
 def reading(what: str, fix: str) -> Iterator[None]:
-    """Turn what goes wrong in a `with` block into one sentence, where the block reads values that a file may lack.
+    """Turn errors of a `with` block that reads values of a file into one sentence.
 
-    It is for files that we write ourselves and somebody may have altered: not each value of theirs is checked for its
-    type before it is used, so that one of another type raises whatever its use raises.
+    This is for files that esmshard writes and that somebody may have changed. Their values are not checked before they
+    are used, so a wrong value raises the error of the operation that uses it.
 
     Args:
         what: the file, for the message.
-        fix: what to do about it.
+        fix: what the user can do.
 
     Raises:
-        InputError: instead of the errors that a missing or foreign value causes.
+        InputError: instead of an error that a missing or wrong value causes.
     """
     try:
         yield
@@ -70,28 +71,28 @@ def reading(what: str, fix: str) -> Iterator[None]:
 
 
 def unwritable(error: BaseException) -> str | None:
-    """Why a disk takes no more, or nothing at all, in a few words; None if the error is of another kind.
+    """Return in a few words why a disk cannot be written; None for any other error.
 
-    A missing permission is of another kind: it may be one to read, and its own message has the path.
+    A missing permission is another error: it may be one to read, and its own message has the path.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         return os.strerror(number).lower()
-    # numpy, zip archives, HDF5, safetensors and torch say it in words only.
+    # numpy, zip archives, HDF5, safetensors and torch have no error number, but a text.
     words = ("No space left", "File too large", "Disk quota exceeded", " requested and ", "iostream error")
     return "no space left on device" if any(text in str(error) for text in words) else None
 
 
 @contextmanager
 def writing(out: Path, fix: str = "make room, or choose another place, and run the command again") -> Iterator[None]:
-    """Turn what a full or read-only disk makes of a `with` block that writes into one sentence with the path.
+    """Turn the error of a `with` block that writes to a full or read-only disk into one sentence with the path.
 
     Args:
-        out: what is written.
-        fix: what to do about it.
+        out: the file or directory that is written.
+        fix: what the user can do.
 
     Raises:
-        InputError: the disk is full, or takes nothing.
+        InputError: if the disk is full or read-only.
     """
     try:
         yield

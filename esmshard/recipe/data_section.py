@@ -11,81 +11,86 @@ OPTIONAL = (
     *("table", "wild_type", "mutant", "offset", "unusable", "replicates", "transform", "lower_is_better"),
     *("split", "train_max", "train_share"),
 )
-"""Keys that only some tasks read: those that name them in `TaskSettings.data_keys`."""
+"""Keys that only some tasks read. These tasks name them in `TaskSettings.data_keys`."""
 
 
 class DataSettings(Settings):
-    """The three splits. For contacts: a directory of PDB or mmCIF files (docs/structures.md), or a FASTA file or token
-    store and beside it the coordinates as `.npz` (data/README.md). Task `variant` has `table` and `wild_type` instead.
+    """The training, validation and test records. For contacts each is a directory of PDB or mmCIF files
+    (docs/structures.md), or a FASTA file or token store with the coordinates beside it as `.npz` (data/README.md). Task
+    `variant` has `table` and `wild_type` instead.
     """
 
     train: str | None = None
-    """Records to learn from: a path, or `sample:contact/train`. A file that is named for several splits is divided by
-    `SET=` in its headers, or the column `set` of its labels (docs/labels.md)."""
+    """The training records: a path, or `sample:contact/train`. If several splits name the same file, the file is
+    divided by `SET=` in its headers, or by the column `set` of its labels (docs/labels.md)."""
     valid: str | None = None
-    """Records to watch while training. Never trained on."""
+    """The validation records, which are scored during training. The model is never trained on them."""
     test: str | None = None
-    """Records for the final numbers. Never looked at before."""
+    """The test records, which are scored once at the end."""
     table: str | None = None
-    """Measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). For task `variant`, as the next
-    keys."""
+    """A table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). This key and the next
+    ones are for task `variant`."""
     wild_type: str | None = None
-    """FASTA file with that protein."""
+    """The FASTA file with this protein."""
     mutant: str | None = None
-    """Column with the mutations; found by its name by default."""
+    """The column with the mutations. By default it is found by its name."""
     offset: Annotated[int, Field(ge=-(10**6), le=10**6)] | Literal["auto"] | None = None
-    """Added to the positions of the table; by default `auto`, which finds the shift that fits the wild type."""
+    """The number that is added to the positions of the table. `auto`, the default, finds the number that fits the wild
+    type."""
     unusable: Literal["drop", "error"] | None = None
-    """What becomes of rows that cannot be used: no substitution, a stop codon, a synonymous change, another residue
-    than the wild type has. By default `drop`: they are left out and named; unreadable ones and misfits up to a tenth of
-    the table each."""
+    """How unusable rows are treated: rows without a substitution, with a stop codon, with a synonymous change, or with
+    a residue that the wild type does not have. `drop`, the default, leaves them out and names them. Unreadable rows may
+    be a tenth of the table at most, and so may rows that do not fit the wild type."""
     replicates: Literal["mean", "keep", "error"] | None = None
-    """What becomes of a variant in several rows; `mean` by default."""
+    """How several rows of the same variant are treated; `mean` by default."""
     transform: Literal["none", "log", "rank"] | None = None
-    """Of the measured values before they are learned; predictions come back in their unit. `log` for ratios and
-    affinities, `rank` for values with a skewed distribution; `none` by default."""
+    """The transform of the measured values before training. Predictions are in the unit of the table again. `log` is
+    for ratios and affinities, `rank` for values with a skewed distribution; `none` is the default."""
     lower_is_better: Names | None = Field(None, strict=False)
-    """Targets of which a lower value is the better one, as a dissociation constant; ranks and zero-shot scores turn
-    round."""
+    """The targets for which lower values are better, such as a dissociation constant. Their ranks and zero-shot scores
+    are reversed."""
     split: Literal["position", "contiguous", "modulo", "random", "mutations", "given"] | None = None
-    """How `folds` divide variants. By default `position`: those of one position go together, so that every test is on
-    positions that were never seen; `contiguous` and `modulo` are ProteinGym's; `random` flatters. `mutations` and
-    `given` make one split of the table, without folds: up to `train_max` mutations to learn from and the rest to test
-    on, or as its column `set` (or `split`) says."""
+    """How variants are divided into folds. `position`, the default, keeps the variants of one position together, so
+    that every test is on positions that training has not seen. `contiguous` and `modulo` are the schemes of ProteinGym.
+    `random` gives scores that are too high. `mutations` and `given` make one split of the table without folds:
+    `mutations` trains on variants with up to `train_max` mutations and tests on the others, `given` follows the column
+    `set` (or `split`) of the table."""
     train_max: int | None = Field(None, ge=1, le=10**6)
-    """Most mutations of a variant to learn from, of split `mutations`; 1 by default."""
+    """For split `mutations`, the most mutations of a training variant; 1 by default."""
     train_share: float | None = Field(None, gt=0, le=1)
-    """Share of the training variants that are learned from, for learning curves; a smaller share is a part of a larger
-    one. All by default."""
+    """The share of the training variants that is used, for learning curves. A smaller share is a subset of a larger
+    one. All are used by default."""
     labels: str | None = None
-    """Labels of all three splits in one file: a table, a label FASTA, or an `.npz` (docs/labels.md). By default they
-    stand in the headers of the FASTA files, or in the `.npz` beside each."""
+    """One file with the labels of all three splits: a table, a label FASTA, or an `.npz` (docs/labels.md). By default
+    labels are read from the headers of the FASTA files, or from the `.npz` beside each of them."""
     target: Names | None = Field(None, strict=False)
-    """Columns of the table, keys of the headers, or the array of the `.npz` that are learned; one name, or a list."""
+    """The columns of the table, the keys of the headers, or the array of the `.npz` with the labels: one name, or a
+    list."""
     id_column: str | None = None
-    """Column of the table with the ids; found by its name by default."""
+    """The column of the table with the ids. By default it is found by its name."""
     mask: str | None = None
-    """FASTA file of 0 and 1: residues under a 0 have no label. For task `residue`."""
+    """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
     folds: int | None = Field(None, ge=3, le=10**4)
-    """Cross-validation: `train`, or `table`, is divided into so many parts, one of which is the test set; of a table,
-    another one is the validation set. `--folds` sets it and `fold`, run by run; without that `fold` is wanted too."""
+    """The number of parts into which `train`, or `table`, is divided for cross-validation. One part is the test set;
+    for a table another part is the validation set. `--folds` sets this key and `fold` for each run. If this key is set
+    without `--folds`, `fold` must be set, too."""
     fold: int = Field(0, ge=0)
-    """Which part that is, from 0."""
+    """The number of the part that is the test set, counted from 0."""
     clusters: str | None = None
-    """MMseqs2's `_cluster.tsv` of the training records: `folds` keep its clusters together. Without it, equal sequences
-    only."""
+    """The `_cluster.tsv` of MMseqs2 for the training records. `folds` then keep clusters together; without this key
+    they keep only equal sequences together."""
     long: Literal["crop", "window", "full", "skip", "error"] = "crop"
-    """What to do with a training record over `max_length`: `crop` cuts a random window, another one each epoch;
-    `window` makes as few windows as cover it, each an example; `full` takes it whole; `skip` leaves it out, counted;
-    `error` refuses it. Validation, test and prediction always see whole chains. For task `sequence` `full` is the
-    default, and `crop` is refused: it may cut away what the label comes from."""
+    """How a training record over `max_length` is treated. `crop` cuts a random window, another one in each epoch;
+    `window` makes as few windows as cover the record, each of them an example; `full` uses the whole record; `skip`
+    leaves the record out and counts it; `error` refuses it. Validation, test and prediction always use whole chains.
+    For task `sequence`, `full` is the default, and `crop` is refused because it may remove the cause of the label."""
     max_length: int = Field(1022, ge=8, le=10**6)
-    """Residues of the longest training record."""
+    """The most residues of a training record."""
 
     @field_validator("fold")
     @classmethod
     def _of_folds(cls, fold: int, info: ValidationInfo) -> int:
-        if "folds" not in info.data:  # refused itself
+        if "folds" not in info.data:  # the value of `folds` has been refused
             return fold
         folds = info.data["folds"]
         if fold and folds is None:

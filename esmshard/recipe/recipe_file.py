@@ -31,7 +31,7 @@ PATH_KEYS = (
 )
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
-"""How the first line of a recipe tells editors where its schema is."""
+"""The beginning of the first line of a recipe, which names the schema for editors."""
 
 
 def names() -> list[str]:
@@ -141,18 +141,18 @@ def schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as it is shipped and printed."""
+    """Return the schema as the text that is shipped and printed."""
     return json.dumps(schema(), indent=1) + "\n"
 
 
 def description(name: str) -> str:
-    """What a shipped recipe is for: its first line that is a comment for people."""
+    """Return the purpose of a shipped recipe, which is its first comment that is not for an editor."""
     lines = (shipped("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith(SCHEMA_LINE)), "")
 
 
 def copy_of(path: Path) -> str:
-    """The text of a recipe, its first line naming the installed schema wherever the copy lies."""
+    """Return the text of a recipe, with the path of the installed schema in its first line."""
     first, newline, rest = path.read_text(encoding="utf-8").partition("\n")
     if first.startswith(SCHEMA_LINE):
         first = f"{SCHEMA_LINE}{shipped('recipes') / 'schema.json'}"

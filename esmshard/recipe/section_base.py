@@ -1,4 +1,4 @@
-"""What all sections of a recipe are made of. No torch."""
+"""The base class and the common types of all sections of a recipe. No torch."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -7,7 +7,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Settings(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion, field docstrings in the schema."""
+    """The base of all sections. They are frozen, refuse unknown keys, convert nothing silently, and have the docstrings
+    of their fields in the schema.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -15,7 +17,7 @@ class Settings(BaseModel):
 
 
 def as_list(value: Any) -> Any:
-    """Of a key that is a list of names: a single name is a list of one."""
+    """Convert a single name to a list of one name."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -24,7 +26,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(as_list, json_schema_input_ty
 
 
 class Clash(ValueError):
-    """A key of one section that does not go with another section."""
+    """A key of one section contradicts another section."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
@@ -32,6 +34,6 @@ class Clash(ValueError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join names as in a sentence: `a`, `a and b`, `a, b and c`."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last

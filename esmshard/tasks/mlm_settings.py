@@ -20,19 +20,19 @@ class MlmSettings(TaskSettings):
     trains_lm_head: ClassVar[bool] = True
 
     mask: float = Field(0.15, gt=0, le=0.5)
-    """Share of residues that are to be told: of these 80% are replaced by `<mask>`, 10% by a random one of the 20
-    amino acids, and 10% left as they are."""
+    """The share of residues that the model predicts. 80% of them are replaced by `<mask>`, 10% by a random one of the
+    20 amino acids, and 10% stay unchanged."""
 
     def no_probe(self) -> str | None:
-        """There is nothing to fit."""
+        """A probe has no labels to fit."""
         return "probe has no meaning for task mlm, which has no labels; choose full, lora or head"
 
     def head_parameters(self, config: "EsmConfig") -> int:
-        """None besides the model's."""
+        """Return 0: the head is the LM head of the model."""
         return 0
 
     def head_bytes(self, tokens: int) -> int:
-        """Logits, their log-softmax and its gradient at the places asked for; what is as wide as the model is little
-        beside its layers.
+        """Count logits, their log-softmax and its gradient at the predicted residues. Tensors as wide as the model are
+        small compared with its layers.
         """
         return round(4 * 3 * 33 * self.mask * tokens)

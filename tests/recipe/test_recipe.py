@@ -595,7 +595,7 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
         (["task={name: sequence}", "data.mask=x"], "data.mask: is for task residue, and the recipe has sequence; rem"),
         (
             ["task={name: sequence}", "data.long=crop"],
-            "data.long: crop may cut away what the label of a protein comes from; choose full or skip",
+            "data.long: crop may remove the cause of the label of a protein; choose full or skip",
         ),
         (
             ["task={name: mlm}", "adapt.method=probe"],
@@ -607,7 +607,7 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
         ([*VARIANT, "data.labels=x"], "data.labels: is for task residue and sequence, and the recipe has variant; rem"),
         (
             [*VARIANT, "data.long=crop"],
-            "data.long: crop may cut away what the label of a protein comes from; choose fu",
+            "data.long: crop may remove the cause of the label of a protein; choose fu",
         ),
         (
             [*VARIANT, "data.long=skip"],
@@ -628,16 +628,16 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
         ),
         (
             [*VARIANT, "task.loss=ranking", "data.transform=log"],
-            "data.transform: log means nothing to task.loss ranking",
+            "data.transform: log has no effect on task.loss ranking",
         ),
         ([*VARIANT, "adapt.method=probe"], "adapt.method: probe fits a linear head; set task.hidden: 0"),
         (["data.table=v.csv"], "data.table: is for task variant, and the recipe has contact; remove it"),
         (
             ["data.folds=3"],
-            "data.folds: makes 3 parts, on one of which a run is tested; to train all 3 runs remove it and pass "
-            "--folds 3, to train one add data.fold, from 0 to 2",
+            "data.folds: makes 3 parts, and a run is tested on one of them; to train all 3 runs, remove it and pass "
+            "--folds 3; to train one, add data.fold, from 0 to 2",
         ),
-        ([*VARIANT, "data.folds=4"], "data.folds: makes 4 parts, on one of which a run is tested; to train all 4 runs"),
+        ([*VARIANT, "data.folds=4"], "data.folds: makes 4 parts, and a run is tested on one of them"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(path: Path, overrides: list[str], expected: str) -> None:

@@ -80,7 +80,7 @@ def examples(n: int, kind: str = "class", seed: int = 0, back: int = 3) -> list[
         ({"kind": "number", "balance": 0.5}, "weighs classes, and the recipe has kind number; remove it"),
         ({"classes": ["HGI", "EB", "STH"]}, "has the letter H twice; a letter belongs to one class"),
         ({"classes": ["HH", "E"]}, "has the letter H twice"),
-        ({"classes": ["HGI"]}, "has one class only, of which nothing can be learned"),
+        ({"classes": ["HGI"]}, "has one class only, so that there is nothing to learn"),
         ({"classes": ["H", ""]}, "names each class by its letters in ASCII"),
         ({"classes": ["H", "E "]}, "names each class by its letters in ASCII"),
         ({"classes": ["H", "\u00e9"]}, "names each class by its letters in ASCII"),

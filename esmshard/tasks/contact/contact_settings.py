@@ -11,17 +11,18 @@ if TYPE_CHECKING:
 
 
 MAX_SEPARATION = 64
-"""Separations from here on share one embedding."""
+"""Separations from this number on share one embedding."""
 DILATIONS = (1, 2, 4)
-"""Of the first convolution of each block, in turn."""
+"""The dilation of the first convolution of a block; the blocks cycle through these values."""
 MAPS = 8
-"""Mixtures of attention maps that the network of head `both` sees, besides the attention head's logits."""
+"""The number of mixtures of attention maps that the network of head `both` gets, besides the attention head's
+logits."""
 KEPT_PAIRS = 256**2
-"""Of maps of more pairs, blocks are computed again in the backward pass."""
+"""For maps with more pairs, blocks are computed again in the backward pass."""
 
 
 class ContactSettings(TaskSettings):
-    """Which pairs of residues touch: Cb-Cb under 8 A (Ca for glycine), six or more residues apart."""
+    """Contacts: pairs of residues with Cb-Cb under 8 A (Ca for glycine), six or more residues apart."""
 
     name: Literal["contact"]
 
@@ -30,16 +31,17 @@ class ContactSettings(TaskSettings):
     predicts_contacts: ClassVar[bool] = True
 
     head: Literal["attention", "pairwise", "both"] = "pairwise"
-    """`attention`: a regression over the attention maps of all layers, as ESM's own (Rao et al. 2021), from which it
-    starts where the model has one; `pairwise`: products of representations, then a small dilated 2-D network; `both`:
-    that network over products and attention maps."""
+    """`attention` is a regression over the attention maps of all layers, as in ESM (Rao et al. 2021). It starts from
+    the regression of the model if there is one. `pairwise` is a small dilated 2-D network over products of
+    representations. `both` is this network over products and attention maps."""
     channels: int = Field(32, ge=4, le=512)
-    """Channels of the pair representation, of `pairwise` and `both`."""
+    """The channels of the pair representation, for `pairwise` and `both`."""
     blocks: int = Field(4, ge=0, le=64)
-    """Residual 3x3 convolution blocks of `pairwise` and `both`, their dilation cycling through 1, 2, 4."""
+    """The number of residual blocks of 3x3 convolutions, for `pairwise` and `both`. Their dilation cycles through 1, 2,
+    4."""
 
     def no_probe(self) -> str | None:
-        """Only a regression is fitted."""
+        """A probe can fit a regression only."""
         return (
             None
             if self.head == "attention"
@@ -47,8 +49,8 @@ class ContactSettings(TaskSettings):
         )
 
     def head_parameters(self, config: "EsmConfig") -> int:
-        """Regression over attention maps and their mixtures; LayerNorm, two projections, separations, two norms and two
-        3x3 convolutions a block, and the last layer.
+        """Count the regression over attention maps and their mixtures; and LayerNorm, two projections, separations, two
+        norms and two 3x3 convolutions for each block, and the last layer.
         """
         c, n_maps, head = self.channels, config.n_layers * config.n_heads, self.head
         if head == "attention":
@@ -59,8 +61,8 @@ class ContactSettings(TaskSettings):
         return network if head == "pairwise" else network + n_maps + 1 + MAPS * n_maps + (MAPS + 1) * c
 
     def head_bytes(self, tokens: int) -> int:
-        """Pair maps: six for each block, four besides; of a large map one for each block and those of one block; and
-        whole maps of one number a pair. Queries and keys are the model's own.
+        """Count pair maps: six for each block and four others. Of a large map, one is kept for each block, and those of
+        one block are computed again. The last maps have one number for each pair. Queries and keys belong to the model.
         """
         attended = {"attention": 4, "pairwise": 0, "both": 4 * (MAPS + 1)}[self.head]
         blocks, maps = self.blocks, 0

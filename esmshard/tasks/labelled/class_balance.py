@@ -1,9 +1,9 @@
-"""What the settings of tasks with classes share. No torch."""
+"""Rules that the settings of all tasks with classes share. No torch."""
 
 from pydantic import ValidationInfo
 
 OUTPUTS = 8
-"""Classes that plans count with before the labels are read."""
+"""The number of classes that a plan assumes before labels are read."""
 
 
 def for_classes(balance: float, info: ValidationInfo) -> float:

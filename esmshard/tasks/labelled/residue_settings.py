@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 KERNEL = 7
-"""Residues that the head's convolution sees."""
+"""The width of the head's convolution in residues."""
 
 
 class ResidueSettings(TaskSettings):
@@ -25,17 +25,17 @@ class ResidueSettings(TaskSettings):
     may_crop: ClassVar[bool] = True
 
     kind: Literal["class", "number"] = "class"
-    """What a label is: a letter, or a number."""
+    """Whether a label is a letter or a number."""
     classes: tuple[str, ...] | None = Field(None, strict=False)
-    """Letters of each class, several of which may be one: [HGI, EB, STC] are the three states of secondary structure.
-    Each letter of the training labels is a class by default."""
+    """The letters of each class. Several letters may be one class: [HGI, EB, STC] are the three states of secondary
+    structure. By default each letter of the training labels is a class."""
     balance: float = Field(0.0, ge=0, le=1)
-    """Weight of a class in the loss: its frequency to the power of minus this. 0 counts residues alike, 1 classes. For
-    labels of which one is rare. Not for numbers."""
+    """The weight of a class in the loss is its frequency to the power of minus this number. With 0 all residues count
+    the same, with 1 all classes. This is for labels with a rare class. Not for numbers."""
     hidden: int = Field(0, ge=0, le=8192)
-    """Channels of a convolution over 7 residues before the last layer; 0 for a linear head."""
+    """The channels of a convolution over 7 residues before the last layer; 0 for a linear head."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the inputs of the head, and of its hidden layer, that are dropped in training."""
+    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
 
     @field_validator("classes")
     @classmethod
@@ -51,7 +51,7 @@ class ResidueSettings(TaskSettings):
         if twice:
             raise ValueError(f"has the letter {twice[0]} twice; a letter belongs to one class")
         if len(classes) < 2:
-            raise ValueError("has one class only, of which nothing can be learned; name two or more")
+            raise ValueError("has one class only, so that there is nothing to learn; name two or more")
         return classes
 
     @field_validator("balance")
@@ -60,17 +60,19 @@ class ResidueSettings(TaskSettings):
         return for_classes(balance, info)
 
     def no_probe(self) -> str | None:
-        """Only a linear head is fitted."""
+        """A probe can fit a linear head only."""
         return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
     def head_parameters(self, config: "EsmConfig") -> int:
-        """LayerNorm, convolution, last layer. Labels are yet to be read: without `classes`, OUTPUTS are counted."""
+        """Count LayerNorm, convolution and last layer. Labels are not read yet: without `classes`, OUTPUTS are
+        counted.
+        """
         d, h = config.dim, self.hidden
         outputs = 1 if self.kind == "number" else len(self.classes or range(OUTPUTS))
         return 2 * d + (KERNEL * d * h + h if h else 0) + ((h or d) + 1) * outputs
 
     def head_bytes(self, tokens: int) -> int:
-        """Before and after gelu, and all records laid end to end; what is as wide as the model is little beside its
-        layers. Probabilities of the classes.
+        """Count the hidden layer before and after gelu, a copy of it with all records end to end, and the probabilities
+        of the classes. Tensors as wide as the model are small compared with its layers.
         """
         return 4 * tokens * (3 * self.hidden + 2 * OUTPUTS)

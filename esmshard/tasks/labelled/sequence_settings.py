@@ -20,16 +20,17 @@ class SequenceSettings(TaskSettings):
     data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "id_column")
 
     kind: Literal["number", "class", "multilabel"] = "number"
-    """`number`: one or several; `class`: one of several; `multilabel`: any of several."""
+    """`number` is for one or several numbers, `class` for one of several classes, `multilabel` for any of them."""
     loss: Literal["mse", "huber"] = "mse"
-    """Of numbers. `huber` counts errors over one standard deviation linearly, for data with outliers."""
+    """The loss for numbers. `huber` counts errors over one standard deviation linearly, for data with outliers."""
     balance: float = Field(0.0, ge=0, le=1)
-    """Weight of a class in the loss: its frequency to the power of minus this; of `multilabel`, weight of the proteins
-    that have a label: the odds of having it, to the power of minus this. 0 counts proteins alike. Not for numbers."""
+    """The weight of a class in the loss is its frequency to the power of minus this number. For `multilabel`, the
+    weight of the proteins with a label is the odds of this label to the power of minus this number. With 0 all proteins
+    count the same. Not for numbers."""
     hidden: int | None = Field(None, ge=0, le=8192)
-    """Width of the head's hidden layer, 0 for a linear head; that of the model by default."""
+    """The width of the head's hidden layer; 0 for a linear head. The default is the width of the model."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    """Share of the inputs of the head, and of its hidden layer, that are dropped in training."""
+    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
 
     @field_validator("loss")
     @classmethod
@@ -45,15 +46,17 @@ class SequenceSettings(TaskSettings):
         return for_classes(balance, info)
 
     def no_probe(self) -> str | None:
-        """Only a linear head is fitted."""
+        """A probe can fit a linear head only."""
         return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
     def head_parameters(self, config: "EsmConfig") -> int:
-        """LayerNorm, one or two linear layers. The labels have yet to be read: OUTPUTS are counted, of numbers one."""
+        """Count LayerNorm and one or two linear layers. Labels are not read yet: OUTPUTS are counted, or one for
+        numbers.
+        """
         d, h = config.dim, config.dim if self.hidden is None else self.hidden
         outputs = 1 if self.kind == "number" else OUTPUTS
         return 2 * d + ((d + 1) * h if h else 0) + ((h or d) + 1) * outputs
 
     def head_bytes(self, tokens: int) -> int:
-        """A record has one vector."""
+        """Return 0: a record has one vector only."""
         return 0

@@ -26,11 +26,11 @@ DEFAULTS: dict[str, Any] = {
     "train_max": None,
     "train_share": 1.0,
 }
-"""Keys of the data section for this task alone, and their values by default."""
+"""The keys of the data section that only this task reads, with their defaults."""
 
 
 class VariantSettings(TaskSettings):
-    """Measured values of variants of one protein: substitutions, one or several at a time (docs/variants.md)."""
+    """Measured values of variants of one protein with one or several substitutions (docs/variants.md)."""
 
     name: Literal["variant"]
 
@@ -40,35 +40,35 @@ class VariantSettings(TaskSettings):
     reads_table: ClassVar[bool] = True
 
     pool: Literal["wild_type", "sites", "difference", "mean"] = "wild_type"
-    """What the head sees. `wild_type`: at each mutated residue the wild type's representation, and both letters; one
-    pass of the wild type through the model serves all variants of a step. `sites`: beside these what the variant's own
-    representation there differs by, for which each variant goes through the model; `difference`: that difference
-    alone; `mean`: the mean over all residues of the variant."""
+    """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and both letters; one
+    forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference between the
+    representations of variant and wild type at this residue, which takes a forward pass for each variant. `difference`:
+    this difference alone. `mean`: the mean over all residues of the variant."""
     zero_shot: bool = True
-    """Add the language model's own score, log p(mutant) - log p(wild type) at the mutated residues in the wild type
-    (Meier et al. 2021), with a weight that is learned; and let `wild_type` and `sites` see all 20 probabilities there.
-    Needs a model with a trained LM head."""
+    """Add the language model's zero-shot score, log p(mutant) - log p(wild type) at the mutated residues in the wild
+    type (Meier et al. 2021), with a trained weight. `wild_type` and `sites` also get all 20 probabilities at these
+    residues. This needs a model with a trained LM head."""
     loss: Literal["mse", "huber", "ranking"] = "mse"
-    """`huber` counts errors over one standard deviation linearly; `ranking` sees the order of the measured values and
+    """`huber` counts errors over one standard deviation linearly; `ranking` uses the order of the measured values and
     not their distances."""
     hidden: int = Field(64, ge=0, le=8192)
-    """Width of the head's hidden layer; 0 for a linear head."""
+    """The width of the head's hidden layer; 0 for a linear head."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    """Share of the inputs of the head, and of its hidden layer, that are dropped in training."""
+    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
 
     def no_probe(self) -> str | None:
-        """Only a linear head is fitted."""
+        """A probe can fit a linear head only."""
         return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
     @property
     def wild_type_alone(self) -> bool:
-        """With pool `wild_type`, where a variant is what changes of the wild type."""
+        """Whether the pool is `wild_type`."""
         return self.pool == "wild_type"
 
     def suit(self, data: DataSettings) -> DataSettings:
-        """With the defaults of the keys that only this task has."""
+        """Return the data section with the defaults of the keys that only this task reads."""
         if self.loss == "ranking" and data.transform == "log":
-            raise Clash("transform", "log means nothing to task.loss ranking, which sees ranks; remove it")
+            raise Clash("transform", "log has no effect on task.loss ranking, which uses ranks; remove it")
         for key in ("table", "wild_type"):
             if getattr(data, key) is None:
                 raise Clash(key, "this key is required")
@@ -90,8 +90,8 @@ class VariantSettings(TaskSettings):
         return data
 
     def head_parameters(self, config: "EsmConfig") -> int:
-        """LayerNorm, one or two linear layers over what the head sees, letters, and the weight of the zero-shot score.
-        The labels have yet to be read: one target is counted.
+        """Count LayerNorm, one or two linear layers over the input of the head, letters, and the weight of the
+        zero-shot score. Labels are not read yet: one target is counted.
         """
         d, h = config.dim, self.hidden
         pool, seen = self.pool, d
@@ -101,5 +101,5 @@ class VariantSettings(TaskSettings):
         return 2 * d + first + int(self.zero_shot)
 
     def head_bytes(self, tokens: int) -> int:
-        """A record has one vector. The wild type that goes with a micro-batch is the planner's."""
+        """Return 0: a record has one vector only. The planner counts the wild type of a micro-batch."""
         return 0
