@@ -72,8 +72,8 @@ class DataSettings(Settings):
     """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
     folds: int | None = Field(None, ge=3, le=10**4)
     """The number of parts into which `train`, or `table`, is divided for cross-validation. One part is the test set;
-    for a table another part is the validation set. `--folds` sets this key and `fold` for each run. If this key is set
-    without `--folds`, `fold` must be set, too."""
+    the next part is the validation set of a table, or if `valid` names the same file as `train`. `--folds` sets this
+    key and `fold` for each run. If this key is set without `--folds`, `fold` must be set, too."""
     fold: int = Field(0, ge=0)
     """The number of the part that is the test set, counted from 0."""
     clusters: str | None = None

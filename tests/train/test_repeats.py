@@ -45,6 +45,20 @@ def test_each_record_is_tested_in_one_fold_and_trained_on_in_the_others(tiny_rec
     assert {len(test) for test in ids["test"]} == {8}
 
 
+def test_of_one_file_for_training_and_validation_the_next_fold_is_the_validation_set(tiny_recipe: Path) -> None:
+    train = recipe_file.load(tiny_recipe).data.train
+    tested, validated = [], []
+    for fold in range(3):
+        recipe = recipe_file.load(tiny_recipe, ["data.folds=3", f"data.fold={fold}", f"data.valid={train}"])
+        splits = [open_split(recipe, name, None) for name in ("train", "valid", "test")]
+        ids = [{split.id(n) for n in range(len(split))} for split in splits]
+        assert [len(found) for found in ids] == [8, 8, 8]
+        assert len(set.union(*ids)) == 24, "no record is in two sets"
+        validated.append(ids[1])
+        tested.append(ids[2])
+    assert validated == [tested[1], tested[2], tested[0]]
+
+
 def test_folds_do_not_depend_on_the_seed_but_on_clusters(tmp_path: Path, tiny_recipe: Path) -> None:
     fasta = tmp_path / "x.fasta"
     sequences = ["MKTAYIAKQR" + letter * 3 for letter in "ACDEFGHIKLMN"]

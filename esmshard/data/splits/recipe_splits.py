@@ -26,8 +26,9 @@ OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples:
     """Open one split: tokens (ingested on first use) and labels. Only training records are cropped.
 
-    Under cross-validation, the test set is the part of the training file that the fold leaves out. A file that the
-    recipe names for several splits is divided as its headers or its table of labels say, if they do.
+    Under cross-validation, the test set is one part of the training file. If the recipe names this file for validation,
+    too, the next part is the validation set. Without folds, a file that the recipe names for several splits is divided
+    as its headers or its table of labels say, if they do.
 
     Args:
         recipe: the recipe as loaded.
@@ -37,7 +38,8 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples
     data, seed = recipe.data, recipe.train.seed
     if recipe.task.reads_table:
         return open_variants(data, name, alone=recipe.task.wild_type_alone)
-    divided = data.folds is not None and name != "valid"
+    valid_is_part = data.valid == data.train
+    divided = data.folds is not None and (name != "valid" or valid_is_part)
     path = recipe_file.sample(getattr(data, "train" if divided else name))
     fasta, tokens = _records(path)
     found = None if labels is None else labels(fasta, tokens, data)
@@ -47,7 +49,9 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples
         digest = hashlib.sha256(digest.encode() + np.packbits(members_N).tobytes()).hexdigest()
     if divided:
         assert data.folds is not None
-        members_N = (fold_of(tokens, data.folds, data.clusters) == data.fold) == (name == "test")
+        fold_N = fold_of(tokens, data.folds, data.clusters)
+        test_N, valid_N = fold_N == data.fold, fold_N == (data.fold + 1) % data.folds
+        members_N = {"test": test_N, "valid": valid_N, "train": ~(test_N | valid_N if valid_is_part else test_N)}[name]
     how: dict[str, Any] = {"members_N": members_N, "digest": digest}
     if name == "train":
         how |= {"long": data.long, "max_length": data.max_length, "seed": seed}
