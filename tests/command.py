@@ -35,7 +35,7 @@ _forks.set_forkserver_preload(
 
 
 def esmshard(
-    *arguments: str | Path, cwd: Path | None = None, timeout: float = 300.0
+    *arguments: str | Path, cwd: Path | None = None, timeout: float = 1200.0
 ) -> subprocess.CompletedProcess[str]:
     """Exit code (-N for signal N), stdout and stderr of `esmshard ARGUMENTS`.
 

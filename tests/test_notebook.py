@@ -16,7 +16,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], lis
     """The directory, what each code cell printed, and the kinds of its pictures."""
     directory = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(directory)}}).execute()
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(directory)}}).execute()
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     printed = ["".join(o.text for o in each if o.get("name") == "stdout") for each in outputs]
     shown = [kind for each in outputs for o in each if o.output_type == "display_data" for kind in o.data]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 STATE = Path(os.environ.get("STAND_IN", "."))
-KILL_WAIT = 60.0
+KILL_WAIT = 600.0
 
 DIRECTIVES = {
     *("job-name", "array", "partition", "account", "qos", "constraint", "time", "nodes", "ntasks-per-node", "mem"),

@@ -79,9 +79,9 @@ class Cluster:
         self.site["python"] = str(player)
         return self.launch("contact", f"out={self.work / 'run'}", "--name", "played")
 
-    def wait(self, number: str, timeout: float = 120) -> tuple[int, str]:
+    def wait(self, number: str) -> tuple[int, str]:
         """Exit code, and how Slurm calls the end."""
-        job, end = Job(number), time.monotonic() + timeout
+        job, end = Job(number), time.monotonic() + 900
         while job.get("state") not in ("CANCELLED", "FAILED", "COMPLETED"):
             assert time.monotonic() < end, self.log(number)
             time.sleep(0.02)
@@ -90,8 +90,8 @@ class Cluster:
     def log(self, number: str, name: str = "played") -> str:
         return (self.work / f"{name}-{number}.out").read_text()
 
-    def until(self, reached: Callable[[], bool], timeout: float = 60) -> None:
-        end = time.monotonic() + timeout
+    def until(self, reached: Callable[[], bool]) -> None:
+        end = time.monotonic() + 900
         while not reached():
             assert time.monotonic() < end
             time.sleep(0.01)

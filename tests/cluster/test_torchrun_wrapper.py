@@ -25,16 +25,17 @@ echo started >> rank-$1
 while :; do sleep 0.1; done
 """
 
-# Ends with 0 when its two ranks have ended, as torchrun does. A rank writes the status when training begins.
+# Ends with 0 when its two ranks have ended, as torchrun does. A rank writes the status when training begins. At the end
+# no other process is started: the wrapper would take it for a rank.
 TORCHRUN = """
 trap 'echo asked >> torchrun; kill $ranks 2>/dev/null; exit 1' TERM
-[ ! -e begun.json ] || mv begun.json status.json
+[ ! -e begun.json ] || { mv begun.json status.json; ended=$(cat ended.json); }
 sh rank.sh 0 &
 ranks=$!
 sh rank.sh 1 &
 ranks="$ranks $!"
 wait
-[ ! -e ended.json ] || mv ended.json status.json
+[ -z "$ended" ] || echo "$ended" > status.json
 """
 
 
@@ -74,8 +75,11 @@ class Wrapper:
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + 600
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()
+        while True:
+            is_over = self.process.poll() is not None
+            if condition():
+                return
+            assert not is_over, self.process.communicate()
             assert time.monotonic() < end
             time.sleep(0.02)
 

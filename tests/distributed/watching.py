@@ -32,7 +32,7 @@ from esmshard.launch.process_group import World, world
 from esmshard.monitor import stuck_ranks
 from esmshard.monitor.profiler import Profile
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
-from esmshard.monitor.watch import Watch
+from esmshard.monitor.watch import Numbers, Watch
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.shard import shard
 
@@ -99,7 +99,8 @@ def gradients(model: Toy) -> list[list[float]]:
 def measured(ranks: World, folder: Path) -> dict[str, Any]:
     """By layout: gradients with and without the clock, and the numbers of all ranks where one sleeps.
 
-    In both micro-batches rank 1 sleeps 0.2 s before its forward pass, rank 2 0.3 s in its backward one.
+    In both micro-batches rank 1 sleeps 0.2 s before its forward pass, rank 2 0.3 s in its backward one. On a busy
+    machine a rank may come late to a collective, and waits less than these sleeps take: then all sleep longer.
     """
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
@@ -107,7 +108,7 @@ def measured(ranks: World, folder: Path) -> dict[str, Any]:
         batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(ranks.rank))
         model(batch).backward()
         plain = gradients(model)
-        with Control(ranks, start_timeout=60, step_timeout=60, dumps=folder) as control:
+        with Control(ranks, start_timeout=600, step_timeout=600, dumps=folder) as control:
             watch = Watch(model, ranks, control, peak=1e6)
             watch.begin_step(1, residues=0, flops=0)
             model(batch).backward()
@@ -115,18 +116,30 @@ def measured(ranks: World, folder: Path) -> dict[str, Any]:
             watch.begin_step(1, residues=100 * (ranks.rank + 1), flops=2e5)
             quiet = one_step(model, ranks, watch)
             watch.report(quiet)
-            block = model.layers[0]
-            if ranks.rank == 1:
-                block.before = lambda: time.sleep(0.2)
-            if ranks.rank == 2:
-                block.before_backward = lambda: time.sleep(0.3)
-            watch.begin_step(2, residues=100 * (ranks.rank + 1), flops=2e5)
-            slow = one_step(model, ranks, watch)
-            watch.report(slow)
-            block.before = block.before_backward = lambda: None
-            model.zero_grad()
-        found[name] = {"same": same, "quiet": quiet, "slow": slow, "moved": any(map(any, plain))}
+            for factor in (1, 4, 16, 64):
+                slow = one_slow_step(model, ranks, watch, factor)
+                if all(Numbers(*row).communication_s > w * factor for row, w in zip(slow, LEAST_WAITS, strict=True)):
+                    break
+        found[name] = {"same": same, "quiet": quiet, "slow": slow, "factor": factor, "moved": any(map(any, plain))}
     return found
+
+
+LEAST_WAITS = [0.5, 0.3, 0.2, 0.5]
+"""Half of the seconds for which each of four ranks waits for rank 1 and rank 2, if it comes in time itself."""
+
+
+def one_slow_step(model: Toy, ranks: World, watch: Watch, factor: int) -> list[list[float]]:
+    block = model.layers[0]
+    if ranks.rank == 1:
+        block.before = lambda: time.sleep(0.2 * factor)
+    if ranks.rank == 2:
+        block.before_backward = lambda: time.sleep(0.3 * factor)
+    watch.begin_step(2, residues=100 * (ranks.rank + 1), flops=2e5)
+    rows = one_step(model, ranks, watch)
+    watch.report(rows)
+    block.before = block.before_backward = lambda: None
+    model.zero_grad()
+    return rows
 
 
 def profiled(ranks: World, folder: Path) -> dict[str, Any]:
@@ -139,7 +152,7 @@ def profiled(ranks: World, folder: Path) -> dict[str, Any]:
             yield torch.randn(8, WIDTH)
 
     tables = []
-    with Control(ranks, start_timeout=60, step_timeout=60, dumps=folder) as control:
+    with Control(ranks, start_timeout=600, step_timeout=600, dumps=folder) as control:
         watch = Watch(model, ranks, control)
         with Profile(ranks, 3, 10, folder / "profile") as profile:
             for step in range(1, 8):
@@ -151,41 +164,82 @@ def profiled(ranks: World, folder: Path) -> dict[str, Any]:
     return {"tables": tables}
 
 
-def stopped(
-    ranks: World, folder: Path, victim: int, how: Callable[[], None], where: str, layout: Layout
-) -> dict[str, Any]:
-    """Steps until the victim does something in the third; what each rank then says, and how long after it began.
+How = Callable[[Control], None]
+"""What a victim does."""
 
-    A step may take 2 s where the victim holds it up, and a minute where the end of the victim is noticed at once.
-    """
-    patience = 2 if how in (sleep_on, sleep_for_a_while) else 60
+
+def stopped(ranks: World, folder: Path, victim: int, how: How, where: str, layout: Layout) -> dict[str, Any]:
+    """Steps until the victim does something in the third; what each rank then says, and how long after it began."""
     began = time.monotonic()
     try:
-        with Control(ranks, start_timeout=30, step_timeout=patience, dumps=folder / "flight_recorder") as control:
+        with Control(ranks, start_timeout=600, step_timeout=600, dumps=folder / "flight_recorder") as control:
             model = build(ranks, layout)
             watch = Watch(model, ranks, control)
+            meet = partial(come_to, control, ranks, victim, how)
             for step in range(1, 6):
-                if step == 3:
+                if step == 3 and victim < ranks.size:
                     began = time.monotonic()
-                if step == 3 and ranks.rank == victim:
                     if where == "outside":
-                        how()
+                        meet()
                     elif where == "forward":
-                        model.layers[0].before = how
+                        model.layers[0].before = meet
                     elif where == "loader":
-                        watch.data = partial(after, how, watch.data)
+                        watch.data = partial(after, meet, watch.data)
                     else:
-                        model.layers[1].before_backward = how
+                        model.layers[1].before_backward = meet
                 watch.begin_step(step, 10, 0)
                 watch.report(one_step(model, ranks, watch))
     except InputError as error:
-        return {
-            "says": str(error),
-            "shared": error.shared,
-            "code": error.exit_code,
-            "after": time.monotonic() - began,
-        }
+        return said(error, began)
     return {"says": "", "shared": False, "after": time.monotonic() - began}
+
+
+def said(error: InputError, began: float) -> dict[str, Any]:
+    after = time.monotonic() - began
+    return {"says": str(error), "shared": error.shared, "code": error.exit_code, "after": after}
+
+
+def come_to(control: Control, ranks: World, victim: int, how: How) -> None:
+    """The victim does something; the others wait until it is there and is known to be there.
+
+    From then on a step may take 2 s where the victim holds it up, and minutes where its end is noticed at once.
+    """
+    store = control._store
+    if ranks.rank == victim:
+        wait_until(lambda: control._noted(victim) == control._doing)
+        store.set("there", "")
+        how(control)
+    else:
+        wait_until(lambda: store.check(["there"]))
+        answers = set(range(ranks.size)) - ({victim} if how in (kill, sleep_on, be_late) else set())
+        stuck_ranks.time = Clock(store, ranks.rank, answers, how is be_late)  # type: ignore[assignment]
+        if how in (sleep_on, be_late):
+            control._timeout = 2
+            control._set_timeouts()
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    while not true():
+        time.sleep(0.01)
+
+
+class Clock:
+    """The time of a roll call on a rank. It stands still until all that answer in time have done so, and were seen."""
+
+    def __init__(self, store: Any, rank: int, answers: set[int], late: bool) -> None:
+        self._store, self._rank, self._answers, self._seen = store, rank, answers, 0
+        self._then = stuck_ranks.ROLL_CALL * (0.5 if late else 1.5)
+
+    def monotonic(self) -> float:
+        if all(self._store.check([f"answer/{n}"]) or self._store.check([f"ended/{n}"]) for n in self._answers):
+            self._seen += 1
+        if self._seen < 3:  # the roll call begins, looks, and looks again
+            return 0.0
+        if json.loads(self._store.get("call"))[0] == self._rank:
+            self._store.set("time has passed", "")
+        return self._then
+
+    sleep = staticmethod(time.sleep)
 
 
 def after(how: Callable[[], None], data: Any, batches: Any) -> Any:
@@ -198,24 +252,24 @@ def after(how: Callable[[], None], data: Any, batches: Any) -> Any:
     return data(loader())
 
 
-def kill() -> None:
-    time.sleep(0.2)  # it has been heard of in this step
+def kill(_: Control) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def sleep_on() -> None:
-    time.sleep(900)
+def sleep_on(_: Control) -> None:
+    time.sleep(3000)
 
 
-def sleep_for_a_while() -> None:
-    time.sleep(3)
+def be_late(control: Control) -> None:
+    """Come when the rank that called the roll has waited."""
+    wait_until(lambda: control._store.check(["time has passed"]))
 
 
-def bad_record() -> None:
+def bad_record(_: Control) -> None:
     raise InputError("train.fasta:7: record 'x' is empty")
 
 
-def our_mistake() -> None:
+def our_mistake(_: Control) -> None:
     raise KeyError("trunk")
 
 
@@ -231,24 +285,17 @@ def at_the_start(ranks: World, folder: Path) -> dict[str, Any]:
     """Rank 1 reads its weights for ever; the others go on to the first step."""
     began = time.monotonic()
     try:
-        with Control(ranks, start_timeout=2, step_timeout=30, dumps=folder / "flight_recorder") as control:
+        with Control(ranks, start_timeout=600, step_timeout=600, dumps=folder / "flight_recorder") as control:
             if ranks.rank == 1:
                 control.note("reading weights")
-                sleep_on()
+            come_to(control, ranks, 1, sleep_on)
             control.begin_step(1)
     except InputError as error:
-        return {
-            "says": str(error),
-            "shared": error.shared,
-            "code": error.exit_code,
-            "after": time.monotonic() - began,
-        }
+        return said(error, began)
     return {"says": ""}
 
 
-def other(
-    victim: int, how: Callable[[], None], where: str, strategy: str = "full_shard"
-) -> Callable[..., dict[str, Any]]:
+def other(victim: int, how: How, where: str, strategy: str = "full_shard") -> Callable[..., dict[str, Any]]:
     size = 4 if strategy == "hybrid_shard" else 3
     layout = LAYOUTS[strategy] if size == 4 else three(strategy)
     return lambda ranks, folder: stopped(ranks, folder, victim, how, where, layout)
@@ -267,7 +314,7 @@ JOBS: dict[str, tuple[int, Callable[[World, Path], dict[str, Any]]]] = {
     "killed-of-six": (6, partial(stopped, victim=1, how=kill, where="forward", layout=SIX)),
     "first-killed": (3, other(0, kill, "backward", "no_shard")),
     "first-killed-with-store": (3, other(0, kill, "forward")),
-    "late": (3, other(1, sleep_for_a_while, "forward")),
+    "late": (3, other(1, be_late, "forward")),
     "bad-record": (3, other(2, bad_record, "forward")),
     "our-mistake": (3, other(1, our_mistake, "backward")),
     "nothing": (3, other(3, kill, "outside")),
@@ -277,7 +324,7 @@ MEASURED = ["measured", "profiled"]
 OWN_STORE = {"first-killed-with-store"}
 """Jobs whose first rank holds the store, as it does without an elastic launcher."""
 SLEEPS_ON = {"absent", "absent-at-barrier", "first-absent", "stuck-forward", "stuck-backward", "stuck-loader", "start"}
-"""Jobs of which one rank would sleep for long after the others have ended."""
+"""Jobs of which one rank would sleep for longer than all tests may take."""
 
 
 def rank_of(job: str, rank: int, size: int, port: int, folder: Path) -> None:
@@ -286,7 +333,7 @@ def rank_of(job: str, rank: int, size: int, port: int, folder: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": str(job not in OWN_STORE), "TORCHELASTIC_RESTART_COUNT": "0"}
     os.environ |= recorder_settings(folder / job / "flight_recorder")
-    stuck_ranks.ROLL_CALL, stuck_ranks.TELL_EVERY = 2.0, 0.02
+    stuck_ranks.STORE_SILENCE, stuck_ranks.TELL_EVERY = 600.0, 0.02
     stuck_ranks.BARRIER_EVERY = 0.0 if job == "absent-at-barrier" else 10.0
     with open(folder / f"{job}-{rank}.log", "w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
@@ -295,7 +342,7 @@ def rank_of(job: str, rank: int, size: int, port: int, folder: Path) -> None:
         import faulthandler
 
         faulthandler.dump_traceback_later(9)
-    with contextlib.suppress(KeyError), world(30) as ranks:
+    with contextlib.suppress(KeyError), world(600) as ranks:
         result = JOBS[job][1](ranks, folder / job)
         partial = folder / f"{job}-{rank}.part"
         partial.write_text(json.dumps(result), encoding="utf-8")
@@ -309,7 +356,7 @@ def runs() -> tuple[Path, dict[str, dict[int, dict[str, Any]]]]:
     folder = Path(tempfile.mkdtemp(prefix="watching-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, __file__, str(folder)], env=environment, check=True, timeout=900)
+    subprocess.run([sys.executable, __file__, str(folder)], env=environment, check=True, timeout=2000)
     said: dict[str, dict[int, dict[str, Any]]] = {job: {} for job in JOBS}
     for path in folder.glob("*.json"):
         job, rank = path.stem.rsplit("-", 1)
@@ -335,7 +382,7 @@ def run_side_by_side(folder: Path, jobs: list[str]) -> None:
         ranks[job] = [context.Process(target=rank_of, args=(job, r, size, ports[job], folder)) for r in range(size)]
         for process in ranks[job]:
             process.start()
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + 1000
     while any(p.is_alive() for processes in ranks.values() for p in processes):
         for job, processes in ranks.items():
             # Who sleeps on is not waited for once the others have spoken.

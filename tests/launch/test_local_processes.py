@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from esmshard.launch import local_processes
+from esmshard.launch.liveness import process_start
 from esmshard.launch.process_environment import LAUNCH, LAUNCHER
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_preemption import ACTING, alive, wait_for
+from test_preemption import ACTING, alive, wait_for, wait_until
 
 
 class Launched:
@@ -27,7 +28,6 @@ class Launched:
         directory: Path,
         *actions: str,
         nproc: int,
-        end_timeout: float = 30,
         **options: Any,
     ) -> None:
         self.directory, self.output, self.options = directory, directory / "output", options
@@ -42,19 +42,32 @@ class Launched:
             os.dup2(file, 2)
             sys.stderr = os.fdopen(2, "w", buffering=1)
             tempfile.tempdir = str(directory)
-            local_processes.END_TIMEOUT = end_timeout
+            local_processes.END_TIMEOUT = 600
+            local_processes.time = self  # type: ignore[assignment]
             code = local_processes.run_local([str(ACTING), str(directory), *actions], nproc, **options)
         finally:
             os._exit(code)
 
-    def ready(self, *ranks: int, attempt: int = 0) -> list[int]:
+    def monotonic(self) -> float:
+        """The clock of the launcher, on which all its patience is over once there is a file `late`."""
+        return time.monotonic() + (1e6 if (self.directory / "late").exists() else 0)
+
+    sleep = staticmethod(time.sleep)
+
+    def ready(self, *ranks: int, said: str = "ready") -> list[int]:
         """Process ids of ranks that are in the middle of what they were told."""
-        return [int(wait_for(self.directory / f"ready-{attempt}-{rank}")) for rank in ranks]
+        return [int(wait_for(self.directory / f"{said}-0-{rank}")) for rank in ranks]
 
     def send(self, *numbers: int) -> None:
         for number in numbers:
             os.kill(self.pid, number)
             time.sleep(0.05)
+
+    def be_late(self, *after: int) -> None:
+        """The launcher has waited long enough, once it has seen the end of these processes."""
+        for pid in after:
+            wait_until(lambda pid=pid: process_start(pid) is None, "the launcher to see the end of a process")
+        (self.directory / "late").touch()
 
     def end(self) -> tuple[int, str]:
         """Exit code, and all that was said, but for torch's wonder at an address without a name.
@@ -119,11 +132,13 @@ def test_exit_codes(run: Callable[..., Launched], actions: list[str], code: int,
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_processes_save_whatever_else_comes(run: Callable[..., Launched], number: int) -> None:
-    job = run("train 0.6", "train 0.4")
+    job = run("train enough", "train enough")
     job.ready(0, 1)
     job.send(number)
-    time.sleep(0.2)
+    job.ready(0, 1, said="asked")
     job.send(signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1)
+    time.sleep(0.2)  # the launcher passes them on
+    (job.directory / "enough").touch()
     code, output = job.end()
     assert code == 75, output
     for rank in (0, 1):  # each signal as what it is, the first one first
@@ -173,36 +188,43 @@ def test_a_signal_before_there_is_a_process(run: Callable[..., Launched], monkey
 
 
 def test_a_process_that_does_not_leave_is_killed(run: Callable[..., Launched]) -> None:
-    job = run("train 0", "stubborn", stop_timeout=0.7, max_restarts=1)
-    job.ready(0, 1)
-    begin = time.monotonic()
+    job = run("train 0", "stubborn", stop_timeout=700, max_restarts=1)
+    quick, stubborn = job.ready(0, 1)
     job.send(signal.SIGTERM)
+    job.ready(1, said="asked")
+    wait_until(lambda: process_start(quick) is None, "the launcher to see the end of rank 0")
+    assert alive(stubborn), "it has 700 s"
+    job.be_late()
     assert job.end() == (
         1,
-        "stopped by SIGTERM\nerror: 1 process did not leave within 0.7 s of SIGTERM, and had to be killed\n",
+        "stopped by SIGTERM\nerror: 1 process did not leave within 700 s of SIGTERM, and had to be killed\n",
     )
-    assert time.monotonic() - begin > 0.6
     assert (job.directory / "saved-0-0").is_file()
 
 
 def test_interrupted(run: Callable[..., Launched]) -> None:
-    job = run("stubborn", "exit 130 3", max_restarts=1, end_timeout=1)
-    job.ready(0, 1)
+    job = run("stubborn", "exit 130 asked", max_restarts=1)
+    pids = job.ready(0, 1)
     job.send(signal.SIGINT)
+    job.be_late(pids[1])
     assert job.end() == (130, ""), "the other one is not waited for longer"
 
 
 def test_interrupted_twice(run: Callable[..., Launched]) -> None:
     job = run("stubborn")
     job.ready(0, 1)
-    job.send(signal.SIGINT, signal.SIGINT)
+    job.send(signal.SIGINT)
+    job.ready(0, 1, said="asked")
+    job.send(signal.SIGINT)
     assert job.end() == (130, "")
 
 
 def test_interrupted_in_vain(run: Callable[..., Launched]) -> None:
-    job = run("stubborn", end_timeout=0.3)
+    job = run("stubborn")
     job.ready(0, 1)
     job.send(signal.SIGINT)
+    job.ready(0, 1, said="asked")
+    job.be_late()
     assert job.end() == (130, "")
 
 
@@ -229,9 +251,7 @@ def test_the_launcher_is_killed(run: Callable[..., Launched]) -> None:
     pids = job.ready(0, 1)
     job.send(signal.SIGKILL)
     job.end()
-    end = time.monotonic() + 600
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(alive, pids)), "the end of the ranks")
     assert all((job.directory / f"saved-0-{rank}").read_text() == "SIGTERM" for rank in (0, 1))
 
 
@@ -243,7 +263,6 @@ def test_handlers_are_put_back() -> None:
     with local_processes._listening() as came:
         assert not any(a == b for a, b in zip(before, found(), strict=True))
         os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(0.001)
     assert found() == before
     assert came == [signal.SIGHUP]
 
@@ -296,9 +315,10 @@ def test_the_order_of_causes() -> None:
 
 
 def test_no_restart_after_a_signal(run: Callable[..., Launched]) -> None:
-    job = run("exit 3 3", "stubborn", max_restarts=3)
-    job.ready(0, 1)
+    job = run("exit 3 asked", "stubborn", max_restarts=3)
+    pids = job.ready(0, 1)
     job.send(signal.SIGTERM)
+    job.be_late(pids[0])
     assert job.end() == (3, "")
 
 

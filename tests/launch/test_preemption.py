@@ -1,6 +1,7 @@
 """What asks a run to stop, with real signals; and what a process tells its launcher."""
 # ruff: noqa: PT012  # where a signal interrupts is the point, so what follows it stands in the same block
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from esmshard.errors import InputError, LostProcess, UsageError
 from esmshard.launch import preemption, process_environment
+from esmshard.launch.liveness import process_start
 from esmshard.launch.preemption import Preempted, Preemption
 
 ACTING = Path(__file__).parent / "acting.py"
@@ -26,12 +28,28 @@ def send(number: int) -> None:
     time.sleep(0.001)  # the handler runs before the next instruction
 
 
-def wait_for(path: Path, seconds: float = 120) -> str:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path.name}"
+def wait_until(true: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + 600
+    while not true():
+        assert time.monotonic() < end, f"waited in vain for {what}"
         time.sleep(0.01)
+
+
+def wait_for(path: Path) -> str:
+    wait_until(path.exists, path.name)
     return path.read_text()
+
+
+def watchers() -> int:
+    """How many threads of this process watch for signals."""
+    return sum(thread.name == "preemption" for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that watch for signals would end pytest itself, where it leaves late."""
+    monkeypatch.setattr(preemption, "LEAVE_WITHIN", 600.0)
+    monkeypatch.setattr(preemption, "EXPLAIN_WITHIN", 600.0)
 
 
 @pytest.fixture
@@ -128,11 +146,10 @@ def test_a_second_signal_does_not_disturb_the_way_out() -> None:
     assert left == ["in peace"]
 
 
-def test_a_program_that_goes_on_afterwards_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "LEAVE_WITHIN", 0.05)
+def test_a_program_that_goes_on_afterwards_is_not_ended() -> None:
     with pytest.raises(Preempted), Preemption():
         send(signal.SIGTERM)
-    time.sleep(0.2)
+    wait_until(lambda: not watchers(), "the thread, which has seen that the process left")
 
 
 def test_what_was_raised_by_the_training_is_not_raised_again() -> None:
@@ -147,11 +164,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)]
         return wakeup, handlers, watchers(), len(list(Path("/dev/fd").iterdir()))
 
-    def watchers() -> int:
-        return sum(thread.name == "preemption" for thread in threading.enumerate())
-
-    while watchers():  # of the tests before this one
-        time.sleep(0.01)
+    wait_until(lambda: not watchers(), "threads of earlier tests")
     before, timer = found(), signal.setitimer(signal.ITIMER_REAL, 500)
     monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 3600))
     with Preemption():
@@ -161,10 +174,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(a == b for a, b in zip(inside, before, strict=True))
     assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 499.95
     signal.setitimer(signal.ITIMER_REAL, *timer)  # of pytest, for this test
-    end = time.monotonic() + 600
-    while found() != before and time.monotonic() < end:
-        time.sleep(0.01)  # the thread notices that its pipe was closed
-    assert found() == before
+    wait_until(lambda: found() == before, "the thread, which notices that its pipe was closed")
 
 
 def test_without_a_time_limit_the_timer_is_left_alone() -> None:
@@ -175,15 +185,13 @@ def test_without_a_time_limit_the_timer_is_left_alone() -> None:
     signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
-def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 0.2))
-    with pytest.raises(Preempted, match=r"^stopped by the time limit of --stop-after$"), Preemption():
-        time.sleep(60)
-        pytest.fail("went on")
-    # Workers that are started again find it already passed.
-    with pytest.raises(Preempted, match="the time limit"), Preemption():
-        time.sleep(60)
-        pytest.fail("went on")
+@pytest.mark.parametrize("left", [0.5, -5])
+def test_the_time_limit(tmp_path: Path, left: float) -> None:
+    """Workers that are started again find that it has passed already. The signal comes wherever the process is then."""
+    command = [sys.executable, str(ACTING), str(tmp_path), "idle"]
+    environment = {**os.environ, preemption.STOP_AT: str(time.time() + left)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (75, "stopped by the time limit of --stop-after\n")
 
 
 def test_one_inside_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,17 +240,18 @@ def test_another_thread_knows_the_time_limit_only(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forked_child_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "LEAVE_WITHIN", 0.1)
     with pytest.raises(Preempted), Preemption() as asking:
+        monkeypatch.setattr(preemption, "LEAVE_WITHIN", 0.1)
         for _ in range(30):  # it may come when the child has hardly begun
             child = os.fork()
             if child == 0:
-                time.sleep(20)
+                time.sleep(600)
                 os._exit(0)
             os.kill(child, signal.SIGTERM)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         time.sleep(0.3)  # would end this process, if the child's signal had come through to its thread
         assert asking.asked == 0
+        monkeypatch.setattr(preemption, "LEAVE_WITHIN", 600.0)
         send(signal.SIGTERM)  # and this process still listens
         pytest.fail("went on")
 
@@ -284,10 +293,11 @@ def test_a_blocked_training_is_not_ended(acting: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_process_saves_to_the_end_whatever_comes(acting: Any, tmp_path: Path, number: int) -> None:
-    done = acting("train 0.5")
+    done = acting("train enough")
     for _ in range(10):
         done.send_signal(number)
-        time.sleep(0.03)
+        wait_for(tmp_path / "asked-0-0")
+    (tmp_path / "enough").touch()
     assert done.wait(600) == 75
     assert (tmp_path / "saved-0-0").read_text() == signal.Signals(number).name
 
@@ -314,22 +324,18 @@ def test_a_process_does_not_outlive_its_launcher(tmp_path: Path, action: str) ->
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
         pid = int(wait_for(tmp_path / "ready-0-0"))
         launcher.kill()
-    end = time.monotonic() + 600
-    while alive(pid) and time.monotonic() < end:
-        time.sleep(0.01)
-    if alive(pid):
-        os.kill(pid, signal.SIGKILL)
-        pytest.fail("an orphan")
+    try:
+        wait_until(lambda: not alive(pid), "the end of an orphan")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     if action != "idle":
         assert (tmp_path / "saved-0-0").read_text() == "SIGTERM"
 
 
 def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    """Whether a process has not ended; a process that has ended may not have been reaped."""
+    return process_start(pid) not in (None, "ended")
 
 
 @LINUX

@@ -78,7 +78,7 @@ def download(tmp_path: Path, endpoint: str, *arguments: str | Path, **more: str)
     """`esmshard download` in a process of its own, since huggingface_hub reads its variables when imported."""
     command = [sys.executable, "-m", "esmshard", "download", *map(str, arguments)]
     env = environment(tmp_path, endpoint, **more)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
 
 
 def names(directory: Path) -> set[str]:
@@ -310,7 +310,7 @@ def test_ctrl_c_ends_a_download_at_once_and_leaves_nothing(server: Hub, tmp_path
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def _until(happens: Any, seconds: float = 300) -> None:
+def _until(happens: Any, seconds: float = 900) -> None:
     end = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < end

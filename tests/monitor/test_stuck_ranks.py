@@ -68,13 +68,9 @@ def test_starting_again_helps_but_after_a_users_mistake(job: str) -> None:
     assert {own["code"] for own in watching.runs()[1][job].values()} == {1 if job == "bad-record" else 69}
 
 
-@pytest.mark.parametrize("job", SENTENCES)
-def test_they_do_so_soon(job: str) -> None:
-    """After the time-out of 2 s where one is due, 2 s of roll call if somebody is silent, and 1 s to let one speak."""
-    waits = "absent" in job or "stuck" in job or job in ("start", "late")
-    for own in watching.runs()[1][job].values():
-        assert own["after"] < 800, "not because the rank that sleeps for long has come at last"
-        assert own["after"] > 2 or not waits or job == "late"
+@pytest.mark.parametrize("job", [job for job in SENTENCES if "absent" in job or "stuck" in job or job == "start"])
+def test_the_others_wait_for_the_time_out(job: str) -> None:
+    assert max(own["after"] for own in watching.runs()[1][job].values()) > 2
 
 
 def test_a_good_run_says_nothing() -> None:

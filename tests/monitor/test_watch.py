@@ -295,12 +295,11 @@ def test_the_clock_changes_no_bit_of_a_gradient(layout: str) -> None:
 def test_ranks_that_sleep_are_busy_and_the_others_communicate(layout: str) -> None:
     """Rank 1 sleeps 2 x 0.2 s, then rank 2 sleeps 2 x 0.3 s; whoever does not sleep waits in a collective."""
     rows = watching.runs()[1]["measured"][0][layout]
+    factor = rows["factor"]
     quiet, slow = ([Numbers(*row) for row in rows[kind]] for kind in ("quiet", "slow"))
     assert [own.residues for own in slow] == [100, 200, 300, 400]
     assert [own.ideal_s for own in slow] == [0.2] * 4
     assert all(0 < own.communication_s < own.gradients_s for own in quiet)
-    sleeps, waits = [0, 0.4, 0.6, 0], [1.0, 0.6, 0.4, 1.0]
-    for own, slept, waited in zip(slow, sleeps, waits, strict=True):
-        assert own.communication_s > 0.5 * waited  # on a busy machine a rank may come late to a collective
-        assert own.busy_s >= slept
-        assert own.gradients_s > 1.0
+    for own, slept, waited in zip(slow, [0, 0.4, 0.6, 0], watching.LEAST_WAITS, strict=True):
+        assert own.communication_s > waited * factor
+        assert own.busy_s >= slept * factor

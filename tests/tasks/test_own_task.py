@@ -63,7 +63,7 @@ def python(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code]
     return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=500, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 

@@ -36,10 +36,10 @@ def run(out: Path, **changes: Any) -> Path:
     return out
 
 
-def held(out: Path, beats: int = 0, **changes: Any) -> None:
+def held(out: Path, beats: int = 0, beat: float = 0.1, **changes: Any) -> None:
     """A lease of another machine, unless changed."""
-    holder = lease._myself(0.1).model_copy(update={"nonce": "a" * 32, "host": "node7", "machine": "node7", "pid": 4242})
-    holder = holder.model_copy(update={"beats": beats} | changes)
+    node = {"nonce": "a" * 32, "host": "node7", "machine": "node7", "pid": 4242}
+    holder = lease._myself(beat).model_copy(update=node | {"beats": beats} | changes)
     work = out / ".work"
     work.write_text(holder.model_dump_json())
     work.replace(out / "lease-1.json")
@@ -53,10 +53,11 @@ def beating(out: Path) -> Iterator[None]:
         beats = 0
         while not stop.wait(0.02):
             beats += 1
-            held(out, beats)
+            held(out, beats, slow)
 
+    slow = 50.0  # for a change of it is waited up to two minutes, with a look each second
     thread = threading.Thread(target=beat)
-    held(out)
+    held(out, 0, slow)
     thread.start()
     try:
         yield
@@ -88,7 +89,7 @@ def test_a_process_that_was_killed(tmp_path: Path) -> None:
     """As a rank under torchrun: status.json stays as it was, and so does the lease."""
     script = (
         "import sys, time; from pathlib import Path; from esmshard.train.records.lease import Lease\n"
-        "with Lease(Path(sys.argv[1]), print): print('held', flush=True); time.sleep(100)"
+        "with Lease(Path(sys.argv[1]), print): print('held', flush=True); time.sleep(600)"
     )
     run(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,12 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WAIT_DONE", "WAIT_STOPPED", "FINISH"):
+        monkeypatch.setattr(tracking, name, 600.0)
 
 
 def write(directory: Path, out: str = "run") -> Path:
@@ -109,8 +116,8 @@ def settled(out: Path) -> None:
     until(gone)
 
 
-def until(condition: Any, seconds: float = 90.0) -> None:
-    end = time.monotonic() + seconds
+def until(condition: Any) -> None:
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
@@ -278,12 +285,13 @@ def test_no_fault_of_a_tracker_touches_the_run(
         (package / "__init__.py").write_text(f"def init(**_):\n    {code}\n")
         monkeypatch.setenv("PYTHONPATH", str(package.parent))
     if fault == "hangs":
-        monkeypatch.setattr(tracking, "WAIT_DONE", 0.5)
-        monkeypatch.setattr(tracking, "FINISH", 1.0)
+        monkeypatch.setattr(tracking, "WAIT_DONE", 0.0)
+        monkeypatch.setattr(tracking, "FINISH", 2.0)
 
     def act() -> None:
         if fault == "killed":
             os.kill(processes[0], signal.SIGKILL)
+            until(lambda: all(thread.name != "tracking" for thread in threading.enumerate()))
 
     at_step(monkeypatch, 2, act)
     run(untracked / "tiny.yaml", *SHORT, "track=[wandb]", f"out={tmp_path / 'run'}")
