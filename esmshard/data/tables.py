@@ -82,6 +82,18 @@ class Table:
         meant = f"; did you mean {shown(lower[close[0]])}?" if close else ";"
         raise InputError(f"{self.path}: has no column {shown(name)}{meant} {listed(self.columns)}")
 
+    def only_column(self, names: Sequence[str], fix: str) -> str | None:
+        """Find the column that has one of these names, in upper or lower case; None if there is none.
+
+        Raises:
+            InputError: there are several such columns; `fix` says what to do.
+        """
+        lower = {name.lower() for name in names}
+        found = [column for column in self.columns if column.lower() in lower]
+        if len(found) > 1:
+            raise InputError(f"{self.path}: columns {' and '.join(map(shown, found[:3]))} may both be meant; {fix}")
+        return found[0] if found else None
+
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
         """Read one column as numbers, float64 [N]; NaN where a cell is in MISSING.
 

@@ -154,7 +154,7 @@ def test_numbers_are_standardised_by_the_training_residues(files: Files) -> None
         ({"kind": "number"}, "a TARGET=1;inf;3 MKT", "which is not a finite number"),
         ({"kind": "number"}, "a TARGET=1;2e39;3 MKT", "which is not a finite number"),
         ({"kind": "number"}, "a TARGET=HEH MKT", "if the labels are names of classes, set task.kind=class"),
-        ({}, "a TARGET=HEH MKT\nb AC", "1 of 2 records have no label in"),
+        ({}, "a TARGET=HEH MKT\nb AC", "1 of 2 records have no TARGET= (b); add"),
         ({}, "a MKT\nb AC", "no record (a, b) has a TARGET="),
         ({}, "a TARGET=HEH MASK=000 MKT\nb TARGET=HE MASK=00 AC", "no residue of any record has a label"),
         ({}, "a TARGET=HE MKT", "has labels for 2 residues, but 3 residues"),

@@ -120,8 +120,7 @@ def test_one_file_serves_all_splits_with_the_classes_of_training(files: Files) -
     with pytest.raises(InputError) as caught:
         found.labels(*files.split("test", "v MKT\nu ACD"), given)
     assert str(caught.value).endswith(
-        "test.fasta: record 'u' has the class 'z', which no training record has; mend the label, or leave the record "
-        "out"
+        "test.fasta: record 'u' has the class 'z', which no training record has; fix the label, or leave the record out"
     )
 
 
@@ -149,8 +148,8 @@ def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Fil
         ("multilabel", "a TARGET=x;y MKT\nb TARGET=y;x ACD", "every training record has the same labels"),
         ("number", "a TARGET=nan MKT\nb TARGET=nan ACD", "no record (a, b) has a TARGET="),
         ("number", "a MKT\nb ACD", "no record (a, b) has a TARGET="),
-        ("number", "a TARGET=1 MKT\nb ACD", "1 of 2 records have no label in"),
-        ("class", "a TARGET=x MKT\nb ACD\nc TARGET=y A", "1 of 3 records have no label in"),
+        ("number", "a TARGET=1 MKT\nb ACD", "1 of 2 records have no TARGET= (b); add"),
+        ("class", "a TARGET=x MKT\nb ACD\nc TARGET=y A", "1 of 3 records have no TARGET= (b); add"),
         ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "if the labels are names of classes, set task.kind=class"),
         ("number", "a TARGET=inf MKT\nb TARGET=2 ACD", "which is not a finite number"),
         ("number", "a TARGET=1e39 MKT\nb TARGET=2 ACD", "which is not a finite number"),

@@ -8,7 +8,7 @@ import re
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,6 @@ from esmshard.vocab import decode
 
 UNRESOLVED = 65535
 """The value in `cb_dA` of a residue without coordinates."""
-
-
-Policy = Literal["error", "drop"]
-"""What happens to a record without a label, and to a label without a record: `error` refuses it, `drop` leaves it out
-and counts it.
-"""
-Surplus = Literal["error", "drop", "ignore"]
-"""What happens to a label without a record. `ignore` does not count it, for a file with the labels of all splits."""
 
 _FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")
 

@@ -13,7 +13,7 @@ from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.coordinates import CoordinateLabels
 from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
-from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers, check_given
+from esmshard.data.splits.assignment import Numbers, check_given
 from esmshard.data.splits.clusters import read_clusters, run_mmseqs
 from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.splits.split_method import Method
@@ -64,16 +64,15 @@ class FastaRecords:
         """
         if method.by == "given":
             edits = Edits()
-            names = given_splits(self._store, self.source, self._sets, missing="drop", surplus="drop", edits=edits)
+            number_N = given_splits(self._store, self.source, self._sets, edits, required=False)
             said_by = self.facts.get("sets", self.source)
             self.notices += [f"{said_by}: {notice}" for notice in edits.notices()]
-            number_N = np.array([LEFT_OUT if name is None else SETS.index(name) for name in names], dtype=np.int64)
             check_given(number_N, Path(said_by))
             return number_N
         count = len(self._store)
         same = [hashlib.blake2b(self._store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]
         if method.by == "ratio":
-            return assignment.by_ratio(same, method.ratios, method.seed, method.folds)
+            return assignment.by_cluster(same, method.ratios, method.seed, method.folds)
         if method.clusters:
             found = [read_clusters(path, self.ids) for path in method.clusters]
         else:

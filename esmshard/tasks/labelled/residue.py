@@ -13,10 +13,9 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.labels.label_sources import label_source, require_all
+from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
 from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import Table
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import EsmConfig
 from esmshard.model.dropout import RecordDropout, of_tokens
@@ -110,7 +109,7 @@ class ResidueTask(Task):
         if isinstance(source, Path) and target[0] is not None:
             raise UsageError(f"data.target: the label FASTA {source} has no columns; remove it")
         with words_are_classes(self.settings.kind):
-            found = residue_labels(
+            return residue_labels(
                 store,
                 fasta,
                 self.settings.kind,
@@ -119,12 +118,7 @@ class ResidueTask(Task):
                 column=target[0],
                 id_column=data.id_column,
                 classes="".join(self._classes()),
-                missing="drop",  # refused below, with a mend that a recipe has
-                surplus="ignore",
             )
-        where = source.path if isinstance(source, Table) else source or fasta
-        require_all(found.labelled_N, store, fasta, where)
-        return found
 
     def learn(self, train: Examples) -> Self:
         """The classes and how many training residues have each; or mean and deviation of the numbers."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.labels.label_sources import label_source, require_all
+from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
@@ -118,11 +118,8 @@ class SequenceTask(Task):
                 source,
                 columns=target,
                 id_column=data.id_column,
-                missing="drop",  # refused below, with a mend that a recipe has
-                surplus="ignore",
+                required=not several,
             )
-        if not several:
-            require_all(found.labelled_N, store, fasta, fasta if source is None else source.path)
         if kind != "number" and not several:
             return known_classes(found, self.names, store, fasta)
         if self.names and found.names != self.names:
