@@ -20,7 +20,7 @@ class MlmSettings(TaskSettings):
     trains_lm_head: ClassVar[bool] = True
 
     mask: float = Field(0.15, gt=0, le=0.5)
-    """Share of residues that are to be told: of these 80% are replaced by `<mask>`, 10% by a random one of the 20
+    """Share of residues that are to be predicted: of these 80% are replaced by `<mask>`, 10% by a random one of the 20
     amino acids, and 10% left as they are."""
 
     def no_probe(self) -> str | None:
