@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateRecords
+from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, first_three, listed, shown
 from esmshard.errors import InputError
 from esmshard.vocab import encode_residues
@@ -38,7 +38,7 @@ _LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.re
 
 def rows_of_records(
     table: Table,
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     *,
     id_column: str | None,
@@ -114,7 +114,7 @@ def rows_of_records(
 
 
 def check_labelled(
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     labelled_N: npt.NDArray[np.bool_],
     lacks: str,
@@ -166,7 +166,7 @@ def _tokens(table: Table, row: int, column: str) -> bytes:
         raise InputError(f"{table.where(row)}: column {shown(column)}: {error}") from None
 
 
-def _same_sequence(table: Table, row: int, column: str, store: CoordinateRecords, n: int, fasta: Path) -> None:
+def _same_sequence(table: Table, row: int, column: str, store: TokenStore, n: int, fasta: Path) -> None:
     if _tokens(table, row, column) != store.residues(n).tobytes():
         raise InputError(
             f"{table.where(row)}: the sequence of {shown(store.id(n))} is not the one in {fasta}; correct one of them"

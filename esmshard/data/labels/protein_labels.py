@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from esmshard.data.fasta.headers import FLOAT32_MAX, TRUTH, attributes, number
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateRecords
 from esmshard.data.labels.pairing import check_labelled, rows_of_records
+from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import MISSING, Table, listed, shown
 from esmshard.errors import InputError, UsageError
 
@@ -55,7 +55,7 @@ class ProteinLabels:
 
 
 def protein_labels(
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     kind: Kind,
     table: Table | None = None,
@@ -147,7 +147,7 @@ def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
     return columns
 
 
-def _header_rows(store: CoordinateRecords, fasta: Path, kind: Kind, keys: Sequence[str], edits: Edits) -> _Rows:
+def _header_rows(store: TokenStore, fasta: Path, kind: Kind, keys: Sequence[str], edits: Edits) -> _Rows:
     """Read the labels in the headers of all records."""
     texts, where = _header_texts(store, fasta, keys, edits), _where_in(store, fasta)
     if kind == "number":
@@ -188,13 +188,11 @@ def _class_rows(
     return _Rows(kind, names, values, spans_R2, labelled_R)
 
 
-def _where_in(store: CoordinateRecords, fasta: Path) -> Callable[[int], str]:
+def _where_in(store: TokenStore, fasta: Path) -> Callable[[int], str]:
     return lambda n: f"{fasta}: record {shown(store.id(n))}"
 
 
-def _header_texts(
-    store: CoordinateRecords, fasta: Path, keys: Sequence[str], edits: Edits
-) -> Iterator[tuple[str, ...]]:
+def _header_texts(store: TokenStore, fasta: Path, keys: Sequence[str], edits: Edits) -> Iterator[tuple[str, ...]]:
     """Yield the values of the keys in the header of each record, '' where the key is missing."""
     for n in range(len(store)):
         found = attributes(store.description(n), keys, str(fasta), edits)

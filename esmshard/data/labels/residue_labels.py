@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from esmshard.data.fasta.headers import FLOAT32_MAX, attributes, number
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateRecords
 from esmshard.data.labels.label_fasta import read_label_fasta
 from esmshard.data.labels.pairing import check_labelled, rows_of_records
+from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, first_three, listed, shown
 from esmshard.errors import InputError
 
@@ -68,7 +68,7 @@ class _RecordLabels(NamedTuple):
 
 
 def residue_labels(
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     kind: Kind,
     source: Table | Path | None = None,
@@ -126,7 +126,7 @@ class _LabelBuilder:
         mask: the file of masks, if there is one.
     """
 
-    def __init__(self, store: CoordinateRecords, fasta: Path, kind: Kind, mask: Path | None) -> None:
+    def __init__(self, store: TokenStore, fasta: Path, kind: Kind, mask: Path | None) -> None:
         self._store, self._fasta, self._kind, self._mask = store, fasta, kind, mask
         self.edits = Edits()
         self.offsets = np.concatenate([[0], np.cumsum(store.lengths, dtype=np.int64)])
@@ -210,7 +210,7 @@ class _LabelBuilder:
         return ResidueLabels(self._kind, names, values, self.offsets, self.edits.notices())
 
 
-def _of_headers(store: CoordinateRecords, fasta: Path, key: str, edits: Edits) -> Iterator[_RecordLabels]:
+def _of_headers(store: TokenStore, fasta: Path, key: str, edits: Edits) -> Iterator[_RecordLabels]:
     for n in range(len(store)):
         found = attributes(store.description(n), (key, "MASK"), str(fasta), edits)
         if key in found:
@@ -218,7 +218,7 @@ def _of_headers(store: CoordinateRecords, fasta: Path, key: str, edits: Edits) -
             yield _RecordLabels(n, record_id, found[key], found.get("MASK"), f"{fasta}: record {shown(record_id)}", 0)
 
 
-def _of_label_file(store: CoordinateRecords, path: Path, edits: Edits) -> Iterator[_RecordLabels]:
+def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Iterator[_RecordLabels]:
     for record in read_label_fasta(path):
         found = attributes(record.header, ("MASK",), f"{path}:{record.line}", edits)
         where = f"{path}:{record.line}: record {shown(record.id)}"
@@ -226,7 +226,7 @@ def _of_label_file(store: CoordinateRecords, path: Path, edits: Edits) -> Iterat
 
 
 def _of_rows(
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     table: Table,
     column: str | None,
@@ -305,7 +305,7 @@ def _other_length(where: str, what: str, got: int, length: int, fasta: Path) -> 
 
 
 def _classes(
-    store: CoordinateRecords,
+    store: TokenStore,
     codes: npt.NDArray[np.uint8],
     offsets: npt.NDArray[np.int64],
     line_N: npt.NDArray[np.int64],

@@ -1,7 +1,6 @@
 """Splits of the records of a FASTA file, and the files of their sets."""
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateLabels
+from esmshard.data.labels.coordinates import CoordinateLabels, npz_beside, read_arrays
 from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
 from esmshard.data.splits.assignment import Numbers, check_given
@@ -20,8 +19,6 @@ from esmshard.data.splits.split_method import Method
 from esmshard.data.store.ingestion import cached
 from esmshard.data.tables import counted
 from esmshard.vocab import decode
-
-_FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")  # as `CoordinateLabels` names its file
 
 
 class FastaRecords:
@@ -109,12 +106,11 @@ class FastaRecords:
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
         """Read the arrays of the file beside the FASTA file, after a check that they fit the FASTA file."""
-        path = self.source.with_name(_FASTA_ENDING.sub("", self.source.name) + ".npz")
+        path = npz_beside(self.source)
         if self.source.is_dir() or not path.is_file():
             return None
         CoordinateLabels(self.source, self._store)  # The constructor raises an error if they do not fit.
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        arrays = read_arrays(path)
         chains, residues = len(arrays["names"]), int(arrays["offsets"][-1])
         odd = [n for n, a in arrays.items() if n != "offsets" and (a.ndim == 0 or len(a) not in (chains, residues))]
         if odd:

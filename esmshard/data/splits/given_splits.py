@@ -7,16 +7,16 @@ import numpy as np
 
 from esmshard.data.fasta.headers import attributes, id_of, split_of
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateRecords
 from esmshard.data.labels.label_fasta import read_label_fasta
 from esmshard.data.labels.pairing import check_labelled, rows_of_records
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
+from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, listed, shown
 from esmshard.errors import InputError
 
 
 def given_splits(
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     source: Table | Path | None,
     edits: Edits,
@@ -90,7 +90,7 @@ def _of_header(header: str, where: str, edits: Edits) -> int:
     return SETS.index(split_of(found["SET"], found.get("VALIDATION", ""), record))
 
 
-def _of_label_file(store: CoordinateRecords, path: Path, extra: list[str], edits: Edits) -> Numbers:
+def _of_label_file(store: TokenStore, path: Path, extra: list[str], edits: Edits) -> Numbers:
     """Return the split of each record, and add the ids that are no records to `extra`."""
     number_N = np.full(len(store), LEFT_OUT, dtype=np.int64)
     line_N = np.zeros(len(store), dtype=np.int64)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.labels.coordinates import CoordinateRecords
 from esmshard.data.labels.protein_labels import ProteinLabels
+from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError, NotANumber
 
@@ -29,7 +29,7 @@ def words_are_classes(kind: str) -> Iterator[None]:
         raise NotANumber(f"{error}; if the labels are names of classes, set task.kind=class") from None
 
 
-def known_classes(labels: ProteinLabels, known: Sequence[str], store: CoordinateRecords, fasta: Path) -> ProteinLabels:
+def known_classes(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:
     """The same labels with the classes of the training split, or, of that split, with those that its records have.
 
     A table may hold other proteins, whose classes do not matter.
