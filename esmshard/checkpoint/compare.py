@@ -14,6 +14,7 @@ from esmshard.model.contacts import ContactAccumulators
 from esmshard.model.weights import export
 from esmshard.model.weights.export import Source
 from esmshard.model.weights.streamed import streamed
+from esmshard.tasks.base import attention_reader, head_outputs
 from esmshard.vocab import CLS, EOS, MASK, VOCAB_SIZE, encode
 
 TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -97,14 +98,13 @@ def _outputs(
         of_variants = hasattr(head, "reads_logits")
         batch = _variants() if of_variants else _proteins()
         has = {part: any(name.startswith(f"{part}.") for name in model.names) for part in ("lm_head", "contact_head")}
-        regression, listeners, given = trunk.contact_head.regression, [], None
+        regression, listeners = trunk.contact_head.regression, []
         sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
         if has["contact_head"]:
             listeners.append(sums.add)
-        attention = getattr(head, "attention", None)
+        attention = attention_reader(head, batch)
         if attention is not None:
-            given = attention(batch)
-            listeners.append(given.add)
+            listeners.append(attention.add)
 
         def on_attention(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
             for add in listeners:
@@ -121,11 +121,10 @@ def _outputs(
             found["logits"] = logits_PV
         if has["contact_head"]:
             found["contacts"] = torch.cat([logits_1LL.flatten() for logits_1LL in sums.logits()])
-        if of_variants and logits_PV is not None:
-            given = logits_PV[batch.logits_at_P]
         if head is not None:
-            outputs = head(x_TD, batch) if given is None else head(x_TD, batch, given)
-            found["head"] = torch.cat([output.float().flatten() for output in outputs])
+            changed_MV = logits_PV[batch.logits_at_P] if of_variants and logits_PV is not None else None
+            outputs = head_outputs(head, x_TD, batch, attention, changed_MV)
+            found["head"] = torch.cat([output.flatten() for output in outputs])
     return found
 
 

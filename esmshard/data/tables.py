@@ -15,6 +15,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -81,6 +82,18 @@ class Table:
         close = difflib.get_close_matches(name.lower(), lower, n=1)
         meant = f"; did you mean {shown(lower[close[0]])}?" if close else ";"
         raise InputError(f"{self.path}: has no column {shown(name)}{meant} {listed(self.columns)}")
+
+    def only_column(self, names: Sequence[str], fix: str) -> str | None:
+        """Find the column that has one of these names, in upper or lower case; None if there is none.
+
+        Raises:
+            InputError: there are several such columns; `fix` says what to do.
+        """
+        lower = {name.lower() for name in names}
+        found = [column for column in self.columns if column.lower() in lower]
+        if len(found) > 1:
+            raise InputError(f"{self.path}: columns {' and '.join(map(shown, found[:3]))} may both be meant; {fix}")
+        return found[0] if found else None
 
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
         """Read one column as numbers, float64 [N]; NaN where a cell is in MISSING.
@@ -179,17 +192,10 @@ def read_table(path: Path) -> Table:
     Raises:
         InputError: the file cannot be read, or has no rows; the message names file and line.
     """
-    try:
-        if _is_parquet(path):
+    if _is_parquet(path):
+        with readable(path, "a table"):
             return _read_parquet(path)
-        data = _bytes(path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise InputError(f"{path}: is a directory; a table is expected") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    text = _text(path, data)
+    text = read_text(path, "a table")
     separator = _separator(path, text)
     rows = _records(path, text, separator)
     header, first = next(rows, ([], 0))
@@ -238,20 +244,48 @@ def _read_parquet(path: Path) -> Table:
     return Table(path, named, list(range(1, table.num_rows + 1)))
 
 
-def _bytes(path: Path) -> bytes:
-    with xopen(path, "rb", threads=0) as handle:
-        try:
-            data: bytes = handle.read()
-        except Exception as error:  # Each library has its own ZstdError, and Python's version decides which is used.
-            damaged = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, OSError))
-            if damaged or type(error).__name__ == "ZstdError":
-                raise InputError(f"{path}: cannot be read to its end ({error}); copy or download it again") from None
+@contextmanager
+def readable(path: Path, expected: str) -> Iterator[None]:
+    """Turn the errors of reading a file, plain or compressed, into one sentence.
+
+    Args:
+        path: the file.
+        expected: what the file should be, as in `a table`.
+
+    Raises:
+        InputError: the file is missing, or cannot be read to its end.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a directory; {expected} is expected") from None
+    except PermissionError:
+        raise InputError(f"{path}: may not be read; change its permissions") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not UTF-8 text; {expected} is expected") from None
+    except Exception as error:  # Each library has a ZstdError of its own, and Python's version decides which is used.
+        damaged = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, OSError))
+        if not damaged and type(error).__name__ not in ("ZstdError", "IsalError"):
             raise
+        raise InputError(f"{path}: cannot be read to its end ({error}); copy or download it again") from None
+
+
+def read_whole(path: Path, expected: str) -> bytes:
+    """Read all bytes of a file, plain or compressed (gz, bz2, xz or zst). See `readable` for arguments and errors."""
+    with readable(path, expected), xopen(path, "rb", threads=0) as handle:
+        data: bytes = handle.read()
     return data
 
 
-def _text(path: Path, data: bytes) -> str:
-    """Decode the bytes as UTF-8 without a byte-order mark."""
+def read_text(path: Path, expected: str) -> str:
+    """Read the text of a file in UTF-8, plain or compressed, without a byte-order mark.
+
+    Raises:
+        InputError: the file cannot be read, or is no such text.
+    """
+    data = read_whole(path, expected)
     for signature, what in _FOREIGN:
         if data.startswith(signature):
             raise InputError(f"{path}: is {what}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack, pack_variants
@@ -224,8 +225,8 @@ def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) 
     """Pack what the model sees."""
     first = inputs[0]
     if first.wild_type is not None:
-        asked = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
-        return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, **asked)
+        options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
+        return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, **options)
     places = [i.logits_at for i in inputs if i.logits_at is not None]
     return pack([i.tokens for i in inputs], record_ids, places or None)
 
@@ -237,6 +238,37 @@ def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[t
     if all(example.draw != FIXED for example in examples):
         batch = replace(batch, draw_N=torch.from_numpy(np.array([_draw(e) for e in examples], dtype=np.int32)))
     return batch, [torch.from_numpy(i.target) for i in inputs]
+
+
+def attention_reader(head: nn.Module | None, batch: TokenBatch) -> Any:
+    """Return the object whose method `add` takes the queries and keys of a batch for a head; None if it reads none."""
+    attention = getattr(head, "attention", None)
+    return None if attention is None else attention(batch)
+
+
+def head_outputs(
+    head: nn.Module, x_TD: torch.Tensor, batch: TokenBatch, attention: Any, logits_PV: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Call a head with what it reads besides representations (see `Task.head`). The outputs are fp32.
+
+    Args:
+        head: the head of a task.
+        x_TD: representations of the last layer.
+        batch: the records.
+        attention: what `attention_reader` returned, after the forward pass of the trunk.
+        logits_PV: the logits of the language model that the batch asks for.
+    """
+    beside = logits_PV if getattr(head, "reads_logits", False) else attention
+    outputs = head(x_TD, batch) if beside is None else head(x_TD, batch, beside)
+    return [output.float() for output in outputs]
+
+
+def regression_loss(output: torch.Tensor, target: torch.Tensor, loss: str) -> LossSum:
+    """Return squared errors (`mse`) or Huber losses (`huber`) over the values that are known; NaN marks the others."""
+    known = ~target.isnan()
+    target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
+    errors = (F.huber_loss if loss == "huber" else F.mse_loss)(output, target, reduction="sum")
+    return LossSum(errors, known.sum())
 
 
 def _draw(example: Example) -> int:

@@ -22,7 +22,7 @@ from esmshard.model.weights.open_weights import Weights
 from esmshard.model.weights.weight_reader import WeightReader
 from esmshard.progress import say
 from esmshard.recipe.sections import AdaptSettings, Recipe
-from esmshard.tasks.base import Inputs, Task, batch_of
+from esmshard.tasks.base import Inputs, Task, attention_reader, batch_of, head_outputs
 from esmshard.tasks.registry import UnknownTask, new_task, settings_of
 
 
@@ -51,15 +51,12 @@ class FineTuner(nn.Module):
 
     def forward(self, batch: TokenBatch) -> list[torch.Tensor]:
         """N outputs, fp32, whatever the precision of the arithmetic."""
-        head: Any = self.head
-        given = head.attention(batch) if hasattr(head, "attention") else None
-        found = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=given.add if given is not None else None)
-        if self.asks_logits and found.logits_PV is not None:
-            return list(found.logits_PV.float().split(batch.logit_counts))
-        x_TD = found.representations[self.trunk.config.n_layers]
-        given = found.logits_PV if getattr(head, "reads_logits", False) else given
-        outputs = head(x_TD, batch) if given is None else head(x_TD, batch, given)
-        return [output.float() for output in outputs]
+        attention = attention_reader(self.head, batch)
+        on_attention = None if attention is None else attention.add
+        layers, logits_PV = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=on_attention)
+        if self.asks_logits and logits_PV is not None:
+            return list(logits_PV.float().split(batch.logit_counts))
+        return head_outputs(self.head, layers[self.trunk.config.n_layers], batch, attention, logits_PV)
 
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:

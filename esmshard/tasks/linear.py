@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import nn
 
 RIDGE_ROWS, LOGISTIC_ROWS = 1000, 3000
 """Examples on which a penalty is chosen: more make it hardly better, and slow. With 1,280 features, so many examples
@@ -36,6 +38,12 @@ class Linear:
         """[..., F] to [..., O]."""
         return (x_F.astype(np.float64) @ self.weight_OF.T.astype(np.float64) + self.bias_O).astype(np.float32)
 
+    @torch.no_grad()
+    def copy_to(self, layer: nn.Linear) -> None:
+        """Make a layer of F inputs and O outputs compute the same."""
+        layer.weight.copy_(torch.from_numpy(self.weight_OF))
+        layer.bias.copy_(torch.from_numpy(self.bias_O))
+
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
         """To be kept, for `kept`."""
         return {f"{name}.weight": self.weight_OF, f"{name}.bias": self.bias_O}
@@ -51,7 +59,7 @@ def fit_numbers(
 ) -> Linear:
     """Ridge regression for each target on the examples that have it, the penalty chosen by leave-one-out error.
 
-    A target with fewer than two different values is told by its mean; without any value, by 0.
+    A target with fewer than two different values is predicted by its mean; without any value, by 0.
 
     Args:
         x_NF: features.
@@ -126,7 +134,7 @@ def fit_labels(
 
     Args:
         x_NF: features.
-        y_NC: 0 and 1. A label that all examples have, or none, is told by its smoothed share.
+        y_NC: 0 and 1. A label that all examples have, or none, is predicted by its smoothed share.
         weight_C: of the examples that have a label, in the loss.
         seed: of the folds on which the penalty is chosen.
     """
@@ -192,6 +200,6 @@ def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: npt.NDArray[np.
             continue
         place = np.searchsorted(classes, y_N[out_N])
         for n, c in enumerate(CS):
-            told = _logistic(x_NF[~out_N], y_N[~out_N], weight_N[~out_N], c).predict_proba(x_NF[out_N])
-            losses[n] -= (weight_N[out_N] * np.log(told[np.arange(len(place)), place] + 1e-12)).sum()
+            share_OC = _logistic(x_NF[~out_N], y_N[~out_N], weight_N[~out_N], c).predict_proba(x_NF[out_N])
+            losses[n] -= (weight_N[out_N] * np.log(share_OC[np.arange(len(place)), place] + 1e-12)).sum()
     return CS[int(np.argmin(losses))]

@@ -33,7 +33,7 @@ NEVER = -100.0
 def corrupt(
     tokens: npt.NDArray[np.uint8], share: float, key: str
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Choose residues that are to be told, and hide them.
+    """Choose residues that are to be predicted, and hide them.
 
     Of the residues chosen 80% become `<mask>`, 10% a random one of the 20 standard amino acids (now and then the same),
     and 10% stay (Devlin et al. 2019, as in ESM). Only standard amino acids are chosen: `<cls>` and `<eos>` are no
@@ -67,7 +67,7 @@ def corrupt(
 
 
 class MlmTask(Task):
-    """Tell hidden residues from those around them."""
+    """Predict hidden residues from those around them."""
 
     settings: MlmSettings
     columns = ("perplexity", "accuracy")

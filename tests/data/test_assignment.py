@@ -14,7 +14,6 @@ from esmshard.data.splits.assignment import (
     by_modulo,
     by_mutation_count,
     by_position,
-    by_ratio,
     check_given,
     components,
     low_to_high,
@@ -43,29 +42,29 @@ def changed(*positions: int) -> frozenset[int]:
 
 
 def test_a_random_split_has_the_sizes_of_its_ratios() -> None:
-    assert sizes(by_ratio(NAMES)) == [80, 10, 10]
-    assert sizes(by_ratio(NAMES, (3, 1, 1))) == [60, 20, 20]
-    assert sizes(by_ratio(NAMES, (50, 30, 20), seed=4)) == [50, 30, 20]
-    assert by_ratio(NAMES).dtype == np.int64
+    assert sizes(by_cluster(NAMES)) == [80, 10, 10]
+    assert sizes(by_cluster(NAMES, (3, 1, 1))) == [60, 20, 20]
+    assert sizes(by_cluster(NAMES, (50, 30, 20), seed=4)) == [50, 30, 20]
+    assert by_cluster(NAMES).dtype == np.int64
 
 
 def test_no_set_is_empty_however_small_its_ratio() -> None:
-    assert sorted(by_ratio(["a", "b", "c"])) == [0, 1, 2]
-    assert sizes(by_ratio(NAMES[:5], (0.98, 0.01, 0.01))) == [3, 1, 1]
+    assert sorted(by_cluster(["a", "b", "c"])) == [0, 1, 2]
+    assert sizes(by_cluster(NAMES[:5], (0.98, 0.01, 0.01))) == [3, 1, 1]
     assert sizes(by_cluster(["a"] * 98 + ["b", "c"])) == [98, 1, 1]
 
 
 def test_records_of_one_key_stay_together() -> None:
-    number_N = by_ratio([f"{n // 4}" for n in range(100)])
+    number_N = by_cluster([f"{n // 4}" for n in range(100)])
     assert all(len(set(number_N[n : n + 4])) == 1 for n in range(0, 100, 4))
     assert sizes(number_N) == [80, 12, 8] or sizes(number_N) == [80, 8, 12]
 
 
 def test_the_seed_matters() -> None:
-    first, second = by_ratio(NAMES, seed=1), by_ratio(NAMES, seed=2)
-    assert first.tolist() == by_ratio(NAMES, seed=1).tolist()
+    first, second = by_cluster(NAMES, seed=1), by_cluster(NAMES, seed=2)
+    assert first.tolist() == by_cluster(NAMES, seed=1).tolist()
     assert (first != second).sum() >= 10  # of 36 that are expected to differ
-    tests = [frozenset(np.flatnonzero(by_ratio(NAMES, seed=seed) == 2).tolist()) for seed in range(20)]
+    tests = [frozenset(np.flatnonzero(by_cluster(NAMES, seed=seed) == 2).tolist()) for seed in range(20)]
     assert len(set(tests)) == 20
 
 
@@ -84,7 +83,7 @@ def test_a_cluster_that_fits_nowhere_goes_where_the_most_room_is() -> None:
 
 def test_ratios_that_cannot_be_used() -> None:
     for ratios in ((0.8, 0.2), (0.8, 0.2, 0.0), (1.0, -1.0, 1.0), (float("inf"), 1.0, 1.0), (float("nan"), 1.0, 1.0)):
-        assert "three numbers above zero" in refusal(lambda ratios=ratios: by_ratio(NAMES, ratios), UsageError)
+        assert "three numbers above zero" in refusal(lambda ratios=ratios: by_cluster(NAMES, ratios), UsageError)
 
 
 def test_fewer_groups_than_sets() -> None:
@@ -98,8 +97,8 @@ def test_fewer_groups_than_sets() -> None:
 
 
 def test_folds_are_of_equal_size() -> None:
-    assert sizes(by_ratio(NAMES, folds=5)) == [20] * 5
-    assert sorted(sizes(by_ratio(NAMES[:17], folds=4))) == [4, 4, 4, 5]
+    assert sizes(by_cluster(NAMES, folds=5)) == [20] * 5
+    assert sorted(sizes(by_cluster(NAMES[:17], folds=4))) == [4, 4, 4, 5]
     assert sizes(by_cluster([f"{n // 5}" for n in range(100)], folds=4)) == [25] * 4
 
 
@@ -111,7 +110,7 @@ def test_each_fold_is_test_once_and_validation_once() -> None:
 
 
 def test_two_folds_are_too_few() -> None:
-    calls = (by_ratio, lambda p, folds: by_position([changed(0), changed(1)], folds=folds))
+    calls = (by_cluster, lambda p, folds: by_position([changed(0), changed(1)], folds=folds))
     for call in calls:
         assert "--folds 2: at least 3" in refusal(lambda call=call: call(NAMES, folds=2), UsageError)
     positions = [changed(n) for n in range(9)]

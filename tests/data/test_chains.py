@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from structure_texts import OTHER, SEQ, Line, backbone, chain, cif, expected_cb, nucleic, of, pdb, three, water
 
-from esmshard.data.structures.chains import Chain, Findings, read_chains, virtual_cb
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.structures.chains import Chain, read_chains, virtual_cb
 from esmshard.data.structures.contact_labels import contact_labels
 from esmshard.errors import InputError
 
@@ -20,7 +21,7 @@ Read = Callable[..., list[Chain]]
 
 @pytest.fixture(params=FORMS)
 def read(request: pytest.FixtureRequest, tmp_path: Path) -> Read:
-    """Writes lines as a file of one form and reads it; the findings are in `read.findings`."""
+    """Writes lines as a file of one form and reads it; what was changed is in `read.edits`."""
     form: str = request.param
 
     def run(
@@ -37,14 +38,14 @@ def read(request: pytest.FixtureRequest, tmp_path: Path) -> Read:
             path.write_text(pdb(lines, sequences, modres or parents))
         else:
             path.write_text(cif(lines, sequences, kinds, parents, modres))
-        run.findings = Findings()  # type: ignore[attr-defined]
-        return read_chains(path, findings=run.findings, **options)  # type: ignore[attr-defined, arg-type]
+        run.edits = Edits()  # type: ignore[attr-defined]
+        return read_chains(path, edits=run.edits, **options)  # type: ignore[attr-defined, arg-type]
 
     return run
 
 
-def told(read: Read) -> list[str]:
-    return read.findings.notices()  # type: ignore[attr-defined, no-any-return]
+def notices(read: Read) -> list[str]:
+    return read.edits.notices()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_a_whole_chain(read: Read) -> None:
@@ -52,7 +53,7 @@ def test_a_whole_chain(read: Read) -> None:
     assert (found.id, found.sequence) == ("1abc_A", SEQ)
     assert found.cb_L3.dtype == np.float32
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    assert told(read) == []
+    assert notices(read) == []
 
 
 def test_virtual_cb_of_one_residue_by_hand() -> None:
@@ -166,7 +167,7 @@ def test_the_alternative_location_of_highest_occupancy(
     expected[3, 0] += move[taken]
     (found,) = read(lines, {"A": three(SEQ)})
     np.testing.assert_allclose(found.cb_L3, expected, atol=2e-5)
-    assert told(read) == ["1 residue with alternative locations, read at that of highest occupancy (1abc_A)"]
+    assert notices(read) == ["1 residue with alternative locations, read at that of highest occupancy (1abc_A)"]
 
 
 def test_atoms_without_an_alternative_go_with_any(read: Read) -> None:
@@ -186,7 +187,7 @@ def test_an_atom_that_comes_twice_is_read_once(read: Read) -> None:
     lines.insert(9, replace(lines[8], xyz=(50.0, 50.0, 50.0)))
     (found,) = read(lines, {"A": three(SEQ)})
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    assert told(read) == ["1 atom left out that came twice (1abc_A)"]
+    assert notices(read) == ["1 atom left out that came twice (1abc_A)"]
 
 
 def test_two_residues_at_one_place(read: Read) -> None:
@@ -196,16 +197,16 @@ def test_two_residues_at_one_place(read: Read) -> None:
         other = replace(x, comp="VAL", alt="B", occupancy=0.8, xyz=(x.xyz[0] + 2, x.xyz[1], x.xyz[2]))
         lines += [replace(x, alt="A", occupancy=0.2), other] if x.seq == 4 else [x]
     for_pdb, for_cif = three(SEQ), [*three(SEQ)[:3], "ALA|VAL", *three(SEQ)[4:]]
-    in_pdb = told_form(read) == "pdb"
+    in_pdb = form_of(read) == "pdb"
     (found,) = read(lines, {"A": for_pdb if in_pdb else for_cif})
     expected = expected_cb(14)
     expected[3, 0] += 2
     assert found.sequence == SEQ
     np.testing.assert_allclose(found.cb_L3, expected, atol=2e-5)
-    assert "1 residue with atoms of another residue than the sequence has, which was followed (1abc_A)" in told(read)
+    assert "1 residue with atoms of another residue than the sequence has, which was followed (1abc_A)" in notices(read)
 
 
-def told_form(read: Read) -> str:
+def form_of(read: Read) -> str:
     return str(read.__closure__[0].cell_contents)  # type: ignore[attr-defined]
 
 
@@ -220,7 +221,7 @@ def test_modified_residues(read: Read, where: str, sequences: Seqs | None) -> No
     (found,) = read(chain(MODIFIED), sequences, **{where: named})
     assert found.sequence == "MKTAMUOBZXSXMGV"
     np.testing.assert_allclose(found.cb_L3, expected_cb(15), atol=2e-5)
-    assert [x for x in told(read) if "SEQRES" not in x] == [
+    assert [x for x in notices(read) if "SEQRES" not in x] == [
         "1 residue read as X, as the file names no standard parent (1abc_A)",
         "3 modified residues read as the standard parent (1abc_A)",
     ]
@@ -243,7 +244,7 @@ def test_only_the_first_model_is_read(read: Read) -> None:
     lines = chain(SEQ) + chain(SEQ, shift=30, model=2) + chain(SEQ, shift=60, model=3)
     (found,) = read(lines, {"A": three(SEQ)})
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    assert told(read) == [f"1 file with several models, of which the first was read (1ABC.{told_form(read)})"]
+    assert notices(read) == [f"1 file with several models, of which the first was read (1ABC.{form_of(read)})"]
 
 
 def test_two_chains(read: Read) -> None:
@@ -251,7 +252,7 @@ def test_two_chains(read: Read) -> None:
     found = read(lines, {"A": three(SEQ), "b": three(OTHER)})
     assert [(c.id, c.sequence) for c in found] == [("1abc_A", SEQ), ("1abc_b", OTHER)]
     np.testing.assert_allclose(found[1].cb_L3, expected_cb(12) + 40, atol=2e-5)
-    assert told(read) == []
+    assert notices(read) == []
     (second,) = read(lines, {"A": three(SEQ), "b": three(OTHER)}, chains=["b"])
     assert second.id == "1abc_b"
     with pytest.raises(InputError, match=r"1ABC\.\w+: has no protein chain 'B'; it has A, b$"):
@@ -265,7 +266,7 @@ def test_of_chains_with_one_sequence_the_first_is_kept(read: Read) -> None:
     (found,) = read(lines, sequences)
     assert found.id == "1abc_A"
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    assert told(read) == [
+    assert notices(read) == [
         "4 chains left out with the sequence of another chain of the file (1abc_B, 1abc_C, 1abc_D, ...)"
     ]
     assert [c.id for c in read(lines, sequences, chains={"D", "B"})] == ["1abc_B", "1abc_D"]
@@ -275,7 +276,7 @@ def test_chains_with_few_resolved_residues_are_left_out(read: Read) -> None:
     lines = chain(SEQ, missing=range(5)) + chain(OTHER, "B", missing=[0, 11])
     (found,) = read(lines, {"A": three(SEQ), "B": three(OTHER)})
     assert (found.id, int((~np.isnan(found.cb_L3[:, 0])).sum())) == ("1abc_B", 10)
-    assert told(read) == ["1 chain left out with fewer than 10 residues with coordinates (1abc_A)"]
+    assert notices(read) == ["1 chain left out with fewer than 10 residues with coordinates (1abc_A)"]
 
 
 def test_of_two_copies_the_resolved_one_is_kept(read: Read) -> None:
@@ -291,8 +292,8 @@ def test_nucleic_acids_waters_and_ligands_are_left_out(read: Read) -> None:
     (found,) = read(lines, sequences, kinds={"B": "polydeoxyribonucleotide"})
     assert (found.id, found.sequence) == ("1abc_A", SEQ)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    assert len(told(read)) == 1
-    assert told(read)[0].startswith("1 chain of no protein left out (1ABC.")
+    assert len(notices(read)) == 1
+    assert notices(read)[0].startswith("1 chain of no protein left out (1ABC.")
     (bare,) = read(lines, None)
     assert (bare.id, bare.sequence) == ("1abc_A", SEQ)
 
@@ -301,7 +302,7 @@ def test_without_a_sequence_the_residues_with_atoms_are_it(read: Read) -> None:
     (found,) = read(chain(SEQ, missing=[3, 4, 8]), None)
     assert found.sequence == "MKTIAKRGGLV"
     np.testing.assert_allclose(found.cb_L3, np.delete(expected_cb(14), [3, 4, 8], 0), atol=2e-5)
-    assert told(read) == [
+    assert notices(read) == [
         "1 chain without SEQRES or _entity_poly_seq, read as the residues with atoms (1abc_A)",
         "2 gaps in residue numbers, where the sequence is shorter than the protein's (1abc_A)",
     ]
@@ -319,7 +320,7 @@ def test_residues_under_a_plddt_lose_their_coordinates(read: Read) -> None:
     lines = [replace(x, b={2: 69.99, 9: 12.0, 4: 70.0}.get(x.seq or 0, 91.0)) for x in chain(SEQ)]
     (found,) = read(lines, {"A": three(SEQ)}, min_plddt=70)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14, missing=[1, 8]), atol=2e-5)
-    assert told(read) == ["2 residues left without coordinates for a pLDDT under 70 (1abc_A)"]
+    assert notices(read) == ["2 residues left without coordinates for a pLDDT under 70 (1abc_A)"]
     (whole,) = read(lines, {"A": three(SEQ)})
     assert not np.isnan(whole.cb_L3).any()
 
@@ -333,9 +334,11 @@ def test_one_residue_that_differs_from_the_sequence(read: Read) -> None:
     (found,) = read(chain("MKTAYIAWQRGGLV", missing=[3]), {"A": three(SEQ)})
     assert found.sequence == SEQ
     np.testing.assert_allclose(found.cb_L3, expected_cb(14, missing=[3]), atol=2e-5)
-    assert told(read) == ["1 residue with atoms of another residue than the sequence has, which was followed (1abc_A)"]
+    assert notices(read) == [
+        "1 residue with atoms of another residue than the sequence has, which was followed (1abc_A)"
+    ]
     (found,) = read(chain("MKTAYIAWQRGWLV", missing=[3]), {"A": three(SEQ)})
-    assert (found.sequence, told(read)[0].split()[:2]) == (SEQ, ["2", "residues"])
+    assert (found.sequence, notices(read)[0].split()[:2]) == (SEQ, ["2", "residues"])
     with pytest.raises(InputError, match="3 of 14 residues with atoms are not those of its sequence"):
         read(chain("MKTAYIAWQRWWLV"), {"A": three(SEQ)})
 

@@ -81,12 +81,10 @@ def test_a_line_that_is_no_pair(line: str, table: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, table: Path) -> None:
-    assert refusal(lambda: read_clusters(tmp_path / "no.tsv", ["a"])) == (
-        f"{tmp_path / 'no.tsv'}: no such file; clusters are expected there"
-    )
-    assert "cannot be read (Is a directory)" in refusal(lambda: read_clusters(tmp_path, ["a"]))
+    assert refusal(lambda: read_clusters(tmp_path / "no.tsv", ["a"])) == (f"{tmp_path / 'no.tsv'}: no such file")
+    assert "is a directory; the _cluster.tsv of MMseqs2 is expected" in refusal(lambda: read_clusters(tmp_path, ["a"]))
     table.write_bytes(b"a\ta\n\xff\xfe\ta\n")
-    assert "cannot be read (not UTF-8 text)" in refusal(lambda: read_clusters(table, ["a"]))
+    assert "is not UTF-8" in refusal(lambda: read_clusters(table, ["a"]))
     cut = tmp_path / "cut.tsv.gz"
     cut.write_bytes(gzip.compress(TABLE.encode() * 1000)[:-20])
     assert f"{cut}: cannot be read" in refusal(lambda: read_clusters(cut, ["a"]))

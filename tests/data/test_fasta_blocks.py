@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esmshard.data.fasta import fasta_reader
-from esmshard.data.fasta.fasta_reader import STDIN, Record, is_plain, occurrences, read_blocks, read_fasta
+from esmshard.data.fasta import fasta_blocks
+from esmshard.data.fasta.fasta_blocks import occurrences, read_blocks
+from esmshard.data.fasta.fasta_reader import Record, read_fasta
+from esmshard.data.fasta.sources import STDIN, is_plain
 from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.errors import InputError
 from esmshard.vocab import decode
@@ -55,7 +57,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_blocks_may_end_anywhere(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fasta_reader, "BLOCK", block)
+    monkeypatch.setattr(fasta_blocks, "BLOCK", block)
     records, notices = read(write(MIXED))
     assert [(r.id, r.description, r.sequence) for r in records] == [
         ("a", "a one > two", "MKTAA"),
@@ -78,7 +80,7 @@ def test_blocks_may_end_anywhere(block: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("newline", ["\n", "\r"])
 @pytest.mark.parametrize("header", ["r", "a>b>c"])
 def test_blocks_are_not_larger_than_need_be(newline: str, header: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fasta_reader, "BLOCK", 64)
+    monkeypatch.setattr(fasta_blocks, "BLOCK", 64)
     path = write("".join(f">{k} {header}\nMKTAAMKTAA\n" for k in range(100)).replace("\n", newline))
     sizes = [len(block.chunk) for block in read_blocks(path, Edits())]
     assert sum(sizes) == path.stat().st_size
@@ -93,7 +95,7 @@ def test_blocks_are_not_larger_than_need_be(newline: str, header: str, monkeypat
 def test_errors_name_their_line_whatever_block_they_are_in(
     block: int, newline: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fasta_reader, "BLOCK", block)
+    monkeypatch.setattr(fasta_blocks, "BLOCK", block)
     records = [f">r{n} x\nMKT\n\nAAG\n" for n in range(50)]
     records[k] = f">bad{k}\nMK\nT7\n"
     data = ("\n" + "".join(records)).replace("\n", newline)
@@ -109,7 +111,7 @@ def test_errors_name_their_line_whatever_block_they_are_in(
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_text_before_the_first_header_has_its_line(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fasta_reader, "BLOCK", block)
+    monkeypatch.setattr(fasta_blocks, "BLOCK", block)
     for blank, line in (("\n" * 40, 41), ("\r\n" * 40, 41), ("\r" * 41, 42), (" \n" * 9, 10)):
         for text in ("MKT\n>a\nMK\n", ";x\n", " >a\nMK\n", "\t>a\nMK\n"):
             message = refusal(lambda: read(write(blank + text)))  # noqa: B023
@@ -124,7 +126,7 @@ def test_text_before_the_first_header_has_its_line(block: int, monkeypatch: pyte
 def test_text_before_the_first_header_may_have_letters_that_a_block_ends_in(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fasta_reader, "BLOCK", block)
+    monkeypatch.setattr(fasta_blocks, "BLOCK", block)
     message = refusal(lambda: read(write("Prot\xe9\u2028\u2028\n>a\nMK\n")))
     assert message == "x.fasta:1: text before the first '>'; a FASTA record begins with '>ID'"
     assert refusal(lambda: read(write(b"ab\xff\n>a\nMK\n"))).startswith("x.fasta: not text (byte 2 is not UTF-8)")
@@ -135,7 +137,7 @@ def test_gzip_files_of_several_members_are_read_to_their_end(monkeypatch: pytest
     empty = gzip.compress(b"")  # a bgzip file ends in one
     path = write(b"".join([*members, empty]), "x.bgz")
     assert [r.id for r in read(path)[0]] == [f"r{k}" for k in range(100)]
-    monkeypatch.setattr(fasta_reader, "BLOCK", 16)
+    monkeypatch.setattr(fasta_blocks, "BLOCK", 16)
     assert [r.id for r in read(path)[0]] == [f"r{k}" for k in range(100)]
     assert refusal(lambda: read(write(b"".join(members)[:-5]))).startswith("x.fasta: cannot be read to its end (")
 
@@ -196,7 +198,7 @@ def test_what_may_not_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     def deny(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(fasta_reader, "open_source", deny)
+    monkeypatch.setattr(fasta_blocks, "open_source", deny)
     assert refusal(lambda: read(write(">a\nMK\n"))) == "x.fasta: may not be read; change its permissions"
 
 
@@ -208,8 +210,8 @@ def test_what_may_not_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_genome_is_refused(
     header: str, record: str, line: int, newline: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fasta_reader, "BLOCK", 16)
-    monkeypatch.setattr(fasta_reader, "LONGEST", 1000)
+    monkeypatch.setattr(fasta_blocks, "BLOCK", 16)
+    monkeypatch.setattr(fasta_blocks, "LONGEST", 1000)
     data = f"\n>a\nMK\n{header}\n" + "ACGT\n" * 300
     data, wanted = data.replace("\n", newline), "longer than 1,000 bytes; proteins are expected, not a genome"
     assert refusal(lambda: read(write(data))) == f"x.fasta:{line}: record '{record}' is {wanted}"
@@ -218,8 +220,8 @@ def test_a_genome_is_refused(
 
 
 def test_many_short_records_are_no_genome(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fasta_reader, "BLOCK", 16)
-    monkeypatch.setattr(fasta_reader, "LONGEST", 100)
+    monkeypatch.setattr(fasta_blocks, "BLOCK", 16)
+    monkeypatch.setattr(fasta_blocks, "LONGEST", 100)
     assert len(read(write("".join(f">{k}\n{'M' * 80}\n" for k in range(50))))[0]) == 50
 
 
@@ -242,7 +244,7 @@ def test_touching_ranges_share_no_record_and_lose_none(monkeypatch: pytest.Monke
         ("g", 263),
     ]  # fmt: skip
     for block in (7, 1 << 20):
-        monkeypatch.setattr(fasta_reader, "BLOCK", block)
+        monkeypatch.setattr(fasta_blocks, "BLOCK", block)
         for cut in range(len(MIXED) + 2):
             assert in_range(path, 0, cut) == [record for record in whole if record[2] < cut], cut
             assert in_range(path, cut, None) == [record for record in whole if record[2] >= cut], cut
@@ -258,7 +260,7 @@ def test_touching_ranges_share_no_record_and_lose_none(monkeypatch: pytest.Monke
 def test_any_cut_of_any_text_gives_every_record_once(text: str, mark: str, cuts: list[int], block: int) -> None:
     path = write(f"{mark}>first\nM\n{text.replace('a', 'A')}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fasta_reader, "BLOCK", block)
+        patch.setattr(fasta_blocks, "BLOCK", block)
         try:
             whole = in_range(path, 0, None)
         except InputError:
@@ -274,7 +276,7 @@ def test_an_error_in_a_range_has_the_line_of_the_file(monkeypatch: pytest.Monkey
     path = write("".join(records))
     at = path.read_bytes().index(b">bad")
     for block in BLOCKS:
-        monkeypatch.setattr(fasta_reader, "BLOCK", block)
+        monkeypatch.setattr(fasta_blocks, "BLOCK", block)
         for start, stop in ((at, at + 1), (at - 30, None), (300, at + 9), (0, at + 1)):
             message = refusal(lambda: in_range(path, start, stop))  # noqa: B023
             assert message.startswith("x.fasta:101: record 'bad' has '7' at position 2")
@@ -326,7 +328,7 @@ def test_usual_records_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPa
         looked.append(record_id)
         return b"\x05"
 
-    monkeypatch.setattr(fasta_reader, "clean", clean)
+    monkeypatch.setattr(fasta_blocks, "clean", clean)
     for newline in ("\n", "\r\n", "\r"):
         usual = "".join(f">r{k} a>b \xe9\nMK T\n\nAAX\n" for k in range(50)).replace("\n", newline)
         assert len(read(write(usual))[0]) == 50
@@ -340,12 +342,12 @@ def test_usual_records_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPa
 def test_lines_are_counted_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = 0
 
-    def newlines(text: bytes, count: Callable[[bytes], int] = fasta_reader._newlines) -> int:
+    def newlines(text: bytes, count: Callable[[bytes], int] = fasta_blocks._newlines) -> int:
         nonlocal counted
         counted += len(text)
         return count(text)
 
-    monkeypatch.setattr(fasta_reader, "_newlines", newlines)
+    monkeypatch.setattr(fasta_blocks, "_newlines", newlines)
     path = write(b">\nM\n" * 2000)
     assert len(list(read_fasta(path))) == 2000
     assert counted <= 3 * path.stat().st_size
@@ -355,6 +357,6 @@ def test_lines_are_counted_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_marks_inside_a_long_line_are_passed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fasta_reader, "BLOCK", 1 << 12)
+    monkeypatch.setattr(fasta_blocks, "BLOCK", 1 << 12)
     data = b">a\nM\n>b " + b">" * 400_000 + b"\nMK\n"
     assert [(r.id, len(r.description)) for r in read(write(data))[0]] == [("a", 1), ("b", 400_002)]

@@ -12,9 +12,10 @@ from in_memory import InMemory
 from esmshard.data.fasta.headers import attributes, id_of, number, split_of
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.label_fasta import LabelRecord, read_label_fasta
+from esmshard.data.splits.assignment import SETS
 from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.tables import Table, read_table
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
 
 ALL = ("TARGET", "SET", "VALIDATION", "MASK")
 FASTA = Path("x.fasta")
@@ -75,7 +76,7 @@ def test_lower_case_keys_are_read_and_counted() -> None:
     }
     assert attributes("Seq2 target=0.2", ALL, "x.fasta", edits) == {"TARGET": "0.2"}
     assert edits.counts == {"lower-case keys were read as upper case": 3}
-    assert edits.first["lower-case keys were read as upper case"] == ["Seq1", "Seq1", "Seq2"]
+    assert edits.first["lower-case keys were read as upper case"][:3] == ["Seq1", "Seq1", "Seq2"]
     assert "has TARGET= twice" in refusal("Seq1 TARGET=1 target=1")
 
 
@@ -167,8 +168,11 @@ def test_numbers_are_plain_and_finite() -> None:
             number(text, lambda: "x: T")
 
 
-def splits(store: InMemory, source: Table | Path | None = None, **options: object) -> list[str | None]:
-    return given_splits(store, FASTA, source, **options)  # type: ignore[arg-type,return-value]
+def splits(
+    store: InMemory, source: Table | Path | None = None, edits: Edits | None = None, **options: object
+) -> list[str]:
+    number_N = given_splits(store, FASTA, source, edits or Edits(), **options)  # type: ignore[arg-type]
+    return [[*SETS, "none"][number] for number in number_N]
 
 
 def split_refusal(store: InMemory, source: Table | Path | None = None, **options: object) -> str:
@@ -198,14 +202,13 @@ def test_splits_from_headers() -> None:
 
 def test_records_without_a_split_are_counted_and_named() -> None:
     store = InMemory(">a SET=train M", *(f">{name} TARGET=1 M" for name in "bcde"), ">f VALIDATION=True M")
-    message = split_refusal(store)
-    assert message.startswith("x.fasta: 5 of 6 records have no SET= (b, c, d, ...); ")
-    assert "missing=drop" in message
-    assert "surplus" not in message
+    assert split_refusal(store) == (
+        "x.fasta: 5 of 6 records have no SET= (b, c, d, ...); add what is missing, or remove the records"
+    )
     edits = Edits()
-    assert splits(store, missing="drop", edits=edits) == ["train", None, None, None, None, None]
+    assert splits(store, required=False, edits=edits) == ["train", "none", "none", "none", "none", "none"]
     assert edits.notices() == ["no SET=, so that it was left out, in 5 records (b, c, d, ...)"]
-    message = split_refusal(InMemory(">a M", ">b VALIDATION=True M"), missing="drop")
+    message = split_refusal(InMemory(">a M", ">b VALIDATION=True M"), required=False)
     assert message.startswith("x.fasta: no record (a, b) has a SET=; ")
     assert "x.fasta: record 'b': SET is 'dev'" in split_refusal(InMemory(">a SET=train M", ">b SET=dev M"))
 
@@ -217,10 +220,9 @@ def test_splits_from_flip_tables(tmp_path: Path) -> None:
     assert splits(store, table(tmp_path, "id,Split\nd,train\nc,val\nb,test\na,train\n")) == [
         *("train", "test", "valid", "train"),
     ]
-    named = table(tmp_path, "id,set,split,fold,v\na,x,y,train,1\nb,x,y,train,0\nc,x,y,test,\nd,x,y,test,0\n")
-    assert splits(store, named, set_column="fold", validation_column="v") == ["valid", "train", "test", "test"]
-    with pytest.raises(UsageError, match=r"t\.csv: 'set' and 'split' may both be meant; say which one with set_column"):
-        splits(store, named)
+    assert "t.csv: columns 'set' and 'split' may both be meant; rename the one that is not" in split_refusal(
+        store, table(tmp_path, "id,set,split\na,train,x\n")
+    )
 
 
 def test_bad_splits_in_tables(tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def test_bad_splits_in_tables(tmp_path: Path) -> None:
     assert split_refusal(store, table(tmp_path, "id,set\na,train\nb,\n")).startswith(
         f"x.fasta: 1 of 2 records have no split in {path} (b); "
     )
-    assert splits(store, table(tmp_path, "id,set\na,train\nb,\n"), missing="drop") == ["train", None]
+    assert splits(store, table(tmp_path, "id,set\na,train\nb,\n"), required=False) == ["train", "none"]
     assert split_refusal(store, table(tmp_path, "id,set\na,train\nb,test\na,test\n")).startswith(
         f"{path}:4: 'a' has another split than in line 2; "
     )
@@ -248,11 +250,10 @@ def test_splits_from_label_files(tmp_path: Path) -> None:
     assert splits(store, path) == ["valid", "train", "test"]
     path.write_text(">c SET=test\nHH\n>d SET=test\nHH\n>a SET=train\nHE\n")
     assert split_refusal(store, path) == (
-        f"x.fasta: 1 of 3 records have no SET= in {path} (b), and 1 of the labels in {path} have no record (d); fix "
-        "the ids, or say missing=drop to leave such records out and surplus=drop to pass over such labels"
+        f"x.fasta: 1 of 3 records have no SET= in {path} (b); add what is missing, or remove the records"
     )
     edits = Edits()
-    assert splits(store, path, missing="drop", surplus="drop", edits=edits) == ["train", None, "test"]
+    assert splits(store, path, required=False, edits=edits) == ["train", "none", "test"]
     assert edits.notices() == [
         "a split of no record was passed over in 1 record (d)",
         f"no SET= in {path}, so that it was left out, in 1 record (b)",
@@ -262,7 +263,7 @@ def test_splits_from_label_files(tmp_path: Path) -> None:
     path.write_text(">c\nHH\n\n>a SET=dev\nHH\n")
     assert split_refusal(store, path).startswith(f"{path}:4: record 'a': SET is 'dev'")
     path.write_text(">x SET=test\nHH\n")
-    assert split_refusal(store, path, missing="drop", surplus="drop").startswith(
+    assert split_refusal(store, path, required=False).startswith(
         f"x.fasta: no record (a, b, c) has a SET= in {path}, whose ids are others (x); "
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.data.fasta.fasta_reader import STDIN
+from esmshard.data.fasta.sources import STDIN
 from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store import ingestion
 from esmshard.data.store.ingestion import cached, ingest, ingest_part, merge

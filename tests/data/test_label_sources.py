@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from in_memory import InMemory
 
-from esmshard.data.labels.label_sources import label_source, read_npz, require_all
+from esmshard.data.labels.label_sources import label_source, read_npz
 from esmshard.data.labels.protein_labels import protein_labels
 from esmshard.data.labels.residue_labels import residue_labels
 from esmshard.data.tables import Table
@@ -37,7 +37,7 @@ def fasta(tmp_path: Path) -> Path:
 
 def test_strings_beside_a_fasta_file_are_labels_of_residues(fasta: Path) -> None:
     source = label_source(fasta, settings(target=["dssp8"]))
-    labels = residue_labels(STORE, fasta, "class", source, column="dssp8", surplus="ignore")
+    labels = residue_labels(STORE, fasta, "class", source, column="dssp8")
     assert labels.names == "BEHT"
     assert labels[0]["target"].tolist() == [2, 2, 3]
     assert labels[1]["target"].tolist() == [1, 0]
@@ -46,7 +46,7 @@ def test_strings_beside_a_fasta_file_are_labels_of_residues(fasta: Path) -> None
 
 def test_numbers_beside_a_fasta_file_are_labels_of_proteins(fasta: Path) -> None:
     source = label_source(fasta, settings(target=["rate"]))
-    labels = protein_labels(STORE, fasta, "number", source, columns=["rate"], missing="drop", surplus="ignore")
+    labels = protein_labels(STORE, fasta, "number", source, columns=["rate"], required=False)
     assert labels.labelled_N.tolist() == [True, False]
     assert labels[0]["target"].tolist() == [2.5]
     assert len(labels.notices) == 1  # of b; nothing of x
@@ -126,12 +126,3 @@ def test_an_id_column_needs_a_table(fasta: Path) -> None:
         with pytest.raises(UsageError, match=f"data.id_column: .*{what} is no table; remove it"):
             label_source(fasta, settings(id_column="key", **given))
     assert label_source(fasta, settings(id_column="seqs", target=["dssp8"])) is not None
-
-
-def test_records_without_a_label_are_counted() -> None:
-    require_all(np.array([True, True]), STORE, Path("x.fasta"), "x.csv")
-    with pytest.raises(InputError) as caught:
-        require_all(np.array([True, False]), STORE, Path("x.fasta"), "x.csv")
-    assert str(caught.value) == (
-        "x.fasta: 1 of 2 records have no label in x.csv (b); add their labels, or remove the records"
-    )

@@ -478,7 +478,6 @@ def test_mutations_from_sequences() -> None:
     assert variants.sequences() == [one, WT, two]
     assert variants.notices[0] == "v.csv: read 1 row of 'mutated_sequence' in lower case as upper case (line 4)"
     assert read(f"Sequence,score\n{one},1\n").names() == ["A4G"]
-    assert read(f"s,mutant,score\n{one},x,1\n", sequence="s", offset="auto").names() == ["A4G"]
     assert refused(f"sequence,score\n{one},1\n", UsageError, offset=3) == (
         "v.csv: offset shifts numbered mutations, but column 'sequence' has sequences"
     )
@@ -512,25 +511,6 @@ def test_a_stop_codon_in_a_sequence() -> None:
     assert "a stop codon in 1 of 2 variants: line 3 'A4*'" in refused(text)
     assert read(text, on_stop="drop").names() == ["WT"]
     assert "line 2 'Q56*'" in refused(f"sequence,score\n{WT[:-1]}*,1\n")
-
-
-def test_mutations_and_sequences_must_agree() -> None:
-    one = WT.replace("MKTA", "MKTG")
-    text = f"mutant,seq,score\nA4G,{one},1\nWT,{WT},2\nK2K:A4G,{one.lower()},3\nQ56*,MKT,4\n"
-    settings: dict[str, object] = {
-        "mutant": "mutant",
-        "sequence": "seq",
-        "on_synonymous": "keep",
-        "on_stop": "drop",
-    }
-    variants = read(text, **settings)
-    assert variants.names() == ["A4G", "WT", "K2K:A4G"]
-    assert variants.notices[-1] == "v.csv: read 1 row of 'seq' in lower case as upper case (line 4)"
-    wrong = text.replace("A4G,", "A4V,").replace("WT,", "K2S,")
-    assert refused(wrong, **settings) == (
-        "v.csv: columns 'mutant' and 'seq' name different proteins in 3 rows: line 2 (A4V and A4G), line 3 (K2S and "
-        "WT), line 4 (K2K:A4V and A4G); correct them, or read one of the two columns"
-    )
 
 
 def test_parquet_rows_are_named_as_rows() -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from in_memory import InMemory
 
+from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
+from esmshard.data.splits.assignment import TEST, TRAIN, VALID
 from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.store.ingestion import cached
 from esmshard.data.tables import Table, read_table
@@ -69,13 +71,13 @@ def test_several_numbers_from_headers_with_gaps() -> None:
 def test_headers_without_a_label() -> None:
     store = InMemory(">a TARGET=1 MK", ">b TARGET=nan MT", ">c MV")
     assert refusal(store, "number").startswith("x.fasta: 2 of 3 records have no TARGET= (b, c); ")
-    labels = of(store, "number", missing="drop")
+    labels = of(store, "number", required=False)
     assert labels.labelled_N.tolist() == [True, False, False]
     assert np.isnan(labels.values[1:]).all()
     with pytest.raises(KeyError):
         labels[1]
     assert labels.notices == ["no TARGET=, so that it was left out, in 2 records (b, c)"]
-    assert refusal(store, "number", columns=["KD"], missing="drop").startswith(
+    assert refusal(store, "number", columns=["KD"], required=False).startswith(
         "x.fasta: no record (a, b, c) has a KD=; "
     )
     assert refusal(InMemory(">a TARGET=1 MK", ">b TARGET=x MT"), "number").startswith(
@@ -103,7 +105,7 @@ def test_several_numbers_from_a_table(path: Path) -> None:
     assert refusal(STORE, "number", given, columns=["kd"]).startswith(
         f"x.fasta: 2 of 3 records have no label in {path} (a, c); "
     )
-    dropped = of(STORE, "number", given, columns=["kd"], missing="drop")
+    dropped = of(STORE, "number", given, columns=["kd"], required=False)
     assert dropped.labelled_N.tolist() == [False, True, False]
     np.testing.assert_array_equal(dropped.values, [[np.nan], [7], [np.nan]])
 
@@ -124,25 +126,13 @@ def test_rows_and_records_without_a_partner(path: Path) -> None:
     store = InMemory(*(f">{name} MK" for name in "abcdefg"))
     given = table(path, "id,target\n" + "".join(f"{name},1\n" for name in "gcwxyz"))
     assert refusal(store, "number", given) == (
-        f"x.fasta: 5 of 7 records have no label in {path} (a, b, d, ...), and 4 of the labels in {path} have no record "
-        "(w, x, y, ...); fix the ids, or say missing=drop to leave such records out and surplus=drop to pass over "
-        "such labels"
+        f"x.fasta: 5 of 7 records have no label in {path} (a, b, d, ...); add what is missing, or remove the records"
     )
-    assert refusal(store, "number", given, missing="drop") == (
-        f"x.fasta: 4 of the labels in {path} have no record (w, x, y, ...); fix the ids, or say surplus=drop to pass "
-        "over such labels"
-    )
-    assert refusal(store, "number", given, surplus="drop").startswith(
-        f"x.fasta: 5 of 7 records have no label in {path} (a, b, d, ...); fix the ids, or say missing=drop to"
-    )
-    labels = of(store, "number", given, missing="drop", surplus="drop")
+    labels = of(store, "number", given, required=False)
     assert labels.labelled_N.tolist() == [False, False, True, False, False, False, True]
-    assert labels.notices == [
-        "a label of no record was passed over in 4 records (w, x, y, ...)",
-        f"no label in {path}, so that it was left out, in 5 records (a, b, d, ...)",
-    ]
+    assert labels.notices == [f"no label in {path}, so that it was left out, in 5 records (a, b, d, ...)"]
     other = table(path, "id,target\nu,1\nv,1\n")
-    assert refusal(store, "number", other, missing="drop", surplus="drop").startswith(
+    assert refusal(store, "number", other, required=False).startswith(
         f"x.fasta: no record (a, b, c, ...) has a label in {path}, whose ids are others (u, v); "
     )
 
@@ -173,7 +163,9 @@ def test_rows_find_records_by_sequence(path: Path) -> None:
         f"{path}:4: column 'sequence': '1' at position 2 is not a residue"
     )
     long = "MKTAYIAKQRQISFVKSHFSRQ"
-    assert "(MKTAYIAKQRQISFVKSHFS...)" in refusal(store, "number", table(path, f"seq,target\nMK,1\n{long},3\n"))
+    assert "ids are others (MKK, MKTAYIAKQRQISFVKSHFS...)" in refusal(
+        store, "number", table(path, f"seq,target\nMKK,1\n{long},3\n")
+    )
     assert "line 2" in refusal(store, "number", table(path, "sequence,target\nMK,1\nmk,3\n"))
     assert of(store, "number", table(path, "id,sequence,target\n7,MK,1\n8,MT,2\n9,MXV,3\n"), id_column="sequence")
 
@@ -192,20 +184,18 @@ def test_where_a_table_has_ids_and_sequences_they_must_agree(path: Path) -> None
 def test_uniprot_accessions_are_ids_too(path: Path) -> None:
     store = InMemory(">sp|P1|A_HUMAN x MK", ">tr|P2|B_HUMAN MT", ">sp|P3|C_HUMAN MV", ">xx|P1|D MW")
     given = table(path, "Entry\tEntry Name\ttarget\nP1\tA\t1\nP2\tB\t2\nsp|P3|C_HUMAN\tC\t3\nP4\tD\t4\n")
-    assert refusal(store, "number", given).startswith(
-        f"x.fasta: 1 of 4 records have no label in {path} (xx|P1|D), and 1 of the labels in {path} have no record (P4)"
-    )
-    labels = of(store, "number", given, missing="drop", surplus="drop")
+    assert refusal(store, "number", given).startswith(f"x.fasta: 1 of 4 records have no label in {path} (xx|P1|D); ")
+    labels = of(store, "number", given, required=False)
     assert targets(labels) == [[1], [2], [3], None]
     assert labels.notices[0] == "the UniProt accession was taken for the id in 2 records (sp|P1|A_HUMAN, tr|P2|B_HUMAN)"
 
 
 def test_columns_that_are_not_clear(path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'id' and 'Name' may both be meant; say which one with id_column"):
+    with pytest.raises(InputError, match=r"'id' and 'Name' may both be meant; name .* in data.id_column"):
         of(STORE, "number", table(path, "id,Name,target\na,x,1\n"))
     assert of(STORE, "number", table(path, "id,Name,target\n1,a,1\n2,b,1\n3,c,1\n"), id_column="Name")
     assert of(STORE, "class", table(path, "id,target,label\na,1,x\nb,1,x\nc,1,x\n"), columns=["label"]).names == ("x",)
-    with pytest.raises(UsageError, match=r"'target' and 'Label' may both be meant; say which one with columns"):
+    with pytest.raises(InputError, match=r"'target' and 'Label' may both be meant; name one in data.target"):
         of(STORE, "number", table(path, "id,target,Label\na,x,1\n"))
     assert refusal(STORE, "number", table(path, "id,score\na,1\n")) == (
         f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'"
@@ -219,16 +209,9 @@ def test_columns_that_are_not_clear(path: Path) -> None:
     assert refusal(STORE, "number", table(path, "id,target\na,1\n,2\n")).startswith(f"{path}:3: column 'id' is empty; ")
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "says"),
-    [
-        ("class", {"columns": ["A", "B"]}, "a class comes from one column, not from 2"),
-        ("number", {"columns": ["kd", "KD"]}, "columns has a name twice: 'KD', 'KD'"),
-    ],
-)
-def test_arguments_that_do_not_fit(kind: Any, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=f"^{says}"):
-        of(STORE, kind, **options)
+def test_a_target_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^columns has a name twice: 'KD', 'KD'"):
+        of(STORE, "number", columns=["kd", "KD"])
 
 
 def test_classes_are_sorted(path: Path) -> None:
@@ -240,7 +223,7 @@ def test_classes_are_sorted(path: Path) -> None:
     assert labels[0]["target"].shape == ()
     assert isinstance(labels[0]["target"], np.ndarray)
     headers = InMemory(">a TARGET=b;c MK", ">b TARGET=a MT", ">c MV")
-    labels = of(headers, "class", missing="drop")
+    labels = of(headers, "class", required=False)
     assert (labels.names, targets(labels), labels.values.tolist()) == (("a", "b;c"), [1, 0, None], [1, 0, -1])
 
 
@@ -252,7 +235,7 @@ def test_a_class_that_may_be_no_label_is_refused(path: Path) -> None:
         )
     given = table(path, "id,label\na,x\nb,\nc,y\n")
     assert refusal(STORE, "class", given).startswith("x.fasta: 1 of 3 records have no label")
-    assert of(STORE, "class", given, missing="drop").values.tolist() == [0, -1, 1]
+    assert of(STORE, "class", given, required=False).values.tolist() == [0, -1, 1]
 
 
 def test_several_classes_of_one_column(path: Path) -> None:
@@ -264,7 +247,7 @@ def test_several_classes_of_one_column(path: Path) -> None:
     assert labels.notices == ["a class that was named twice was taken once in 1 record (GO:1)"]
     assert np.bincount(labels.values).tolist() == [2, 1, 2]
     store = InMemory(">a TARGET=y;x MK", ">b TARGET=x MT", ">c MV")
-    labels = of(store, "multilabel", missing="drop")
+    labels = of(store, "multilabel", required=False)
     assert (targets(labels), labels.names) == ([[1, 1], [1, 0], None], ("x", "y"))
     assert refusal(STORE, "multilabel", table(path, "id,target\na,x\nb,;\nc,x\n")).startswith("x.fasta: 1 of 3 records")
 
@@ -282,7 +265,7 @@ def test_several_columns_of_zero_and_one(path: Path) -> None:
         )
     gap = table(path, "id,u,v\na,1,0\nb,,\nc,1,1\n")
     assert refusal(STORE, "multilabel", gap, columns=["u", "v"]).startswith("x.fasta: 1 of 3 records have no label")
-    assert targets(of(STORE, "multilabel", gap, columns=["u", "v"], missing="drop")) == [[1, 0], None, [1, 1]]
+    assert targets(of(STORE, "multilabel", gap, columns=["u", "v"], required=False)) == [[1, 0], None, [1, 1]]
     assert targets(of(InMemory(">a U=1 V=0 MK"), "multilabel", columns=["u", "v"])) == [[1, 0]]
 
 
@@ -297,8 +280,8 @@ def test_compressed_tables_and_parquet(tmp_path: Path) -> None:
     columns |= {"validation": [True, None, False]}
     parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
     given = read_table(tmp_path / "t.parquet")
-    np.testing.assert_array_equal(of(STORE, "number", given, missing="drop").values, [[np.nan], [0.5], [2]])
-    assert given_splits(STORE, FASTA, given) == ["train", "valid", "test"]
+    np.testing.assert_array_equal(of(STORE, "number", given, required=False).values, [[np.nan], [0.5], [2]])
+    assert given_splits(STORE, FASTA, given, Edits()).tolist() == [TRAIN, VALID, TEST]
 
 
 def test_a_fasta_file_and_its_table(tmp_path: Path, path: Path) -> None:
@@ -306,7 +289,7 @@ def test_a_fasta_file_and_its_table(tmp_path: Path, path: Path) -> None:
     fasta.write_text(">sp|P1|A TARGET=1 SET=train\nmkt\nv*\n>b TARGET=2 SET=val \r\nM-J\r\n>c SET=test target=3\nMW")
     store = cached(fasta)
     assert of(store, "number").values[:, 0].tolist() == [1, 2, 3]
-    assert given_splits(store, fasta) == ["train", "valid", "test"]
+    assert given_splits(store, fasta, None, Edits()).tolist() == [TRAIN, VALID, TEST]
     assert targets(of(store, "class", table(path, "id,target\nc,x\nP1,y\nb,z\n"))) == [1, 2, 0]
     assert targets(of(store, "class", table(path, "sequence,target\nMW,x\nMKTV,y\nMX,z\n"))) == [1, 2, 0]
 
@@ -323,11 +306,11 @@ def test_a_table_as_large_as_gb1_gives_the_published_counts(path: Path) -> None:
     random.Random(1).shuffle(order)
     store = InMemory(*(f">v{k} {sequences[k]}" for k in order))
     given = table(path, "sequence,target,set,validation\n" + "\n".join(rows) + "\n")
-    splits = given_splits(store, FASTA, given)
-    assert [splits.count("train"), splits.count("valid"), splits.count("test")] == [2691, 299, 5743]
+    splits = given_splits(store, FASTA, given, Edits()).tolist()
+    assert [splits.count(TRAIN), splits.count(VALID), splits.count(TEST)] == [2691, 299, 5743]
     labels = of(store, "number", given)
     np.testing.assert_array_equal(labels.values[:, 0], np.float32([k / 1000 for k in order]))
-    assert [splits[n] for n, k in enumerate(order) if k in (0, 2690, 2691, 2989, 2990)].count("valid") == 2
+    assert [splits[n] for n, k in enumerate(order) if k in (0, 2690, 2691, 2989, 2990)].count(VALID) == 2
 
 
 def test_damaged_tables_are_refused_or_read_right(path: Path) -> None:
@@ -352,9 +335,9 @@ def test_damaged_tables_are_refused_or_read_right(path: Path) -> None:
                 text += draw.choice(rows) + "\n"
             else:
                 text = text[:at]
-        policy = draw.choice(["error", "drop"])
+        required = draw.choice([True, False])
         try:
-            labels = protein_labels(store, FASTA, "number", table(path, text), missing=policy, surplus=policy)
+            labels = protein_labels(store, FASTA, "number", table(path, text), required=required)
         except InputError as error:
             messages.append(str(error))
             continue

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from in_memory import InMemory
 
+from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
+from esmshard.data.splits.assignment import TEST, TRAIN, VALID
 from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.store.ingestion import cached
 from esmshard.data.tables import read_table
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
 
 FASTA = Path("x.fasta")
 STORE = InMemory(">a MKTV", ">b MT", ">c MVV")
@@ -45,7 +47,7 @@ def refusal(store: InMemory, kind: Any, *arguments: Any, **options: Any) -> str:
 
 
 def targets(labels: ResidueLabels) -> list[Any]:
-    return [labels[n]["target"].tolist() if labels.labelled_N[n] else None for n in range(len(labels.labelled_N))]
+    return [labels[n]["target"].tolist() for n in range(len(labels.offsets) - 1)]
 
 
 def test_classes_from_headers() -> None:
@@ -119,18 +121,11 @@ def test_labels_that_do_not_fit_their_sequence(header: str, says: str) -> None:
 def test_records_without_labels() -> None:
     store = InMemory(">a TARGET=HECH MKTV", ">b MT", ">c TARGET=HHH MASK=000 MVV")
     assert refusal(store, "class").startswith("x.fasta: 1 of 3 records have no TARGET= (b); ")
-    labels = of(store, "class", missing="drop")
-    assert targets(labels) == [[2, 1, 0, 2], None, [-1, -1, -1]]
-    assert labels.values[4:6].tolist() == [-1, -1]
-    with pytest.raises(KeyError):
-        labels[1]
+    labels = of(InMemory(">a TARGET=HECH MKTV", ">c TARGET=HHH MASK=000 MVV"), "class")
+    assert targets(labels) == [[2, 1, 0, 2], [-1, -1, -1]]
     assert labels.notices == [
-        "no TARGET=, so that it was left out, in 1 record (b)",
         "no MASK=, so that all residues count, in 1 record (a)",
         "no residue has a label in 1 record (c)",
-    ]
-    assert np.isnan(of(InMemory(">a TARGET=1;2 MK", ">b MT"), "number", missing="drop").values).tolist() == [
-        *(False, False, True, True),
     ]
 
 
@@ -141,7 +136,7 @@ def test_flip_files(path: Path, mask: Path) -> None:
     assert labels.names == "CEH"
     assert targets(labels) == [[-1, 1, 0, 2], [0, 0], [2, 2, -1]]
     assert labels.notices == []
-    assert given_splits(STORE, FASTA, path) == ["valid", "train", "test"]
+    assert given_splits(STORE, FASTA, path, Edits()).tolist() == [VALID, TRAIN, TEST]
     assert targets(of(STORE, "class", path)) == [[2, 1, 0, 2], [0, 0], [2, 2, 1]]
     path.write_text(">c MASK=101\nHHE\n>a MASK=1110\nHECH\n>b\nCC\n")
     labels = of(STORE, "class", path)
@@ -162,7 +157,7 @@ def test_flip_files_beside_a_fasta_file(tmp_path: Path, path: Path, mask: Path) 
     mask.write_text(">a\n0111\n>b\n11\n>c\n110\n")
     store = cached(fasta)
     assert targets(residue_labels(store, fasta, "class", path, mask=mask)) == [[-1, 1, 0, 2], [0, 0], [2, 2, -1]]
-    assert given_splits(store, fasta, path) == ["train", "valid", "test"]
+    assert given_splits(store, fasta, path, Edits()).tolist() == [TRAIN, VALID, TEST]
     with pytest.raises(InputError, match=r"no record \(a, b, c\) has a TARGET="):
         residue_labels(store, fasta, "class")
 
@@ -208,29 +203,18 @@ def test_labels_that_do_not_fit_are_named_with_their_line(path: Path, mask: Path
 
 def test_label_records_and_sequences_without_a_partner(path: Path, mask: Path) -> None:
     path.write_text(">c\nHHH\n>x\nHEC\n>y\nCC\n")
+    assert refusal(STORE, "class", path).startswith(f"x.fasta: 2 of 3 records have no label in {path} (a, b); ")
+    path.write_text(">x\nHEC\n>y\nCC\n")
     assert refusal(STORE, "class", path).startswith(
-        f"x.fasta: 2 of 3 records have no labels in {path} (a, b), and 2 of the labels in {path} have no record (x, y)"
+        f"x.fasta: no record (a, b, c) has a label in {path}, whose ids are others (x, y); "
     )
-    assert "2 of the labels" in refusal(STORE, "class", path, missing="drop")
-    labels = of(STORE, "class", path, missing="drop", surplus="drop")
-    assert targets(labels) == [None, None, [0, 0, 0]]
-    assert labels.notices == [
-        "labels of no record were passed over in 2 records (x, y)",
-        f"no labels in {path}, so that it was left out, in 2 records (a, b)",
-    ]
-    mask.write_text(">c\n110\n>z\n1\n")
-    options: dict[str, Any] = {"mask": mask, "missing": "drop", "surplus": "drop"}
-    labels = of(STORE, "class", path, **options)
-    assert targets(labels) == [None, None, [0, 0, -1]]
-    assert labels.notices[-1] == "a mask of no record was passed over in 1 record (z)"
-    path.write_text(">c\nHHH\n")
-    assert refusal(STORE, "class", path, **options | {"surplus": "error"}).startswith(
-        f"{mask}: 1 of the masks have no record in x.fasta (z); "
-    )
+    path.write_text(">c\nHHH\n>x\nHEC\n>a\nCCCC\n>b\nCC\n")
+    mask.write_text(">c\n110\n>z\n1\n>a\n1111\n>b\n11\n")
+    labels = of(STORE, "class", path, mask=mask)
+    assert targets(labels) == [[0] * 4, [0] * 2, [1, 1, -1]]
+    assert labels.notices == []
     mask.write_text(">a\n1111\n")
-    assert refusal(STORE, "class", path, **options).startswith(
-        f"{mask}: has no mask for 1 of the records with labels (c)"
-    )
+    assert refusal(STORE, "class", path, mask=mask).startswith(f"{mask}: has no mask for 2 of the records (b, c); ")
 
 
 def test_records_that_come_twice(path: Path, mask: Path) -> None:
@@ -270,32 +254,14 @@ def test_labels_from_a_table(tmp_path: Path, mask: Path) -> None:
     assert "'c' has another label than in line 2" in refusal(STORE, "class", read_table(path))
     path.write_text("id,target\nc,HHH\na,\nb,H E\n")
     assert refusal(STORE, "class", read_table(path)).startswith(f"x.fasta: 1 of 3 records have no label in {path} (a)")
-    assert refusal(STORE, "class", read_table(path), missing="drop").startswith(
-        f"{path}:4: record 'b' has ' ' at position 2"
-    )
-    path.write_text("id,target\nc,HHH\na,\nb,HX\n")
-    assert refusal(STORE, "class", read_table(path), missing="drop", classes="H").startswith(
-        f"{path}:4: record 'b' has the"
-    )
-    assert targets(of(STORE, "class", read_table(path), missing="drop")) == [None, [0, 1], [0, 0, 0]]
+    path.write_text("id,target\nc,HHH\na,HHHH\nb,H E\n")
+    assert refusal(STORE, "class", read_table(path)).startswith(f"{path}:4: record 'b' has ' ' at position 2")
+    path.write_text("id,target\nc,HHH\na,HHHH\nb,HX\n")
+    assert refusal(STORE, "class", read_table(path), classes="H").startswith(f"{path}:4: record 'b' has the")
     path.write_text("id,score\nc,HHH\n")
     assert refusal(STORE, "class", read_table(path)).startswith(
         f"{path}: has no column 'target' or 'label'; its columns"
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "says"),
-    [
-        ("number", {"classes": "HEC"}, "numbers have no classes"),
-        ("class", {"classes": "HECH"}, "classes has a letter twice: HECH"),
-        ("class", {"classes": "H\u00e9"}, "classes has 'H\u00e9'; each letter"),
-        ("class", {"source": Path("y.fasta"), "column": "target"}, "a label file has no columns"),
-    ],
-)
-def test_arguments_that_do_not_fit(kind: Any, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=f"^{says}"):
-        of(STORE, kind, **options)
 
 
 def test_many_residues_are_looked_up_in_parts(path: Path) -> None:
@@ -315,7 +281,6 @@ def test_damaged_label_files_are_refused_or_read_right(path: Path, mask: Path) -
     lengths = dict(zip(names, (3, 5, 2, 7, 4, 5), strict=True))
     store = InMemory(*(f">{name} {'M' * length}" for name, length in lengths.items()))
     read, messages = 0, []
-    policies: dict[str, Any] = {"missing": "drop", "surplus": "drop"}
     for _ in range(2500):
         letters = {name: "".join(draw.choices("HEC", k=length)) for name, length in lengths.items()}
         hidden = {name: "".join(draw.choices("011", k=length)) for name, length in lengths.items()}
@@ -341,13 +306,13 @@ def test_damaged_label_files_are_refused_or_read_right(path: Path, mask: Path) -
         path.write_text(texts[0], newline="")
         mask.write_text(texts[1], newline="")
         try:
-            labels = residue_labels(store, FASTA, "class", path, mask=mask, classes="HEC", **policies)
+            labels = residue_labels(store, FASTA, "class", path, mask=mask, classes="HEC")
         except InputError as error:
             messages.append(str(error))
             continue
         for n, name in enumerate(names):
             own = [f">{name} SET=train\n{letters[name]}\n" in texts[0], f">{name}\n{hidden[name]}\n" in texts[1]]
-            if labels.labelled_N[n] and all(own):
+            if all(own):
                 expected = [
                     "HEC".index(a) if b == "1" else -1 for a, b in zip(letters[name], hidden[name], strict=True)
                 ]

@@ -114,8 +114,8 @@ def test_marks_that_are_not_used_are_told() -> None:
     write("x.fasta", SETS)
     write("v.fasta", {"v": "val"})
     mixed = recipe("mlm", "x.fasta", "v.fasta", "v2.fasta")
-    (told,) = open_split(mixed, "train", None).notices
-    assert told.startswith(
+    (notice,) = open_split(mixed, "train", None).notices
+    assert notice.startswith(
         "SET= in its headers is not used, as it is the file of train alone, and all its records are taken (2 say valid "
         "and 2 say test); name one file in data.train, data.valid and data.test"
     )

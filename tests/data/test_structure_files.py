@@ -12,7 +12,8 @@ import pytest
 from packed import zstd
 from structure_texts import OTHER, SEQ, chain, cif, nucleic, pdb, three, water, write
 
-from esmshard.data.structures.chains import Findings, read_chains
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.structures.chains import read_chains
 from esmshard.errors import InputError
 
 # Files
@@ -143,9 +144,9 @@ def test_damaged_files_give_one_sentence_or_a_whole_chain(tmp_path: Path) -> Non
     for k in range(3000):
         name, texts = ("x.pdb", as_pdb) if k % 3 == 0 else ("x.cif", as_cif)
         (tmp_path / name).write_bytes(damaged(rng.choice(texts), rng))
-        findings = Findings()
+        edits = Edits()
         try:
-            found = read_chains(tmp_path / name, findings=findings, cb=rng.choice(["virtual", "real"]))
+            found = read_chains(tmp_path / name, edits=edits, cb=rng.choice(["virtual", "real"]))
         except InputError as error:
             outcomes["refused"] += 1
             messages.append(str(error))
@@ -156,6 +157,6 @@ def test_damaged_files_give_one_sentence_or_a_whole_chain(tmp_path: Path) -> Non
             assert set(one.sequence) <= set("ACDEFGHIKLMNPQRSTVWYXBUZO")
             assert np.isfinite(one.cb_L3).all(1).sum() >= 10
             assert (np.isnan(one.cb_L3).all(1) == np.isnan(one.cb_L3).any(1)).all()
-        assert all(notice.isprintable() for notice in findings.notices())
+        assert all(notice.isprintable() for notice in edits.notices())
     assert [m for m in messages if not m.isprintable() or len(m) > 500] == []
     assert min(outcomes.values()) > 300, outcomes

@@ -48,9 +48,9 @@ def ids(fasta: Path) -> list[str]:
 
 
 def test_the_pair_of_files(folder: Path) -> None:
-    fasta, told = write(folder)
+    fasta, notices = write(folder)
     assert fasta.read_text() == f">1abc_A\n{OTHER}\n>1abc_C\n{THIRD}\n>2abc_A\n{SEQ}\n>3abc_X\n{THIRD[1:-1]}\n"
-    assert told == [
+    assert notices == [
         "1 chain left out with the sequence of another chain of the file (1abc_B)",
         "1 chain without SEQRES or _entity_poly_seq, read as the residues with atoms (3abc_X)",
     ]
@@ -84,9 +84,9 @@ def test_the_labels_are_read_as_any(folder: Path, tmp_path: Path) -> None:
 def test_options_reach_the_chains(folder: Path) -> None:
     lines = [replace(x, b=5.0 if x.seq == 2 else 90.0) for x in chain(OTHER)]
     (folder / "1ABC.cif").write_text(cif(lines, {"A": three(OTHER)}))
-    fasta, told = write(folder, chains={"1ABC.cif": ["A"]}, cb="real", min_plddt=20.5)
+    fasta, notices = write(folder, chains={"1ABC.cif": ["A"]}, cb="real", min_plddt=20.5)
     assert ids(fasta) == ["1abc_A"]
-    assert told == ["1 residue left without coordinates for a pLDDT under 20.5 (1abc_A)"]
+    assert notices == ["1 residue left without coordinates for a pLDDT under 20.5 (1abc_A)"]
     with np.load(fasta.with_suffix(".npz")) as file:
         cb_dA = file["cb_dA"]
     real = backbone(12)[:, 3]
@@ -110,8 +110,8 @@ def test_what_is_no_structure_is_counted(folder: Path) -> None:
     (folder / "inner" / "9abc.pdb").write_text("not read")
     for name in ("README.md", "a.fasta", "._2abc.pdb", "list\x1b.txt"):
         (folder / name).write_text("x")
-    _, told = write(folder)
-    assert told[:2] == [
+    _, notices = write(folder)
+    assert notices[:2] == [
         "4 files not read, as the name is not that of a structure (._2abc.pdb, README.md, a.fasta, ...)",
         "1 inner folder not read (inner)",
     ]
@@ -123,11 +123,11 @@ def test_a_broken_file_is_named_or_counted(folder: Path) -> None:
     with pytest.raises(InputError, match=r"0bad\.cif\.gz: cannot be read to its end"):
         write(folder)
     assert sorted(p.name for p in folder.parent.iterdir()) == ["set"]
-    fasta, told = write(folder, on_broken="skip")
+    fasta, notices = write(folder, on_broken="skip")
     assert ids(fasta) == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
-    assert told[0] == "2 broken files left out (0bad.cif.gz, 2bad.pdb)"
-    assert "0bad.cif.gz: cannot be read to its end" in told[-2]
-    assert "2bad.pdb: holds a web page" in told[-1]
+    assert notices[0] == "2 broken files left out (0bad.cif.gz, 2bad.pdb)"
+    assert "0bad.cif.gz: cannot be read to its end" in notices[-2]
+    assert "2bad.pdb: holds a web page" in notices[-1]
 
 
 def test_two_chains_of_one_id(folder: Path) -> None:

@@ -255,9 +255,9 @@ def test_edits_of_later_records_come_after() -> None:
     later.counts, later.first = {"z": 4, "x": 5}, {"z": ["d", "e", "f"], "x": ["g", "h", "i"]}
     early.extend(later)
     assert list(early.counts.items()) == [("x", 7), ("y", 1), ("z", 4)]
-    assert early.first == {"x": ["a", "b", "g"], "y": ["c"], "z": ["d", "e", "f"]}
+    assert early.first == {"x": ["a", "b", "g", "h"], "y": ["c"], "z": ["d", "e", "f"]}
     early.add("z", "j")
-    assert early.first["z"] == ["d", "e", "f"]
+    assert early.first["z"] == ["d", "e", "f", "j"]
     assert later.first == {"z": ["d", "e", "f"], "x": ["g", "h", "i"]}
 
 

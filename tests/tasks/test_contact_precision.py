@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from esmshard.tasks import metrics
 from esmshard.tasks.contact.contact_precision import (
-    BINS,
     CUTS,
     RANGES,
     base_rate,
     calibration,
-    calibration_error,
     contact_precision,
     valid_pairs,
 )
@@ -274,7 +273,7 @@ def test_calibration_counts_pairs_by_their_probability() -> None:
     logits_LL = (8 * scores_LL - 4).astype(np.float32)
     labels_LL = unresolve(labels_LL, [3, 50])
     logits_LL[0, 20], logits_LL[0, 21] = 800, -700
-    expected = np.zeros((3, BINS))
+    expected = np.zeros((3, metrics.CALIBRATION_BINS))
     for i in range(60):
         for j in range(i + 6, 60):
             if labels_LL[i, j] >= 0:
@@ -284,7 +283,7 @@ def test_calibration_counts_pairs_by_their_probability() -> None:
     assert found == pytest.approx(expected)
     assert expected[0].min() > 0
     share = np.abs(expected[1] / expected[0] - expected[2] / expected[0])
-    assert calibration_error(found) == pytest.approx((share * expected[0] / expected[0].sum()).sum())
+    assert metrics.calibration_error(found) == pytest.approx((share * expected[0] / expected[0].sum()).sum())
 
 
 def test_a_calibrated_answer_has_no_error_and_nothing_has_none() -> None:
@@ -293,9 +292,9 @@ def test_a_calibrated_answer_has_no_error_and_nothing_has_none() -> None:
     labels_LL[i[::4], j[::4]] = 1
     rate = labels_LL[i, j].mean()
     logits_LL = np.full((40, 40), math.log(rate / (1 - rate)), np.float32)
-    assert calibration_error(calibration(logits_LL, labels_LL)) == pytest.approx(0, abs=1e-6)
-    assert calibration_error(calibration(logits_LL + 1, labels_LL)) > 0.1
-    assert math.isnan(calibration_error(calibration(logits_LL, np.full_like(labels_LL, -1))))
+    assert metrics.calibration_error(calibration(logits_LL, labels_LL)) == pytest.approx(0, abs=1e-6)
+    assert metrics.calibration_error(calibration(logits_LL + 1, labels_LL)) > 0.1
+    assert math.isnan(metrics.calibration_error(calibration(logits_LL, np.full_like(labels_LL, -1))))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -31,14 +31,14 @@ def test_numbers_are_those_of_ridge_on_standardised_features(x_NF: np.ndarray, r
     scaled = standardised(x_NF)
     y = scaled @ np.arange(6) + 3 + 0.5 * rng.normal(size=300)
     model = fit_numbers(x_NF, y[:, None])
-    told = model(x_NF)
-    assert told.shape == (300, 1)
-    assert told.dtype == np.float32
+    predicted = model(x_NF)
+    assert predicted.shape == (300, 1)
+    assert predicted.dtype == np.float32
     fits = [Ridge(alpha).fit(scaled, y).predict(scaled) for alpha in linear.ALPHAS]
-    best = int(np.argmin([np.abs(fit - told[:, 0]).max() for fit in fits]))
-    assert np.abs(fits[best] - told[:, 0]).max() < 1e-3
+    best = int(np.argmin([np.abs(fit - predicted[:, 0]).max() for fit in fits]))
+    assert np.abs(fits[best] - predicted[:, 0]).max() < 1e-3
     assert linear.ALPHAS[best] <= 10  # little noise
-    assert model(x_NF[7]) == pytest.approx(told[7])
+    assert model(x_NF[7]) == pytest.approx(predicted[7])
 
 
 def test_noise_is_shrunk_to_the_mean(rng: np.random.Generator) -> None:
@@ -85,16 +85,16 @@ def test_classes_are_those_of_logistic_regression(x_NF: np.ndarray, rng: np.rand
     for n_classes in (2, 3):
         logits = scaled @ rng.normal(size=(6, n_classes)) * 2
         y = (logits + rng.gumbel(size=logits.shape)).argmax(1)
-        told = fit_classes(x_NF, y, n_classes)(x_NF)
-        told -= told[:, :1]
+        predicted = fit_classes(x_NF, y, n_classes)(x_NF)
+        predicted -= predicted[:, :1]
         differences = []
         for c in linear.CS:
             fit = LogisticRegression(C=c, max_iter=1000, tol=1e-6).fit(scaled, y).decision_function(scaled)
             fit = np.stack([np.zeros(300), fit], 1) if n_classes == 2 else fit - fit[:, :1]
-            differences.append(np.abs(fit - told).max())
+            differences.append(np.abs(fit - predicted).max())
         assert min(differences) < 0.03  # of logits up to 13
         assert linear.CS[int(np.argmin(differences))] >= 0.1  # there is much to be learned
-        assert log_loss(y, np.exp(told) / np.exp(told).sum(1, keepdims=True)) < 0.8 * np.log(n_classes)
+        assert log_loss(y, np.exp(predicted) / np.exp(predicted).sum(1, keepdims=True)) < 0.8 * np.log(n_classes)
 
 
 def test_weights_count_classes_alike(rng: np.random.Generator) -> None:
@@ -108,11 +108,11 @@ def test_weights_count_classes_alike(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("classes", [[1], [1, 3], [0, 1, 3]])
 def test_classes_without_an_example_are_not_told(rng: np.random.Generator, classes: list[int]) -> None:
     x, y = rng.normal(size=(60, 2)), rng.choice(classes, 60)
-    told = fit_classes(x, y, 4)(x)
+    predicted = fit_classes(x, y, 4)(x)
     absent = [k for k in range(4) if k not in classes]
-    assert (told[:, absent] == ABSENT).all()
-    assert (told[:, classes] > -20).all()
-    assert set(told.argmax(1)) <= set(classes)
+    assert (predicted[:, absent] == ABSENT).all()
+    assert (predicted[:, classes] > -20).all()
+    assert set(predicted.argmax(1)) <= set(classes)
 
 
 def test_a_class_of_one_example_is_fitted(rng: np.random.Generator) -> None:
@@ -125,11 +125,11 @@ def test_a_class_of_one_example_is_fitted(rng: np.random.Generator) -> None:
 def test_labels_are_fitted_one_by_one(rng: np.random.Generator) -> None:
     x = rng.normal(size=(400, 5))
     y = np.stack([x[:, 0] > 0, x[:, 1] > 1.5, np.zeros(400), np.ones(400)], 1).astype(np.float32)
-    told = fit_labels(x, y)(x)
-    assert roc_auc_score(y[:, 0], told[:, 0]) > 0.99
-    assert roc_auc_score(y[:, 1], told[:, 1]) > 0.99
-    assert told[:, 2] == pytest.approx(np.full(400, np.log(0.5 / 400.5)))
-    assert told[:, 3] == pytest.approx(np.full(400, np.log(400.5 / 0.5)))
+    predicted = fit_labels(x, y)(x)
+    assert roc_auc_score(y[:, 0], predicted[:, 0]) > 0.99
+    assert roc_auc_score(y[:, 1], predicted[:, 1]) > 0.99
+    assert predicted[:, 2] == pytest.approx(np.full(400, np.log(0.5 / 400.5)))
+    assert predicted[:, 3] == pytest.approx(np.full(400, np.log(400.5 / 0.5)))
     y[:, 1] = rng.random(400) < 0.1  # nothing can be learned, but for the share
     plain, weighted = (fit_labels(x, y, np.array([1.0, w, 1, 1]))(x)[:, 1].mean() for w in (1, 9))
     assert plain == pytest.approx(np.log(1 / 9), abs=0.3)

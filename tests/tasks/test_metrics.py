@@ -76,17 +76,17 @@ def test_what_is_nan_has_no_ranks(rng: np.random.Generator) -> None:
 
 
 def test_classes_are_compared_as_scikit_learn_does(rng: np.random.Generator) -> None:
-    target, told = rng.integers(0, 4, (2, 300))
-    told = np.where(rng.random(300) < 0.5, target, told)
-    found = metrics.of_confusion(metrics.confusion(target, told, 5).astype(float))  # class 4 never occurs
-    assert found["accuracy"] == pytest.approx(reference.accuracy_score(target, told))
-    assert found["MCC"] == pytest.approx(reference.matthews_corrcoef(target, told))
-    assert found["macro-F1"] == pytest.approx(reference.f1_score(target, told, average="macro"))
-    target %= 3  # class 3 is told, and is none
-    found = metrics.of_confusion(metrics.confusion(target, told, 5).astype(float))
-    assert found["macro-F1"] == pytest.approx(reference.f1_score(target, told, average="macro", labels=range(4)))
-    counts = metrics.confusion(target, told, 4)
-    assert counts.tolist() == reference.confusion_matrix(target, told).tolist()
+    target, predicted = rng.integers(0, 4, (2, 300))
+    predicted = np.where(rng.random(300) < 0.5, target, predicted)
+    found = metrics.of_confusion(metrics.confusion(target, predicted, 5).astype(float))  # class 4 never occurs
+    assert found["accuracy"] == pytest.approx(reference.accuracy_score(target, predicted))
+    assert found["MCC"] == pytest.approx(reference.matthews_corrcoef(target, predicted))
+    assert found["macro-F1"] == pytest.approx(reference.f1_score(target, predicted, average="macro"))
+    target %= 3  # class 3 is predicted and never occurs
+    found = metrics.of_confusion(metrics.confusion(target, predicted, 5).astype(float))
+    assert found["macro-F1"] == pytest.approx(reference.f1_score(target, predicted, average="macro", labels=range(4)))
+    counts = metrics.confusion(target, predicted, 4)
+    assert counts.tolist() == reference.confusion_matrix(target, predicted).tolist()
 
 
 def test_mcc_of_one_class_is_zero_and_of_nothing_nan() -> None:
@@ -149,13 +149,13 @@ def test_fmax_counts_the_threshold_itself_and_leaves_out_what_has_no_label() -> 
 
 
 def test_macro_f1_of_labels_leaves_out_those_that_never_occur(rng: np.random.Generator) -> None:
-    truth, told = rng.random((2, 50, 5)) < 0.4
-    truth[:, 3], told[:, 3] = False, False
-    right, of_told, of_truth = ((a & b).sum(0).astype(float) for a, b in ((truth, told), (told, told), (truth, truth)))
+    truth, predicted = rng.random((2, 50, 5)) < 0.4
+    truth[:, 3], predicted[:, 3] = False, False
+    right, of_predicted, of_truth = (x.sum(0).astype(float) for x in (truth & predicted, predicted, truth))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = reference.f1_score(truth, told, average=None, zero_division=0)
-    assert metrics.f1(right, of_told, of_truth) == pytest.approx(np.delete(expected, 3).mean())
+        expected = reference.f1_score(truth, predicted, average=None, zero_division=0)
+    assert metrics.f1(right, of_predicted, of_truth) == pytest.approx(np.delete(expected, 3).mean())
     assert np.isnan(metrics.f1(np.zeros(2), np.zeros(2), np.zeros(2)))
 
 

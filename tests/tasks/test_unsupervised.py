@@ -249,14 +249,6 @@ def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, label
     assert task.baselines(bare, base).keys() == {"separation prior"}
 
 
-@pytest.mark.parametrize("head", ["pairwise", "both"])
-def test_only_the_attention_head_can_be_fitted(trunk: ESM2, labelled: list[Example], head: str) -> None:
-    task = ContactTask(ContactSettings(name="contact", head=head), {})  # type: ignore[arg-type]
-    made = task.head(TINY)
-    with pytest.raises(InputError, match=r"adapt.method: probe .*; set task.head: attention$"):
-        task.probe(made, labelled, FineTuner(trunk, made), 0)
-
-
 def test_training_records_without_any_contact(trunk: ESM2) -> None:
     data = examples(3)
     with pytest.raises(

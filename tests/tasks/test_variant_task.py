@@ -30,7 +30,6 @@ from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.linear import fit_numbers
 from esmshard.tasks.variants.frozen_variants import FEWEST, frozen
 from esmshard.tasks.variants.value_scale import fit_scale
-from esmshard.tasks.variants.variant_head import VariantHead
 from esmshard.tasks.variants.variant_settings import VariantSettings
 from esmshard.tasks.variants.variant_task import AUGMENTED, FROZEN, ONE_HOT, SCORE, VariantTask
 from esmshard.vocab import STANDARD, encode
@@ -258,7 +257,7 @@ OUTPUTS = np.array([[0.3, -1.0], [2.5, 0.1], [-0.7, -0.2], [1.1, 0.9]], np.float
 TARGETS = np.array([[0.1, 1.5], [-1.3, np.nan], [np.nan, np.nan], [0.9, 0.2]], np.float32)
 
 
-def asked(target_NT: np.ndarray) -> list[torch.Tensor]:
+def as_targets(target_NT: np.ndarray) -> list[torch.Tensor]:
     """Standardised values and measured ones."""
     return [torch.from_numpy(np.stack([y_T, y_T * 10])) for y_T in target_NT]
 
@@ -267,7 +266,7 @@ def asked(target_NT: np.ndarray) -> list[torch.Tensor]:
 def test_losses_are_the_plain_ones_over_known_targets(loss: str) -> None:
     made = task(("y", "z"), loss=loss)
     outputs = torch.tensor(OUTPUTS, requires_grad=True)
-    found = made.loss(list(outputs), asked(TARGETS))
+    found = made.loss(list(outputs), as_targets(TARGETS))
     known = [(n, t) for n in range(4) for t in range(2) if not math.isnan(TARGETS[n, t])]
     expected = sum(plain(loss, float(OUTPUTS[n, t]), float(TARGETS[n, t])) for n, t in known)
     assert (float(found.count), found.sum.item()) == (5, pytest.approx(expected, rel=1e-5))
@@ -280,7 +279,7 @@ def test_losses_are_the_plain_ones_over_known_targets(loss: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_batch_without_a_target_has_no_loss(loss: str) -> None:
     outputs = torch.tensor(OUTPUTS, requires_grad=True)
-    found = task(("y", "z"), loss=loss).loss(list(outputs), asked(np.full((4, 2), np.nan, np.float32)))
+    found = task(("y", "z"), loss=loss).loss(list(outputs), as_targets(np.full((4, 2), np.nan, np.float32)))
     found.sum.backward()
     assert (found.sum.item(), float(found.count)) == (0, 0)
     assert outputs.grad is not None
@@ -294,7 +293,7 @@ def test_losses_add_up_over_micro_batches(loss: str) -> None:
     def total(*cuts: int) -> float:
         ends = [0, *cuts, 4]
         parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
-        return sum(made.loss(list(torch.tensor(OUTPUTS)[part]), asked(TARGETS[part])).sum.item() for part in parts)
+        return sum(made.loss(list(torch.tensor(OUTPUTS)[part]), as_targets(TARGETS[part])).sum.item() for part in parts)
 
     assert total(1, 2, 3) == pytest.approx(total(), rel=1e-6)
     assert total(3) == pytest.approx(total(), rel=1e-6)
@@ -485,7 +484,7 @@ def test_a_light_feature_is_hardly_penalised() -> None:
 MANY = [f"{WT[n]}{n + 1}{letter}" for n in range(24) for letter in "ACDE" if letter != WT[n]][: FEWEST + 6]
 
 
-def asks(trunk: ESM2, names: Sequence[str], pool: str = "sites") -> tuple[np.ndarray, int]:
+def ask_frozen(trunk: ESM2, names: Sequence[str], pool: str = "sites") -> tuple[np.ndarray, int]:
     """Features by a model that remembers nothing itself, and the variants that went through the trunk."""
     passed: list[int] = []
     base = FineTuner(trunk, nn.Identity())
@@ -503,40 +502,40 @@ def test_frozen_features_by_hand(trunk: ESM2, tmp_path: Path, monkeypatch: pytes
         wild, own = (trunk(pack([encode(s)])).representations[2][1:-1].numpy() for s in (WT, mutant("S13W")))
     letters = np.zeros(66)
     letters[int(encode("S")[1])] = letters[33 + int(encode("W")[1])] = 1
-    found, _ = asks(trunk, ["S13W", "WT"])
+    found, _ = ask_frozen(trunk, ["S13W", "WT"])
     assert found[0] == pytest.approx(np.concatenate([own[12] - wild[12], wild[12], letters]), abs=1e-4)
     assert not found[1].any()
-    assert asks(trunk, ["S13W"], "mean")[0][0] == pytest.approx(own.mean(0), abs=1e-5)
+    assert ask_frozen(trunk, ["S13W"], "mean")[0][0] == pytest.approx(own.mean(0), abs=1e-5)
     assert list(tmp_path.rglob("*.npz")) == [], "of few nothing is kept"
 
 
 def test_features_are_computed_once(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
-    first, passed = asks(trunk, MANY)
+    first, passed = ask_frozen(trunk, MANY)
     assert passed > len(MANY)
-    again, passed = asks(trunk, MANY[::-1])
+    again, passed = ask_frozen(trunk, MANY[::-1])
     assert passed == 1, "the wild type, by which the model is known again"
     assert np.array_equal(again, first[::-1])
-    more, passed = asks(trunk, [*MANY, "E24W"])
+    more, passed = ask_frozen(trunk, [*MANY, "E24W"])
     assert passed <= 1 + 2, "the new one, with the wild type beside it"
     assert np.array_equal(more[:-1], first)
     other = open_weights.build(open_weights.fresh(NANO, 1), torch.device("cpu")).eval()
-    assert asks(other, MANY)[1] > len(MANY), "another model says other things"
+    assert ask_frozen(other, MANY)[1] > len(MANY), "another model says other things"
 
 
 @pytest.mark.parametrize("damage", ["empty", "text", "cut short", "changed"])
 def test_a_damaged_file_is_made_anew(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
-    first, _ = asks(trunk, MANY)
+    first, _ = ask_frozen(trunk, MANY)
     (path,) = tmp_path.rglob("*.npz")
     good = path.read_bytes()
     half = len(good) // 2
     changed = good[:half] + bytes([good[half] ^ 255]) + good[half + 1 :]
     path.write_bytes({"empty": b"", "text": b"no zip file", "cut short": good[:-50], "changed": changed}[damage])
-    again, passed = asks(trunk, MANY)
+    again, passed = ask_frozen(trunk, MANY)
     assert passed > len(MANY)
     assert np.array_equal(again, first)
-    assert asks(trunk, MANY)[1] == 1, "and kept"
+    assert ask_frozen(trunk, MANY)[1] == 1, "and kept"
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == [path.name]
 
 
@@ -568,11 +567,3 @@ def test_a_probe_is_what_scikit_learn_fitted(
     outputs = np.stack(found.outputs([made.inputs(one) for one in examples]))
     assert outputs == pytest.approx(fitted.predict(x), abs=1e-3)
     assert np.ptp(outputs, axis=0).min() > 0.01
-
-
-def test_a_probe_needs_a_linear_head(trunk: ESM2) -> None:
-    made = task(hidden=8)
-    head = made.head(NANO)
-    assert isinstance(head, VariantHead)
-    with pytest.raises(InputError, match=r"adapt\.method probe: fits a linear head; set task\.hidden=0"):
-        made.probe(head, [example("K2A")], FineTuner(trunk, head), seed=0)

@@ -86,33 +86,39 @@ class RefusedSymbols(Exception):
 
 @dataclass
 class Edits:
-    """A tally of what was changed while reading: for each kind, the number of records and the ids
-    of the first three.
+    """A tally of what was changed or left out while reading. A kind of edit is a clause about one record, such as
+    `gaps were removed`, or about things that are counted, with `(s)` after their name: `chain(s) left out`.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
+    """The number of records, or of things, of each kind."""
     first: dict[str, list[str]] = field(default_factory=dict)
+    """The names of the first records or places of each kind, at most four: messages show three."""
 
-    def add(self, kind: str, record_id: str) -> None:
-        """Count one edit of a record."""
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        examples = self.first.setdefault(kind, [])
-        if len(examples) < 3:
-            examples.append(shown(record_id))
+    def add(self, kind: str, name: str, count: int = 1) -> None:
+        """Count one edit of the record with this id, or `count` things in one place. Nothing is added for 0 things."""
+        if count:
+            self.counts[kind] = self.counts.get(kind, 0) + count
+            names = self.first.setdefault(kind, [])
+            if len(names) < 4:
+                names.append(shown(name))
 
     def extend(self, later: "Edits") -> None:
         """Add the edits of records that come after the records counted here."""
         for kind, count in later.counts.items():
             self.counts[kind] = self.counts.get(kind, 0) + count
-            self.first[kind] = (self.first.get(kind, []) + later.first[kind])[:3]
+            self.first[kind] = (self.first.get(kind, []) + later.first[kind])[:4]
 
     def notices(self) -> list[str]:
         """Return one sentence for each kind of edit."""
-        return [
-            f"{kind} in {count:,} record{'s' if count > 1 else ''} ({', '.join(self.first[kind])}"
-            f"{', ...' if count > len(self.first[kind]) else ''})"
-            for kind, count in self.counts.items()
-        ]
+        found = []
+        for kind, count in self.counts.items():
+            names, plural = self.first[kind], "s" if count > 1 else ""
+            of_things = "(s)" in kind
+            what = f"{count:,} {kind.replace('(s)', plural)}" if of_things else f"{kind} in {count:,} record{plural}"
+            more = ", ..." if len(names) > 3 or (count > len(names) and not of_things) else ""
+            found.append(f"{what} ({', '.join(names[:3])}{more})")
+        return found
 
 
 def shown(name: str) -> str:

@@ -8,7 +8,7 @@ import re
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,6 @@ from esmshard.vocab import decode
 
 UNRESOLVED = 65535
 """The value in `cb_dA` of a residue without coordinates."""
-
-
-Policy = Literal["error", "drop"]
-"""What happens to a record without a label, and to a label without a record: `error` refuses it, `drop` leaves it out
-and counts it.
-"""
-Surplus = Literal["error", "drop", "ignore"]
-"""What happens to a label without a record. `ignore` does not count it, for a file with the labels of all splits."""
 
 _FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")
 
@@ -51,28 +43,6 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(f"{path}: cannot be read ({error}); copy or make it again") from None
-
-
-class CoordinateRecords(Protocol):
-    """The members of a `TokenStore` that labels need."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """Number of residues of each record, int32 [N]."""
-
-    def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of record n, uint8 [L]."""
-
-    def id(self, n: int) -> str:
-        """Return the first word of the header of record n."""
-
-    def find(self, record_id: str) -> int | None:
-        """Return the number of the record with this id, or None."""
-
-    def description(self, n: int) -> str:
-        """Return the whole header line of record n without `>`."""
 
 
 class CoordinateLabels:

@@ -12,10 +12,10 @@ from typing import TextIO
 
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
-from esmshard.data.fasta.fasta_reader import open_source
 from esmshard.data.fasta.headers import id_of
+from esmshard.data.fasta.sources import open_source
 from esmshard.data.fasta.symbols import BLANKS
-from esmshard.data.tables import shown
+from esmshard.data.tables import readable, shown
 from esmshard.errors import InputError
 
 _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
@@ -42,27 +42,17 @@ def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
     """
     lines: deque[int] = deque()  # lines of headers that the parser has read and not yet returned
     none_yet = True
-    try:
-        with TextIOWrapper(open_source(path), encoding="utf-8-sig") as handle:
-            parser = SimpleFastaParser(_checked(handle, path, lines))  # type: ignore[no-untyped-call]
-            for header, raw in parser:
-                none_yet = False
-                line, record_id, text = lines.popleft(), id_of(header), raw.translate(_NO_BLANKS)
-                if not text:
-                    raise InputError(
-                        f"{path}:{line}: record {shown(record_id)} has no labels; write them, or remove it"
-                    )
-                yield LabelRecord(record_id, header.strip(), text, line)
-    except InputError:
-        raise
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise InputError(f"{path}: is a directory; a FASTA file of labels is expected") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: is not UTF-8 text; a FASTA file of labels is expected") from None
-    except Exception as error:  # Each decompression library has errors of its own.
-        raise InputError(f"{path}: cannot be read to its end ({error}); copy or download it again") from None
+    with (
+        readable(path, "a FASTA file of labels"),
+        TextIOWrapper(open_source(path), encoding="utf-8-sig") as handle,
+    ):
+        parser = SimpleFastaParser(_checked(handle, path, lines))  # type: ignore[no-untyped-call]
+        for header, raw in parser:
+            none_yet = False
+            line, record_id, text = lines.popleft(), id_of(header), raw.translate(_NO_BLANKS)
+            if not text:
+                raise InputError(f"{path}:{line}: record {shown(record_id)} has no labels; write them, or remove it")
+            yield LabelRecord(record_id, header.strip(), text, line)
     if none_yet:
         raise InputError(f"{path}: holds no record; a FASTA file of labels has lines that begin with '>'")
 

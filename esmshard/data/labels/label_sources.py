@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.labels.coordinates import CoordinateRecords, npz_beside, read_arrays
-from esmshard.data.labels.pairing import Tally
+from esmshard.data.labels.coordinates import npz_beside, read_arrays
 from esmshard.data.tables import Table, read_table
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import recipe_file
@@ -77,25 +76,3 @@ def read_npz(path: Path) -> Table:
 
 def _cells(values: npt.NDArray[np.generic]) -> list[str]:
     return [str(value) for value in values.tolist()]
-
-
-def require_all(labelled_N: npt.NDArray[np.bool_], store: CoordinateRecords, fasta: Path, where: object) -> None:
-    """Refuse records without a label.
-
-    Args:
-        labelled_N: whether each record has a label, bool [N].
-        store: the N records.
-        fasta: the file of the records.
-        where: the place where labels were searched, for the message.
-
-    Raises:
-        InputError: some records have no label; the message has their number and the first three ids.
-    """
-    without = Tally()
-    for n in np.flatnonzero(~labelled_N):
-        without.add(store.id(int(n)))
-    if without.count:
-        raise InputError(
-            f"{fasta}: {without.count:,} of {len(store):,} records have no label in {where} {without}; add their "
-            "labels, or remove the records"
-        )

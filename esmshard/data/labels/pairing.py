@@ -6,7 +6,6 @@ import hashlib
 import re
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -14,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateRecords, Policy, Surplus
-from esmshard.data.tables import Table, listed, shown
-from esmshard.errors import InputError, UsageError
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tables import Table, first_three, listed, shown
+from esmshard.errors import InputError
 from esmshard.vocab import encode_residues
 
 UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
@@ -37,48 +36,16 @@ _SEQUENCES = ("sequence", "seq", "mutated_sequence")
 _LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.replace("J", "X") + "X", "-.")
 
 
-@dataclass
-class Tally:
-    """A count, with the names of the first three: `1,204 (P1, P2, P3, ...)`. Memory does not grow with the count."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, name: str) -> None:
-        """Count one item."""
-        self.count += 1
-        if len(self.first) < 3:
-            self.first.append(name)
-
-    def __str__(self) -> str:
-        return f"({', '.join(self.first)}{', ...' if self.count > len(self.first) else ''})"
-
-
-def only_column(table: Table, names: Sequence[str], argument: str) -> str | None:
-    """Find the column that has one of these names, in upper or lower case; None if there is none.
-
-    Raises:
-        UsageError: there are several such columns.
-    """
-    found = [column for column in table.columns if column.lower() in names]
-    if len(found) > 1:
-        raise UsageError(
-            f"{table.path}: {' and '.join(map(shown, found[:3]))} may both be meant; say which one with {argument}"
-        )
-    return found[0] if found else None
-
-
 def rows_of_records(
     table: Table,
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     *,
     id_column: str | None,
     same: Callable[[int, int], bool],
     labelled_R: npt.NDArray[np.bool_],
     what: Literal["label", "split"] = "label",
-    missing: Policy,
-    surplus: Surplus,
+    required: bool,
     edits: Edits,
 ) -> npt.NDArray[np.int64]:
     """Return the row of each record, int64 [N], -1 for a record without a label.
@@ -93,16 +60,17 @@ def rows_of_records(
         id_column: column of the ids; without it, the one column that is called `id`, `name`, `entry` or the like.
         same: returns whether two rows give the same label.
         labelled_R: whether each row gives a label at all, bool [R].
-        what: the word for a label in messages.
-        missing: what happens to records without a labelled row.
-        surplus: what happens to rows without a record.
+        what: the word for a label in messages. Splits of no record are counted; labels of no record are not, since a
+            file may hold the labels of several FASTA files.
+        required: whether a record without a labelled row is an error.
         edits: collects what was left out, and rows that came twice with the same label.
 
     Raises:
         InputError: rows contradict each other, or rows or records have no match; the message names the lines or counts.
     """
-    id_column = id_column or only_column(table, _IDS, "id_column")
-    sequence_column = only_column(table, _SEQUENCES, "id_column") if id_column is None else _sequences(table, id_column)
+    fix = "name the column of ids in data.id_column"
+    id_column = id_column or table.only_column(_IDS, fix)
+    sequence_column = table.only_column(_SEQUENCES, fix) if id_column is None else _sequences(table, id_column)
     column = id_column or sequence_column
     if column is None:
         raise InputError(f"{table.path}: has no column of ids or sequences that is known; {listed(table.columns)}")
@@ -136,64 +104,51 @@ def rows_of_records(
         if found is not None:
             used_R[found] = True
             row_N[n] = found if labelled_R[found] else -1
-    extra = Tally()
     cells = table.column(column)
-    for row in rows.values():
-        if not used_R[row]:
-            name = shown(cells[row], 20)[1:-1]
-            extra.add(name)
-            if surplus != "ignore":
-                edits.add(f"a {what} of no record was passed over", name)
-    lacks = f"{what} in {table.path}"
-    settle(store, fasta, row_N >= 0, lacks, extra, table.path, missing=missing, surplus=surplus, edits=edits)
+    extra = [shown(cells[row], 20)[1:-1] for row in rows.values() if not used_R[row]]
+    if what == "split":
+        for name in extra:
+            edits.add("a split of no record was passed over", name)
+    check_labelled(store, fasta, row_N >= 0, f"{what} in {table.path}", extra, edits, required=required)
     return row_N
 
 
-def settle(
-    store: CoordinateRecords,
+def check_labelled(
+    store: TokenStore,
     fasta: Path,
     labelled_N: npt.NDArray[np.bool_],
     lacks: str,
-    extra: Tally,
-    source: Path,
-    *,
-    missing: Policy,
-    surplus: Surplus,
+    extra: Sequence[str],
     edits: Edits,
+    *,
+    required: bool,
 ) -> None:
-    """Refuse or count records without a label and labels without a record.
+    """Count the records without a label, or refuse them.
 
     Args:
         store: the N records.
         fasta: the file of the records.
         labelled_N: whether each record has a label, bool [N].
         lacks: what records are missing, as in `label in scores.csv` or `TARGET=`.
-        extra: labels without a record, which the caller has added to `edits`.
-        source: the file of the labels.
-        missing: what happens to records without a label.
-        surplus: what happens to labels without a record.
+        extra: ids of labels without a record.
         edits: collects the records that are left out.
+        required: whether every record must have a label.
 
     Raises:
-        InputError: some are refused, or no record has a label; the message has both counts and the first three of each.
+        InputError: no record has a label, or one of those that must have one; the message has the first three.
     """
-    without = Tally()
-    for n in np.flatnonzero(~labelled_N):
-        without.add(store.id(int(n)))
-    if without.count == len(store):
-        theirs = f", whose ids are others {extra}" if extra.count else ""
-        raise InputError(f"{fasta}: no record {without} has a {lacks}{theirs}; look whether the files belong together")
-    problems, fixes = [], []
-    if without.count and missing == "error":
-        problems.append(f"{without.count:,} of {len(store):,} records have no {lacks} {without}")
-        fixes.append("missing=drop to leave such records out")
-    if extra.count and surplus == "error":
-        problems.append(f"{extra.count:,} of the labels in {source} have no record {extra}")
-        fixes.append("surplus=drop to pass over such labels")
-    if problems:
-        raise InputError(f"{fasta}: {', and '.join(problems)}; fix the ids, or say {' and '.join(fixes)}")
-    for n in np.flatnonzero(~labelled_N):
-        edits.add(f"no {lacks}, so that it was left out,", store.id(int(n)))
+    without: list[int] = np.flatnonzero(~labelled_N).tolist()
+    named = f"({first_three(without, store.id)})"
+    if len(without) == len(store):
+        others = f", whose ids are others ({first_three(extra, str)})" if extra else ""
+        raise InputError(f"{fasta}: no record {named} has a {lacks}{others}; look whether the files belong together")
+    if without and required:
+        raise InputError(
+            f"{fasta}: {len(without):,} of {len(store):,} records have no {lacks} {named}; add what is missing, or "
+            "remove the records"
+        )
+    for n in without:
+        edits.add(f"no {lacks}, so that it was left out,", store.id(n))
 
 
 def _sequences(table: Table, id_column: str) -> str | None:
@@ -211,7 +166,7 @@ def _tokens(table: Table, row: int, column: str) -> bytes:
         raise InputError(f"{table.where(row)}: column {shown(column)}: {error}") from None
 
 
-def _same_sequence(table: Table, row: int, column: str, store: CoordinateRecords, n: int, fasta: Path) -> None:
+def _same_sequence(table: Table, row: int, column: str, store: TokenStore, n: int, fasta: Path) -> None:
     if _tokens(table, row, column) != store.residues(n).tobytes():
         raise InputError(
             f"{table.where(row)}: the sequence of {shown(store.id(n))} is not the one in {fasta}; correct one of them"

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from esmshard.data.fasta.headers import FLOAT32_MAX, TRUTH, attributes, number
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateRecords, Policy, Surplus
-from esmshard.data.labels.pairing import Tally, only_column, rows_of_records, settle
+from esmshard.data.labels.pairing import check_labelled, rows_of_records
+from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import MISSING, Table, listed, shown
 from esmshard.errors import InputError, UsageError
 
@@ -38,7 +38,7 @@ class ProteinLabels:
     empty.
     """
     labelled_N: npt.NDArray[np.bool_]
-    """Whether each record has a label, bool [N]: false only where `missing="drop"` left the record out."""
+    """Whether each record has a label, bool [N]: false only for a record that was left out."""
     notices: list[str]
     """What was changed or left out, one sentence each."""
 
@@ -55,15 +55,14 @@ class ProteinLabels:
 
 
 def protein_labels(
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     kind: Kind,
     table: Table | None = None,
     *,
     columns: Sequence[str] = (),
     id_column: str | None = None,
-    missing: Policy = "error",
-    surplus: Surplus = "error",
+    required: bool = True,
 ) -> ProteinLabels:
     """Read the labels of N proteins.
 
@@ -76,22 +75,21 @@ def protein_labels(
         columns: columns of the table, or keys of the headers; without them `TARGET`, or the one column that is called
             `target`, `label` or the like.
         id_column: column of the ids; see `rows_of_records`.
-        missing: what happens to proteins without a label.
-        surplus: what happens to rows without a protein.
+        required: whether a protein without a label is an error. If not, it is left out and counted.
 
     Raises:
         InputError: a label cannot be used, or proteins or rows have no match; the message names line, record or counts.
         UsageError: the arguments contradict each other.
     """
     edits = Edits()
-    columns = _columns(kind, table, columns)
+    columns = _columns(table, columns)
     rows = (
         _header_rows(store, fasta, kind, columns, edits) if table is None else _table_rows(table, kind, columns, edits)
     )
     rows.values.flags.writeable = False
     if table is None:
         lacks = " or ".join(f"{key}=" for key in columns[:3])
-        settle(store, fasta, rows.labelled_R, lacks, Tally(), fasta, missing=missing, surplus=surplus, edits=edits)
+        check_labelled(store, fasta, rows.labelled_R, lacks, (), edits, required=required)
         return ProteinLabels(kind, rows.names, rows.values, rows.spans_R2, rows.labelled_R, edits.notices())
     row_N = rows_of_records(
         table,
@@ -100,8 +98,7 @@ def protein_labels(
         id_column=id_column,
         same=rows.same,
         labelled_R=rows.labelled_R,
-        missing=missing,
-        surplus=surplus,
+        required=required,
         edits=edits,
     )
     values, spans_N2 = rows.of_records(row_N)
@@ -136,23 +133,21 @@ class _Rows:
         return values, self.spans_R2
 
 
-def _columns(kind: Kind, table: Table | None, columns: Sequence[str]) -> Sequence[str]:
+def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
     """Return the columns of the table, or the keys of the headers, that hold the labels."""
     if table is None:
         columns = [key.upper() for key in columns] or ["TARGET"]
     elif not columns:
-        target = only_column(table, _TARGETS, "columns")
+        target = table.only_column(_TARGETS, "name one in data.target")
         if target is None:
             raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}")
         columns = [target]
     if len(set(columns)) < len(columns):
         raise UsageError(f"columns has a name twice: {', '.join(map(shown, columns))}; leave one of them out")
-    if kind == "class" and len(columns) > 1:
-        raise UsageError(f"a class comes from one column, not from {len(columns)}; name one, or ask for multilabel")
     return columns
 
 
-def _header_rows(store: CoordinateRecords, fasta: Path, kind: Kind, keys: Sequence[str], edits: Edits) -> _Rows:
+def _header_rows(store: TokenStore, fasta: Path, kind: Kind, keys: Sequence[str], edits: Edits) -> _Rows:
     """Read the labels in the headers of all records."""
     texts, where = _header_texts(store, fasta, keys, edits), _where_in(store, fasta)
     if kind == "number":
@@ -193,13 +188,11 @@ def _class_rows(
     return _Rows(kind, names, values, spans_R2, labelled_R)
 
 
-def _where_in(store: CoordinateRecords, fasta: Path) -> Callable[[int], str]:
+def _where_in(store: TokenStore, fasta: Path) -> Callable[[int], str]:
     return lambda n: f"{fasta}: record {shown(store.id(n))}"
 
 
-def _header_texts(
-    store: CoordinateRecords, fasta: Path, keys: Sequence[str], edits: Edits
-) -> Iterator[tuple[str, ...]]:
+def _header_texts(store: TokenStore, fasta: Path, keys: Sequence[str], edits: Edits) -> Iterator[tuple[str, ...]]:
     """Yield the values of the keys in the header of each record, '' where the key is missing."""
     for n in range(len(store)):
         found = attributes(store.description(n), keys, str(fasta), edits)

@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from esmshard.data.fasta.headers import FLOAT32_MAX, attributes, number
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateRecords, Policy, Surplus
 from esmshard.data.labels.label_fasta import read_label_fasta
-from esmshard.data.labels.pairing import Tally, only_column, rows_of_records, settle
-from esmshard.data.tables import Table, listed, shown
-from esmshard.errors import InputError, UsageError
+from esmshard.data.labels.pairing import check_labelled, rows_of_records
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tables import Table, first_three, listed, shown
+from esmshard.errors import InputError
 
 Kind = Literal["class", "number"]
 _PLAIN_NUMBERS = re.compile(r"[0-9eE+.;-]+")
@@ -37,6 +37,7 @@ class ResidueLabels:
     """One label for each residue, cropped with the sequence."""
 
     per_residue: ClassVar[bool] = True
+    labelled_N: ClassVar[None] = None
 
     kind: Kind
     names: str
@@ -47,15 +48,11 @@ class ResidueLabels:
     """
     offsets: npt.NDArray[np.int64]
     """Record n has values[offsets[n] : offsets[n + 1]], int64 [N + 1]."""
-    labelled_N: npt.NDArray[np.bool_]
-    """Whether each record has labels, bool [N]: false only where `missing="drop"` left the record out."""
     notices: list[str]
     """What was changed or left out, one sentence each."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
         """Return `target` of record n: int8 [L], or float32 [L]. Read-only."""
-        if not self.labelled_N[n]:
-            raise KeyError(f"record {n} has no label")
         return {"target": self.values[self.offsets[n] : self.offsets[n + 1]]}
 
 
@@ -71,7 +68,7 @@ class _RecordLabels(NamedTuple):
 
 
 def residue_labels(
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     kind: Kind,
     source: Table | Path | None = None,
@@ -80,10 +77,8 @@ def residue_labels(
     column: str | None = None,
     id_column: str | None = None,
     classes: str = "",
-    missing: Policy = "error",
-    surplus: Surplus = "error",
 ) -> ResidueLabels:
-    """Read the labels of all residues of N proteins.
+    """Read the labels of all residues of N proteins. Labels of other proteins are passed over.
 
     Args:
         store: the proteins.
@@ -96,20 +91,14 @@ def residue_labels(
         id_column: column of the ids; see `rows_of_records`.
         classes: all letters, in the order of their numbers; without them, the letters that occur, sorted. For other
             splits, pass the `names` of the training split.
-        missing: what happens to proteins without labels.
-        surplus: what happens to labels without a protein.
 
     Raises:
         InputError: labels cannot be read, do not fit their protein, or have no match; the message names record, line or
             counts.
-        UsageError: the arguments contradict each other.
     """
-    _check_classes(kind, classes)
-    if isinstance(source, Path) and column is not None:
-        raise UsageError("a label file has no columns; leave column out")
-    builder, extra = _LabelBuilder(store, fasta, kind, mask), Tally()
+    builder, extra = _LabelBuilder(store, fasta, kind, mask), list[str]()
     if isinstance(source, Table):
-        records = _of_rows(store, fasta, source, column, id_column, missing, surplus, builder.edits)
+        records = _of_rows(store, fasta, source, column, id_column, builder.edits)
     elif source is None:
         records = _of_headers(store, fasta, (column or "TARGET").upper(), builder.edits)
     else:
@@ -117,27 +106,14 @@ def residue_labels(
     for record in records:
         if record.n is not None:
             builder.add(record.n, record)
-            continue
-        extra.add(record.id)
-        if surplus != "ignore":
-            builder.edits.add("labels of no record were passed over", record.id)
+        else:
+            extra.append(record.id)
     if not isinstance(source, Table):
-        labelled_N, edits = builder.labelled_N, builder.edits
-        lacks = f"labels in {source}" if source else f"{(column or 'TARGET').upper()}="
-        settle(store, fasta, labelled_N, lacks, extra, source or fasta, missing=missing, surplus=surplus, edits=edits)
-    builder.hide_masked(surplus)
+        lacks = f"label in {source}" if source else f"{(column or 'TARGET').upper()}="
+        check_labelled(store, fasta, builder.labelled_N, lacks, extra, builder.edits, required=True)
+    builder.hide_masked()
     path = fasta if source is None else source.path if isinstance(source, Table) else source
     return builder.labels(classes, path)
-
-
-def _check_classes(kind: Kind, classes: str) -> None:
-    """Refuse classes that are not distinct ASCII letters, and classes for numbers."""
-    if kind == "number" and classes:
-        raise UsageError("numbers have no classes; leave classes out, or ask for kind class")
-    if not (classes.isascii() and classes.isprintable()):
-        raise UsageError(f"classes has {shown(classes)}; each letter of it is a class, in ASCII")
-    if len(set(classes)) < len(classes):
-        raise UsageError(f"classes has a letter twice: {classes}; leave one of them out")
 
 
 class _LabelBuilder:
@@ -150,7 +126,7 @@ class _LabelBuilder:
         mask: the file of masks, if there is one.
     """
 
-    def __init__(self, store: CoordinateRecords, fasta: Path, kind: Kind, mask: Path | None) -> None:
+    def __init__(self, store: TokenStore, fasta: Path, kind: Kind, mask: Path | None) -> None:
         self._store, self._fasta, self._kind, self._mask = store, fasta, kind, mask
         self.edits = Edits()
         self.offsets = np.concatenate([[0], np.cumsum(store.lengths, dtype=np.int64)])
@@ -188,39 +164,31 @@ class _LabelBuilder:
         self._values[part], self._counted[part] = labels_L, mask_L
         self.labelled_N[n], self._masked_N[n], self._line_N[n] = True, record.mask is not None, record.line
 
-    def hide_masked(self, surplus: Surplus) -> None:
+    def hide_masked(self) -> None:
         """Make residues under a mask undefined. The file of masks, if there is one, is read here."""
         if self._mask is not None:
-            self._read_masks(self._mask, surplus)
+            self._read_masks(self._mask)
         elif self._masked_N.any():
-            for k in np.flatnonzero(self.labelled_N & ~self._masked_N):
+            for k in np.flatnonzero(~self._masked_N):
                 self.edits.add("no MASK=, so that all residues count,", self._store.id(int(k)))
         self._values[~self._counted] = 0 if self._kind == "class" else np.nan
 
-    def _read_masks(self, path: Path, surplus: Surplus) -> None:
-        """Read the masks of a file. Every record with labels needs a mask."""
+    def _read_masks(self, path: Path) -> None:
+        """Read the masks of a file. Every record needs a mask."""
         line_N = np.zeros(len(self._store), dtype=np.int64)
-        extra, bare = Tally(), Tally()
         for record in read_label_fasta(path):
             where, n = f"{path}:{record.line}: record {shown(record.id)}", self._store.find(record.id)
             if n is None:
-                extra.add(record.id)
-                if surplus != "ignore":
-                    self.edits.add("a mask of no record was passed over", record.id)
                 continue
             part = slice(self.offsets[n], self.offsets[n + 1])
             mask_L = _mask(record.text, where, int(self.offsets[n + 1] - self.offsets[n]), self._fasta)
             if line_N[n] and not np.array_equal(self._counted[part], mask_L):
                 raise InputError(f"{where} has another mask than in line {line_N[n]}; leave one of them out")
             self._counted[part], line_N[n] = mask_L, record.line
-        for k in np.flatnonzero(self.labelled_N & (line_N == 0)):
-            bare.add(self._store.id(int(k)))
-        if bare.count:
-            raise InputError(f"{path}: has no mask for {bare.count:,} of the records with labels {bare}; give each one")
-        if extra.count and surplus == "error":
+        if bare := np.flatnonzero(line_N == 0).tolist():
             raise InputError(
-                f"{path}: {extra.count:,} of the masks have no record in {self._fasta} {extra}; fix the ids, or say "
-                "surplus=drop to pass over such masks"
+                f"{path}: has no mask for {len(bare):,} of the records ({first_three(bare, self._store.id)}); give "
+                "each one"
             )
 
     def labels(self, classes: str, path: Path) -> ResidueLabels:
@@ -236,13 +204,13 @@ class _LabelBuilder:
         if not defined.any():
             raise InputError(f"{self._fasta}: no residue of any record has a label; look at labels and masks")
         bare_N = np.add.reduceat(defined, self.offsets[:-1], dtype=np.int64) == 0
-        for k in np.flatnonzero(self.labelled_N & bare_N):
+        for k in np.flatnonzero(bare_N):
             self.edits.add("no residue has a label", self._store.id(int(k)))
         values.flags.writeable = False
-        return ResidueLabels(self._kind, names, values, self.offsets, self.labelled_N, self.edits.notices())
+        return ResidueLabels(self._kind, names, values, self.offsets, self.edits.notices())
 
 
-def _of_headers(store: CoordinateRecords, fasta: Path, key: str, edits: Edits) -> Iterator[_RecordLabels]:
+def _of_headers(store: TokenStore, fasta: Path, key: str, edits: Edits) -> Iterator[_RecordLabels]:
     for n in range(len(store)):
         found = attributes(store.description(n), (key, "MASK"), str(fasta), edits)
         if key in found:
@@ -250,7 +218,7 @@ def _of_headers(store: CoordinateRecords, fasta: Path, key: str, edits: Edits) -
             yield _RecordLabels(n, record_id, found[key], found.get("MASK"), f"{fasta}: record {shown(record_id)}", 0)
 
 
-def _of_label_file(store: CoordinateRecords, path: Path, edits: Edits) -> Iterator[_RecordLabels]:
+def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Iterator[_RecordLabels]:
     for record in read_label_fasta(path):
         found = attributes(record.header, ("MASK",), f"{path}:{record.line}", edits)
         where = f"{path}:{record.line}: record {shown(record.id)}"
@@ -258,16 +226,14 @@ def _of_label_file(store: CoordinateRecords, path: Path, edits: Edits) -> Iterat
 
 
 def _of_rows(
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
     table: Table,
     column: str | None,
     id_column: str | None,
-    missing: Policy,
-    surplus: Surplus,
     edits: Edits,
 ) -> Iterator[_RecordLabels]:
-    column = column or only_column(table, ("target", "targets", "label", "labels"), "column")
+    column = column or table.only_column(("target", "targets", "label", "labels"), "name one in data.target")
     if column is None:
         raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}")
     cells = table.column(column)
@@ -278,8 +244,7 @@ def _of_rows(
         id_column=id_column,
         same=lambda a, b: cells[a] == cells[b],
         labelled_R=np.array([bool(cell) for cell in cells]),
-        missing=missing,
-        surplus=surplus,
+        required=True,
         edits=edits,
     )
     for n, row in enumerate(row_N.tolist()):
@@ -340,7 +305,7 @@ def _other_length(where: str, what: str, got: int, length: int, fasta: Path) -> 
 
 
 def _classes(
-    store: CoordinateRecords,
+    store: TokenStore,
     codes: npt.NDArray[np.uint8],
     offsets: npt.NDArray[np.int64],
     line_N: npt.NDArray[np.int64],

@@ -30,34 +30,19 @@ RATIOS = (0.8, 0.1, 0.1)
 Numbers = npt.NDArray[np.int64]
 
 
-def by_ratio(keys: Sequence[str], ratios: Sequence[float] = RATIOS, seed: int = 0, folds: int | None = None) -> Numbers:
-    """Split at random. If all keys differ, every set misses its share by less than one record, unless it would be
-    empty.
-
-    Args:
-        keys: keys of N records; records of one key stay together. A digest of the sequence, or the name of the variant,
-            keeps duplicates in one set.
-        ratios: shares of training, validation and test set; they need not add up to one.
-        seed: seed of the draw.
-        folds: make K folds of nearly equal size instead of three sets.
-
-    Raises:
-        InputError: there are fewer keys than sets.
-        UsageError: the ratios or the number of folds cannot be used.
-    """
-    return by_cluster(keys, ratios, seed, folds)
-
-
 def by_cluster(
     clusters: Sequence[str],
     ratios: Sequence[float] = RATIOS,
     seed: int = 0,
     folds: int | None = None,
 ) -> Numbers:
-    """Assign whole clusters to sets, so that no family is in two sets.
+    """Assign whole clusters to sets at random, so that no family is in two sets.
+
+    If all names differ, every set misses its share by less than one record, unless it would be empty.
 
     Args:
-        clusters: name of the cluster of each of N records; see `components` for several clusterings.
+        clusters: name of the cluster of each of N records; see `components` for several clusterings. A digest of the
+            sequence, or the name of the variant, keeps only duplicates in one set.
         ratios: shares of training, validation and test set; they need not add up to one.
         seed: seed of the draw.
         folds: make K folds of nearly equal size instead of three sets.
@@ -84,22 +69,51 @@ def components(*memberships: Sequence[str]) -> list[str]:
     >>> components(["a", "b", "c", "d"], ["1", "1", "2", "3"])
     ['a', 'a', 'c', 'd']
     """
-    parent = list(range(len(memberships[0])))
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-    def root(n: int) -> int:
-        while parent[n] != n:
-            parent[n] = parent[parent[n]]  # This halves the path, so that chains stay short.
-            n = parent[n]
-        return n
-
-    for clusters in memberships:
-        first: dict[str, int] = {}
-        for n, name in enumerate(clusters):
-            parent[root(n)] = root(first.setdefault(name, n))
+    count, groups = len(memberships[0]), [_groups(clusters) for clusters in memberships]
+    # Each record is joined to its cluster in each clustering. The clusters are nodes after the records.
+    first_nodes = np.cumsum([count, *(len(names) for names, _ in groups)])
+    node_E = np.concatenate([group_N + first for (_, group_N), first in zip(groups, first_nodes, strict=False)])
+    record_E = np.tile(np.arange(count), len(groups))
+    graph = coo_array((np.ones(len(node_E), np.int8), (record_E, node_E)), shape=(first_nodes[-1], first_nodes[-1]))
+    component_N = connected_components(graph, directed=False)[1][:count].tolist()
     names: dict[int, str] = {}
-    for n, name in enumerate(memberships[0]):
-        names[root(n)] = min(name, names.get(root(n), name))
-    return [names[root(n)] for n in range(len(parent))]
+    for component, name in zip(component_N, memberships[0], strict=True):
+        names[component] = min(name, names.get(component, name))
+    return [names[component] for component in component_N]
+
+
+def of_variants(
+    by: str,
+    names: Sequence[str],
+    positions: Sequence[frozenset[int]],
+    ratios: Sequence[float] = RATIOS,
+    seed: int = 0,
+    folds: int | None = None,
+    train_max: int = 1,
+) -> Numbers:
+    """Split N variants of one protein by a method of this module: `ratio`, `mutations`, `contiguous`, `modulo` or
+    `position`.
+
+    Args:
+        by: the method.
+        names: names of the variants.
+        positions: 0-based positions that each variant changes.
+        ratios: see `by_position`.
+        seed: see `by_position`.
+        folds: see `by_position`; `contiguous` and `modulo` need it.
+        train_max: see `by_mutation_count`.
+    """
+    if by == "ratio":
+        return by_cluster(names, ratios, seed, folds)
+    if by == "mutations":
+        return by_mutation_count([len(changed) for changed in positions], names, train_max, ratios, seed)
+    if by in ("contiguous", "modulo"):
+        assert folds is not None
+        return (by_contiguous if by == "contiguous" else by_modulo)(positions, folds)
+    return by_position(positions, ratios, seed, folds)
 
 
 def by_position(

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from xopen import xopen
-
 from esmshard.data.splits.assignment import components
-from esmshard.data.tables import first_three
+from esmshard.data.tables import first_three, read_text
 from esmshard.errors import InputError
 
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
@@ -48,25 +46,14 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
     """
     representatives: list[str] = []
     members: list[str] = []
-    try:
-        with xopen(path, "rt", encoding="utf-8-sig", threads=0) as handle:
-            for number, line in enumerate(handle, 1):
-                cells = [cell.strip() for cell in line.split("\t")]
-                if cells == [""]:
-                    continue
-                if len(cells) != 2 or not all(cells):
-                    raise InputError(
-                        f"{path}:{number}: is not 'representative<TAB>member'; give the _cluster.tsv of MMseqs2"
-                    )
-                representatives.append(cells[0])
-                members.append(cells[1])
-    except InputError:
-        raise
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; clusters are expected there") from None
-    except Exception as error:  # Each decompression library has errors of its own.
-        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", 0) or error
-        raise InputError(f"{path}: cannot be read ({reason}); give the _cluster.tsv of MMseqs2") from None
+    for number, line in enumerate(read_text(path, "the _cluster.tsv of MMseqs2").split("\n"), 1):
+        cells = [cell.strip() for cell in line.split("\t")]
+        if cells == [""]:
+            continue
+        if len(cells) != 2 or not all(cells):
+            raise InputError(f"{path}:{number}: is not 'representative<TAB>member'; give the _cluster.tsv of MMseqs2")
+        representatives.append(cells[0])
+        members.append(cells[1])
     names, absent, used = [], [], set()
     cluster = dict(zip(members, components(representatives, members), strict=True)) if members else {}
     for record_id in ids:

@@ -1,7 +1,6 @@
 """Splits of the records of a FASTA file, and the files of their sets."""
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateLabels
+from esmshard.data.labels.coordinates import CoordinateLabels, npz_beside, read_arrays
 from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
-from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers, check_given
+from esmshard.data.splits.assignment import Numbers, check_given
 from esmshard.data.splits.clusters import read_clusters, run_mmseqs
 from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.splits.split_method import Method
 from esmshard.data.store.ingestion import cached
 from esmshard.data.tables import counted
 from esmshard.vocab import decode
-
-_FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")  # as `CoordinateLabels` names its file
 
 
 class FastaRecords:
@@ -64,16 +61,15 @@ class FastaRecords:
         """
         if method.by == "given":
             edits = Edits()
-            names = given_splits(self._store, self.source, self._sets, missing="drop", surplus="drop", edits=edits)
+            number_N = given_splits(self._store, self.source, self._sets, edits, required=False)
             said_by = self.facts.get("sets", self.source)
             self.notices += [f"{said_by}: {notice}" for notice in edits.notices()]
-            number_N = np.array([LEFT_OUT if name is None else SETS.index(name) for name in names], dtype=np.int64)
             check_given(number_N, Path(said_by))
             return number_N
         count = len(self._store)
         same = [hashlib.blake2b(self._store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]
         if method.by == "ratio":
-            return assignment.by_ratio(same, method.ratios, method.seed, method.folds)
+            return assignment.by_cluster(same, method.ratios, method.seed, method.folds)
         if method.clusters:
             found = [read_clusters(path, self.ids) for path in method.clusters]
         else:
@@ -110,12 +106,11 @@ class FastaRecords:
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
         """Read the arrays of the file beside the FASTA file, after a check that they fit the FASTA file."""
-        path = self.source.with_name(_FASTA_ENDING.sub("", self.source.name) + ".npz")
+        path = npz_beside(self.source)
         if self.source.is_dir() or not path.is_file():
             return None
         CoordinateLabels(self.source, self._store)  # The constructor raises an error if they do not fit.
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        arrays = read_arrays(path)
         chains, residues = len(arrays["names"]), int(arrays["offsets"][-1])
         odd = [n for n, a in arrays.items() if n != "offsets" and (a.ndim == 0 or len(a) not in (chains, residues))]
         if odd:

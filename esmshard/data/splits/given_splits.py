@@ -2,117 +2,108 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
-from esmshard.data.fasta.headers import Split, attributes, id_of, split_of
+from esmshard.data.fasta.headers import attributes, id_of, split_of
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.coordinates import CoordinateRecords, Policy
 from esmshard.data.labels.label_fasta import read_label_fasta
-from esmshard.data.labels.pairing import Tally, only_column, rows_of_records, settle
+from esmshard.data.labels.pairing import check_labelled, rows_of_records
+from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
+from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, listed, shown
 from esmshard.errors import InputError
 
-_NAMES: Sequence[Split] = get_args(Split)
-_NONE = -1
-"""The number for a record or row without a split."""
-
 
 def given_splits(
-    store: CoordinateRecords,
+    store: TokenStore,
     fasta: Path,
-    source: Table | Path | None = None,
+    source: Table | Path | None,
+    edits: Edits,
     *,
     id_column: str | None = None,
-    set_column: str | None = None,
-    validation_column: str | None = None,
-    missing: Policy = "error",
-    surplus: Policy = "error",
-    edits: Edits | None = None,
-) -> list[Split | None]:
-    """Return the split of each of N records; None for a record that `missing="drop"` leaves out.
+    required: bool = True,
+) -> Numbers:
+    """Return the number in `SETS` of the split of each record, int64 [N]; LEFT_OUT for a record without a split.
 
     Args:
         store: the records.
         fasta: the file of the records.
         source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a label file
             whose headers hold SET and VALIDATION; None for the headers of the FASTA file itself.
+        edits: collects what was changed or left out, such as splits of no record.
         id_column: column of the ids; see `rows_of_records`.
-        set_column: column of the sets, if it has another name.
-        validation_column: column of validation marks, if it has another name.
-        missing: what happens to records without a split.
-        surplus: what happens to rows or labels without a record.
-        edits: collects what was changed or left out.
+        required: whether a record without a split is an error.
 
     Raises:
         InputError: a split is missing, unknown, or given in two ways; the message names record or line.
     """
-    edits = Edits() if edits is None else edits
     if isinstance(source, Table):
-        split_R = _of_rows(source, set_column, validation_column)
+        number_R = sets_of_rows(source, range(len(source)))
         row_N = rows_of_records(
             source,
             store,
             fasta,
             id_column=id_column,
-            same=lambda a, b: bool(split_R[a] == split_R[b]),
-            labelled_R=split_R != _NONE,
+            same=lambda a, b: bool(number_R[a] == number_R[b]),
+            labelled_R=number_R != LEFT_OUT,
             what="split",
-            missing=missing,
-            surplus=surplus,
+            required=required,
             edits=edits,
         )
-        return [None if row < 0 else _NAMES[split_R[row]] for row in row_N.tolist()]
-    extra = Tally()
+        return np.where(row_N < 0, LEFT_OUT, number_R[row_N])
+    extra: list[str] = []
     if source is None:
-        split_N = np.full(len(store), _NONE, dtype=np.int8)
-        for n in range(len(store)):
-            split_N[n] = _of_header(store.description(n), str(fasta), edits)
-        lacks = "SET="
+        headers = (_of_header(store.description(n), str(fasta), edits) for n in range(len(store)))
+        number_N: Numbers = np.fromiter(headers, np.int64, len(store))
     else:
-        split_N = _of_label_file(store, source, extra, edits)
-        lacks = f"SET= in {source}"
-    settle(store, fasta, split_N != _NONE, lacks, extra, source or fasta, missing=missing, surplus=surplus, edits=edits)
-    return [None if split == _NONE else _NAMES[split] for split in split_N.tolist()]
+        number_N = _of_label_file(store, source, extra, edits)
+    lacks = "SET=" if source is None else f"SET= in {source}"
+    check_labelled(store, fasta, number_N != LEFT_OUT, lacks, extra, edits, required=required)
+    return number_N
+
+
+def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
+    """Return the set of some rows, int64 [N], as column `set` or `split` says. FLIP's tables also have a column
+    `validation`.
+
+    Raises:
+        InputError: there is no such column, or a name in it is no set.
+    """
+    column = table.only_column(("set", "split"), "rename the one that is not")
+    if column is None:
+        raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
+    validation = table.only_column(("validation",), "rename the one that is not")
+    sets, truths = table.columns[column], table.columns[validation] if validation else [""] * len(table)
+    number_N = np.full(len(rows), LEFT_OUT, dtype=np.int64)
+    for n, row in enumerate(rows):
+        if sets[row]:
+            number_N[n] = SETS.index(split_of(sets[row], truths[row], table.where(row)))
+    return number_N
 
 
 def _of_header(header: str, where: str, edits: Edits) -> int:
     found = attributes(header, ("SET", "VALIDATION"), where, edits)
     if "SET" not in found:
-        return _NONE
+        return LEFT_OUT
     record = f"{where}: record {shown(id_of(header))}"
-    return _NAMES.index(split_of(found["SET"], found.get("VALIDATION", ""), record))
+    return SETS.index(split_of(found["SET"], found.get("VALIDATION", ""), record))
 
 
-def _of_label_file(store: CoordinateRecords, path: Path, extra: Tally, edits: Edits) -> npt.NDArray[np.int8]:
-    split_N = np.full(len(store), _NONE, dtype=np.int8)
+def _of_label_file(store: TokenStore, path: Path, extra: list[str], edits: Edits) -> Numbers:
+    """Return the split of each record, and add the ids that are no records to `extra`."""
+    number_N = np.full(len(store), LEFT_OUT, dtype=np.int64)
     line_N = np.zeros(len(store), dtype=np.int64)
     for record in read_label_fasta(path):
         where = f"{path}:{record.line}"
-        split, n = _of_header(record.header, where, edits), store.find(record.id)
+        number, n = _of_header(record.header, where, edits), store.find(record.id)
         if n is None:
-            extra.add(record.id)
+            extra.append(record.id)
             edits.add("a split of no record was passed over", record.id)
             continue
-        if line_N[n] and split_N[n] != split:
+        if line_N[n] and number_N[n] != number:
             raise InputError(
                 f"{where}: {shown(record.id)} has another split than in line {line_N[n]}; leave one of them out"
             )
-        line_N[n], split_N[n] = record.line, split
-    return split_N
-
-
-def _of_rows(table: Table, set_column: str | None, validation_column: str | None) -> npt.NDArray[np.int8]:
-    set_column = set_column or only_column(table, ("set", "split"), "set_column")
-    if set_column is None:
-        raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
-    validation_column = validation_column or only_column(table, ("validation",), "validation_column")
-    set_R = table.column(set_column)
-    validation_R = table.column(validation_column) if validation_column else [""] * len(table)
-    split_R = np.full(len(table), _NONE, dtype=np.int8)
-    for row, (text, validation) in enumerate(zip(set_R, validation_R, strict=True)):
-        if text:
-            split_R[row] = _NAMES.index(split_of(text, validation, table.where(row)))
-    return split_R
+        line_N[n], number_N[n] = record.line, number
+    return number_N

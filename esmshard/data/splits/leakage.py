@@ -18,6 +18,7 @@ training variants change the same positions.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ MOST = 100_000_000
 _WORDS = len(STANDARD) ** K
 _CODE = np.full(256, -1, dtype=np.int32)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(len(STANDARD))
-_BLOCK = 1_000_000
+_BLOCK = 200_000
 """Training residues that are compared at a time; with their pairs they take about 150 MB."""
 _INDEXED = 10_000_000
 """Most residues of the other sets that are compared: their 5-mers take about 300 MB while they are sorted."""
@@ -284,11 +285,10 @@ def _affordable(train: ComparedRecords, others: Sequence[ComparedRecords], most:
 
 
 class _Index:
-    """A sorted index of the distinct 5-mers of Q records. The records of word w are `record_P[begin_W[w] : begin_W[w +
-    1]]`.
-    """
+    """The distinct 5-mers of Q records as a sparse matrix of ones, [words, Q]."""
 
     def __init__(self, sets: Sequence[ComparedRecords]) -> None:
+        self.count = sum(part.count for part in sets)
         first, words, records = 0, [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
         for part in sets:
             for start, block in part.blocks(_BLOCK):
@@ -296,49 +296,38 @@ class _Index:
                 words.append(word_P.astype(np.int32))
                 records.append((record_P + first + start).astype(np.int32))
             first += part.count
-        word_P = np.concatenate(words)
-        order = np.argsort(word_P, kind="stable")
-        self.record_P = np.concatenate(records)[order]
-        self.begin_W = np.concatenate([[0], np.cumsum(np.bincount(word_P, minlength=_WORDS))])
-        self.size_Q: _Ints = np.bincount(self.record_P, minlength=first)
+        self.has_WQ = _ones(np.concatenate(words), np.concatenate(records), (_WORDS, self.count))
+        self.size_Q: _Ints = self.has_WQ.sum(0)
 
     def pairs(self, train: ComparedRecords) -> int:
         """Count the pairs of equal words of the indexed records and training records."""
-        total = 0
-        for _, block in train.blocks(_BLOCK):
-            _, word_P = _words(block)
-            total += int((self.begin_W[word_P + 1] - self.begin_W[word_P]).sum())
-        return total
+        with_word_W = np.diff(self.has_WQ.indptr)
+        return sum(int(with_word_W[_words(block)[1]].sum()) for _, block in train.blocks(_BLOCK))
 
     def nearest(self, train: ComparedRecords) -> tuple[npt.NDArray[np.float64], _Ints]:
         """Find the nearest training record of each indexed record: the share of common words, float64 [Q], and its
         number, int64 [Q]. The share is 0 and the number -1 if no training record is similar.
         """
-        share_Q = np.zeros(len(self.size_Q))
-        nearest_Q = np.full(len(self.size_Q), -1, dtype=np.int64)
+        share_Q, nearest_Q = np.zeros(self.count), np.full(self.count, -1, dtype=np.int64)
         least_Q = np.maximum(FEWEST, np.ceil(SIMILAR * self.size_Q - 1e-9))
         for first, block in train.blocks(_BLOCK):
             record_P, word_P = _words(block)
-            begin_P, count_P = self.begin_W[word_P], self.begin_W[word_P + 1] - self.begin_W[word_P]
-            # Pieces end with a training record, so that no pair of records is counted in two pieces.
-            piece_P = (np.cumsum(count_P) - count_P) // (4 * _BLOCK)
-            piece_P = piece_P[np.searchsorted(record_P, record_P)]
-            for piece in np.unique(piece_P):
-                here = slice(*np.searchsorted(piece_P, [piece, piece + 1]))
-                count_H = count_P[here]
-                before_H = np.cumsum(count_H) - count_H
-                place = np.repeat(begin_P[here] - before_H, count_H) + np.arange(count_H.sum())
-                key = np.repeat(record_P[here], count_H) * len(share_Q) + self.record_P[place]
-                key, shared = _counted(key)
-                mine = key % len(share_Q)
-                enough = shared >= least_Q[mine]
-                other, mine, shared = key[enough] // len(share_Q) + first, mine[enough], shared[enough]
-                share = shared / self.size_Q[mine]
-                # The last value written stays, so the highest share and the first record come last.
-                order = np.lexsort((-other, share))
-                order = order[share[order] > share_Q[mine[order]]]
-                share_Q[mine[order]], nearest_Q[mine[order]] = share[order], other[order]
+            shared = (_ones(record_P, word_P, (len(block), _WORDS)) @ self.has_WQ).tocoo()
+            enough = shared.data >= least_Q[shared.col]
+            other, mine = shared.row[enough] + first, shared.col[enough]
+            share = shared.data[enough] / self.size_Q[mine]
+            # The last value written stays, so the highest share and the first record come last.
+            order = np.lexsort((-other, share))
+            order = order[share[order] > share_Q[mine[order]]]
+            share_Q[mine[order]], nearest_Q[mine[order]] = share[order], other[order]
         return share_Q, nearest_Q
+
+
+def _ones(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int, int]) -> Any:
+    """Return a sparse matrix with a one at each of some places that all differ."""
+    from scipy.sparse import csr_array
+
+    return csr_array((np.ones(len(rows), dtype=np.int32), (rows, columns)), shape=shape)
 
 
 def _words(block: Sequence[npt.NDArray[np.uint8]]) -> tuple[_Ints, _Ints]:

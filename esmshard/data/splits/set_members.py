@@ -9,7 +9,7 @@ import numpy.typing as npt
 from esmshard.data.fasta.headers import attributes, split_of
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.label_sources import label_source
-from esmshard.data.labels.pairing import only_column
+from esmshard.data.splits.assignment import SETS
 from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, counted
@@ -17,7 +17,6 @@ from esmshard.errors import InputError, UsageError
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.section_base import listed
 
-SPLITS = ("train", "valid", "test")
 _LOOKED_AT = 100
 """Records of a file that are searched for SET= in their headers, if the recipe names the file for one split only."""
 
@@ -42,7 +41,7 @@ def members(
         InputError: some records have no split, or no record has this one.
         UsageError: `data.folds` divides the file too.
     """
-    splits = SPLITS if data.folds is None else SPLITS[:2]  # With folds, the test set is a part of the training file.
+    splits = SETS if data.folds is None else SETS[:2]  # With folds, the test set is a part of the training file.
     if name not in splits:
         return None, []
     if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
@@ -53,7 +52,7 @@ def members(
         )
         return None, [unused] if others else []
     source = label_source(fasta, data) if data.labels is not None else None
-    if isinstance(source, Table) and only_column(source, ("set", "split"), "data.labels") is None:
+    if isinstance(source, Table) and source.only_column(("set", "split"), "rename the one that is not") is None:
         source = None
     if source is None and not any(_has_set(tokens, n, path) for n in range(len(tokens))):
         return None, []
@@ -63,15 +62,15 @@ def members(
             f"data.folds: divides {path}, which {where} divides too; leave out folds, or give data.valid another file"
         )
     edits = Edits()
-    given = given_splits(tokens, fasta, source, id_column=data.id_column, surplus="drop", edits=edits)
-    counts: Counter[str | None] = Counter(given)
-    if not counts[name]:
-        there = listed([f"{count:,} of {split}" for split, count in counts.items()])
+    number_N = given_splits(tokens, fasta, source, edits, id_column=data.id_column)
+    members_N = number_N == SETS.index(name)
+    if not members_N.any():
+        others = listed([f"{(number_N == k).sum():,} of {SETS[k]}" for k in np.unique(number_N)])
         raise InputError(
-            f"{path}: has no record of {name}, as {where} says ({there}); mark some, or give data.{name} another file"
+            f"{path}: has no record of {name}, as {where} says ({others}); mark some, or give data.{name} another file"
         )
-    notice = f"{where} divides it: {counts[name]:,} of {counted(len(given), 'record')} are of {name}"
-    return np.array([split == name for split in given]), [notice, *edits.notices()]
+    notice = f"{where} divides it: {members_N.sum():,} of {counted(len(number_N), 'record')} are of {name}"
+    return members_N, [notice, *edits.notices()]
 
 
 def marked_otherwise(name: str, path: Path, tokens: TokenStore) -> str | None:

@@ -17,41 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from esmshard import spreadsheet
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers, sets_of_fold
-from esmshard.data.splits.leakage import MOST, Leakage
+from esmshard.data.splits.fasta_split import FastaRecords
+from esmshard.data.splits.leakage import MOST
 from esmshard.data.splits.split_method import Method
+from esmshard.data.splits.variant_split import VariantRows
 from esmshard.errors import UsageError
 
-
-class Data(Protocol):
-    """A data set that can be split: `FastaRecords` or `VariantRows`."""
-
-    notices: list[str]
-    facts: dict[str, str]
-
-    @property
-    def sizes(self) -> Sequence[str]:
-        """What `count` counts; `count` may leave out the last."""
-
-    def divide(self, method: Method, directory: Path, say: Callable[[str], None], /) -> Numbers:
-        """Return the set or fold of each of N records, int64 [N]."""
-
-    def columns(self) -> dict[str, Sequence[object]]:
-        """Return the columns of `splits.tsv`, N cells each; the first one is `id`."""
-
-    def count(self, number_M: Numbers) -> list[int]:
-        """Return the sizes of a set."""
-
-    def write(self, stem: Path, number_M: Numbers) -> None:
-        """Write the files of a set, such as `STEM.fasta`."""
-
-    def check(self, sets: Mapping[str, Numbers], most: int, /) -> Leakage:
-        """Compare the sets with the set that is called `train`."""
+Data = FastaRecords | VariantRows
 
 
 @dataclass(frozen=True)

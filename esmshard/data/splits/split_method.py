@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from esmshard.data.splits.assignment import RATIOS, SETS
 from esmshard.errors import UsageError
@@ -40,18 +41,8 @@ class Method:
     """Column of the values that `low-to-high` divides."""
 
 
-def chosen(
-    known: Sequence[str],
-    by: str | None = None,
-    *,
-    ratios: Sequence[float] | None = None,
-    folds: int | None = None,
-    seed: int | None = None,
-    clusters: Sequence[Path] | None = None,
-    train_max: str | None = None,
-    target: str | None = None,
-) -> Method:
-    """Return the method that options mean. An option that is None has its default.
+def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Method:
+    """Return the method that options of `Method` mean. An option that is None or empty has its default.
 
     Raises:
         UsageError: an option is set that this method does not read, or an option is missing that it needs.
@@ -63,23 +54,15 @@ def chosen(
     if by not in known:
         of = "variants (--wild-type)" if known is OF_VARIANTS else "sequences (no --wild-type)"
         raise UsageError(f"--by {by}: {of} are split by {', '.join(known)}")
-    options = {
-        "ratios": ratios,
-        "folds": folds,
-        "seed": seed,
-        "clusters": clusters or None,
-        "train_max": train_max,
-        "target": target,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None and value != []}
     for name in given:
         if name not in _READS[by]:
             raise UsageError(f"--{name.replace('_', '-')} is not read by --by {by}; leave it out")
-    if folds is not None and ratios is not None:
+    if "folds" in given and "ratios" in given:
         raise UsageError("--ratios: folds are of equal size; leave out --ratios or --folds")
-    if by in ("contiguous", "modulo") and folds is None:
+    if by in ("contiguous", "modulo") and "folds" not in given:
         raise UsageError(f"--by {by} makes folds; pass --folds 5 to have those of ProteinGym")
-    return Method(by, **given)  # type: ignore[arg-type]
+    return Method(by, **given)
 
 
 def parse_ratios(text: str) -> list[float]:

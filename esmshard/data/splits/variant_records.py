@@ -13,7 +13,7 @@ import numpy.typing as npt
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
-from esmshard.data.splits.variant_split import given_sets
+from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.tables import counted, first_three
 from esmshard.data.variants.mutations import Variants, read_variants
 from esmshard.data.variants.numbering import Misnumbered
@@ -210,29 +210,21 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
 
 def _number(variants: Variants, names: list[str], data: DataSettings) -> Numbers:
     """Return the fold or set of each variant, int64 [N]."""
-    folds, positions = data.folds or FOLDS, variants.positions()
-    number_N: Numbers
-    if data.split == "random":
-        number_N = assignment.by_ratio(names, folds=folds)
-    elif data.split == "mutations":
-        number_N = assignment.by_mutation_count([len(p) for p in positions], names, data.train_max or 1)
-    elif data.split == "given":
-        every = [row for rows in variants.rows for row in rows]
-        set_R = given_sets(variants.table, every, variants.table.path)
-        first = np.cumsum([0, *map(len, variants.rows)])[:-1]
-        number_N = set_R[first]
-        wrong = np.flatnonzero(np.repeat(number_N, [len(rows) for rows in variants.rows]) != set_R)
-        if len(wrong):
-            raise InputError(
-                f"{variants.table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
-                f"({first_three([every[n] for n in wrong], variants.table.at)}); give it one"
-            )
-    elif data.split == "contiguous":
-        number_N = assignment.by_contiguous(positions, folds)
-    elif data.split == "modulo":
-        number_N = assignment.by_modulo(positions, folds)
-    else:
-        number_N = assignment.by_position(positions, folds=folds)
+    if data.split != "given":
+        by = "ratio" if data.split == "random" else data.split or "position"
+        folds = data.folds or FOLDS
+        return assignment.of_variants(by, names, variants.positions(), folds=folds, train_max=data.train_max or 1)
+    every = [row for rows in variants.rows for row in rows]
+    set_R = sets_of_rows(variants.table, every)
+    assignment.check_given(set_R, variants.table.path)
+    first = np.cumsum([0, *map(len, variants.rows)])[:-1]
+    number_N: Numbers = set_R[first]
+    wrong = np.flatnonzero(np.repeat(number_N, [len(rows) for rows in variants.rows]) != set_R)
+    if len(wrong):
+        raise InputError(
+            f"{variants.table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
+            f"({first_three([every[n] for n in wrong], variants.table.at)}); give it one"
+        )
     return number_N
 
 

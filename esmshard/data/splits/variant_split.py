@@ -6,15 +6,14 @@ from pathlib import Path
 import numpy as np
 
 from esmshard import spreadsheet
-from esmshard.data.fasta.headers import split_of
-from esmshard.data.labels.pairing import only_column
 from esmshard.data.splits import assignment, leakage
-from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers, check_given
+from esmshard.data.splits.assignment import LEFT_OUT, Numbers, check_given
+from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.splits.split_method import Method
-from esmshard.data.tables import Table, counted, first_three, listed
+from esmshard.data.tables import counted, first_three
 from esmshard.data.variants.mutations import read_variants
 from esmshard.data.variants.substitutions import name_of
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import UsageError
 
 
 class VariantRows:
@@ -74,24 +73,18 @@ class VariantRows:
         return number_N
 
     def _number(self, method: Method) -> Numbers:
-        if method.by == "position":
-            return assignment.by_position(self._positions, method.ratios, method.seed, method.folds)
-        if method.by == "ratio":
-            return assignment.by_ratio(self._names, method.ratios, method.seed, method.folds)
         if method.by == "given":
-            return given_sets(self._table, self._rows, self.source)
-        if method.by == "mutations":
-            most = method.train_max or "1"
-            if not most.isdecimal() or int(most) < 1:
-                raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
-            counts = [len(changed) for changed in self._positions]
-            return assignment.by_mutation_count(counts, self._names, int(most), method.ratios, method.seed)
+            number_N = sets_of_rows(self._table, self._rows)
+            check_given(number_N, self.source)
+            return number_N
         if method.by == "low-to-high":
             value_N = self._target_NT[:, 0]
             return assignment.low_to_high(value_N, self._names, self._limit(method), method.ratios, method.seed)
-        assert method.folds is not None
-        fold = assignment.by_contiguous if method.by == "contiguous" else assignment.by_modulo
-        return fold(self._positions, method.folds)
+        most = method.train_max or "1"
+        if not most.isdecimal() or int(most) < 1:
+            raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
+        options = (method.ratios, method.seed, method.folds, int(most))
+        return assignment.of_variants(method.by, self._names, self._positions, *options)
 
     def _limit(self, method: Method) -> float:
         """Return the highest value to train on."""
@@ -129,24 +122,3 @@ class VariantRows:
     def check(self, sets: Mapping[str, Numbers], _most: int) -> leakage.Leakage:
         """Compare the sets with the training set; see `leakage.check_variants`."""
         return leakage.check_variants(self._names, self._positions, sets)
-
-
-def given_sets(table: Table, rows: Sequence[int], source: Path) -> Numbers:
-    """Return the set of some rows, int64 [N], as column `set` or `split` says. FLIP's tables also have a column
-    `validation`.
-
-    Raises:
-        InputError: there is no such column, a name in it is no set, or a set is empty.
-    """
-    column = only_column(table, ("set", "split"), "its name, and rename the other")
-    if column is None:
-        raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
-    validation = only_column(table, ("validation",), "its name, and rename the other")
-    cells = table.columns[column]
-    truths = table.columns[validation] if validation else [""] * len(table)
-    number_N = np.full(len(rows), LEFT_OUT, dtype=np.int64)
-    for n, row in enumerate(rows):
-        if cells[row]:
-            number_N[n] = SETS.index(split_of(cells[row], truths[row], table.where(row)))
-    check_given(number_N, source)
-    return number_N

@@ -28,7 +28,7 @@ import numpy as np
 
 from esmshard.data.fasta import nucleotides
 from esmshard.data.fasta.advice import instead
-from esmshard.data.fasta.fasta_reader import STDIN, is_plain
+from esmshard.data.fasta.sources import STDIN, is_plain
 from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.store.duplicates import OnDuplicate, without_duplicates
 from esmshard.data.store.pieces import Piece, piece_directory, read_piece

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta.fasta_reader import Block, read_blocks
+from esmshard.data.fasta.fasta_blocks import Block, read_blocks
 from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.store.store_index import Shard
 from esmshard.data.store.token_store import header_shard, keys, token_shard

@@ -91,7 +91,7 @@ def write_index(
             },
         },
         **facts,
-        "edits": {kind: {"records": count, "first": edits.first[kind]} for kind, count in edits.counts.items()},
+        "edits": {kind: {"records": count, "first": edits.first[kind][:3]} for kind, count in edits.counts.items()},
         "notices": edits.notices(),
         "shards": [{"records": s.records, "tokens": s.tokens, "headers": s.headers} for s in shards],
         "bytes": {name: (directory / name).stat().st_size for name in hashes},

@@ -81,7 +81,7 @@ class TokenStore:
     @functools.cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
         """Number of residues of each record, int32 [N]. Computed on first use."""
-        lengths = np.empty(len(self), np.int32)  # No record is longer than `fasta_reader.LONGEST`, so int32 suffices.
+        lengths = np.empty(len(self), np.int32)  # No record is longer than `fasta_blocks.LONGEST`, so int32 suffices.
         for at in range(0, len(self), _AT_ONCE):
             lengths[at : at + _AT_ONCE] = np.diff(self.offsets[at : at + _AT_ONCE + 1]) - 1
         return lengths

@@ -19,7 +19,7 @@ A chain is called `ENTRY_CHAIN`: the file name without its endings in lower case
 import itertools
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from Bio.Data.PDBData import protein_letters_3to1
 
+from esmshard.data.fasta.symbols import Edits
 from esmshard.data.structures.seqres import LARGEST, align_to_listed
 from esmshard.data.structures.structure_files import (
     Atom,
@@ -67,43 +68,13 @@ class Chain:
     """Cb in Angstrom, NaN where the atoms that give it are missing."""
 
 
-@dataclass
-class Findings:
-    """What was changed or left out while reading: how many, and where the first three were."""
-
-    counts: dict[tuple[str, str], int] = field(default_factory=dict)
-    first: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-
-    def add(self, noun: str, what: str, where: str, count: int = 1) -> None:
-        """Count `count` things; none leaves no trace."""
-        if count == 0:
-            return
-        self.counts[noun, what] = self.counts.get((noun, what), 0) + count
-        places = self.first.setdefault((noun, what), [])
-        if where not in places and len(places) < 4:  # the fourth stands for more
-            places.append(where)
-
-    def extend(self, other: "Findings") -> None:
-        """Take over what was found in one place."""
-        for (noun, what), count in other.counts.items():
-            self.add(noun, what, other.first[noun, what][0], count)
-
-    def notices(self) -> list[str]:
-        """One sentence for each kind."""
-        return [
-            f"{count:,} {noun}{'s' if count > 1 else ''} {what} ({', '.join(self.first[noun, what][:3])}"
-            f"{', ...' if len(self.first[noun, what]) > 3 else ''})"
-            for (noun, what), count in self.counts.items()
-        ]
-
-
 def read_chains(
     path: Path,
     *,
     chains: Collection[str] | None = None,
     cb: Cb = "virtual",
     min_plddt: float | None = None,
-    findings: Findings | None = None,
+    edits: Edits | None = None,
 ) -> list[Chain]:
     """Protein chains of one PDB or mmCIF file, plain or compressed, by the rules above.
 
@@ -114,7 +85,7 @@ def read_chains(
         cb: `virtual` places Cb by ideal geometry from N, CA and C, glycine's too, as the contact notebook of fair-esm
             does; `real` takes the Cb atom, and CA for glycine.
         min_plddt: residues whose B-factor, which in predicted structures is pLDDT, is lower lose their coordinates.
-        findings: collects what was changed and left out.
+        edits: collects what was changed and left out.
 
     Returns:
         The chains in file order; none if no protein chain has ten residues with coordinates.
@@ -122,7 +93,7 @@ def read_chains(
     Raises:
         InputError: naming the file, and line or residue, of what cannot be read, or the chain that is not there.
     """
-    findings = Findings() if findings is None else findings
+    edits = Edits() if edits is None else edits
     name = chain_prefix(path)
     entry = read_entry(path)
     letters = LETTERS | {n: LETTERS[p] for n, p in entry.parents.items() if n not in LETTERS and p in LETTERS}
@@ -131,9 +102,9 @@ def read_chains(
     missing = [wanted for wanted in chains or () if wanted not in names]
     if missing:
         raise InputError(f"{path}: has no protein chain '{missing[0]}'; it has {', '.join(names) or 'none'}")
-    findings.add("file", "with several models, of which the first was read", path.name, int(entry.several_models))
+    edits.add("file(s) with several models, of which the first was read", path.name, int(entry.several_models))
     other = [c for c in entry.chains if c not in proteins and not all(r.hetero for r in c.residues.values())]
-    findings.add("chain", "of no protein left out", path.name, len(other))
+    edits.add("chain(s) of no protein left out", path.name, len(other))
 
     kept: list[Chain] = []
     known: set[str] = set()
@@ -145,15 +116,15 @@ def read_chains(
         chain_id = "_".join(part for part in parts if part)
         if not re.fullmatch("[!-~]*", chain.name + chain.label):
             raise InputError(f"{path}: chain name {chain.name!a} has characters that no id can have; rename the chain")
-        about = Findings()
+        about = Edits()
         result = _chain(path, chain, chain_id, letters, entry, cb, min_plddt, about)
         if (~np.isnan(result.cb_L3[:, 0])).sum() < FEWEST:
-            findings.add("chain", f"left out with fewer than {FEWEST} residues with coordinates", chain_id)
+            edits.add(f"chain(s) left out with fewer than {FEWEST} residues with coordinates", chain_id)
         elif chains is None and result.sequence in known:
-            findings.add("chain", "left out with the sequence of another chain of the file", chain_id)
+            edits.add("chain(s) left out with the sequence of another chain of the file", chain_id)
         else:
             known.add(result.sequence)
-            findings.extend(about)
+            edits.extend(about)
             kept.append(result)
     return kept
 
@@ -219,7 +190,7 @@ def _chain(
     entry: Entry,
     cb: Cb,
     min_plddt: float | None,
-    about: Findings,
+    about: Edits,
 ) -> Chain:
     residues = list(chain.residues.values())
     placed = all(r.place is not None for r in residues)  # mmCIF has said which residues belong to the sequence
@@ -227,14 +198,14 @@ def _chain(
         residues = [r for r in residues if _in_peptide(r, letters)]
         if chain.listed is not None:
             residues = [r for r in residues if not r.hetero or r.name in chain.listed]
-    about.add("atom", "left out that came twice", chain_id, sum(r.twice for r in residues))
-    about.add("residue", "with alternative locations, read at that of highest occupancy", chain_id, _altered(residues))
+    about.add("atom(s) left out that came twice", chain_id, sum(r.twice for r in residues))
+    about.add("residue(s) with alternative locations, read at that of highest occupancy", chain_id, _altered(residues))
     chosen = [_conformer(residue) for residue in residues]
     if chain.listed is None:
         names, places = [name for name, _ in chosen], list(range(len(residues)))
-        about.add("chain", "without SEQRES or _entity_poly_seq, read as the residues with atoms", chain_id)
+        about.add("chain(s) without SEQRES or _entity_poly_seq, read as the residues with atoms", chain_id)
         gaps = _gaps(residues)
-        about.add("gap", "in residue numbers, where the sequence is shorter than the protein's", chain_id, gaps)
+        about.add("gap(s) in residue numbers, where the sequence is shorter than the protein's", chain_id, gaps)
     else:
         names = chain.listed
         known = [r.place for r in residues if r.place is not None]
@@ -242,9 +213,9 @@ def _chain(
         _check_names(path, chain, chain_id, [name for name, _ in chosen], places, letters, about)
 
     unknown = sum(name not in letters for name in names)
-    about.add("residue", "read as X, as the file names no standard parent", chain_id, unknown)
+    about.add("residue(s) read as X, as the file names no standard parent", chain_id, unknown)
     from_parent = sum(name == "MSE" or (name in letters and name not in LETTERS) for name in names)
-    about.add("modified residue", "read as the standard parent", chain_id, from_parent)
+    about.add("modified residue(s) read as the standard parent", chain_id, from_parent)
 
     sequence = "".join(letters.get(name, "X") for name in names)
     atoms_L43 = np.full((len(names), 4, 3), np.nan)
@@ -264,7 +235,7 @@ def _chain(
     if min_plddt is not None:
         low_L = ~(b_factor_L >= min_plddt) & ~np.isnan(cb_L3[:, 0])
         cb_L3[low_L] = np.nan
-        about.add("residue", f"left without coordinates for a pLDDT under {min_plddt:g}", chain_id, int(low_L.sum()))
+        about.add(f"residue(s) left without coordinates for a pLDDT under {min_plddt:g}", chain_id, int(low_L.sum()))
     return Chain(chain_id, sequence, cb_L3.astype(np.float32))
 
 
@@ -296,7 +267,7 @@ def _check_names(
     names: list[str],
     places: list[int],
     letters: dict[str, str],
-    about: Findings,
+    about: Edits,
 ) -> None:
     """A few differences are known errors or variants of an entry; many mean that it is another sequence."""
     assert chain.listed is not None
@@ -309,7 +280,7 @@ def _check_names(
             f"{path}: in chain '{chain.name}' {differ} of {len(names)} residues with atoms are not those of its "
             "sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"
         )
-    about.add("residue", "with atoms of another residue than the sequence has, which was followed", chain_id, differ)
+    about.add("residue(s) with atoms of another residue than the sequence has, which was followed", chain_id, differ)
 
 
 def _symbol(name: str, letters: dict[str, str]) -> str:

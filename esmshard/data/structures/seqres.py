@@ -7,7 +7,6 @@ at the chain's end, they often choose a place that the numbers exclude.
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 MISMATCH, GAP, NUMBERED = -4, -3, 1
 """Score of a residue on another one, of a step that was not expected, and of a start where its number says."""
@@ -37,29 +36,7 @@ def align_to_listed(
     codes = {symbol: code for code, symbol in enumerate(dict.fromkeys(listed))}
     listed_M = np.array([codes[symbol] for symbol in listed])
     observed_N = np.array([codes.get(symbol, -1) for symbol in observed])
-    straight = _straight(observed_N, listed_M, steps, first)
-    return _by_table(observed_N, listed_M, steps, first) if straight is None else straight
-
-
-def _straight(
-    observed_N: npt.NDArray[np.int64], listed_M: npt.NDArray[np.int64], steps: Sequence[int], first: int | None
-) -> list[int] | None:
-    """The alignment that costs nothing, if there is one, as is the rule. O(N); the table would give the same."""
-    ahead_N = np.cumsum([0, *steps])
-    starts = np.arange(max(0, len(listed_M) - int(ahead_N[-1])))
-    for ahead, symbol in zip(ahead_N.tolist(), observed_N.tolist(), strict=True):
-        starts = starts[listed_M[starts + ahead] == symbol]
-        if len(starts) == 0:
-            return None
-    start = first - 1 if first is not None and first - 1 in starts else int(starts[0])
-    places: list[int] = (start + ahead_N).tolist()
-    return places
-
-
-def _by_table(
-    observed_N: npt.NDArray[np.int64], listed_M: npt.NDArray[np.int64], steps: Sequence[int], first: int | None
-) -> list[int]:
-    """Dynamic programming, O(N M): the best score of residue n at place m follows from those of residue n - 1."""
+    # Dynamic programming: the best score of residue n at place m follows from those of residue n - 1.
     n, m = len(observed_N), len(listed_M)
     score_NM = np.empty((n, m), dtype=np.int32)
     score_NM[0] = np.where(listed_M == observed_N[0], 0, MISMATCH)

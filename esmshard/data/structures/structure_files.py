@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gemmi
-from xopen import xopen
 
+from esmshard.data.tables import read_whole
 from esmshard.errors import InputError
 
 BACKBONE = frozenset({"N", "CA", "C", "CB"})
@@ -123,15 +123,7 @@ def read_entry(path: Path) -> Entry:
 
 
 def _text(path: Path) -> str:
-    try:
-        with xopen(path, "rb", threads=0) as handle:
-            data: bytes = handle.read()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise InputError(f"{path}: is a directory; a structure file is expected") from None
-    except Exception as error:  # each way of packing has errors of its own
-        raise InputError(f"{path}: cannot be read to its end ({error}); copy or download it again") from None
+    data = read_whole(path, "a structure file")
     if b"\0" in data:
         raise InputError(f"{path}: not text; a PDB or mmCIF file is expected")
     data = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
+from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.data.store.token_store import is_store
-from esmshard.data.structures.chains import FEWEST, Cb, Chain, Findings, read_chains
+from esmshard.data.structures.chains import FEWEST, Cb, Chain, read_chains
 from esmshard.data.structures.structure_files import ENDINGS, is_structure_name
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory, read_json, state
@@ -43,8 +44,8 @@ def cached_split(source: Path) -> Path:
     Raises:
         InputError: see `to_split`.
     """
-    findings = Findings()
-    files = [(path.name, *state(path)) for path in _files(source, findings)]
+    edits = Edits()
+    files = [(path.name, *state(path)) for path in _files(source, edits)]
     key = json.dumps([VERSION, str(source.resolve()), files])
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "structures" / digest, cache_directory() / "locks"
@@ -107,8 +108,8 @@ def to_split(
     for out in (fasta, npz):
         if out.exists():
             raise UsageError(f"{out}: exists already; choose another name or delete it")
-    findings, broken = Findings(), list[str]()
-    files = _files(source, findings)
+    edits, broken = Edits(), list[str]()
+    files = _files(source, edits)
     if chains is not None:
         absent = sorted(set(chains) - {path.name for path in files})
         if absent:
@@ -118,19 +119,19 @@ def to_split(
     def found() -> Iterator[tuple[Path, Chain, npt.NDArray[np.uint16]]]:
         with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
             for done, path in enumerate(files, 1):
-                wanted, about = None if chains is None else chains[path.name], Findings()
+                wanted, about = None if chains is None else chains[path.name], Edits()
                 try:
-                    read = read_chains(path, chains=wanted, cb=cb, min_plddt=min_plddt, findings=about)
+                    read = read_chains(path, chains=wanted, cb=cb, min_plddt=min_plddt, edits=about)
                     stored = [(path, chain, _stored(path, chain)) for chain in read]
                 except InputError as error:
                     if on_broken == "error":
                         raise
                     broken.append(str(error))
-                    findings.add("broken file", "left out", _shown(path.name))
+                    edits.add("broken file(s) left out", path.name)
                 else:
-                    findings.extend(about)
+                    edits.extend(about)
                     if not stored:
-                        findings.add("file", "without a chain to take", _shown(path.name))
+                        edits.add("file(s) without a chain to take", path.name)
                     yield from stored
                 progress.update(done, f"{path.name}")
 
@@ -138,18 +139,18 @@ def to_split(
     with tempfile.TemporaryDirectory(prefix=f".tmp-{fasta.name}-", dir=fasta.parent) as work:
         fasta_work, npz_work = Path(work) / "fasta", Path(work) / "npz"
         count = _write(found(), fasta_work, npz_work)
-        told = [*findings.notices(), *broken[:3]]
+        notices = [*edits.notices(), *broken[:3]]
         if count == 0:
             raise InputError(
                 f"{source}: has no protein chain with {FEWEST} residues with coordinates"
-                + (f" ({'; '.join(told)})" if told else "")
+                + (f" ({'; '.join(notices)})" if notices else "")
             )
         npz_work.replace(npz)
         fasta_work.replace(fasta)
-    return told
+    return notices
 
 
-def _files(source: Path, findings: Findings) -> list[Path]:
+def _files(source: Path, edits: Edits) -> list[Path]:
     """The structure files that a path means, by name."""
     if not source.is_dir():
         if not source.exists():
@@ -159,20 +160,18 @@ def _files(source: Path, findings: Findings) -> list[Path]:
     with os.scandir(source) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.is_dir():
-                findings.add("inner folder", "not read", _shown(entry.name))
+                edits.add("inner folder(s) not read", entry.name)
             elif not is_structure_name(entry.name) or entry.name.startswith("."):
-                findings.add("file", "not read, as the name is not that of a structure", _shown(entry.name))
+                edits.add("file(s) not read, as the name is not that of a structure", entry.name)
             elif not entry.is_file():
-                raise InputError(f"{source}/{_shown(entry.name)}: not a file, or a link that leads nowhere; remove it")
+                raise InputError(
+                    f"{source}/{ascii(entry.name)[1:-1]}: not a file, or a link that leads nowhere; remove it"
+                )
             else:
                 files.append(source / entry.name)
     if not files:
         raise InputError(f"{source}: has no structure file; names ending in {ENDINGS} are expected")
     return files
-
-
-def _shown(name: str) -> str:
-    return name if name.isprintable() else ascii(name)[1:-1]
 
 
 def _stored(path: Path, chain: Chain) -> npt.NDArray[np.uint16]:

@@ -17,6 +17,7 @@ from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.tables import Table, counted, first_three, listed, read_table, shown
 from esmshard.data.variants.numbering import placed
+from esmshard.data.variants.replicates import Replicates, averaged, grouped
 from esmshard.data.variants.substitutions import (
     LOWER,
     STOP,
@@ -25,7 +26,6 @@ from esmshard.data.variants.substitutions import (
     compare,
     name_of,
     parse_variant,
-    renumbered,
 )
 from esmshard.errors import InputError, UsageError
 from esmshard.vocab import RESIDUES, encode_residues
@@ -43,7 +43,6 @@ MOST_UNUSABLE = 0.1
 expects.
 """
 Synonymous = Literal["error", "drop", "keep"]
-Replicates = Literal["error", "mean", "keep"]
 
 _SMALL = re.compile("[a-z]")
 
@@ -89,10 +88,6 @@ class Variants:
         """Return names such as `A24G:V30L`, in the numbering of `wild_type` from 1; `WT` for the wild type."""
         return [name_of(mutations) for mutations in self.mutations]
 
-    def names_in_table(self) -> list[str]:
-        """Return the names in the numbering of the table."""
-        return [name_of(renumbered(mutations, -self.offset)) for mutations in self.mutations]
-
     def positions(self) -> list[frozenset[int]]:
         """Return the mutated positions of each variant, counted from 0."""
         return [frozenset(mutation.position for mutation in mutations) for mutations in self.mutations]
@@ -104,7 +99,6 @@ def read_variants(
     wild_type: Path | str,
     mutant: str | None = None,
     targets: Sequence[str] | None = (),
-    sequence: str | None = None,
     offset: int | Literal["auto"] = 0,
     on_unusable: Refusal = "error",
     on_stop: Refusal = "error",
@@ -116,11 +110,10 @@ def read_variants(
     Args:
         path: the table; see `tables.read_table`.
         wild_type: a FASTA file with one record (a Path), or the sequence itself (a str).
-        mutant: column of mutations; by default the only one with a usual name (MUTANT_COLUMNS, in any case).
+        mutant: column of mutations; by default the only one with a usual name (MUTANT_COLUMNS, in any case). Without
+            such a column, the one of whole mutated sequences (SEQUENCE_COLUMNS) is compared with the wild type.
         targets: columns of measured values; by default the only one with a usual name (TARGET_COLUMNS). None reads no
             values, for variants that are to be predicted.
-        sequence: column of whole mutated sequences. Without `mutant`, mutations follow from a comparison with the wild
-            type; with `mutant`, both must agree. By default one of SEQUENCE_COLUMNS if no column has mutations.
         offset: number added to the positions of the table. "auto" finds the shift that fits the wild type.
         on_unusable: what to do with cells that name no substitutions, and mutations of a residue that the wild type
             does not have there. More than a tenth of the rows is always an error.
@@ -138,18 +131,17 @@ def read_variants(
         raise UsageError(f"offset is {offset!r}; it is a whole number or 'auto'")
     reading = _Reading(read_table(path))
     protein = _wild_type(reading, wild_type)
-    if mutant is None and sequence is None:
-        mutant, sequence = _columns(reading.table)
-    if mutant is None and offset not in (0, "auto"):
-        raise UsageError(f"{path}: offset shifts numbered mutations, but column {shown(sequence or '')} has sequences")
+    column, whole = (mutant, False) if mutant is not None else _column(reading.table)
+    if whole and offset not in (0, "auto"):
+        raise UsageError(f"{path}: offset shifts numbered mutations, but column {shown(column)} has sequences")
     target_names, target_RT = _targets(reading, targets)
     rows = _rows_with_values(reading, target_names, target_RT)
-    parsed, shift = _checked(reading, (mutant, sequence), rows, protein, offset, policies)
-    groups = _grouped(reading, parsed, replicates)
+    parsed, shift = _checked(reading, column, whole, rows, protein, offset, policies)
+    groups = grouped(reading.table, parsed, replicates, reading.notices)
     return Variants(
         wild_type=protein.sequence,
         mutations=[mutations for mutations, _ in groups],
-        target_NT=_averaged(target_RT, [rows for _, rows in groups]),
+        target_NT=averaged(target_RT, [rows for _, rows in groups]),
         target_names=target_names,
         weight_N=np.array([len(rows) for _, rows in groups], np.float64),
         rows=[rows for _, rows in groups],
@@ -218,7 +210,8 @@ def _rows_with_values(reading: _Reading, target_names: Sequence[str], target_RT:
 
 def _checked(
     reading: _Reading,
-    columns: tuple[str | None, str | None],
+    column: str,
+    whole: bool,
     rows: list[int],
     protein: _Protein,
     offset: int | Literal["auto"],
@@ -228,21 +221,19 @@ def _checked(
 
     Args:
         reading: the table.
-        columns: the columns of mutations and of mutated sequences, at least one of them. If there are both, they must
-            agree.
+        column: the column of mutations, or of mutated sequences.
+        whole: whether the column has whole sequences.
         rows: rows that are to be read.
         protein: the wild type.
         offset: see `read_variants`.
         policies: what happens to rows that cannot be used.
     """
-    table, (mutant, sequence) = reading.table, columns
-    compare_cell = functools.partial(compare, wild_type=protein.sequence)
-    shift = 0
-    if mutant is None:
-        assert sequence is not None
-        parsed = _parsed(reading, sequence, rows, compare_cell, _SMALL, policies.on_unusable)
+    table, shift = reading.table, 0
+    if whole:
+        compare_cell = functools.partial(compare, wild_type=protein.sequence)
+        parsed = _parsed(reading, column, rows, compare_cell, _SMALL, policies.on_unusable)
     else:
-        parsed = _parsed(reading, mutant, rows, parse_variant, LOWER, policies.on_unusable)
+        parsed = _parsed(reading, column, rows, parse_variant, LOWER, policies.on_unusable)
         most = MOST_UNUSABLE if policies.on_unusable == "drop" else 0.0
         parsed, shift = placed(table, parsed, *protein, offset, reading.notices, reading.left_out, most)
     stops = _having(parsed, lambda mutation: mutation.mutant == STOP)
@@ -252,9 +243,6 @@ def _checked(
     if not parsed:
         said = "; ".join(reading.notices)
         raise InputError(f"{table.path}: no variant is left of {counted(len(table), 'row')} ({said})")
-    if mutant is not None and sequence is not None:
-        compared = _parsed(reading, sequence, list(parsed), compare_cell, _SMALL, "error")
-        _agree(table, parsed, compared, f"{shown(mutant)} and {shown(sequence)}")
     return parsed, shift
 
 
@@ -299,28 +287,17 @@ def _protein(text: str, where: str, notices: list[str]) -> str:
     return sequence
 
 
-def _columns(table: Table) -> tuple[str | None, str | None]:
-    """Find the column of mutations, or else the column of mutated sequences."""
-    mutant = _usual(table, MUTANT_COLUMNS, NAME_MUTANT)
-    sequence = None if mutant else _usual(table, SEQUENCE_COLUMNS, "rename the one that is not")
-    if mutant is None and sequence is None:
+def _column(table: Table) -> tuple[str, bool]:
+    """Find the column of mutations, or else that of mutated sequences; also return whether it has sequences."""
+    mutant = table.only_column(MUTANT_COLUMNS, NAME_MUTANT)
+    column = mutant or table.only_column(SEQUENCE_COLUMNS, "rename the one that is not")
+    if column is None:
         raise InputError(
             f"{table.path}: has no column with a usual name for mutations ({', '.join(MUTANT_COLUMNS)}) or mutated "
             f"sequences ({', '.join(SEQUENCE_COLUMNS)}); {listed(table.columns)}; name one: "
             f"{NAME_MUTANT}"
         )
-    return mutant, sequence
-
-
-def _usual(table: Table, usual: Sequence[str], fix: str) -> str | None:
-    """Find the only column with one of the usual names, in any case; None if there is none. `fix` is the advice if
-    there are several.
-    """
-    lower = {name.lower() for name in usual}
-    found = [name for name in table.columns if name.lower() in lower]
-    if len(found) > 1:
-        raise InputError(f"{table.path}: columns {' and '.join(map(shown, found))} may both be meant; {fix}")
-    return found[0] if found else None
+    return column, mutant is None
 
 
 def _targets(reading: _Reading, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
@@ -330,7 +307,7 @@ def _targets(reading: _Reading, targets: Sequence[str] | None) -> tuple[tuple[st
         return (), np.empty((len(table), 0))
     names = (targets,) if isinstance(targets, str) else tuple(targets)
     if not names:
-        usual = _usual(table, TARGET_COLUMNS, NAME_TARGET)
+        usual = table.only_column(TARGET_COLUMNS, NAME_TARGET)
         if usual is None:
             raise InputError(
                 f"{table.path}: has no column with a usual name for measured values ({', '.join(TARGET_COLUMNS)}); "
@@ -386,19 +363,6 @@ def _parsed(
     return parsed
 
 
-def _agree(
-    table: Table, named: dict[int, tuple[Mutation, ...]], compared: dict[int, tuple[Mutation, ...]], columns: str
-) -> None:
-    """Refuse rows whose mutations and sequence are not the same protein."""
-    wrong = [row for row, variant in named.items() if tuple(m for m in variant if m.mutant != m.wild) != compared[row]]
-    if wrong:
-        rows = first_three(wrong, lambda row: f"{table.at(row)} ({name_of(named[row])} and {name_of(compared[row])})")
-        raise InputError(
-            f"{table.path}: columns {columns} name different proteins in {counted(len(wrong), 'row')}: {rows}; correct "
-            "them, or read one of the two columns"
-        )
-
-
 def _having(parsed: dict[int, tuple[Mutation, ...]], test: Callable[[Mutation], bool]) -> set[int]:
     """Return the rows with such a mutation. The test runs once for each mutation, not for each of many more rows."""
     such = {mutation for mutation in set(chain.from_iterable(parsed.values())) if test(mutation)}
@@ -423,32 +387,3 @@ def _without(
     reading.note(sorted(rows), f"with {what}")
     reading.left_out.update(dict.fromkeys(rows, what))
     return {row: mutations for row, mutations in parsed.items() if row not in rows}
-
-
-def _grouped(
-    reading: _Reading, parsed: dict[int, tuple[Mutation, ...]], replicates: Replicates
-) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
-    """Return each variant with its rows: all rows of the same mutations, unless replicates are kept apart."""
-    table, groups = reading.table, defaultdict[tuple[Mutation, ...], list[int]](list)
-    for row, mutations in parsed.items():
-        groups[mutations].append(row)
-    several = [mutations for mutations, rows in groups.items() if len(rows) > 1]
-    if several:
-        named = first_three(several, lambda key: f"{shown(name_of(key))} in {first_three(groups[key], table.at)}")
-        found = f"{counted(len(several), 'variant')} in several rows: {named}"
-        if replicates == "error":
-            raise InputError(f"{table.path}: {found}; set data.replicates=mean, or remove all but one row")
-        reading.notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {found}")
-    if replicates == "keep":
-        return [(mutations, (row,)) for row, mutations in parsed.items()]
-    return [(mutations, tuple(rows)) for mutations, rows in groups.items()]
-
-
-def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
-    """Average each target over the rows of each variant that have it, float64 [N, T]; NaN if no row has it."""
-    group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
-    values_RT = target_RT[[row for rows in rows_N for row in rows]]
-    sum_NT, count_NT = np.zeros((2, len(rows_N), target_RT.shape[1]))
-    np.add.at(sum_NT, group_R, np.nan_to_num(values_RT))
-    np.add.at(count_NT, group_R, ~np.isnan(values_RT))
-    return np.divide(sum_NT, count_NT, out=np.full_like(sum_NT, np.nan), where=count_NT > 0)

@@ -15,6 +15,8 @@ taken; P@L/k is the share of them that are contacts. The reported number is the 
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.tasks import metrics
+
 RANGES: dict[str, tuple[int, float]] = {
     "all": (6, np.inf),
     "short": (6, 12),
@@ -24,9 +26,6 @@ RANGES: dict[str, tuple[int, float]] = {
 """Separations j - i, from (inclusive) and to (exclusive)."""
 
 CUTS = {"P@L": 1, "P@L/2": 2, "P@L/5": 5}
-
-BINS = 15
-"""Of probabilities, equally wide, for calibration."""
 
 
 def resolved(labels_LL: npt.NDArray[np.int8]) -> int:
@@ -82,20 +81,11 @@ def base_rate(labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
 
 
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
-    """Valid pairs by their predicted probability of a contact, [3, BINS]: how many there are, the sum of their
-    probabilities, and how many of them are contacts. Without any pair if a logit is NaN.
+    """Valid pairs by their predicted probability of a contact; see `metrics.calibration`. Without any pair if a logit
+    is NaN.
     """
     i, j = valid_pairs(labels_LL, "all")
     if np.isnan(logits_LL[i, j]).any():
-        return np.zeros((3, BINS))
+        i, j = i[:0], j[:0]
     probabilities = 1 / (1 + np.exp(-logits_LL[i, j].astype(np.float64)))
-    bins = np.minimum((probabilities * BINS).astype(np.intp), BINS - 1)
-    return np.stack([np.bincount(bins, w, BINS) for w in (np.ones(len(i)), probabilities, labels_LL[i, j] == 1)])
-
-
-def calibration_error(counts: npt.NDArray[np.float64]) -> float:
-    """Expected calibration error (Guo et al. 2017, arXiv:1706.04599) of what `calibration` counted, or of sums of that:
-    the mean over pairs of how far the probabilities of a bin are off its share of contacts. NaN without pairs.
-    """
-    pairs, expected, contacts = counts
-    return float(np.abs(expected - contacts).sum() / pairs.sum()) if pairs.sum() else np.nan
+    return metrics.calibration(probabilities, labels_LL[i, j] == 1)

@@ -18,18 +18,17 @@ from esmshard.errors import InputError
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
+from esmshard.tasks import metrics
 from esmshard.tasks.base import BEFORE, Inputs, LossSum, Row, Task, on_device_of
 from esmshard.tasks.contact import contact_heads, unsupervised
 from esmshard.tasks.contact.contact_heads import AttentionHead
 from esmshard.tasks.contact.contact_precision import (
     base_rate,
     calibration,
-    calibration_error,
     contact_precision,
     valid_pairs,
 )
 from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.metrics import means
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
@@ -99,9 +98,9 @@ class ContactTask(Task):
         """Means over proteins; and `ECE`, the expected calibration error over the pairs of all of them, where there are
         probabilities.
         """
-        found = means(rows, [column for column in rows[0] if column != "calibration"])
+        found = metrics.means(rows, [column for column in rows[0] if column != "calibration"])
         if "calibration" in rows[0]:
-            found["ECE"] = calibration_error(np.stack([row["calibration"] for row in rows]).sum(0))
+            found["ECE"] = metrics.calibration_error(metrics.total(rows, "calibration"))
         return found
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -147,8 +146,7 @@ class ContactTask(Task):
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
         """Fit the attention head as `unsupervised.fit` does."""
-        if not isinstance(head, AttentionHead):
-            raise InputError("adapt.method: probe fits a regression over attention maps; set task.head: attention")
+        assert isinstance(head, AttentionHead)
         targets = [self.inputs(example).target for example in train]
         weight_C, bias = unsupervised.fit(base.trunk, train, targets, seed)
         with torch.no_grad():

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.labels.coordinates import CoordinateRecords
 from esmshard.data.labels.protein_labels import ProteinLabels
+from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError, NotANumber
 
@@ -29,7 +29,7 @@ def words_are_classes(kind: str) -> Iterator[None]:
         raise NotANumber(f"{error}; if the labels are names of classes, set task.kind=class") from None
 
 
-def known_classes(labels: ProteinLabels, known: Sequence[str], store: CoordinateRecords, fasta: Path) -> ProteinLabels:
+def known_classes(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:
     """The same labels with the classes of the training split, or, of that split, with those that its records have.
 
     A table may hold other proteins, whose classes do not matter.
@@ -39,19 +39,19 @@ def known_classes(labels: ProteinLabels, known: Sequence[str], store: Coordinate
     """
     classes_of = [
         labels.values[slice(*labels.spans_N2[n])] if labels.kind == "multilabel" else labels.values[n : n + 1]
-        for n in np.flatnonzero(labels.labelled_N)
+        for n in range(len(store))
     ]
     used = np.unique(np.concatenate(classes_of))
     names = tuple(known) or tuple(labels.names[k] for k in used)
     for k in used:
         if labels.names[k] not in names:
-            first = next(i for i, found in enumerate(classes_of) if k in found)
+            first = next(n for n, classes in enumerate(classes_of) if k in classes)
             raise InputError(
-                f"{fasta}: record {shown(store.id(int(np.flatnonzero(labels.labelled_N)[first])))} has the class "
-                f"{shown(labels.names[k])}, which no training record has; mend the label, or leave the record out"
+                f"{fasta}: record {shown(store.id(first))} has the class {shown(labels.names[k])}, which no training "
+                "record has; fix the label, or leave the record out"
             )
     place = {name: number for number, name in enumerate(names)}
-    number_of = np.array([*(place.get(name, -1) for name in labels.names), -1])  # the last one: of -1, no label
+    number_of = np.array([place.get(name, -1) for name in labels.names])  # -1 for classes of other proteins alone
     return dataclasses.replace(labels, names=names, values=number_of[labels.values])
 
 

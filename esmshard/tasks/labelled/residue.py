@@ -13,17 +13,16 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.labels.label_sources import label_source, require_all
+from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
 from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import Table
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import EsmConfig
 from esmshard.model.dropout import RecordDropout, of_tokens
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of
+from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of, regression_loss
 from esmshard.tasks.labelled.classes import check_counts, class_weights, logits_of_shares, softmax, words_are_classes
 from esmshard.tasks.labelled.residue_settings import KERNEL, ResidueSettings
 from esmshard.tasks.linear import Linear, fit_classes, fit_numbers, kept
@@ -110,7 +109,7 @@ class ResidueTask(Task):
         if isinstance(source, Path) and target[0] is not None:
             raise UsageError(f"data.target: the label FASTA {source} has no columns; remove it")
         with words_are_classes(self.settings.kind):
-            found = residue_labels(
+            return residue_labels(
                 store,
                 fasta,
                 self.settings.kind,
@@ -119,12 +118,7 @@ class ResidueTask(Task):
                 column=target[0],
                 id_column=data.id_column,
                 classes="".join(self._classes()),
-                missing="drop",  # refused below, with a mend that a recipe has
-                surplus="ignore",
             )
-        where = source.path if isinstance(source, Table) else source or fasta
-        require_all(found.labelled_N, store, fasta, where)
-        return found
 
     def learn(self, train: Examples) -> Self:
         """The classes and how many training residues have each; or mean and deviation of the numbers."""
@@ -177,10 +171,7 @@ class ResidueTask(Task):
         output_ML = torch.cat(list(outputs))
         target_M = on_device_of(torch.cat(list(targets)), output_ML)
         if self.settings.kind == "number":
-            known_M = ~target_M.isnan()
-            # An error of 0 where there is no label, whose gradient is 0 and not NaN.
-            target_M = torch.where(known_M, target_M, output_ML[:, 0].detach())
-            return LossSum(F.mse_loss(output_ML[:, 0], target_M, reduction="sum"), known_M.sum())
+            return regression_loss(output_ML[:, 0], target_M, "mse")
         weight_C = on_device_of(torch.from_numpy(self._weights()).float(), output_ML)
         total = F.cross_entropy(output_ML, target_M, weight_C, ignore_index=-1, reduction="sum")
         return LossSum(total, (weight_C[target_M.clamp(min=0)] * (target_M >= 0)).sum())
@@ -195,7 +186,7 @@ class ResidueTask(Task):
         if self.settings.kind == "number":
             square, count = metrics.total(rows, "square")
             return {
-                "Spearman": metrics.pooled_spearman(rows, "told", "truth"),
+                "Spearman": metrics.pooled_spearman(rows, "predicted", "truth"),
                 "Spearman per protein": metrics.means(rows, ["Spearman"])["Spearman"],
                 "RMSE": float((square / count) ** 0.5) if count else np.nan,
             }
@@ -211,7 +202,7 @@ class ResidueTask(Task):
     def prepared(self, rows: Sequence[Row]) -> list[Row]:
         """Rows with the ranks that Spearman, or AUROC and AUPRC, of all residues are made of."""
         if self.settings.kind == "number":
-            return metrics.ranked(rows, "told", "truth")
+            return metrics.ranked(rows, "predicted", "truth")
         return metrics.ranked(rows, "score") if len(self.names) == 2 else list(rows)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -251,8 +242,6 @@ class ResidueTask(Task):
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
         """Ridge or logistic regression on what the head's LayerNorm makes of the representations."""
         assert isinstance(head, ResidueHead)
-        if head.conv is not None:
-            raise InputError("adapt.method probe: fits a linear head; set task.hidden=0")
 
         def normed(example: Example) -> npt.NDArray[np.floating]:
             x_LD = torch.from_numpy(_features("frozen embedding", example, base)).to(head.norm.weight)
@@ -262,9 +251,7 @@ class ResidueTask(Task):
             x_MF, target_M = self._gather(train, normed)
             if not len(target_M):
                 raise InputError("adapt.method probe: no residue of the training examples has a label; give labels")
-            model = self._fit(x_MF, target_M, seed)
-            head.out.weight.copy_(torch.from_numpy(model.weight_OF))
-            head.out.bias.copy_(torch.from_numpy(model.bias_O))
+            self._fit(x_MF, target_M, seed).copy_to(head.out)
 
     def _classes(self) -> tuple[str, ...]:
         """Letters of each class, as far as they are known."""
@@ -305,12 +292,12 @@ class ResidueTask(Task):
     def _class_row(self, logits_LC: npt.NDArray[np.float32], target_L: npt.NDArray[np.int64]) -> Row:
         known_L = target_L >= 0
         target_L, probability_LC, n = target_L[known_L], softmax(logits_LC[known_L]), logits_LC.shape[1]
-        told_L = probability_LC.argmax(1)
-        correct_L = told_L == target_L
+        predicted_L = probability_LC.argmax(1)
+        correct_L = predicted_L == target_L
         row: dict[str, float | npt.NDArray[Any]] = {
             "labelled": float(len(target_L)),
             f"Q{n}": float(correct_L.mean()) if len(target_L) else np.nan,
-            "confusion": metrics.confusion(target_L, told_L, n),
+            "confusion": metrics.confusion(target_L, predicted_L, n),
             "calibration": metrics.calibration(probability_LC.max(1, initial=0), correct_L),
         }
         if n == 2:
@@ -321,13 +308,13 @@ class ResidueTask(Task):
         known_L = ~np.isnan(target_L)
         # Ranks are those of the outputs: in the unit of the labels, values of a new head may be equal in fp32.
         output_M, target_M = output_L1[known_L, 0], target_L[known_L]
-        told, truth = (self.predict(x[:, None]).astype(np.float64) for x in (output_M, target_M))
+        predicted, truth = (self.predict(x[:, None]).astype(np.float64) for x in (output_M, target_M))
         return {
             "labelled": float(len(truth)),
             "Spearman": metrics.spearman(output_M.astype(np.float64), target_M.astype(np.float64)),
-            "RMSE": float(((told - truth) ** 2).mean() ** 0.5) if len(truth) else np.nan,
-            "square": np.array([((told - truth) ** 2).sum(), len(truth)]),
-            "told": output_M,
+            "RMSE": float(((predicted - truth) ** 2).mean() ** 0.5) if len(truth) else np.nan,
+            "square": np.array([((predicted - truth) ** 2).sum(), len(truth)]),
+            "predicted": output_M,
             "truth": target_M,
         }
 

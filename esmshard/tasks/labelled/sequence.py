@@ -12,7 +12,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.labels.label_sources import label_source, require_all
+from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
@@ -21,7 +21,7 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.dropout import RecordDropout
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of
+from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of, regression_loss
 from esmshard.tasks.labelled.classes import (
     check_counts,
     class_weights,
@@ -118,11 +118,8 @@ class SequenceTask(Task):
                 source,
                 columns=target,
                 id_column=data.id_column,
-                missing="drop",  # refused below, with a mend that a recipe has
-                surplus="ignore",
+                required=not several,
             )
-        if not several:
-            require_all(found.labelled_N, store, fasta, fasta if source is None else source.path)
         if kind != "number" and not several:
             return known_classes(found, self.names, store, fasta)
         if self.names and found.names != self.names:
@@ -189,10 +186,7 @@ class SequenceTask(Task):
         output, settings = torch.stack(list(outputs)), self.settings
         target = on_device_of(torch.stack(list(targets)), output)
         if settings.kind == "number":
-            known = ~target.isnan()
-            target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
-            of = F.mse_loss if settings.loss == "mse" else F.huber_loss
-            return LossSum(of(output, target, reduction="sum"), known.sum())
+            return regression_loss(output, target, settings.loss)
         weight_C = on_device_of(torch.from_numpy(self._weights()).float(), output)
         if settings.kind == "class":
             return LossSum(F.cross_entropy(output, target, weight_C, reduction="sum"), weight_C[target].sum())
@@ -252,15 +246,11 @@ class SequenceTask(Task):
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
         """Ridge or logistic regression on what the head's LayerNorm makes of the mean representation."""
         assert isinstance(head, SequenceHead)
-        if head.hidden is not None:
-            raise InputError("adapt.method probe: fits a linear head; set task.hidden=0")
         targets = np.stack([self.inputs(example).target for example in train])
         x_ND = torch.from_numpy(np.stack([_features("frozen embedding", example, base) for example in train]))
         with torch.no_grad():
             normed_ND = head.norm(x_ND.to(head.norm.weight))
-            model = self._fit(normed_ND.cpu().numpy(), targets, seed)
-            head.out.weight.copy_(torch.from_numpy(model.weight_OF))
-            head.out.bias.copy_(torch.from_numpy(model.bias_O))
+            self._fit(normed_ND.cpu().numpy(), targets, seed).copy_to(head.out)
 
     def _prior(self) -> npt.NDArray[np.float32]:
         """The output that says what the training labels are on the whole."""
@@ -293,18 +283,18 @@ class SequenceTask(Task):
 
 def _class_row(logits_C: npt.NDArray[np.float32], target: npt.NDArray[np.int64]) -> Row:
     probability_C = softmax(logits_C)
-    told, truth = int(probability_C.argmax()), int(target)
+    predicted, truth = int(probability_C.argmax()), int(target)
     row: dict[str, float | npt.NDArray[Any]] = {
         "target": truth,
-        "prediction": told,
-        "correct": float(told == truth),
-        "confidence": float(probability_C[told]),
+        "prediction": predicted,
+        "correct": float(predicted == truth),
+        "confidence": float(probability_C[predicted]),
     }
     if len(logits_C) == 2:
         row["logit"] = float(logits_C[1] - logits_C[0])
     if len(logits_C) <= MOST_SHOWN:
-        row["confusion"] = metrics.confusion(np.array([truth]), np.array([told]), len(logits_C))
-    return row | {"calibration": metrics.calibration(probability_C[[told]], np.array([told == truth]))}
+        row["confusion"] = metrics.confusion(np.array([truth]), np.array([predicted]), len(logits_C))
+    return row | {"calibration": metrics.calibration(probability_C[[predicted]], np.array([predicted == truth]))}
 
 
 def _labels_row(logits_C: npt.NDArray[np.float32], target_C: npt.NDArray[np.float32]) -> Row:
@@ -321,22 +311,23 @@ def _labels_row(logits_C: npt.NDArray[np.float32], target_C: npt.NDArray[np.floa
 
 def _of_labels(rows: Sequence[Row]) -> dict[str, float]:
     true_NC = np.stack([np.asarray(row["truth"]) for row in rows])
-    told_NC = np.stack([np.asarray(row["score"]) for row in rows]) >= 0
-    right_C, told_C, true_C = (x.sum(0).astype(np.float64) for x in (true_NC & told_NC, told_NC, true_NC))
+    predicted_NC = np.stack([np.asarray(row["score"]) for row in rows]) >= 0
+    counted = (true_NC & predicted_NC, predicted_NC, true_NC)
+    right_C, predicted_C, true_C = (x_NC.sum(0).astype(np.float64) for x_NC in counted)
     return {
         "Fmax": metrics.fmax(metrics.total(rows, "Fmax terms")),
         "AUPRC": metrics.pooled_ranking(rows, "score", "truth")["AUPRC"],
-        "macro-F1": metrics.f1(right_C, told_C, true_C),
+        "macro-F1": metrics.f1(right_C, predicted_C, true_C),
     }
 
 
 def _of_classes(rows: Sequence[Row], n_classes: int) -> dict[str, float]:
-    target_N, told_N = (np.array([row[key] for row in rows], dtype=np.int64) for key in ("target", "prediction"))
-    found = metrics.of_confusion(metrics.confusion(target_N, told_N, n_classes).astype(np.float64))
+    target_N, predicted_N = (np.array([row[key] for row in rows], dtype=np.int64) for key in ("target", "prediction"))
+    found = metrics.of_confusion(metrics.confusion(target_N, predicted_N, n_classes).astype(np.float64))
     if n_classes == 2:
         found |= metrics.of_scores(np.array([row["logit"] for row in rows]), target_N == 1)
     confidence_N = np.array([row["confidence"] for row in rows])
-    return found | {"ECE": metrics.calibration_error(metrics.calibration(confidence_N, target_N == told_N))}
+    return found | {"ECE": metrics.calibration_error(metrics.calibration(confidence_N, target_N == predicted_N))}
 
 
 def _sigmoid(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -19,7 +19,7 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of
+from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss
 from esmshard.tasks.linear import fit_numbers, kept
 from esmshard.tasks.variants.frozen_variants import PACKED, frozen, seen_by
 from esmshard.tasks.variants.marginals import log_probabilities
@@ -155,15 +155,10 @@ class VariantTask(Task):
         """Over the targets that are known."""
         output = torch.stack(list(outputs))
         target = on_device_of(torch.stack([one[0] for one in targets]), output)
+        if self.settings.loss != "ranking":
+            return regression_loss(output, target, self.settings.loss)
         known = ~target.isnan()
-        target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
-        if self.settings.loss == "ranking":
-            each = _ordinal(output, target)
-        elif self.settings.loss == "huber":
-            each = F.huber_loss(output, target, reduction="none")
-        else:
-            each = F.mse_loss(output, target, reduction="none")
-        return LossSum((each * known).sum(), known.sum())
+        return LossSum((_ordinal(output, target) * known).sum(), known.sum())
 
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
         """Predicted and measured values."""
@@ -228,8 +223,6 @@ class VariantTask(Task):
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
         """Ridge regression on what a linear head sees of the frozen model, its score included."""
         assert isinstance(head, VariantHead)
-        if head.hidden is not None:
-            raise InputError("adapt.method probe: fits a linear head; set task.hidden=0")
         inputs = [self.inputs(example) for example in train]
         seen, each = head.out.in_features, max(1, PACKED // len(self._tokens))
         found = [seen_by(head, base, inputs[n : n + each]) for n in range(0, len(inputs), each)]
