@@ -18,11 +18,10 @@ from torch import nn
 
 from esmshard import __version__
 from esmshard.checkpoint import adapted, card, manifest, sharded
-from esmshard.checkpoint.atomic_directory import settle, whole_directory
 from esmshard.checkpoint.compare import ComparedModel, compare
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
-from esmshard.files import found_place, shared_place
+from esmshard.files import found_place, settle, shared_place, whole_directory
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.weights import adapted_weights, export, open_weights, recorded
 from esmshard.model.weights.export import DTYPES, MAX_FILE_BYTES, Source, Target

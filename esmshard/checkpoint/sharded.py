@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.manifest import Entry, read_json
 from esmshard.errors import InputError, reading
+from esmshard.files import replace_text
 from esmshard.model.config import EsmConfig
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def write(
 
     def finish(files: dict[str, Entry]) -> None:
         text = json.dumps({"format": FORMAT, "version": VERSION, "step": step, **state}, indent=1)
-        manifest.write_synced(work / "state.json", text)
+        replace_text(work / "state.json", text)
         files["state.json"] = {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
         manifest.seal(work, final, files)
         manifest.point(directory, "LATEST", final.name)

@@ -122,7 +122,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
     free = 10_000
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(InputError, match=r"a checkpoint takes 0\.000\d+ GB, and 1e-05 GB are free; make room"):
+    with pytest.raises(InputError, match=r"a checkpoint takes 0\.\d\d MB, and 0\.01 MB are free; make room"):
         run(finished / "tiny.yaml", f"out={tmp_path / 'run'}", resume=None)
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 1)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from esmshard.errors import InputError
+from esmshard.files import replace_text
 from esmshard.train.records import status
 from esmshard.train.records.lease import Lease
-from esmshard.train.records.status import Status, begun_by_this_launch, mark_failed, read, replace_text, write
+from esmshard.train.records.status import Status, begun_by_this_launch, mark_failed, read, write
 
 RUNNING: dict[str, Any] = {
     "state": "running",
@@ -153,7 +154,7 @@ def test_text_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         seen.append((path.read_text(), (tmp_path / ".tmp-file").read_text()))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(status.os, "fsync", broken)
+    monkeypatch.setattr("os.fsync", broken)
     with pytest.raises(OSError, match="No space"):
         replace_text(path, "new")
     assert seen == [("old, and longer", "new")]  # on the disk before it takes the name

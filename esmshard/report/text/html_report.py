@@ -10,6 +10,7 @@ import numpy as np
 
 from esmshard import __version__
 from esmshard.errors import InputError, UsageError, reading, writing
+from esmshard.files import replace_text
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file
 from esmshard.report.read.run_directory import Left, json_object, read
@@ -18,7 +19,6 @@ from esmshard.report.text import scores, training, variant_report
 from esmshard.report.text.page_parts import PageTable, Section, bytes_text, range_text, value_text
 from esmshard.report.text.path_hiding import Places
 from esmshard.train.records import goodput
-from esmshard.train.records.status import replace_text
 from esmshard.train.records.verdict import comparison
 
 

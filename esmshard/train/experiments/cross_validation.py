@@ -1,6 +1,5 @@
 """The joint result of the folds and seeds of a table of variants: every test variant once, all methods side by side."""
 
-import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -16,13 +15,12 @@ from esmshard.data.splits.assignment import LEFT_OUT
 from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
 from esmshard.data.variants.substitutions import name_of
 from esmshard.errors import InputError
-from esmshard.files import read_json, replacing
+from esmshard.files import read_json, replace_json, replacing
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.intervals import LEAST, Interval, block_draws, difference, interval
 from esmshard.train.experiments.repeats import SUMMARY, Repeat
-from esmshard.train.records.status import replace_text
 from esmshard.train.records.verdict import MAIN, verdict
 
 SHARES = (0.25, 0.5)
@@ -101,7 +99,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     summary = read_json(path)
     table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
     more = {"recipe": recipe.model_dump(mode="json"), "table": table, "pooled": pooled, "verdict": said}
-    replace_text(path, json.dumps(summary | more, indent=1) + "\n")
+    replace_json(path, summary | more)
     sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}
     for t, name in enumerate(names):
@@ -236,7 +234,7 @@ def _write_curve(path: Path, runs: Sequence[_Run]) -> None:
         samples = {m: interval(_bootstrap(p, run.measured_NT, run.block_N)) for m, p in run.predicted.items()}
         points.append({"variants": run.trained, "metrics": {m: _finite(one) for m, one in samples.items()}})
     first = {"tested_on": len(runs[0].ids), "fold": runs[0].fold, "seed": runs[0].seed}
-    replace_text(path, json.dumps(first | {"points": points}, indent=1) + "\n")
+    replace_json(path, first | {"points": points})
 
 
 def _finite(found: Interval) -> dict[str, float | None]:

@@ -1,6 +1,5 @@
 """Several runs of one recipe, over seeds and cross-validation folds, and their summary."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json
+from esmshard.files import read_json, replace_json
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.intervals import Interval
 from esmshard.train.records import status
-from esmshard.train.records.status import replace_text
 from esmshard.train.records.verdict import MAIN, verdict
 
 SUMMARY = "summary.json"
@@ -97,7 +95,7 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
         "metrics": table,
         "verdict": said,
     }
-    replace_text(out / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    replace_json(out / SUMMARY, summary)
     lines = [["", *first["columns"]]]
     for method, row in table.items():
         lines.append([method, *(_cell(row[metric]) for metric in first["columns"])])

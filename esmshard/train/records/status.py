@@ -1,6 +1,5 @@
 """`status.json`: the state of a run, for people, scripts, and launchers that do not pass exit codes on."""
 
-import json
 import os
 import socket
 import time
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from esmshard.errors import InputError
-from esmshard.files import read_json, replacing
+from esmshard.files import read_json, replace_json
 from esmshard.launch import process_environment
 from esmshard.train.records.lease import abandoned, job_id
 
@@ -83,7 +82,7 @@ def write(
         "started": started,
         "updated": time.time(),
     }
-    _replace(out, status)
+    replace_json(out / NAME, status)
 
 
 def read(out: Path) -> Status | None:
@@ -129,17 +128,8 @@ def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
     """Mark a run as failed, for a launcher whose processes were all killed. A final state that the run wrote stays."""
     status = as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out):
-        _replace(out, {**status, "state": "failed", "exit_code": exit_code, "message": message, "updated": time.time()})
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file so that it holds its old text or its new text at any time."""
-    with replacing(path) as file:
-        file.write(text)
-
-
-def _replace(out: Path, status: Status) -> None:
-    replace_text(out / NAME, json.dumps(status, indent=1) + "\n")
+        ended = {"state": "failed", "exit_code": exit_code, "message": message, "updated": time.time()}
+        replace_json(out / NAME, {**status, **ended})
 
 
 def as_written(out: Path) -> Status | None:
