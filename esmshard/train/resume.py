@@ -17,7 +17,7 @@ from esmshard.train.records.attempt import METRICS
 from esmshard.train.records.tracking import TRACKED
 from esmshard.train.run_inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
 
-TOLD = "ESMSHARD_DATA_TOLD"
+NOTICES_PRINTED = "ESMSHARD_DATA_NOTICES_PRINTED"
 """An environment variable that is set for all runs of a cross-validation but the first, which prints the data notices.
 """
 
@@ -136,7 +136,7 @@ def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
     """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
     found: dict[str, None] = {}
     for split in (job.train, job.valid, job.test):
-        for notice in split.notices if TOLD not in os.environ else ():
+        for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
             found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
     longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
     if longer:

@@ -66,16 +66,13 @@ def standings(out: Path) -> list[Standing]:
 
 
 def _standing(run: Path) -> Standing | None:
-    seen = lease.sign(run)
     said = status.as_written(run)
-    if said is not None and said["state"] == "running":
-        seen = lease.watched(run)
-        again = status.as_written(run)  # the run may have ended meanwhile and have written so
-        said = again or said
-        if said["state"] == "running" and (seen is None or not seen.lives):
-            said = status.without_a_word(said)
     if said is None:  # the directory was removed at this moment
         return None
+    seen = lease.watched(run) if said["state"] == "running" else lease.sign(run)
+    said = status.as_written(run) or said  # the run may have ended meanwhile and have written so
+    if said["state"] == "running" and (seen is None or not seen.lives):
+        said = status.without_a_word(said)
     step, last_step = _last_step(run)
     return Standing(
         run=str(run),

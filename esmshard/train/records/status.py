@@ -4,7 +4,10 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Literal, TypedDict, cast
+from typing import Literal
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict  # pydantic does not read that of `typing` before Python 3.12
 
 from esmshard.errors import InputError
 from esmshard.files import read_json, replace_json
@@ -41,16 +44,6 @@ class Status(TypedDict):
     started: float
     """The start of this attempt."""
     updated: float
-
-
-_KINDS = {
-    **dict.fromkeys(("state", "message", "host"), str),
-    **dict.fromkeys(("step", "steps", "attempt", "idle"), int),
-    **dict.fromkeys(("checkpoint", "job", "launch"), str | None),
-    **dict.fromkeys(("started", "updated"), int | float),
-    "exit_code": int | None,
-}
-"""The type of each value of the file."""
 
 
 def write(
@@ -135,13 +128,9 @@ def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
 def as_written(out: Path) -> Status | None:
     """Read the file without a look at the lease. `InputError` if the file is damaged."""
     try:
-        found = read_json(out / NAME)
+        # files of version 0.1 lack `idle`
+        return TypeAdapter(Status).validate_python({"idle": 0, **read_json(out / NAME)}, strict=True)
     except FileNotFoundError:
         return None
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        found.setdefault("idle", 0)  # files of version 0.1 lack this key
-    if not isinstance(found, dict) or not all(isinstance(found.get(key, ...), kind) for key, kind in _KINDS.items()):
-        raise InputError(f"{out / NAME}: damaged; remove it, the run itself does not read it")
-    return cast(Status, found)
+    except (ValueError, TypeError):
+        raise InputError(f"{out / NAME}: damaged; remove it, the run itself does not read it") from None
