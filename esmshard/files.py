@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -127,8 +128,16 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """Replace a JSON file as `replace_text` does."""
-    replace_text(path, json.dumps(value, indent=1) + "\n")
+    """Replace a JSON file as `replace_text` does. NaN becomes null, since JSON has no NaN."""
+    replace_text(path, json.dumps(_without_nan(value), indent=1) + "\n")
+
+
+def _without_nan(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {key: _without_nan(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_without_nan(value) for value in node]
+    return None if isinstance(node, float) and math.isnan(node) else node
 
 
 def sync_directory(path: Path) -> None:

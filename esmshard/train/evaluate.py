@@ -26,7 +26,7 @@ from esmshard.tasks.base import Row, Task, collate
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
-from esmshard.train.records.verdict import MAIN, verdict
+from esmshard.train.records.verdict import MAIN, aligned, verdict
 
 CHUNK = 4096
 """The number of tokens whose records the model scores at once. Larger records are scored one by one, since pair maps
@@ -239,7 +239,7 @@ def write(
         "calibration": _calibration(table[MAIN]),
         "confusion": _confusion(table[MAIN], task),
     }
-    replace_json(directory / "evaluation.json", _finite(evaluation))
+    replace_json(directory / "evaluation.json", evaluation)
     blocks = [] if block_N is None else ["block"]
     lines = [["id", "length", *blocks, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
@@ -308,21 +308,5 @@ def _confusion(rows: Sequence[Row], task: Task) -> dict[str, Any] | None:
 
 def as_text(intervals: Mapping[str, Mapping[str, Interval]], columns: Sequence[str]) -> str:
     """Format the table for the terminal: one line for each method, with mean and interval under each metric."""
-    width = max(len(name) for name in intervals) + 2
-    cells = {name: [str(row[c]) if c in row else "-" for c in columns] for name, row in intervals.items()}
-    widths = [max(len(c), *(len(row[k]) for row in cells.values())) + 2 for k, c in enumerate(columns)]
-    lines = ["".join(["".ljust(width), *(c.ljust(w) for c, w in zip(columns, widths, strict=True))]).rstrip()]
-    for name, row in cells.items():
-        lines.append("".join([name.ljust(width), *(c.ljust(w) for c, w in zip(row, widths, strict=True))]).rstrip())
-    return "\n".join(lines)
-
-
-def _finite(node: Any) -> Any:
-    """Replace NaN by null, since JSON has no NaN."""
-    if isinstance(node, Mapping):
-        return {k: _finite(v) for k, v in node.items()}
-    if isinstance(node, list | tuple):
-        return [_finite(v) for v in node]
-    if isinstance(node, float) and math.isnan(node):
-        return None
-    return node
+    rows = [[name, *(str(row[c]) if c in row else "-" for c in columns)] for name, row in intervals.items()]
+    return aligned([["", *columns], *rows])

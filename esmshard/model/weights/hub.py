@@ -38,7 +38,7 @@ RELEASED = {
 
 _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
-_LAYOUTS = tuple(
+LAYOUTS = tuple(
     f"{weights}{index}" for weights in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
 )
 """Files that hold the weights of a model, in the order in which `open_weights.read` looks for them."""
@@ -145,7 +145,7 @@ def _weights(directory: Path) -> list[str]:
     """Return the names of the weight files of a complete model, with the index; nothing if a file is missing."""
     if not (directory / _CONFIG).is_file():
         return []
-    layout = next((layout for layout in _LAYOUTS if (directory / layout).is_file()), None)
+    layout = next((layout for layout in LAYOUTS if (directory / layout).is_file()), None)
     if layout is None or not layout.endswith(".index.json"):
         return [layout] if layout else []
     try:
@@ -201,7 +201,7 @@ def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Pa
 
 def _choose(name: str, files: Collection[str]) -> list[str]:
     """Choose the weight files to download: one format, and safetensors if the repository has it."""
-    for layout in _LAYOUTS:
+    for layout in LAYOUTS:
         if layout in files:
             if not layout.endswith(".index.json"):
                 return [layout]

@@ -323,19 +323,8 @@ def _complete(config: EsmConfig, source: str, found: dict[str, WeightReader], he
         if reader.shape != wanted[name]:
             raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
 
-    def finite(name: str, reader: WeightReader) -> WeightReader:
-        def check(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-            if not torch.isfinite(tensor).all():
-                raise InputError(
-                    f"{source}: {name} holds a value that is not finite; the run that made it diverged, or the file is "
-                    "damaged: take an earlier checkpoint, or download it again"
-                )
-            return tensor
-
-        return reader.then(check)
-
-    tensors = {name: finite(name, reader) for name, reader in found.items()} | added
-    head = {name: finite(f"head.{name}", reader) for name, reader in head.items()}
+    tensors = {name: reader.finite(f"{source}: {name}") for name, reader in found.items()} | added
+    head = {name: reader.finite(f"{source}: head.{name}") for name, reader in head.items()}
     return Weights(config, source, tensors, head, tuple(parts))
 
 

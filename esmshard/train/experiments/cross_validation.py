@@ -21,7 +21,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.intervals import LEAST, Interval, block_draws, difference, interval
 from esmshard.train.experiments.repeats import SUMMARY, Repeat
-from esmshard.train.records.verdict import MAIN, verdict
+from esmshard.train.records.verdict import MAIN, aligned, verdict
 
 SHARES = (0.25, 0.5)
 """The shares of the training variants at the points of a learning curve. All training variants are a further point."""
@@ -91,9 +91,9 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "positions": positions,
         "split": recipe.data.split,
         "seeds": seeds,
-        "metrics": {method: _finite(one) for method, one in intervals.items()},
-        "differences": {method: _finite(one) for method, one in gains.items()},
-        "of_each_seed": {m: [None if math.isnan(v) else v for v in values] for m, values in each.items()},
+        "metrics": {method: asdict(one) for method, one in intervals.items()},
+        "differences": {method: asdict(one) for method, one in gains.items()},
+        "of_each_seed": each,
     }
     path = out / SUMMARY
     summary = read_json(path)
@@ -188,8 +188,7 @@ def _as_text(
         gain = "" if method not in gains or math.isnan(gains[method].value) else str(gains[method])
         seeds = "" if math.isnan(found.value) else " ".join(f"{v:.3f}" for v in each[method])
         lines.append([method, value, gain, seeds])
-    widths = [max(len(line[k]) for line in lines) + 2 for k in range(len(lines[0]))]
-    return "\n".join("".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return aligned(lines)
 
 
 def _write_variants(
@@ -232,10 +231,6 @@ def _write_curve(path: Path, runs: Sequence[_Run]) -> None:
     points = []
     for run in runs:
         samples = {m: interval(_bootstrap(p, run.measured_NT, run.block_N)) for m, p in run.predicted.items()}
-        points.append({"variants": run.trained, "metrics": {m: _finite(one) for m, one in samples.items()}})
+        points.append({"variants": run.trained, "metrics": {m: asdict(one) for m, one in samples.items()}})
     first = {"tested_on": len(runs[0].ids), "fold": runs[0].fold, "seed": runs[0].seed}
     replace_json(path, first | {"points": points})
-
-
-def _finite(found: Interval) -> dict[str, float | None]:
-    return {name: None if math.isnan(value) else value for name, value in asdict(found).items()}

@@ -13,7 +13,7 @@ from esmshard.files import read_json, replace_json
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.intervals import Interval
 from esmshard.train.records import status
-from esmshard.train.records.verdict import MAIN, verdict
+from esmshard.train.records.verdict import MAIN, aligned, verdict
 
 SUMMARY = "summary.json"
 
@@ -96,13 +96,9 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
         "verdict": said,
     }
     replace_json(out / SUMMARY, summary)
-    lines = [["", *first["columns"]]]
-    for method, row in table.items():
-        lines.append([method, *(_cell(row[metric]) for metric in first["columns"])])
-    widths = [max(len(line[k]) for line in lines) + 2 for k in range(len(lines[0]))]
+    rows = [[method, *(_cell(row[metric]) for metric in first["columns"])] for method, row in table.items()]
     head = f"{len(runs)} runs: mean and 95% interval over runs; {MAIN} and its baselines"
-    padded = ["".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([head, *padded, said])
+    return "\n".join([head, aligned([["", *first["columns"]], *rows]), said])
 
 
 def _mean(values: Sequence[float]) -> Interval:
