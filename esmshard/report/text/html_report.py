@@ -16,7 +16,7 @@ from esmshard.recipe import recipe_file
 from esmshard.report.read.run_directory import Left, json_object, read
 from esmshard.report.read.variant_run_directory import is_cross_validated, read_variants
 from esmshard.report.text import scores, training, variant_report
-from esmshard.report.text.page_parts import PageTable, Section, bytes_text, range_text, value_text
+from esmshard.report.text.page_parts import PageTable, Section, memory_text, range_text, value_text
 from esmshard.report.text.path_hiding import Places
 from esmshard.train.records import goodput
 from esmshard.train.records.verdict import comparison
@@ -126,7 +126,7 @@ def _facts(left: Left) -> list[tuple[str, str, str]]:
     if math.isfinite(speed := training.speed(left)):
         facts.append(("speed", rate(speed), "residues/s over all steps"))
     if np.isfinite(steps["peak_memory_bytes"]).any():
-        facts.append(("memory", bytes_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
+        facts.append(("memory", memory_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
     if left.goodput["goodput"] is not None:
         note = f"{goodput.share(left.goodput)} of it in steps that count"
         facts.append(("time", duration(left.goodput["allocated_s"]), note))
