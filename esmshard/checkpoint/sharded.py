@@ -333,9 +333,7 @@ def _unwritten(directory: Path, step: int, error: BaseException) -> str:
     fix = {
         errno.ENOSPC: "free some space, or lower checkpoint.keep",
         errno.EDQUOT: "free some of your quota, or lower checkpoint.keep",
-        errno.EROFS: "make the directory writable",
-        errno.EACCES: "make the directory writable",
-        errno.EPERM: "make the directory writable",
+        **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the directory writable"),
     }.get(number or 0, "look at the file system")
     left = manifest.complete(directory) if directory.is_dir() else []
     kept = f"the newest one is {left[-1].name}; " if left else ""

@@ -23,18 +23,10 @@ NOTICES_PRINTED = "ESMSHARD_DATA_NOTICES_PRINTED"
 
 # A resumed run may differ in these settings: they change where and how it runs, not what it computes.
 _FREE = (
-    *(
-        "out",
-        "data.test",
-        "checkpoint.",
-        "train.eval_every",
-        "train.early_stop",
-        "batch.tokens_per_rank",
-        "parallel.strategy",
-    ),
+    *("out", "data.test", "checkpoint.", "train.eval_every", "train.early_stop", "batch.tokens_per_rank", "track"),
+    *("parallel.strategy", "parallel.start_timeout", "parallel.step_timeout", "parallel.accumulate"),
     *("parallel.group_size", "parallel.layers", "parallel.last_layer", "parallel.root", "parallel.prefetch"),
-    *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.accumulate"),
-    *("parallel.start_timeout", "parallel.step_timeout", "track"),
+    *("parallel.activation_checkpointing", "parallel.cpu_offload"),
 )
 
 

@@ -25,6 +25,7 @@ RUNNING: dict[str, Any] = {
     "message": "training",
     "checkpoint": "step_000190",
     "started": 1000.5,
+    "exit_code": None,
 }
 
 
@@ -45,7 +46,7 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         write(tmp_path, **RUNNING)
         text = json.loads((tmp_path / "status.json").read_text())
         assert before <= text.pop("updated") <= time.time()
-        assert text == RUNNING | {"exit_code": None, "job": "17", "launch": None, "host": socket.gethostname()}
+        assert text == RUNNING | {"job": "17", "launch": None, "host": socket.gethostname()}
         write(tmp_path, **RUNNING | {"state": "preempted", "exit_code": 75, "checkpoint": None})
         assert (found(tmp_path)["state"], found(tmp_path)["exit_code"]) == ("preempted", 75)
     assert found(tmp_path)["state"] == "preempted"

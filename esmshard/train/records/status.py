@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict  # pydantic does not read that of `typing` before Python 3.12
+from typing_extensions import TypedDict, Unpack  # pydantic does not read that of `typing` before Python 3.12
 
 from esmshard.errors import InputError
 from esmshard.files import read_json, replace_json
@@ -19,8 +19,8 @@ NAME = "status.json"
 State = Literal["running", "preempted", "done", "failed"]
 
 
-class Status(TypedDict):
-    """The content of the file. Times are seconds since 1970."""
+class Progress(TypedDict):
+    """The part of the file that a run knows. Times are seconds since 1970."""
 
     state: State
     step: int
@@ -37,45 +37,24 @@ class Status(TypedDict):
     """One sentence for people."""
     checkpoint: str | None
     """The newest complete checkpoint, such as `step_000100`."""
+    started: float
+    """The start of this attempt."""
+
+
+class Status(Progress):
+    """The content of the file."""
+
     job: str | None
     launch: str | None
     """An id that all attempts of one launcher share."""
     host: str
-    started: float
-    """The start of this attempt."""
     updated: float
 
 
-def write(
-    out: Path,
-    *,
-    state: State,
-    step: int,
-    steps: int,
-    attempt: int,
-    message: str,
-    checkpoint: str | None,
-    started: float,
-    idle: int = 0,
-    exit_code: int | None = None,
-) -> None:
+def write(out: Path, **known: Unpack[Progress]) -> None:
     """Replace the status of a run in one operation, so that a crash leaves the old file. First rank only."""
-    status: Status = {
-        "state": state,
-        "step": step,
-        "steps": steps,
-        "attempt": attempt,
-        "idle": idle,
-        "exit_code": exit_code,
-        "message": message,
-        "checkpoint": checkpoint,
-        "job": job_id(),
-        "launch": _launch(),
-        "host": socket.gethostname(),
-        "started": started,
-        "updated": time.time(),
-    }
-    replace_json(out / NAME, status)
+    here = {"job": job_id(), "launch": _launch(), "host": socket.gethostname(), "updated": time.time()}
+    replace_json(out / NAME, {**known, **here})
 
 
 def read(out: Path) -> Status | None:
