@@ -53,14 +53,11 @@ def report(run: Path, out: Path | None = None) -> Path:
             sections = [part(left) for part in SECTIONS]
     hidden = Places(run, *_named(run))
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=hidden.shown
+    )
     page = environment.from_string(source).render(
-        title=run.resolve().name,
-        about=hidden.text(about),
-        states=list(map(hidden.text, states)),
-        facts=[tuple(map(hidden.text, fact)) for fact in facts],
-        sections=[hidden.section(section) for section in sections],
-        version=__version__,
+        title=run.resolve().name, about=about, states=states, facts=facts, sections=sections, version=__version__
     )
     out = out or run / "report.html"
     if not out.parent.is_dir():
