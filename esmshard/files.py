@@ -1,11 +1,14 @@
-"""Files: what is read whole, with bounds, their sha256, and where esmshard keeps what it can make again. No torch."""
+"""Files and directories: reading within bounds, writing completely or not at all, sha256, sizes, caches. No torch."""
 
 import hashlib
 import json
+import math
 import os
 import re
+import shutil
+import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -100,14 +103,15 @@ def _whole_number(digits: str) -> int:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[str]]:
-    """A text file to write, which takes its name when the block ends well and is on disk, and is gone otherwise.
+def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
+    """Provide a file to write, of text in UTF-8 or of bytes, which gets the name `path` when the block ends without an
+    error and all of it is on disk, and is removed otherwise.
 
-    What has the name already is there until then.
+    An older file of this name stays until then.
     """
     work = path.with_name(f".tmp-{path.name}")
     try:
-        with open(work, "w", encoding="utf-8", newline="") as file:
+        with open(work, "wb") if binary else open(work, "w", encoding="utf-8", newline="") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -115,6 +119,133 @@ def replacing(path: Path) -> Iterator[IO[str]]:
     except BaseException:
         work.unlink(missing_ok=True)
         raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file so that it holds its old text or its new text at any time."""
+    with replacing(path) as file:
+        file.write(text)
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Replace a JSON file as `replace_text` does. NaN becomes null, since JSON has no NaN."""
+    replace_text(path, json.dumps(_without_nan(value), indent=1) + "\n")
+
+
+def _without_nan(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {key: _without_nan(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_without_nan(value) for value in node]
+    return None if isinstance(node, float) and math.isnan(node) else node
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in a directory survive a power cut. Windows cannot open directories, and does not need this."""
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """Provide an empty directory that gets the name `out` when the block ends without an error, and is removed
+    otherwise.
+
+    All files are on disk before the directory is renamed. An older `out` is first moved to `.old-NAME` beside it, so
+    one of the two exists even if this process is killed; `settle` then cleans up.
+    """
+    out = _absolute(out)
+    settle(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = _work(out)
+    work.mkdir()
+    try:
+        yield work
+        for file in work.iterdir():
+            with open(file, "rb+") as written:
+                os.fsync(written.fileno())
+        sync_directory(work)
+        if os.path.lexists(out):
+            out.rename(_old(out))
+        work.rename(out)
+        sync_directory(out.parent)
+    finally:
+        settle(out)
+
+
+def settle(out: Path) -> list[str]:
+    """Clean up after earlier calls of `whole_directory` that have ended, also in a process that was killed.
+
+    Returns:
+        A sentence for each directory of a process on another machine, which may still be running.
+    """
+    out = _absolute(out)
+    if not out.parent.is_dir():
+        return []
+    old, mine = _old(out), _work(out)
+    if os.path.lexists(old) and not os.path.lexists(out):
+        old.rename(out)
+    _remove(mine)
+    if os.path.lexists(old):  # renamed first, so that a half-removed directory is never taken for the model
+        old.rename(mine)
+        _remove(mine)
+    unknown = []
+    for leftover in sorted(out.parent.iterdir()):
+        maker = re.fullmatch(re.escape(f".tmp-{out.name}-") + r"(.+)-(\d+)", leftover.name)
+        if maker and maker[1] != socket.gethostname():
+            unknown.append(
+                f"{leftover}: is being made, or was left half made, by process {maker[2]} of {maker[1]}; remove it if "
+                "that process is over"
+            )
+        elif maker and not lives(int(maker[2])):
+            _remove(leftover)
+    return unknown
+
+
+def _absolute(out: Path) -> Path:
+    return Path(os.path.abspath(out))  # noqa: PTH100  # resolve() would replace the target of a link, and not the link
+
+
+def _work(out: Path) -> Path:
+    """Return the work directory, which names machine and process. One of mkdtemp would be closed to the group."""
+    return out.with_name(f".tmp-{out.name}-{socket.gethostname()}-{os.getpid()}")
+
+
+def _old(out: Path) -> Path:
+    return out.with_name(f".old-{out.name}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process of this machine exists."""
+    if os.name != "posix":  # on other systems signal 0 is a real signal
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def size_text(count: float) -> str:
+    """Format a number of bytes as disks and downloads are measured.
+
+    >>> size_text(2_605_000_000), size_text(31_400_000)
+    ('2.60 GB', '31.40 MB')
+    """
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def sha256(path: Path) -> str:

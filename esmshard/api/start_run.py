@@ -178,13 +178,13 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
         RunFailed: if a process has failed.
     """
     from esmshard.launch.local_processes import run_local
-    from esmshard.train.resume import TOLD
+    from esmshard.train.resume import NOTICES_PRINTED
 
     flags = options.flags(report=options.report and not runs.of_table)
     for n, own in enumerate(runs.to_do):
         if runs.several:
             say(" ".join(own))
-        with process_environment.environment({TOLD: "1"} if runs.several and n and runs.of_table else {}):
+        with process_environment.environment({NOTICES_PRINTED: "1"} if runs.several and n and runs.of_table else {}):
             arguments = ["-m", "esmshard", "finetune", recipe, *overrides, *own, *flags]
             code = run_local(arguments, runs.processes, max_restarts=options.max_restarts)
         if code:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from esmshard.checkpoint.manifest import sync_directory, write_synced
+from esmshard.files import replace_text, sync_directory
 from esmshard.model.config import SIZES, STARTER, EsmConfig
 from esmshard.model.weights.hub import RELEASED
 from esmshard.tasks.registry import traits
@@ -36,9 +36,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         about: its `esmshard.json`.
         evaluation: its `evaluation.json`; without it the card says that the model has not been scored.
     """
-    temporary = directory / ".tmp-README.md"
-    write_synced(temporary, text(directory, about, evaluation))
-    temporary.replace(directory / "README.md")
+    replace_text(directory / "README.md", text(directory, about, evaluation))
     sync_directory(directory)
 
 

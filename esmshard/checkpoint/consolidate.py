@@ -5,7 +5,6 @@ Tensors are copied a few at a time, and the written files are read again and com
 (`esmshard.checkpoint.compare`). So the memory needed is that of a layer and a few tensors, whatever the model's size.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,11 +17,10 @@ from torch import nn
 
 from esmshard import __version__
 from esmshard.checkpoint import adapted, card, manifest, sharded
-from esmshard.checkpoint.atomic_directory import settle, whole_directory
 from esmshard.checkpoint.compare import ComparedModel, compare
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
-from esmshard.files import found_place, shared_place
+from esmshard.files import found_place, replace_json, settle, shared_place, whole_directory
 from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.weights import adapted_weights, export, open_weights, recorded
 from esmshard.model.weights.export import DTYPES, MAX_FILE_BYTES, Source, Target
@@ -131,7 +129,7 @@ def consolidate(
             warn(f"{out}: {dtype} moves {what} of their size")
         if opened.about:
             about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
-            (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            replace_json(work / "esmshard.json", about)
             if "recipe" in about:
                 with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
                     card.write(work, about, opened.evaluation)
@@ -152,18 +150,8 @@ def consolidate_adapter(
 ) -> Path:
     """Write the trained part of a LoRA run without its base: an adapter for PEFT, `head.safetensors`, `esmshard.json`.
 
-    Args:
-        source: a run directory or a checkpoint directory.
-        out: the directory to create. It appears only when it is complete.
-        overwrite: see `consolidate`.
-        best: see `consolidate`.
-        trust: see `consolidate`.
-        base: name or path of the base model for PEFT's configuration, if not the recipe's. It is not read.
-        warn: see `consolidate`.
-
-    Raises:
-        InputError: if there is no good checkpoint, or it does not match its recipe.
-        UsageError: if the run has no LoRA, or `out` exists.
+    Arguments and errors are those of `consolidate`, but for `base`: a name or path of the base model for PEFT's
+    configuration, if it is not the recipe's. The base is not read. `UsageError` if the run has no LoRA.
     """
     for leftover in settle(out):
         warn(leftover)
@@ -174,7 +162,7 @@ def consolidate_adapter(
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base, out)
         about = _for_others(_about(found.state), out) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
-        (work / "esmshard.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        replace_json(work / "esmshard.json", about)
         _copy_beside(found.path.parent.parent, work)
     return out
 
@@ -312,16 +300,12 @@ def _account(checkpoint: Path, config: EsmConfig, sizes: Mapping[str, torch.Size
     """Check that every tensor of the trunk exists once, and no other: names of wrappers are not names of the model."""
     wanted = {name: size for name, size in open_weights.shapes(config).items() if name != TIED}
     trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
-    for problem, names in (
-        ("lacks", sorted(wanted.keys() - trunk.keys())),
-        ("holds besides the model", sorted(trunk.keys() - wanted.keys())),
-        ("holds in another shape", sorted(n for n in wanted.keys() & trunk.keys() if wanted[n] != trunk[n])),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
-            raise InputError(
-                f"{checkpoint}: {problem} {', '.join(names[:3])}{more}; it is no checkpoint of this model, take another"
-            )
+    adapted.refuse(
+        checkpoint,
+        lacks=wanted.keys() - trunk.keys(),
+        holds_besides_the_model=trunk.keys() - wanted.keys(),
+        holds_in_another_shape={n for n in wanted.keys() & trunk.keys() if wanted[n] != trunk[n]},
+    )
 
 
 def _head_of(opened: Opened, source: Path | str, new_head: NewHead | None) -> Callable[[], nn.Module] | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from esmshard import files
 from esmshard.errors import InputError, UsageError
-from esmshard.files import sha256
+from esmshard.files import replace_text, sha256, sync_directory
 
 MANIFEST, VERSION = "MANIFEST.json", 1
 _NAME = re.compile(r"step_(\d{6,})$")
@@ -63,7 +63,7 @@ def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
         final: the new path, beside `work`.
         files: the manifest's entry of every file, by name.
     """
-    write_synced(work / MANIFEST, json.dumps({"version": VERSION, "files": dict(files)}, indent=1))
+    replace_text(work / MANIFEST, json.dumps({"version": VERSION, "files": dict(files)}, indent=1))
     sync_directory(work)
     if final.exists():  # a leftover of another process; a run that continues sets later checkpoints aside
         set_aside(final, "abandoned")
@@ -73,8 +73,7 @@ def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
 
 def point(directory: Path, pointer: str, name: str) -> None:
     """Change the checkpoint that `LATEST` or `BEST` names, in one operation."""
-    write_synced(directory / f".tmp-{pointer}", name + "\n")
-    (directory / f".tmp-{pointer}").replace(directory / pointer)
+    replace_text(directory / pointer, name + "\n")
     sync_directory(directory)
 
 
@@ -246,21 +245,3 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: missing; the checkpoint is not complete") from None
     except (OSError, ValueError):
         raise InputError(f"{path}: damaged (not JSON)") from None
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file, and wait until it is on disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Make names in a directory survive a power cut. Windows cannot open directories, and does not need this."""
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

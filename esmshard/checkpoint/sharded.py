@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.manifest import Entry, read_json
 from esmshard.errors import InputError, reading
+from esmshard.files import replace_text
 from esmshard.model.config import EsmConfig
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def write(
 
     def finish(files: dict[str, Entry]) -> None:
         text = json.dumps({"format": FORMAT, "version": VERSION, "step": step, **state}, indent=1)
-        manifest.write_synced(work / "state.json", text)
+        replace_text(work / "state.json", text)
         files["state.json"] = {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
         manifest.seal(work, final, files)
         manifest.point(directory, "LATEST", final.name)
@@ -332,9 +333,7 @@ def _unwritten(directory: Path, step: int, error: BaseException) -> str:
     fix = {
         errno.ENOSPC: "free some space, or lower checkpoint.keep",
         errno.EDQUOT: "free some of your quota, or lower checkpoint.keep",
-        errno.EROFS: "make the directory writable",
-        errno.EACCES: "make the directory writable",
-        errno.EPERM: "make the directory writable",
+        **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the directory writable"),
     }.get(number or 0, "look at the file system")
     left = manifest.complete(directory) if directory.is_dir() else []
     kept = f"the newest one is {left[-1].name}; " if left else ""

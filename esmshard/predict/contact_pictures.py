@@ -22,20 +22,24 @@ SIDE = 2400
 """Most pixels along a map. For a longer protein, each pixel shows the highest probability in a square of pairs, since
 single contacts would otherwise be lost between pixels.
 """
+HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
+"""Colours of contacts, distinguishable without red or green vision (Okabe and Ito)."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
     """Refuse a folder that is not empty, unless `overwrite` is set, and a machine without matplotlib."""
-    matplotlib_figure(folder)
+    matplotlib_figure()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; name a directory for the pictures")
     if folder.is_dir() and not overwrite and any(folder.iterdir()):
         raise UsageError(f"{folder}: is not empty; choose another directory or pass --overwrite")
 
 
-def matplotlib_figure(folder: Path) -> tuple[Any, Any]:
-    """Import matplotlib, and return its class of figures, which needs no display, and the library itself.
+def matplotlib_figure() -> tuple[Any, Any]:
+    """Return matplotlib's class of figures, which needs no display, and a context with its settings.
+
+    Ids of records are plain text: matplotlib would otherwise read text between dollar signs as a formula.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -44,8 +48,9 @@ def matplotlib_figure(folder: Path) -> tuple[Any, Any]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError(f"{folder}: drawing maps needs matplotlib; pip install 'esmshard[plots]'") from None
-    return Figure, matplotlib
+        raise UsageError("a figure needs matplotlib; pip install 'esmshard[plots]'") from None
+    settings: Any = {"text.parse_math": False, "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "esmshard"}
+    return Figure, matplotlib.rc_context(settings)
 
 
 def colours() -> Any:
@@ -76,7 +81,7 @@ class MapFolder:
         (self._work / self._names.new(record_id)).write_bytes(png)
 
     def __enter__(self) -> "MapFolder":
-        matplotlib_figure(self._folder)
+        matplotlib_figure()
         self._folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self._work, ignore_errors=True)  # These are files of a process that was killed.
         self._work.mkdir()
@@ -122,34 +127,74 @@ class FileNames:
         return f"{name}.png"
 
 
-def draw(probability_LL: npt.NDArray[np.float32], record_id: str) -> bytes:
+def draw(
+    probability_LL: npt.NDArray[np.float32],
+    record_id: str,
+    labels_LL: npt.NDArray[np.int8] | None = None,
+    note: str = "",
+) -> bytes:
     """Draw one map as a PNG: white at 0, dark blue at 1 for every protein, residues counted from 1, the id as its
     title.
 
     Pairs fewer than six residues apart are white, since contact heads learn nothing about them. The full id is stored
     in the file's text as `Title`, where programs find it.
+
+    Args:
+        probability_LL: the predicted probability of each pair.
+        record_id: the id of the protein.
+        labels_LL: true contacts, which are drawn below the diagonal; predictions are then above it only.
+        note: a second line of the title.
     """
-    figure_of, matplotlib = matplotlib_figure(Path(record_id))
-    length = len(probability_LL)
-    place_L = np.arange(length)
-    far_LL = np.abs(place_L[:, None] - place_L) >= MIN_SEPARATION
-    shown = _coarse(np.where(far_LL, probability_LL, np.nan).astype(np.float32))
-    # matplotlib would read text between dollar signs of an id as a formula.
-    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9}):
-        figure = figure_of(figsize=(5.0, 4.5), layout="constrained", dpi=max(LEAST_DPI, len(shown) / INCHES))
+    figure_of, settings = matplotlib_figure()
+    most_pixels = min(len(probability_LL), SIDE)
+    with settings:
+        size = (5.0, 4.5 if labels_LL is None else 5.0)
+        figure = figure_of(figsize=size, layout="constrained", dpi=max(LEAST_DPI, most_pixels / INCHES))
         axes = figure.add_subplot()
-        edges = (0.5, length + 0.5, length + 0.5, 0.5)
-        image = axes.imshow(shown, cmap=colours(), vmin=0, vmax=1, extent=edges, interpolation="nearest")
-        axes.locator_params(integer=True)
-        axes.set_title(
-            record_id if len(record_id) <= 60 else f"{record_id[:59]}\N{HORIZONTAL ELLIPSIS}", fontsize="medium"
-        )
-        axes.set_xlabel("residue")
-        axes.set_ylabel("residue")
-        figure.colorbar(image, ax=axes, label="predicted probability", shrink=0.85)
+        image = draw_map(axes, probability_LL, labels_LL)
+        title = record_id if len(record_id) <= 60 else f"{record_id[:59]}\N{HORIZONTAL ELLIPSIS}"
+        axes.set_title(f"{title}\n{note}" if note else title, fontsize="medium")
+        label = "predicted probability" + ("" if labels_LL is None else " (upper triangle)")
+        figure.colorbar(image, ax=axes, label=label, shrink=0.85)
         out = io.BytesIO()
         figure.savefig(out, format="png", facecolor="white", metadata={"Title": record_id})
     return out.getvalue()
+
+
+def draw_map(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8] | None = None) -> Any:
+    """Draw a map on empty axes, and return its image; see `draw`.
+
+    With true contacts the scale ends at the highest probability. Contacts are filled if they are among the L best
+    predictions. Pairs without coordinates have no rank, as in the scores.
+    """
+    length = len(probability_LL)
+    place_L = np.arange(length)
+    apart_LL = place_L - place_L[:, None]
+    far_LL = (np.abs(apart_LL) if labels_LL is None else apart_LL) >= MIN_SEPARATION
+    top = 1.0 if labels_LL is None else max(0.1, float(probability_LL[far_LL].max(initial=0.0)))
+    shown = _coarse(np.where(far_LL, probability_LL, np.nan).astype(np.float32))
+    edges = (0.5, length + 0.5, length + 0.5, 0.5)
+    image = axes.imshow(shown, cmap=colours(), vmin=0, vmax=top, extent=edges, interpolation="nearest")
+    axes.locator_params(integer=True)
+    axes.set_xlabel("residue")
+    axes.set_ylabel("residue")
+    if labels_LL is None:
+        return image
+    i_K, j_K = np.nonzero(far_LL & (labels_LL >= 0))
+    true = labels_LL[i_K, j_K] == 1
+    hit = np.zeros(len(i_K), dtype=bool)
+    hit[np.argsort(-probability_LL[i_K, j_K], kind="stable")[:length]] = True
+    side = float(np.clip(340 / max(length, 1), 1.2, 5))  # a pixel of the map in points, within visible limits
+    for chosen, colour, label in (
+        (true & ~hit, MISSED, "contact, not among the L best"),
+        (~true & hit, WRONG, "L best, no contact"),
+        (true & hit, HIT, "L best, contact"),
+    ):
+        axes.scatter(i_K[chosen] + 1, j_K[chosen] + 1, s=side**2, c=colour, marker="s", linewidths=0, label=label)
+    legend = axes.figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    for handle in legend.legend_handles:
+        handle.set_sizes([25])
+    return image
 
 
 def _coarse(probability_LL: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

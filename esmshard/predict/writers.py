@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard import spreadsheet
-from esmshard.checkpoint.atomic_directory import lives
 from esmshard.errors import InputError, UsageError
+from esmshard.files import lives
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
 """Most rows, and most numbers, of a row group of a Parquet file."""

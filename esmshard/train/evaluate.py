@@ -1,6 +1,5 @@
 """The scores of a model on a split: metrics of each record, with intervals, beside baselines."""
 
-import json
 import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from esmshard import spreadsheet
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import assign
 from esmshard.errors import InputError
-from esmshard.files import replacing
+from esmshard.files import replace_json, replace_text, replacing
 from esmshard.launch.process_group import World
 from esmshard.model.weights import open_weights
 from esmshard.progress import Progress
@@ -27,8 +26,7 @@ from esmshard.tasks.base import Row, Task, collate
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
-from esmshard.train.records.status import replace_text
-from esmshard.train.records.verdict import MAIN, verdict
+from esmshard.train.records.verdict import MAIN, aligned, verdict
 
 CHUNK = 4096
 """The number of tokens whose records the model scores at once. Larger records are scored one by one, since pair maps
@@ -80,10 +78,8 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> N
     """Fit the task's baselines on training records and save their parameters as `.npz`. One process calls this."""
     some = range(0, len(train), -(-len(train) // task.baseline_records))
     known = task.baselines([train.get(n) for n in some], base)
-    temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "wb") as file:
+    with replacing(path, binary=True) as file:
         np.savez(file, **known)  # type: ignore[arg-type]
-    temporary.replace(path)
 
 
 def keep_seen(task: Task, train: Examples, valid: Examples, path: Path) -> None:
@@ -243,7 +239,7 @@ def write(
         "calibration": _calibration(table[MAIN]),
         "confusion": _confusion(table[MAIN], task),
     }
-    _replace(directory / "evaluation.json", json.dumps(_finite(evaluation), indent=1) + "\n")
+    replace_json(directory / "evaluation.json", evaluation)
     blocks = [] if block_N is None else ["block"]
     lines = [["id", "length", *blocks, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
@@ -312,27 +308,5 @@ def _confusion(rows: Sequence[Row], task: Task) -> dict[str, Any] | None:
 
 def as_text(intervals: Mapping[str, Mapping[str, Interval]], columns: Sequence[str]) -> str:
     """Format the table for the terminal: one line for each method, with mean and interval under each metric."""
-    width = max(len(name) for name in intervals) + 2
-    cells = {name: [str(row[c]) if c in row else "-" for c in columns] for name, row in intervals.items()}
-    widths = [max(len(c), *(len(row[k]) for row in cells.values())) + 2 for k, c in enumerate(columns)]
-    lines = ["".join(["".ljust(width), *(c.ljust(w) for c, w in zip(columns, widths, strict=True))]).rstrip()]
-    for name, row in cells.items():
-        lines.append("".join([name.ljust(width), *(c.ljust(w) for c, w in zip(row, widths, strict=True))]).rstrip())
-    return "\n".join(lines)
-
-
-def _finite(node: Any) -> Any:
-    """Replace NaN by null, since JSON has no NaN."""
-    if isinstance(node, Mapping):
-        return {k: _finite(v) for k, v in node.items()}
-    if isinstance(node, list | tuple):
-        return [_finite(v) for v in node]
-    if isinstance(node, float) and math.isnan(node):
-        return None
-    return node
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    rows = [[name, *(str(row[c]) if c in row else "-" for c in columns)] for name, row in intervals.items()]
+    return aligned([["", *columns], *rows])

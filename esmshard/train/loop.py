@@ -61,11 +61,11 @@ def train(
         job: the prepared run.
         start: the checkpoint to continue from; None for a new run.
         ranks: all processes of the run.
-        control: the side channel over which each rank reports what it is doing.
-        preemption: receives requests to stop.
+        control: the side channel over which each rank reports its activity.
+        preemption: the requests to stop.
         attempt: the records of this attempt.
         tracking: the experiment trackers.
-        profile: number of steps to record with torch's profiler.
+        profile: the number of steps to record with torch's profiler.
 
     Raises:
         Preempted: if the run was asked to stop. The work done until then is saved.

@@ -1,6 +1,5 @@
 """The starting point of a run: a new start, or a checkpoint of the same recipe and data."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -8,34 +7,26 @@ from pathlib import Path
 from esmshard.checkpoint import manifest, sharded
 from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError, reading
+from esmshard.files import replace_json, replace_text, size_text
 from esmshard.launch.process_group import World
 from esmshard.model.weights import origin
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.train.records.attempt import METRICS
-from esmshard.train.records.status import replace_text
 from esmshard.train.records.tracking import TRACKED
 from esmshard.train.run_inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
 
-TOLD = "ESMSHARD_DATA_TOLD"
+NOTICES_PRINTED = "ESMSHARD_DATA_NOTICES_PRINTED"
 """An environment variable that is set for all runs of a cross-validation but the first, which prints the data notices.
 """
 
 # A resumed run may differ in these settings: they change where and how it runs, not what it computes.
 _FREE = (
-    *(
-        "out",
-        "data.test",
-        "checkpoint.",
-        "train.eval_every",
-        "train.early_stop",
-        "batch.tokens_per_rank",
-        "parallel.strategy",
-    ),
+    *("out", "data.test", "checkpoint.", "train.eval_every", "train.early_stop", "batch.tokens_per_rank", "track"),
+    *("parallel.strategy", "parallel.start_timeout", "parallel.step_timeout", "parallel.accumulate"),
     *("parallel.group_size", "parallel.layers", "parallel.last_layer", "parallel.root", "parallel.prefetch"),
-    *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.accumulate"),
-    *("parallel.start_timeout", "parallel.step_timeout", "track"),
+    *("parallel.activation_checkpointing", "parallel.cpu_offload"),
 )
 
 
@@ -126,7 +117,7 @@ def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World) -> Non
     job.out.mkdir(parents=True, exist_ok=True)
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
     facts = {**versions(), "device": str(ranks.device), "processes": ranks.size, "data": provenance(job)}
-    replace_text(job.out / "versions.json", json.dumps(facts, indent=1) + "\n")
+    replace_json(job.out / "versions.json", facts)
     for notice in notices(job, leakage=not done):
         say(notice)
     if done:
@@ -137,7 +128,7 @@ def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
     """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
     found: dict[str, None] = {}
     for split in (job.train, job.valid, job.test):
-        for notice in split.notices if TOLD not in os.environ else ():
+        for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
             found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
     longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
     if longer:
@@ -156,14 +147,13 @@ def check_room(directory: Path, needed: int, keep: int) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     free, there = shutil.disk_usage(directory).free, len(manifest.complete(directory))
-    gigabytes = f"{needed / 1e9:.3g} GB"
     if free < needed:
         raise InputError(
-            f"{directory}: a checkpoint takes {gigabytes}, and {free / 1e9:.3g} GB are free; make room, or choose "
-            "another place with out=DIR"
+            f"{directory}: a checkpoint takes {size_text(needed)}, and {size_text(free)} are free; make room, or "
+            "choose another place with out=DIR"
         )
     if free < (most := max(1, keep + 1 - there)) * needed:
         say(
-            f"{directory}: {most} more checkpoints of {gigabytes} will lie here, and {free / 1e9:.3g} GB are free; "
-            "make room, or lower checkpoint.keep"
+            f"{directory}: {most} more checkpoints of {size_text(needed)} will lie here, and {size_text(free)} are "
+            "free; make room, or lower checkpoint.keep"
         )

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from esmshard.checkpoint import manifest
-from esmshard.files import sha256
+from esmshard.files import replace_text, sha256
 
 
 class Touch:
@@ -39,7 +39,7 @@ def plant(checkpoint: Path, name: str, payload: object) -> None:
     index.storage_data[MetadataIndex(name)] = _StorageInfo(place.relative_path, len(before), len(packed.getvalue()))
     file.write_bytes(before + packed.getvalue())
     (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
-    manifest.write_synced(checkpoint / manifest.MANIFEST, resealed(checkpoint))
+    replace_text(checkpoint / manifest.MANIFEST, resealed(checkpoint))
 
 
 def resealed(checkpoint: Path) -> str:

@@ -98,7 +98,7 @@ def test_the_lm_head_may_have_learned_alone() -> None:
     ("method", "lost", "extra", "says"),
     [
         ("lora", [A], {}, f"lacks {A}; it is no checkpoint of its recipe"),
-        ("lora", [A, B, "layers.1.fc1.lora_A.weight", "layers.1.fc1.lora_B.weight"], {}, "and 1 more; it is no"),
+        ("lora", [A, B, "layers.1.fc1.lora_A.weight", "layers.1.fc1.lora_B.weight"], {}, "and 1 more tensor; it is no"),
         ("lora", [], {"layers.0.fc2.weight": (32, 128)}, "holds besides what learned layers.0.fc2.weight;"),
         ("lora", [], {"layers.0.q.lora_A.weight": (2, 32)}, "holds besides what learned layers.0.q.lora_A.weight;"),
         ("lora", [], {A: (3, 32)}, f"holds in another shape {A};"),

@@ -105,8 +105,8 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
         monkeypatch.setenv(name, value)
     out = tiny_recipe.parent / "run"
     out.mkdir()
-    facts = {"state": "running", "step": 2, "steps": 6, "attempt": 1, "message": "", "checkpoint": None, "started": 1.0}
-    status.write(out, **facts)
+    facts = {"state": "running", "step": 2, "steps": 6, "attempt": 1, "idle": 0, "message": "", "checkpoint": None}
+    status.write(out, **facts, exit_code=None, started=1.0)
     finetune_commands.finetune(str(tiny_recipe), overwrite=True)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
     finetune_commands.finetune(str(tiny_recipe), overwrite=True)

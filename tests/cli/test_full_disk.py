@@ -12,7 +12,7 @@ import pytest
 from command import esmshard
 from embed_runs import write_fasta, write_model
 
-from esmshard.checkpoint import atomic_directory
+from esmshard import files
 from esmshard.errors import InputError, unwritable, writing
 from esmshard.predict.writers import CsvWriter
 
@@ -144,4 +144,4 @@ def test_the_next_consolidation_removes_what_a_killed_one_left_and_tells_of_othe
     assert (
         f"{other}: is being made, or was left half made, by process 17 of another.machine; remove it" in result.stderr
     )
-    assert atomic_directory.settle(tmp_path / "model") == []
+    assert files.settle(tmp_path / "model") == []

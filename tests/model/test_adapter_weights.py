@@ -13,7 +13,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import EsmForMaskedLM, EsmForSequenceClassification, EsmModel
 
-from esmshard.embed.store.model_hash import model_hash
 from esmshard.errors import InputError
 from esmshard.model.weights import open_weights, origin
 from esmshard.model.weights.adapter import adapter_config, write_adapter
@@ -198,7 +197,7 @@ def test_our_own_adapter_on_its_base_and_on_no_other(base: Path, tmp_path: Path)
     edit(adapter, lora_alpha=5.0)
     scaled = open_weights.read(str(adapter))
     assert origin.identity(scaled, "x")["files"] == origin.identity(found, "x")["files"]
-    assert len({model_hash(each) for each in (plain, found, scaled)}) == 3
+    assert len({origin.model_hash(each) for each in (plain, found, scaled)}) == 3
     assert "made" not in origin.identity(plain, "x")
     with pytest.raises(InputError, match="is an adapter with other settings"):
         origin.check(origin.identity(scaled, "x"), origin.identity(found, "x"), "step_1")

@@ -15,6 +15,7 @@ from scipy import stats
 
 from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError
+from esmshard.predict import contact_pictures
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import read
 from esmshard.report.text import scores
@@ -161,7 +162,7 @@ TARGET_LL = np.zeros((9, 9), dtype=np.int8)
 def contact_points(probability_LL: Any, target_LL: Any) -> tuple[dict[str, list[list[float]]], Any]:
     figure = Figure()
     own = figure.add_subplot()
-    image = plots._draw(own, probability_LL, target_LL)
+    image = contact_pictures.draw_map(own, probability_LL, target_LL)
     return {str(c.get_label()): points(c) for c in own.collections}, image
 
 

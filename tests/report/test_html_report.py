@@ -61,9 +61,9 @@ def test_the_top_says_how_it_went(done: Page) -> None:
 
 def test_metrics_beside_baselines(done: Page) -> None:
     assert done.row("metrics", "fine-tuned", 3) == ["0.100\n[0.080, 0.125]", "0.300\n[0.200, 0.400]"]
-    assert done.row("metrics", "base rate", 3) == ["0.020\n[0.010, 0.030]", "-"]
+    assert done.row("metrics", "base rate", 3) == ["0.020\n[0.010, 0.030]", "undefined"]
     assert done.row("metrics", "minus separation prior", 3) == ["+0.060*\n[0.050, 0.070]", "+0.020\n[-0.010, 0.050]"]
-    assert done.row("metrics", "minus base rate", 3) == ["+0.080*\n[0.070, 0.090]", "-"]
+    assert done.row("metrics", "minus base rate", 3) == ["+0.080*\n[0.070, 0.090]", "undefined"]
     assert "higher is better" in done.text["metrics"]
     assert "2 without AUPRC." in done.text["metrics"]
 

@@ -229,7 +229,12 @@ def test_the_methods_paragraph(done: Page) -> None:
             "Lin et al.",
         ),
         ("{name: variant}", "{name: variant, loss: ranking}", "normal scores of their ranks", "squared error"),
-        ("{name: variant}", "{name: variant, pool: sites}", "changed residue the head takes the difference", "tokens"),
+        (
+            "{name: variant}",
+            "{name: variant, pool: sites}",
+            "The head takes at each changed residue the difference",
+            "tokens",
+        ),
         ("{name: variant}", "{name: variant, zero_shot: false}", "the mutant letter; these vectors", "log odds"),
         ("method: lora", "method: head", "The language model itself was frozen.", "Hu et al."),
         ("method: lora", "method: full, freeze: [embedding]", "but those of embedding were trained", "LoRA"),

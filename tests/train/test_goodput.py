@@ -48,7 +48,6 @@ def test_an_unbroken_run() -> None:
         "useful_s": 14.0,
         "allocated_s": 120.0,
         "goodput": 14 / 120,
-        "useful_steps": 1.0,
         "restart_s": [10.0],
     }
 
@@ -72,7 +71,6 @@ def test_a_killed_run_that_goes_on() -> None:
         "useful_s": 4 + 2 + 4 + 5,
         "allocated_s": 100 + 20,
         "goodput": 15 / 120,
-        "useful_steps": 4 / 6,
         "restart_s": [10.0, 11.0],
     }
     assert sentence(summary(lines)) == (
@@ -108,7 +106,6 @@ def test_attempts_that_never_came_to_a_step() -> None:
     for found in (summary(lines), summary(kept)):
         assert found["allocated_s"] == 5 + 7
         assert found["goodput"] == 0.0
-        assert found["useful_steps"] is None
         assert found["restart_s"] == []
 
 
@@ -147,7 +144,6 @@ def test_lines_of_a_run_from_before_there_were_attempts_count_for_nothing() -> N
     assert cut(old, 1) == (old[:1], 1, 2.0)
     assert summary(old) == summary([])
     assert summary([])["goodput"] is None
-    assert summary([])["useful_steps"] is None
     assert sentence(summary([])) == "goodput unknown: 0s of 0s in steps that count; 0 attempts, 0 steps lost"
 
 

@@ -66,7 +66,7 @@ def write(out: Path, number: int = 1, **changes: Any) -> Path:
 
 def here() -> dict[str, Any]:
     """What a run on this machine says of itself."""
-    return {"host": socket.gethostname(), "machine": lease._machine()}
+    return {"host": socket.gethostname(), "machine": lease.machine()}
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def test_a_suspended_run_learns_that_it_lost_its_lease(
 ) -> None:
     monkeypatch.setenv("ESMSHARD_JOB_ID", "j")
     with Lease(tmp_path, silent, beat=0.05) as old:
-        monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
+        monkeypatch.setattr(lease, "machine", lambda: "elsewhere")
         with Lease(tmp_path, said.append, beat=SLOW) as new:
             wait_until(lambda: old._lost is not None)
             with pytest.raises(InputError, match=r"another run took over \(.* job j\) since .*\); this run stops"):

@@ -27,6 +27,8 @@ RUNNING: dict[str, Any] = {
     "message": "training",
     "checkpoint": "step_000190",
     "started": 1000.5,
+    "idle": 0,
+    "exit_code": None,
 }
 
 
@@ -75,14 +77,15 @@ def test_a_run_of_this_machine(tmp_path: Path) -> None:
     run(tmp_path)
     with Lease(tmp_path, lambda message: None, beat=1000.0):
         found = one(tmp_path)
-        assert (found.state, found.step, found.attempt, exit_code([found])) == ("running", 200, 2, 3)
+        assert [found.status[key] for key in ("state", "step", "attempt")] == ["running", 200, 2]
+        assert exit_code([found]) == 3
         assert found.last_seen is not None
         assert abs(found.last_seen - time.time()) < 100
         assert found.holder is not None
         assert f"(process {os.getpid()}" in found.holder
     found = one(tmp_path)  # it left without a word
-    assert (found.state, found.last_seen, exit_code([found])) == ("failed", None, 1)
-    assert "ended without a word after step 200; go on with --resume auto" in found.message
+    assert (found.status["state"], found.last_seen, exit_code([found])) == ("failed", None, 1)
+    assert "ended without a word after step 200; go on with --resume auto" in found.status["message"]
 
 
 def test_a_process_that_was_killed(tmp_path: Path) -> None:
@@ -95,12 +98,12 @@ def test_a_process_that_was_killed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    assert one(tmp_path).state == "running"
+    assert one(tmp_path).status["state"] == "running"
     process.kill()
     process.communicate()
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     found = one(tmp_path)
-    assert (found.state, exit_code([found])) == ("failed", 1)
+    assert (found.status["state"], exit_code([found])) == ("failed", 1)
     assert found.last_seen is not None, "it says when the run was last seen"
     assert found.holder is not None
 
@@ -108,10 +111,10 @@ def test_a_process_that_was_killed(tmp_path: Path) -> None:
 def test_a_run_of_another_machine_is_watched(tmp_path: Path) -> None:
     run(tmp_path)
     with beating(tmp_path):
-        assert one(tmp_path).state == "running"
+        assert one(tmp_path).status["state"] == "running"
     held(tmp_path, 99)
     found = one(tmp_path)
-    assert found.state == "failed"
+    assert found.status["state"] == "failed"
     assert "node7" in str(found.holder)
 
 
@@ -120,7 +123,7 @@ def test_one_that_ends_while_it_is_watched_has_ended(tmp_path: Path, monkeypatch
         run(out, state="done", exit_code=0, message="trained and evaluated")
 
     monkeypatch.setattr(lease, "watched", watched)
-    assert one(run(tmp_path)).state == "done"
+    assert one(run(tmp_path)).status["state"] == "done"
 
 
 def test_the_last_step_is_that_of_the_metrics(tmp_path: Path) -> None:
@@ -130,8 +133,8 @@ def test_the_last_step_is_that_of_the_metrics(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 232, "lr"')
     with Lease(tmp_path, lambda message: None, beat=1000.0):
         found = one(tmp_path)
-    assert (found.step, found.last_step) == (231, 5231.0)
-    assert one(tmp_path).step == 200, "what came after the checkpoint is lost"
+    assert (found.status["step"], found.last_step) == (231, 5231.0)
+    assert one(tmp_path).status["step"] == 200, "what came after the checkpoint is lost"
     assert as_text([found], now=5231.0 + 300).splitlines()[2:4] == [
         "  step        231 of 380, done 5 min ago",
         "  attempt     2, begun 76 min ago",
@@ -142,7 +145,7 @@ def test_several_runs_and_their_exit_code(tmp_path: Path) -> None:
     run(tmp_path / "seed-0", state="done", exit_code=0)
     run(tmp_path / "seed-1", state="preempted", exit_code=75)
     found = standings(tmp_path)
-    assert [(Path(s.run).name, s.state) for s in found] == [("seed-0", "done"), ("seed-1", "preempted")]
+    assert [(Path(s.run).name, s.status["state"]) for s in found] == [("seed-0", "done"), ("seed-1", "preempted")]
     assert exit_code(found) == 75
     assert as_text(found).splitlines() == [
         "seed-0  done       step 200 of 380",

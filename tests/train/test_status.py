@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from esmshard.errors import InputError
+from esmshard.files import replace_text
 from esmshard.train.records import status
 from esmshard.train.records.lease import Lease
-from esmshard.train.records.status import Status, begun_by_this_launch, mark_failed, read, replace_text, write
+from esmshard.train.records.status import Status, begun_by_this_launch, mark_failed, read, write
 
 RUNNING: dict[str, Any] = {
     "state": "running",
@@ -24,6 +25,7 @@ RUNNING: dict[str, Any] = {
     "message": "training",
     "checkpoint": "step_000190",
     "started": 1000.5,
+    "exit_code": None,
 }
 
 
@@ -44,7 +46,7 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         write(tmp_path, **RUNNING)
         text = json.loads((tmp_path / "status.json").read_text())
         assert before <= text.pop("updated") <= time.time()
-        assert text == RUNNING | {"exit_code": None, "job": "17", "launch": None, "host": socket.gethostname()}
+        assert text == RUNNING | {"job": "17", "launch": None, "host": socket.gethostname()}
         write(tmp_path, **RUNNING | {"state": "preempted", "exit_code": 75, "checkpoint": None})
         assert (found(tmp_path)["state"], found(tmp_path)["exit_code"]) == ("preempted", 75)
     assert found(tmp_path)["state"] == "preempted"
@@ -153,7 +155,7 @@ def test_text_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         seen.append((path.read_text(), (tmp_path / ".tmp-file").read_text()))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(status.os, "fsync", broken)
+    monkeypatch.setattr("os.fsync", broken)
     with pytest.raises(OSError, match="No space"):
         replace_text(path, "new")
     assert seen == [("old, and longer", "new")]  # on the disk before it takes the name

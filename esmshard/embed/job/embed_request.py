@@ -9,13 +9,13 @@ import torch
 
 from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
 from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, bytes_of, check_place, suits
-from esmshard.embed.store.model_hash import model_hash
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
 from esmshard.launch.process_group import precision_on
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights.origin import model_hash
 
 PARTS = "parts"
 """The format that is a directory, namely the embedding store itself."""

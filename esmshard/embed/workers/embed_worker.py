@@ -18,7 +18,6 @@ import torch
 from esmshard import __version__
 from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
 from esmshard.embed.store.embedding_store import note_file
-from esmshard.embed.store.model_hash import model_hash
 from esmshard.embed.store.part_plan import Spec, read_plan, store_of
 from esmshard.embed.store.parts import DONE, WINDOWED, PartLayout, PartWriter
 from esmshard.embed.store.reuse import Reuse
@@ -28,6 +27,7 @@ from esmshard.errors import InputError
 from esmshard.model.attention import kernel_name
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights.origin import model_hash
 from esmshard.progress import say
 from esmshard.vocab import CLS, EOS
 

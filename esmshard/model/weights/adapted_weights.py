@@ -29,7 +29,6 @@ from esmshard.model.weights.weight_reader import WeightReader
 
 CONFIG, HEAD = "adapter_config.json", "head.safetensors"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_WHOLE = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
 _FIX = "let PEFT merge it (merge_and_unload) and save the model"
 
 # Keys of `LoraConfig` that are read here, or that change nothing once the matrices exist. `fan_in_fan_out` is one of
@@ -48,7 +47,7 @@ _INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 def is_adapter(path: Path) -> bool:
     """Return whether a directory holds an adapter and no model."""
-    return (path / CONFIG).is_file() and not any((path / name).is_file() for name in _WHOLE)
+    return (path / CONFIG).is_file() and not any((path / name).is_file() for name in hub.LAYOUTS)
 
 
 def read(directory: Path, above: tuple[Path, ...] = ()) -> Weights:
@@ -78,10 +77,11 @@ def read(directory: Path, above: tuple[Path, ...] = ()) -> Weights:
 
     readers, scales = dict(base.read), dict[str, float]()
     for name, reader in whole.items():
-        readers[name] = _finite(file, name, reader)
+        readers[name] = reader.finite(f"{file}: {name}")
     for name, (module, a, b) in loras.items():
         scales[name] = _scale(directory, settings, module, a.shape[0])
-        readers[name] = _with_lora(name, readers[name], _finite(file, name, a), _finite(file, name, b), scales[name])
+        finite_a, finite_b = a.finite(f"{file}: {name}"), b.finite(f"{file}: {name}")
+        readers[name] = _with_lora(name, readers[name], finite_a, finite_b, scales[name])
 
     head_file = directory / HEAD
     head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
@@ -91,7 +91,7 @@ def read(directory: Path, above: tuple[Path, ...] = ()) -> Weights:
         base,
         source=str(directory),
         read=readers,
-        head={name.removeprefix("head."): _finite(head_file, name, reader) for name, reader in head.items()},
+        head={name.removeprefix("head."): reader.finite(f"{head_file}: {name}") for name, reader in head.items()},
         absent=tuple(about["unlearned"]) if "unlearned" in about else base.unlearned,
         left_out=tuple(sorted({*base.left_out, *left_out})),
         files=(*base.files, file, *([head_file] if head else [])),
@@ -257,15 +257,3 @@ def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, 
         return merged(name, {name: base(rows), a_name: a(), b_name: b(rows)}, scale)
 
     return WeightReader(base.shape, rows)
-
-
-def _finite(file: Path, name: str, reader: WeightReader) -> WeightReader:
-    def check(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-        if not torch.isfinite(tensor).all():
-            raise InputError(
-                f"{file}: {name} holds a value that is not finite; the run that made it diverged, or the file is "
-                "damaged: take an earlier checkpoint, or copy it again"
-            )
-        return tensor
-
-    return reader.then(check)

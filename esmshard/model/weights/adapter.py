@@ -6,7 +6,6 @@ trained, PEFT keeps them in the same file; the bias of an adapted layer belongs 
 `base_layer`.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from esmshard.errors import InputError
-from esmshard.files import sha256
+from esmshard.files import replace_json, sha256
 from esmshard.model.config import LINEAR
 from esmshard.model.weights.key_maps import to_transformers
 
@@ -95,7 +94,7 @@ def write_adapter(
     Raises:
         InputError: the written tensors do not read back equal.
     """
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    replace_json(directory / "adapter_config.json", config)
     head = {name: tensor for name, tensor in tensors.items() if name.startswith("head.")}
     rest = {peft_name(name, targets): tensor for name, tensor in tensors.items() if name not in head}
     for file, mine in (("adapter_model.safetensors", rest), ("head.safetensors", head)):

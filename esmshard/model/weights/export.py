@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from esmshard.files import sha256
+from esmshard.files import replace_json, sha256
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights.key_maps import TIED, fair_esm_settings, to_transformers, transformers_config
 from esmshard.vocab import CLS, EOS, MASK, PAD, TOKENS, UNK
@@ -64,8 +64,8 @@ def write_transformers(
     if len(parts) > 1:
         weight_map = {to_transformers(n): file for file, names in zip(files, parts, strict=True) for n in names}
         index = {"metadata": {"total_size": sum(stored.values())}, "weight_map": weight_map}
-        _write_json(directory / "model.safetensors.index.json", index)
-    _write_json(
+        replace_json(directory / "model.safetensors.index.json", index)
+    replace_json(
         directory / "config.json", transformers_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     )
     _write_tokenizer(directory)
@@ -190,10 +190,6 @@ def _cut(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
     yield group
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
 def _write_tokenizer(work: Path) -> None:
     """Write the files from which `transformers.AutoTokenizer` makes its EsmTokenizer."""
     special: dict[str, Any] = {
@@ -204,5 +200,5 @@ def _write_tokenizer(work: Path) -> None:
         "unk_token": TOKENS[UNK],
     }
     (work / "vocab.txt").write_text("\n".join(TOKENS), encoding="utf-8")
-    _write_json(work / "special_tokens_map.json", special)
-    _write_json(work / "tokenizer_config.json", special | {"tokenizer_class": "EsmTokenizer"})
+    replace_json(work / "special_tokens_map.json", special)
+    replace_json(work / "tokenizer_config.json", special | {"tokenizer_class": "EsmTokenizer"})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json, sha256
+from esmshard.files import read_json, sha256, size_text, whole_directory
 from esmshard.progress import say
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ RELEASED = {
 
 _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
-_LAYOUTS = tuple(
+LAYOUTS = tuple(
     f"{weights}{index}" for weights in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
 )
 """Files that hold the weights of a model, in the order in which `open_weights.read` looks for them."""
@@ -104,27 +104,16 @@ def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
 
 def _fetch_to(name: str, to: Path) -> Path:
     target = to / name
-    work = to / f".tmp-{name}-{os.getpid()}"  # mkdtemp would make a directory that is closed to the group.
     cached = _snapshot(name)
     info = None if cached else _ask(name, f"not whole in {_hub_cache()}")
-    with _one_sentence(f"{name}:", name, to):
-        try:
-            work.mkdir(parents=True)
-            if cached:
-                wanted = {_CONFIG, *_TOKENIZER, *_weights(cached)}
-                for file in cached.iterdir():
-                    if file.name in wanted:
-                        shutil.copyfile(file, work / file.name)
-            elif info:
-                _download(name, info, work)
-                shutil.rmtree(work / ".cache", ignore_errors=True)  # files of the library
-            if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target)
-            elif os.path.lexists(target):
-                target.unlink()
-            work.rename(target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    with _one_sentence(f"{name}:", name, to), whole_directory(target) as work:
+        if cached:
+            for wanted in (_CONFIG, *_TOKENIZER, *_weights(cached)):
+                if (cached / wanted).is_file():
+                    shutil.copyfile(cached / wanted, work / wanted)
+        elif info:
+            _download(name, info, work)
+            shutil.rmtree(work / ".cache", ignore_errors=True)  # files of the library
     say(f"{name}: in {target}")
     return target
 
@@ -156,7 +145,7 @@ def _weights(directory: Path) -> list[str]:
     """Return the names of the weight files of a complete model, with the index; nothing if a file is missing."""
     if not (directory / _CONFIG).is_file():
         return []
-    layout = next((layout for layout in _LAYOUTS if (directory / layout).is_file()), None)
+    layout = next((layout for layout in LAYOUTS if (directory / layout).is_file()), None)
     if layout is None or not layout.endswith(".index.json"):
         return [layout] if layout else []
     try:
@@ -190,13 +179,14 @@ def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Pa
     files = [*weights, *(file for file in _TOKENIZER if file in siblings), _CONFIG]
     place = directory or _hub_cache()
     size = sum(siblings[file].size or 0 for file in files if file in siblings)
-    say(f"{name}: downloading {_bytes(size)} from {constants.ENDPOINT}/{RELEASED[name]}")
+    say(f"{name}: downloading {size_text(size)} from {constants.ENDPOINT}/{RELEASED[name]}")
     free = shutil.disk_usage(place).free
     if size > free:
-        raise InputError(f"{name}: needs {_bytes(size)}, and {place} has {_bytes(free)} left; {_elsewhere(place)}")
+        raise InputError(
+            f"{name}: needs {size_text(size)}, and {place} has {size_text(free)} left; {_elsewhere(place)}"
+        )
     path = place
-    # Files are downloaded one after the other in this thread, since Ctrl-C would wait for the gigabytes of other
-    # threads.
+    # `snapshot_download` would bring the configuration first, and in a thread for whose gigabytes Ctrl-C would wait.
     for file in files:
         with _one_sentence(f"{name}: {file} did not come whole:", name, place):
             path = Path(hf_hub_download(RELEASED[name], file, local_dir=directory))
@@ -211,7 +201,7 @@ def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Pa
 
 def _choose(name: str, files: Collection[str]) -> list[str]:
     """Choose the weight files to download: one format, and safetensors if the repository has it."""
-    for layout in _LAYOUTS:
+    for layout in LAYOUTS:
         if layout in files:
             if not layout.endswith(".index.json"):
                 return [layout]
@@ -319,7 +309,3 @@ def _elsewhere(place: Path) -> str:
 
 def _by_hand(name: str) -> str:
     return f"put fair-esm's {name}.pt at {_torch_hub_file(name)}, or give a model's path instead of its name"
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -309,33 +309,22 @@ def _complete(config: EsmConfig, source: str, found: dict[str, WeightReader], he
     found.pop(TIED, None)
     unexpected = sorted(found.keys() - wanted.keys())
     if unexpected:
-        raise InputError(f"{source}: {_some(unexpected)} do not belong to a model of {config.n_layers} such layers")
+        raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")
     missing = sorted(wanted.keys() - found.keys() - {TIED})
     buffers = {name for name in missing if name.endswith("inv_freq")}
     parts = [p for p in ("lm_head", "contact_head") if any(n.startswith(p + ".") for n in missing)]
     lost = [n for n in missing if n not in buffers and not n.startswith(tuple(p + "." for p in parts))]
     partial_parts = [p for p in parts if any(n.startswith(p + ".") for n in found)]
     if lost or partial_parts:
-        raise InputError(f"{source}: {_some(lost or missing)} are missing; the file is not a complete model")
+        raise InputError(f"{source}: {some(lost or missing)} are missing; the file is not a complete model")
     added = drawn(config, {n: wanted[n] for n in missing}, seed=0)
 
     for name, reader in found.items():
         if reader.shape != wanted[name]:
             raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
 
-    def finite(name: str, reader: WeightReader) -> WeightReader:
-        def check(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-            if not torch.isfinite(tensor).all():
-                raise InputError(
-                    f"{source}: {name} holds a value that is not finite; the run that made it diverged, or the file is "
-                    "damaged: take an earlier checkpoint, or download it again"
-                )
-            return tensor
-
-        return reader.then(check)
-
-    tensors = {name: finite(name, reader) for name, reader in found.items()} | added
-    head = {name: finite(f"head.{name}", reader) for name, reader in head.items()}
+    tensors = {name: reader.finite(f"{source}: {name}") for name, reader in found.items()} | added
+    head = {name: reader.finite(f"{source}: head.{name}") for name, reader in head.items()}
     return Weights(config, source, tensors, head, tuple(parts))
 
 
@@ -357,6 +346,7 @@ def _compare_sizes(config: EsmConfig, source: str, found: Mapping[str, WeightRea
         )
 
 
-def _some(names: Iterable[str], most: int = 3) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more keys" if len(names) > most else "")
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Name the first few tensors, and count the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")

@@ -1,14 +1,16 @@
-"""The identity of the base model of an adapter: how it is recorded, and how the base is found and compared again.
+"""The identity of a model's weights: how it is recorded, and how the base of an adapter is found and compared again.
 
 A checkpoint of `adapt.method` lora or head does not hold the frozen base, and a LoRA on another base is useless.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from esmshard.errors import InputError
-from esmshard.files import remembered_sha256
+from esmshard.files import remembered_sha256, size_text
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
@@ -19,13 +21,13 @@ LARGE = 10_000_000_000
 
 
 def identity(found: Weights, name: str) -> dict[str, Any]:
-    """Return the identity of a base model, for a checkpoint's state.
+    """Return the identity of a model, as a checkpoint records that of its base.
 
     Fresh weights follow from architecture and seed. For other weights, each weight file is identified by size and
     sha256; each file is read once.
 
     Args:
-        found: the weights that the run starts from.
+        found: the weights.
         name: name by which `esmshard.model.weights.open_weights.read` finds them, as in the recipe.
     """
     known: dict[str, Any] = {"name": name, "config": asdict(found.config), "seed": found.seed, "files": {}}
@@ -33,12 +35,19 @@ def identity(found: Weights, name: str) -> dict[str, Any]:
         known["made"] = found.made
     total = sum(file.stat().st_size for file in found.files)
     if total > LARGE:
-        say(f"{found.source}: taking the sha256 of {total / 1e9:.0f} GB, so that the checkpoints know their base model")
+        say(f"{found.source}: taking the sha256 of {size_text(total)}, which identifies the model")
     for file in found.files:
         # An adapter on top of an adapter has two files of one name.
         key = file.name if file.name not in known["files"] else f"{len(known['files'])}/{file.name}"
         known["files"][key] = {"bytes": file.stat().st_size, "sha256": remembered_sha256(file)}
     return known
+
+
+def model_hash(found: Weights) -> str:
+    """Return one sha256, in hexadecimal digits, of architecture and weights, whatever their files are called."""
+    known = identity(found, "")
+    same = {key: known[key] for key in ("config", "seed", "made") if key in known} | {"files": sorted(_hashes(known))}
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
 
 def check(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.report.draw.plots import matplotlib_figure
+from esmshard.predict.contact_pictures import matplotlib_figure
 from esmshard.report.read.run_directory import Values
 from esmshard.tasks.intervals import LEAST, Interval, draws, interval
 

@@ -1,13 +1,14 @@
 """The files of a cross-validated run of variants, read for a report."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from esmshard import spreadsheet
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
@@ -25,6 +26,10 @@ RANKED = "ranked.csv"
 AGAIN = "repeat its `esmshard finetune` command with --resume auto, which writes it anew"
 
 
+Number = Annotated[float, BeforeValidator(number)]
+Intervals = Annotated[dict[str, Interval], BeforeValidator(intervals)]
+
+
 @dataclass(frozen=True)
 class Pooled:
     """The joint scores of all test variants. Undefined values are NaN."""
@@ -34,14 +39,18 @@ class Pooled:
     variants: int
     positions: int
     split: str
-    seeds: Sequence[int]
-    metrics: Mapping[str, Interval]
-    differences: Mapping[str, Interval]
+    seeds: list[int]
+    metrics: Intervals
+    differences: Intervals
     """The differences fine-tuned minus each baseline."""
-    of_each_seed: Mapping[str, Sequence[float]]
+    of_each_seed: dict[str, list[Number]]
     verdict: str
-    resamples: int | None
+    resamples: int | None = None
     """The number of bootstrap resamples; None for a run of an earlier version, which does not record it."""
+
+    def __post_init__(self) -> None:
+        if not {MAIN, *self.differences} <= self.metrics.keys():
+            raise ValueError("a method has a difference and no value")
 
     @property
     def best(self) -> str | None:
@@ -80,7 +89,7 @@ class Curve:
     tested_on: int
     fold: int
     seed: int
-    points: Sequence[tuple[int, Mapping[str, Interval]]]
+    points: list[tuple[int, Intervals]]
     """The number of training variants at each point, and the intervals by method."""
 
 
@@ -96,7 +105,7 @@ class GivenTable:
     variants_in_no_set: int
     offset: int
     """The number that was added to the table's positions to get those of the wild type."""
-    notices: Sequence[str]
+    notices: list[str]
     """A sentence for each change."""
 
 
@@ -164,15 +173,21 @@ def read_variants(run: Path) -> CrossValidated:
     except ValidationError:  # a recipe of another version; the results are still readable
         recipe = None
     runs = {str(name): read(run / str(name)) if (run / str(name)).is_dir() else None for name in names}
-    tested = _tested(run / OUT_OF_FOLD)
+    given, pooled = None, None
+    if "table" in raw:
+        with _checked(run / SUMMARY, "what it says of the table is not whole"):
+            given = TypeAdapter(GivenTable).validate_python(raw["table"])
+    if "pooled" in raw:
+        with _checked(run / SUMMARY, "its pooled results are not whole"):
+            pooled = TypeAdapter(Pooled).validate_python(raw["pooled"] | {"verdict": raw["verdict"]})
     return CrossValidated(
         path=run,
         raw=raw,
         recipe=recipe,
-        given=_given(run, raw),
-        pooled=_pooled(run, raw),
+        given=given,
+        pooled=pooled,
         runs=runs,
-        tested=tested,
+        tested=_tested(run / OUT_OF_FOLD),
         ranked=_ranked(run / RANKED),
         curve=_curve(run / CURVE),
     )
@@ -182,49 +197,20 @@ def _damaged(path: Path, why: object) -> InputError:
     return InputError(f"{path}: damaged ({why}); {AGAIN}")
 
 
+@contextmanager
+def _checked(path: Path, why: str) -> Iterator[None]:
+    """Turn any missing or unexpected value that a `with` block meets into one sentence."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise _damaged(path, why) from None
+
+
 def _object(path: Path) -> dict[str, Any]:
     try:
         return json_object(path) or {}
     except InputError:
         raise _damaged(path, "not a JSON object") from None
-
-
-def _given(run: Path, raw: Mapping[str, Any]) -> GivenTable | None:
-    if "table" not in raw:
-        return None
-    try:
-        found = raw["table"]
-        counts = {key: int(found[key]) for key in ("rows", "rows_left_out", "variants_averaged", "variants_in_no_set")}
-        notices = [str(one) for one in found["notices"]]
-        return GivenTable(path=str(found["path"]), offset=int(found["offset"]), notices=notices, **counts)
-    except (KeyError, TypeError, ValueError):
-        raise _damaged(run / SUMMARY, "what it says of the table is not whole") from None
-
-
-def _pooled(run: Path, raw: Mapping[str, Any]) -> Pooled | None:
-    if "pooled" not in raw:
-        return None
-    try:
-        found, verdict = raw["pooled"], str(raw["verdict"])
-        each = {method: [number(v) for v in values] for method, values in found["of_each_seed"].items()}
-        metrics, differences = intervals(found["metrics"]), intervals(found["differences"])
-        if MAIN not in metrics or not differences.keys() <= metrics.keys():
-            raise KeyError(MAIN)
-        return Pooled(
-            statistic=str(found["statistic"]),
-            interval=str(found["interval"]),
-            variants=int(found["variants"]),
-            positions=int(found["positions"]),
-            split=str(found["split"]),
-            seeds=[int(seed) for seed in found["seeds"]],
-            metrics=metrics,
-            differences=differences,
-            of_each_seed=each,
-            verdict=verdict,
-            resamples=int(found["resamples"]) if "resamples" in found else None,
-        )
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise _damaged(run / SUMMARY, "its pooled results are not whole") from None
 
 
 def _table(path: Path) -> tuple[list[str], list[list[str]]] | None:
@@ -301,8 +287,6 @@ def _curve(path: Path) -> Curve | None:
     if not path.is_file():
         return None
     raw = _object(path)
-    try:
-        points = [(int(point["variants"]), intervals(point["metrics"])) for point in raw["points"]]
-        return Curve(int(raw["tested_on"]), int(raw["fold"]), int(raw["seed"]), sorted(points, key=lambda p: p[0]))
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise _damaged(path, "its points are not whole") from None
+    with _checked(path, "its points are not whole"):
+        points = sorted(((point["variants"], point["metrics"]) for point in raw["points"]), key=lambda point: point[0])
+        return TypeAdapter(Curve).validate_python(raw | {"points": points})

@@ -10,15 +10,15 @@ import numpy as np
 
 from esmshard import __version__
 from esmshard.errors import InputError, UsageError, reading, writing
+from esmshard.files import replace_text
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file
 from esmshard.report.read.run_directory import Left, json_object, read
 from esmshard.report.read.variant_run_directory import is_cross_validated, read_variants
 from esmshard.report.text import scores, training, variant_report
-from esmshard.report.text.page_parts import PageTable, Section, bytes_text, range_text, value_text
+from esmshard.report.text.page_parts import PageTable, Section, memory_text, range_text, value_text
 from esmshard.report.text.path_hiding import Places
 from esmshard.train.records import goodput
-from esmshard.train.records.status import replace_text
 from esmshard.train.records.verdict import comparison
 
 
@@ -53,14 +53,11 @@ def report(run: Path, out: Path | None = None) -> Path:
             sections = [part(left) for part in SECTIONS]
     hidden = Places(run, *_named(run))
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=hidden.shown
+    )
     page = environment.from_string(source).render(
-        title=run.resolve().name,
-        about=hidden.text(about),
-        states=list(map(hidden.text, states)),
-        facts=[tuple(map(hidden.text, fact)) for fact in facts],
-        sections=[hidden.section(section) for section in sections],
-        version=__version__,
+        title=run.resolve().name, about=about, states=states, facts=facts, sections=sections, version=__version__
     )
     out = out or run / "report.html"
     if not out.parent.is_dir():
@@ -126,7 +123,7 @@ def _facts(left: Left) -> list[tuple[str, str, str]]:
     if math.isfinite(speed := training.speed(left)):
         facts.append(("speed", rate(speed), "residues/s over all steps"))
     if np.isfinite(steps["peak_memory_bytes"]).any():
-        facts.append(("memory", bytes_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
+        facts.append(("memory", memory_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
     if left.goodput["goodput"] is not None:
         note = f"{goodput.share(left.goodput)} of it in steps that count"
         facts.append(("time", duration(left.goodput["allocated_s"]), note))

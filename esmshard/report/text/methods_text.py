@@ -46,14 +46,11 @@ def _model(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     """Yield sentences on the trained model."""
     task, name, adapt = recipe.task, recipe.model.name, recipe.adapt
     assert isinstance(task, VariantSettings)
+    model = f"the protein language model {Path(name).name}"
     if name in RELEASED:
         model = f"ESM-2 ({name}; Lin et al. 2023)" if recipe.init == "pretrained" else f"a model of the shape of {name}"
-    else:
-        model = (
-            "the starter model that comes with esmshard"
-            if name == STARTER
-            else f"the protein language model {Path(name).name}"
-        )
+    elif name == STARTER:
+        model = "the starter model that comes with esmshard"
     weights = "" if recipe.init == "pretrained" else ", from random weights"
     protein = str(found.facts.get("protein", ""))
     of = f" of a protein of {count_text(len(protein), 'residue')}" if protein else ""
@@ -87,26 +84,19 @@ def _head(task: VariantSettings) -> Iterator[str]:
     if task.zero_shot:
         letters += " and the probabilities that the language model gives the 20 amino acids there"
     difference = "the difference between the final representations of variant and wild type"
-    site = "the final representation of the wild type"
-    seen = {
-        "wild_type": f"{site}, {letters}",
-        "sites": f"{difference}, {site}, {letters}",
-        "difference": difference,
-    }
-    hidden = f"a hidden layer of {task.hidden:,} units (GELU)" if task.hidden else ""
+    site = f"the final representation of the wild type, {letters}"
+    seen = {"wild_type": site, "sites": f"{difference}, {site}", "difference": difference}
+    hidden = f" through a hidden layer of {task.hidden:,} units (GELU)" if task.hidden else ""
     dropout = f", with a dropout of {task.dropout:g}" if task.dropout else ""
     if task.pool == "mean":
-        through = f" through {hidden}" if hidden else ""
-        head = (
-            f"The head maps the mean of the final representation over all residues of a variant{through} to the values"
-        )
+        head = f"maps the mean of the final representation over all residues of a variant{hidden} to the values"
     else:
-        through = f"passed through {hidden}, " if hidden else ""
+        passed = f"passed{hidden}, " if hidden else ""
         head = (
-            f"At each changed residue the head takes {seen[task.pool]}; these vectors are {through}summed over the "
-            "changes of a variant and mapped linearly to the values"
+            f"takes at each changed residue {seen[task.pool]}; these vectors are {passed}summed over the changes of a "
+            "variant and mapped linearly to the values"
         )
-    yield f"{head}{dropout}."
+    yield f"The head {head}{dropout}."
     if task.zero_shot:
         yield (
             "With a weight that is learned, it adds the log odds of the mutant against the wild-type residues that the "
@@ -141,7 +131,7 @@ def _training(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
         f"{loss} with {rates}{warmup}, then {falls}, gradients clipped to a norm of {optim.clip:g}, in "
         f"{_steps(found, recipe)}."
     )
-    known = [run for run in found.runs.values() if run is not None]
+    known = _known(found)
     often = "after each pass" if recipe.train.eval_every == "epoch" else f"every {recipe.train.eval_every:,} steps"
     if stops:
         early = sum(_done(run) < (_planned(run) or 0) for run in known)
@@ -160,17 +150,15 @@ def _training(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
 
 def _steps(found: CrossValidated, recipe: Recipe) -> str:
     """Describe the numbers of steps, training variants and epochs, as in metrics.jsonl."""
-    known = [run for run in found.runs.values() if run is not None and _done(run)]
+    known = [run for run in _known(found) if _done(run)]
     if not known:
         return "the steps of the recipe"
     done, planned = [_done(run) for run in known], [n for run in known if (n := _planned(run)) is not None]
     steps = _range(done) + (f" of the planned {_range(planned)}" if planned and planned != done else "")
-    sizes = [int(np.nanmax(run.steps["records"])) for run in known if np.isfinite(run.steps["records"]).any()]
-    if not sizes:
-        return f"{steps} steps"
+    most = max(int(np.nanmax(run.steps["records"])) for run in known)
     passes = [np.nansum(run.steps["records"]) / trained for run in known if (trained := _trained(run))]
     often = f", {_range(passes)} passes over the training variants" if passes else ""
-    return f"{steps} steps of up to {count_text(max(sizes), 'variant')}{often}"
+    return f"{steps} steps of up to {count_text(most, 'variant')}{often}"
 
 
 def _done(run: Left) -> int:
@@ -200,7 +188,6 @@ def _range(values: Sequence[float]) -> str:
 
 def _testing(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     data, folds, pooled = recipe.data, found.raw.get("folds"), found.pooled
-    known = [run for run in found.runs.values() if run is not None]
     yield from _table(found, recipe)
     unplaced = found.given.variants_in_no_set if found.given is not None else None
     if folds and data.split in _SPLITS:
@@ -214,8 +201,8 @@ def _testing(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
         )
     else:
         by = f"up to {count_text(data.train_max or 1, 'change')}" if data.split == "mutations" else "the training set"
-        trained = [_trained(run) for run in known]
-        size = f" ({trained[0]:,} variants)" if trained and trained[0] else ""
+        trained = next(map(_trained, _known(found)), 0)
+        size = f" ({trained:,} variants)" if trained else ""
         kept = "variants with " if data.split == "mutations" else "those that the table assigns to "
         test = f", and {pooled.variants:,} others were the test set" if pooled else ""
         apart = ", a part of which was kept for validation" if data.split == "mutations" else ""
@@ -264,9 +251,8 @@ def _baselines(found: CrossValidated, recipe: Recipe, pooled: Pooled) -> Iterato
     *others, last = said
     listed = f"{'; '.join(others)}; and {last}" if others else last
     fitted = any(method != SCORE for method in pooled.metrics if method != MAIN)
-    trained = [_trained(run) for run in found.runs.values() if run]
     most = VariantTask.baseline_records
-    part = f"at most {most:,} of " if max(trained, default=0) > most else ""
+    part = f"at most {most:,} of " if max(map(_trained, _known(found)), default=0) > most else ""
     yield f"Baselines were {listed}."
     if fitted:
         yield (
@@ -291,13 +277,16 @@ def _statistics(pooled: Pooled, targets: int) -> Iterator[str]:
 
 
 def _versions(found: CrossValidated) -> str:
-    def of(package: str) -> str:
-        known = {str(v) for run in found.runs.values() if run and (v := run.versions.get(package)) is not None}
-        return " and ".join(sorted(known))
-
-    named = (("esmshard", "esmshard"), ("PyTorch", "torch"), ("Python", "python"))
-    used = [f"{name} {version}" for name, package in named if (version := of(package))]
+    used = []
+    for name, package in (("esmshard", "esmshard"), ("PyTorch", "torch"), ("Python", "python")):
+        if versions := {str(run.versions[package]) for run in _known(found) if package in run.versions}:
+            used.append(f"{name} {' and '.join(sorted(versions))}")
     return f"Computed with {_listed(used)}." if used else ""
+
+
+def _known(found: CrossValidated) -> list[Left]:
+    """Return the runs whose directories exist."""
+    return [run for run in found.runs.values() if run is not None]
 
 
 def _trained(run: Left) -> int:

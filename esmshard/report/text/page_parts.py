@@ -42,12 +42,14 @@ class Section:
 
 
 def value_text(value: float, sign: str = "") -> str:
-    """Format with three decimals for small numbers, four digits for large numbers, and a dash for NaN.
+    """Format with three decimals for small numbers, and four digits for large numbers.
 
     >>> value_text(0.0941), value_text(0.0941, "+"), value_text(1234.56), value_text(float("nan"))
-    ('0.094', '+0.094', '1235', '-')
+    ('0.094', '+0.094', '1235', 'undefined')
     """
-    return "-" if not math.isfinite(value) else f"{value:{sign}.3f}" if abs(value) < 100 else f"{value:{sign}.4g}"
+    if not math.isfinite(value):
+        return "undefined"
+    return f"{value:{sign}.3f}" if abs(value) < 100 else f"{value:{sign}.4g}"
 
 
 def unit_text(value: float) -> str:
@@ -70,29 +72,24 @@ def range_text(found: Interval) -> str:
     return f"[{value_text(found.low)}, {value_text(found.high)}]"
 
 
-def cell(found: Interval | None) -> str:
-    """Format a value with its interval below."""
-    if found is None or not math.isfinite(found.value):
-        return "-"
-    return f"{value_text(found.value)}\n{range_text(found)}"
+def cell(found: Interval | None, sign: str = "") -> str:
+    r"""Format a value with its interval below. A difference has the sign `+`, and a star if its interval is without 0.
 
-
-def difference_cell(found: Interval | None) -> str:
-    r"""Format a difference with its interval: a sign, and a star if 0 is outside the interval.
-
-    >>> difference_cell(Interval(0.056, 0.046, 0.067))
-    '+0.056*\n[0.046, 0.067]'
+    >>> cell(Interval(0.056, 0.046, 0.067)), cell(Interval(0.056, 0.046, 0.067), "+"), cell(None)
+    ('0.056\n[0.046, 0.067]', '+0.056*\n[0.046, 0.067]', '-')
     """
-    if found is None or not math.isfinite(found.value):
+    if found is None:
         return "-"
-    star = "*" if found.low > 0 or found.high < 0 else ""
-    return f"{value_text(found.value, '+')}{star}\n{range_text(found)}"
+    if not math.isfinite(found.value):
+        return value_text(found.value)
+    star = "*" if sign and (found.low > 0 or found.high < 0) else ""
+    return f"{value_text(found.value, sign)}{star}\n{range_text(found)}"
 
 
-def bytes_text(count: float) -> str:
-    """Format bytes in the largest unit.
+def memory_text(count: float) -> str:
+    """Format a number of bytes as memory is measured; see `esmshard.files.size_text` for that of files.
 
-    >>> bytes_text(3 * 2**29), bytes_text(3 * 2**20)
+    >>> memory_text(3 * 2**29), memory_text(3 * 2**20)
     ('1.50 GiB', '3 MiB')
     """
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

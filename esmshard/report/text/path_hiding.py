@@ -1,10 +1,7 @@
 """The removal of directories from the texts of a page, since pages are shared."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
-
-from esmshard.report.text.page_parts import Figure, PageTable, Section
 
 _ABSOLUTE = re.compile(r"(?<![\w.:/~<&])~?/(?:[^\s/\"'<>,;:()]+/)+(?=[^\s/])")
 """The directories of a path in a sentence, up to its last part. URLs do not match."""
@@ -29,23 +26,6 @@ class Places:
             text = text.replace(known, "")
         return _ABSOLUTE.sub("", text)
 
-    def section(self, section: Section) -> Section:
-        """Shorten the paths in all texts of a section. Drawings hold only numbers, names and units."""
-        return replace(
-            section,
-            texts=[self.text(text) for text in section.texts],
-            figures=[self._figure(figure) for figure in section.figures],
-            tables=[self._table(table) for table in section.tables],
-            code=self.text(section.code),
-            missing=self.text(section.missing),
-        )
-
-    def _figure(self, figure: Figure) -> Figure:
-        return replace(figure, caption=self.text(figure.caption))
-
-    def _table(self, table: PageTable) -> PageTable:
-        return PageTable(
-            [self.text(cell) for cell in table.head],
-            [[self.text(cell) for cell in row] for row in table.rows],
-            self.text(table.caption),
-        )
+    def shown(self, value: object) -> object:
+        """Return what a page shows of a value. Drawings, which are marked as safe, hold no paths."""
+        return self.text(value) if type(value) is str else value

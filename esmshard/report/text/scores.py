@@ -1,7 +1,7 @@
 """The scores of the model: metrics beside baselines, predictions, scores by length, calibration."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from esmshard.errors import InputError
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, Left, Values, number
-from esmshard.report.text.page_parts import Figure, PageTable, Section, bytes_text, cell, difference_cell, value_text
+from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, memory_text, value_text
 from esmshard.tasks.base import BEFORE
 from esmshard.tasks.finetuner import load_finetuned
 from esmshard.tasks.intervals import Interval
@@ -53,7 +53,7 @@ def metrics(left: Left) -> Section:
     rows = [[name, *(cell(row.get(c)) for c in columns)] for name, row in found.metrics.items()]
     tables = [PageTable(["", *columns], rows, "Each metric, and its 95% interval below it.")]
     if found.differences:
-        rows = [[f"minus {n}", *(difference_cell(row.get(c)) for c in columns)] for n, row in found.differences.items()]
+        rows = [[f"minus {n}", *(cell(row.get(c), "+") for c in columns)] for n, row in found.differences.items()]
         note = (
             f"{main} minus each baseline, paired: of both on the same resampled records. * marks intervals without 0: "
             "the two differ by more than the choice of these records explains."
@@ -61,21 +61,26 @@ def metrics(left: Left) -> Section:
         tables.append(PageTable(["", *columns], rows, note))
     else:
         texts.append("There are no baselines to compare with.")
-    known = {name: row[head.name] for name, row in found.metrics.items() if head.name in row}
+    return Section(*section, texts, [methods_figure(head.name, _headlines(found, head)[0], main)], tables)
+
+
+def methods_figure(metric: str, of: Mapping[str, Interval], main: str) -> Figure:
+    """Draw a metric of every method, by name, with its interval."""
 
     def draw(axes: Any) -> None:
-        charts.intervals(axes, known, main)
-        axes.set_xlabel(head.name)
+        charts.intervals(axes, of, main)
+        axes.set_xlabel(metric)
 
-    caption = f"{head.name} of {main} (blue) and of the baselines (grey), with 95% intervals."
-    return Section(*section, texts, [Figure(caption, charts.chart("methods", draw, 0.9 + 0.3 * len(known)))], tables)
+    caption = f"{metric} of {main} (blue) and of the baselines (grey), with 95% intervals."
+    return Figure(caption, charts.chart("methods", draw, 0.9 + 0.3 * len(of)))
 
 
 def strongest(left: Left) -> str | None:
     """Return the baseline with the best headline metric."""
     if left.evaluation is None or left.headline is None:
         return None
-    return verdicts.strongest(*_headlines(left.evaluation, left.headline), lower_is_better=_lower(left.headline))
+    head = left.headline
+    return verdicts.strongest(*_headlines(left.evaluation, head), lower_is_better=bool(head.lower_is_better))
 
 
 def verdict(left: Left) -> str | None:
@@ -86,11 +91,7 @@ def verdict(left: Left) -> str | None:
     if said := found.raw.get("verdict"):
         return str(said)
     basis = f"paired over {found.raw['records']:,} records"  # an earlier version, which wrote no sentence
-    return verdicts.verdict(head.name, *_headlines(found, head), basis, lower_is_better=_lower(head))
-
-
-def _lower(head: Headline) -> bool:
-    return bool(head.lower_is_better)
+    return verdicts.verdict(head.name, *_headlines(found, head), basis, lower_is_better=bool(head.lower_is_better))
 
 
 def _headlines(found: Evaluation, head: Headline) -> tuple[dict[str, Interval], dict[str, Interval]]:
@@ -144,7 +145,7 @@ def _maps(left: Left) -> tuple[list[Figure], str]:
         why = "recipe.yaml cannot be used" if weights else f"the model is not in {model}"
         return [], f"No contact maps: {why}."
     if sum(file.stat().st_size for file in weights) > LARGEST_MODEL:
-        return [], f"No contact maps: a model of over {bytes_text(LARGEST_MODEL)} takes too long to read for a page."
+        return [], f"No contact maps: a model of over {memory_text(LARGEST_MODEL)} takes too long to read for a page."
     score_N = table.columns[name]
     order = [n for n in np.argsort(-score_N, kind="stable") if np.isfinite(score_N[n])]
     order = [n for n in order if table.length_N[n] <= LONGEST_MAP]
@@ -193,9 +194,25 @@ def _recipe_of(raw: object) -> Recipe | None:
 
 
 def _numbers(left: Left) -> list[Figure]:
-    """Draw predicted against measured values."""
-    figures: list[Figure] = []
-    for name, target_N, prediction_N in _pairs(left)[:MOST_TARGETS]:
+    """Draw predicted against measured values of whole proteins."""
+
+    def caption(name: str, x_N: Values, y_N: Values) -> str:
+        return f"Predicted against measured {name}, in the unit of the labels: one dot a protein, {len(x_N):,} of them."
+
+    return measured_figures(_pairs(left), caption)
+
+
+def measured_figures(
+    pairs: Sequence[tuple[str, Values, Values]], caption: Callable[[str, Values, Values], str]
+) -> list[Figure]:
+    """Draw predicted against measured values.
+
+    Args:
+        pairs: name, measured and predicted values of each target. Only pairs of finite values are drawn.
+        caption: returns the first sentences of a caption for a name and its drawn values.
+    """
+    figures = []
+    for t, (name, target_N, prediction_N) in enumerate(pairs[:MOST_TARGETS]):
         known = np.isfinite(target_N) & np.isfinite(prediction_N)
         if not known.any():
             continue
@@ -204,13 +221,8 @@ def _numbers(left: Left) -> list[Figure]:
             charts.against(axes, x, y)
             charts.name_axes(axes, f"measured {name}", f"predicted {name}")
 
-        figures.append(
-            Figure(
-                f"Predicted against measured {name}, in the unit of the labels: one dot a protein, {known.sum():,} "
-                "of them. On the dashed line both are equal.",
-                charts.chart(f"against{len(figures)}", draw, height=3.3),
-            )
-        )
+        text = f"{caption(name, target_N[known], prediction_N[known])} On the dashed line both are equal."
+        figures.append(Figure(text, charts.chart(f"against{t}", draw, height=3.3)))
     return figures
 
 

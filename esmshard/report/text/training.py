@@ -8,7 +8,7 @@ import numpy as np
 from esmshard.progress import duration, rate
 from esmshard.report.draw import charts
 from esmshard.report.read.run_directory import Left, Values, number
-from esmshard.report.text.page_parts import Figure, PageTable, Section, bytes_text, count_text, value_text
+from esmshard.report.text.page_parts import Figure, PageTable, Section, count_text, memory_text, value_text
 from esmshard.train.records import goodput
 from esmshard.train.records.attempt import METRICS
 
@@ -131,7 +131,7 @@ def throughput(left: Left) -> Section:
         figures.append(
             Figure(
                 f"Most memory that one process held in a step, of the process with the most: at most "
-                f"{bytes_text(float(np.nanmax(memory)))}. On a GPU its memory, else that of the process.",
+                f"{memory_text(float(np.nanmax(memory)))}. On a GPU its memory, else that of the process.",
                 charts.chart("memory", held),
             )
         )

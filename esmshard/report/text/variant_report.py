@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.recipe import recipe_file
 from esmshard.report.draw import charts
@@ -19,14 +17,13 @@ from esmshard.report.text.page_parts import (
     Figure,
     PageTable,
     Section,
+    cell,
     count_text,
-    difference_cell,
     range_text,
     unit_text,
     value_text,
 )
-from esmshard.report.text.page_parts import cell as interval_cell
-from esmshard.report.text.scores import MOST_TARGETS
+from esmshard.report.text.scores import MOST_TARGETS, measured_figures, methods_figure
 from esmshard.tasks import metrics
 from esmshard.tasks.intervals import Interval
 from esmshard.train.experiments.cross_validation import CURVE
@@ -35,7 +32,6 @@ from esmshard.train.records.verdict import MAIN, comparison
 
 BEST = 20
 """The number of rows of the table of ranked variants."""
-UNDEFINED = "undefined"
 
 
 def about(found: CrossValidated) -> str:
@@ -62,28 +58,16 @@ def facts(found: CrossValidated) -> list[tuple[str, str, str]]:
     if pooled is None:
         return []
     ours, positions = pooled.metrics[MAIN], _positions(found)
-    figures = [("Spearman", _value(ours), f"{range_text(ours)}, over all test variants")]
+    figures = [("Spearman", value_text(ours.value), f"{range_text(ours)}, over all test variants")]
     if (best := pooled.best) is not None:
         gain = pooled.differences[best]
         how = comparison(gain, lower_is_better=False)
-        figures.append((f"against {best}", _value(gain, "+"), f"{range_text(gain)}, {how} the best baseline"))
+        figures.append((f"against {best}", value_text(gain.value, "+"), f"{range_text(gain)}, {how} the best baseline"))
     figures.append(("variants", f"{pooled.variants:,}", f"tested, at {count_text(positions, 'position')}"))
     folds, seeds = found.raw.get("folds"), len(pooled.seeds)
     made = f"{folds} x {seeds}" if folds else f"{seeds}"
     figures.append(("folds x seeds" if folds else "seeds", made, f"split {pooled.split}"))
     return figures
-
-
-def _value(found: Interval, sign: str = "") -> str:
-    return value_text(found.value, sign) if math.isfinite(found.value) else UNDEFINED
-
-
-def _cell(found: Interval | None) -> str:
-    return UNDEFINED if found is not None and not math.isfinite(found.value) else interval_cell(found)
-
-
-def _gain(found: Interval | None) -> str:
-    return UNDEFINED if found is not None and not math.isfinite(found.value) else difference_cell(found)
 
 
 def _positions(found: CrossValidated) -> int:
@@ -104,20 +88,14 @@ def compared(found: CrossValidated) -> Section:
         texts.append(f"{pooled.statistic}. Intervals: {pooled.interval}.")
         rows = []
         for name, one in pooled.metrics.items():
-            seeds = [value_text(v) if math.isfinite(v) else UNDEFINED for v in pooled.of_each_seed.get(name, ())]
-            rows.append([name, _cell(one), _gain(pooled.differences.get(name)), *seeds])
+            seeds = map(value_text, pooled.of_each_seed.get(name, ()))
+            rows.append([name, cell(one), cell(pooled.differences.get(name), "+"), *seeds])
         head = ["", "Spearman", f"{MAIN} minus it", *(f"seed {seed}" for seed in pooled.seeds)]
         note = "* marks intervals without 0: the two differ by more than the choice of these positions explains."
         tables.append(PageTable(head, rows, f"Of predictions averaged over seeds, then of each seed. {note}"))
         if any(not math.isfinite(one.value) for one in pooled.metrics.values()):
             texts.append("Undefined: a method that says the same of all variants puts them in no order.")
-
-        def draw(axes: Any) -> None:
-            charts.intervals(axes, pooled.metrics, MAIN)
-            axes.set_xlabel("Spearman")
-
-        caption = f"Spearman of the {MAIN} model (blue) and the baselines (grey), with 95% intervals."
-        figures.append(Figure(caption, charts.chart("compared", draw, 0.9 + 0.3 * len(pooled.metrics))))
+        figures.append(methods_figure("Spearman", pooled.metrics, MAIN))
     columns = [str(name) for name in raw.get("columns", ())]
     rows = [[name, *(_over_runs(row.get(column)) for column in columns)] for name, row in _methods(found)]
     if rows and columns:
@@ -137,7 +115,7 @@ def _over_runs(row: Any) -> str:
     if not isinstance(row, dict):
         return "-"
     mean, low, high = (math.nan if row.get(key) is None else float(row[key]) for key in ("mean", "low", "high"))
-    return _cell(Interval(mean, low, high))
+    return cell(Interval(mean, low, high))
 
 
 def table(found: CrossValidated) -> Section:
@@ -158,21 +136,12 @@ def predictions(found: CrossValidated) -> Section:
     tested = found.tested
     if tested is None:
         return Section(*section, missing=f"{OUT_OF_FOLD} is missing; {AGAIN}.")
-    figures = []
-    for t, name in enumerate(found.targets[:MOST_TARGETS]):
-        x_N, y_N = tested.measured_NT[:, t], tested.predicted_NT[:, t]
-        known = np.isfinite(x_N) & np.isfinite(y_N)
-        if not known.any():
-            continue
 
-        def draw(axes: Any, x: Values = x_N[known], y: Values = y_N[known], name: str = name) -> None:
-            charts.against(axes, x, y)
-            charts.name_axes(axes, f"measured {name}", f"predicted {name}")
+    def caption(name: str, x_N: Values, y_N: Values) -> str:
+        return f"{name}: one dot a variant, {len(x_N):,} of them; Spearman {value_text(metrics.spearman(y_N, x_N))}."
 
-        rho = metrics.spearman(y_N[known], x_N[known])
-        of = f"Spearman {value_text(rho)}" if math.isfinite(rho) else "Spearman undefined"
-        said = f"{name}: one dot a variant, {known.sum():,} of them; {of}. On the dashed line both are equal."
-        figures.append(Figure(said, charts.chart(f"against{t}", draw, height=3.3)))
+    columns = zip(found.targets, tested.measured_NT.T, tested.predicted_NT.T, strict=False)
+    figures = measured_figures(list(columns), caption)
     if not figures:
         return Section(*section, missing=f"No variant in {OUT_OF_FOLD} has both a measured and a predicted value.")
     texts = ["Out of fold: each variant was predicted by models that had not been trained on it; mean over seeds."]
@@ -202,7 +171,7 @@ def curve(found: CrossValidated) -> Section:
 
     fold = f"fold {left.fold} (counted from 0)" if found.raw.get("folds") else "the test set"
     texts = [f"Every point is tested on the same {left.tested_on:,} variants: {fold}, seed {left.seed}."]
-    rows = [[name, *(_cell(rows.get(name)) for _, rows in left.points)] for name in methods]
+    rows = [[name, *(cell(rows.get(name)) for _, rows in left.points)] for name in methods]
     tables = [
         PageTable(
             ["training variants", *(f"{size:,}" for size, _ in left.points)],
@@ -272,7 +241,7 @@ def _run(run: Left | None, columns: Sequence[str]) -> list[str]:
     size = f"{trained:,}" if isinstance(trained, int) else "-"
     if tested is None:
         return [state, "-", size, *["-"] * (1 + len(columns))]
-    values = [_cell(tested.metrics[tested.main].get(column)) for column in columns]
+    values = [cell(tested.metrics[tested.main].get(column)) for column in columns]
     return [state, f"{tested.raw['step']:,}", size, f"{tested.raw['records']:,}", *values]
 
 

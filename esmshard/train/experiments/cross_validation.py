@@ -1,6 +1,5 @@
 """The joint result of the folds and seeds of a table of variants: every test variant once, all methods side by side."""
 
-import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -16,14 +15,13 @@ from esmshard.data.splits.assignment import LEFT_OUT
 from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
 from esmshard.data.variants.substitutions import name_of
 from esmshard.errors import InputError
-from esmshard.files import read_json, replacing
+from esmshard.files import read_json, replace_json, replacing
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.intervals import LEAST, Interval, block_draws, difference, interval
 from esmshard.train.experiments.repeats import SUMMARY, Repeat
-from esmshard.train.records.status import replace_text
-from esmshard.train.records.verdict import MAIN, verdict
+from esmshard.train.records.verdict import MAIN, aligned, verdict
 
 SHARES = (0.25, 0.5)
 """The shares of the training variants at the points of a learning curve. All training variants are a further point."""
@@ -93,15 +91,15 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "positions": positions,
         "split": recipe.data.split,
         "seeds": seeds,
-        "metrics": {method: _finite(one) for method, one in intervals.items()},
-        "differences": {method: _finite(one) for method, one in gains.items()},
-        "of_each_seed": {m: [None if math.isnan(v) else v for v in values] for m, values in each.items()},
+        "metrics": {method: asdict(one) for method, one in intervals.items()},
+        "differences": {method: asdict(one) for method, one in gains.items()},
+        "of_each_seed": each,
     }
     path = out / SUMMARY
     summary = read_json(path)
     table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
     more = {"recipe": recipe.model_dump(mode="json"), "table": table, "pooled": pooled, "verdict": said}
-    replace_text(path, json.dumps(summary | more, indent=1) + "\n")
+    replace_json(path, summary | more)
     sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}
     for t, name in enumerate(names):
@@ -190,8 +188,7 @@ def _as_text(
         gain = "" if method not in gains or math.isnan(gains[method].value) else str(gains[method])
         seeds = "" if math.isnan(found.value) else " ".join(f"{v:.3f}" for v in each[method])
         lines.append([method, value, gain, seeds])
-    widths = [max(len(line[k]) for line in lines) + 2 for k in range(len(lines[0]))]
-    return "\n".join("".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return aligned(lines)
 
 
 def _write_variants(
@@ -234,10 +231,6 @@ def _write_curve(path: Path, runs: Sequence[_Run]) -> None:
     points = []
     for run in runs:
         samples = {m: interval(_bootstrap(p, run.measured_NT, run.block_N)) for m, p in run.predicted.items()}
-        points.append({"variants": run.trained, "metrics": {m: _finite(one) for m, one in samples.items()}})
+        points.append({"variants": run.trained, "metrics": {m: asdict(one) for m, one in samples.items()}})
     first = {"tested_on": len(runs[0].ids), "fold": runs[0].fold, "seed": runs[0].seed}
-    replace_text(path, json.dumps(first | {"points": points}, indent=1) + "\n")
-
-
-def _finite(found: Interval) -> dict[str, float | None]:
-    return {name: None if math.isnan(value) else value for name, value in asdict(found).items()}
+    replace_json(path, first | {"points": points})

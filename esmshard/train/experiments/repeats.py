@@ -1,6 +1,5 @@
 """Several runs of one recipe, over seeds and cross-validation folds, and their summary."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json
+from esmshard.files import read_json, replace_json
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.intervals import Interval
 from esmshard.train.records import status
-from esmshard.train.records.status import replace_text
-from esmshard.train.records.verdict import MAIN, verdict
+from esmshard.train.records.verdict import MAIN, aligned, verdict
 
 SUMMARY = "summary.json"
 
@@ -97,14 +95,10 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
         "metrics": table,
         "verdict": said,
     }
-    replace_text(out / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    lines = [["", *first["columns"]]]
-    for method, row in table.items():
-        lines.append([method, *(_cell(row[metric]) for metric in first["columns"])])
-    widths = [max(len(line[k]) for line in lines) + 2 for k in range(len(lines[0]))]
+    replace_json(out / SUMMARY, summary)
+    rows = [[method, *(_cell(row[metric]) for metric in first["columns"])] for method, row in table.items()]
     head = f"{len(runs)} runs: mean and 95% interval over runs; {MAIN} and its baselines"
-    padded = ["".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([head, *padded, said])
+    return "\n".join([head, aligned([["", *first["columns"]], *rows]), said])
 
 
 def _mean(values: Sequence[float]) -> Interval:

@@ -10,6 +10,7 @@ from typing import Any
 
 from esmshard.checkpoint import manifest
 from esmshard.errors import InputError, UsageError
+from esmshard.files import replace_text
 from esmshard.launch.preemption import Preempted
 from esmshard.progress import say
 from esmshard.train.records import goodput, status
@@ -82,7 +83,7 @@ class Attempt:
         begun = goodput.attempt_line(
             kept, started=self._started, now=time.time(), from_step=done, steps_lost=lost, seconds_lost=seconds
         )
-        status.replace_text(path, "".join(json.dumps(line) + "\n" for line in [*kept, begun]))
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in [*kept, begun]))
         self._step, self._number = done, begun["attempt"]
         self.report("running", "training")
 

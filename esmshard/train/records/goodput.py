@@ -39,8 +39,6 @@ class Summary(TypedDict):
     allocated_s: float
     goodput: float | None
     """The share of the allocated time that was useful; None if no time was allocated."""
-    useful_steps: float | None
-    """The share of the steps taken that was kept; None if no step was taken."""
     restart_s: list[float]
     """The duration in seconds of each restart that reached the end of a step."""
 
@@ -103,30 +101,15 @@ def _is_step(line: Line) -> bool:
 def attempt_line(
     kept: Sequence[Line], *, started: float, now: float, from_step: int, steps_lost: int, seconds_lost: float
 ) -> dict[str, Any]:
-    """Return the line with which an attempt begins.
-
-    Args:
-        kept: the lines before this one.
-        started: the time at which the command began.
-        now: the time of this line.
-        from_step: the number of steps done in the checkpoint from which the attempt continues.
-        steps_lost: the second result of `cut`.
-        seconds_lost: the third result of `cut`.
-    """
-    return {
-        "event": "attempt",
-        "attempt": 1 + sum(line.get("event") == "attempt" for line in kept),
-        "started": started,
-        "time": now,
-        "from_step": from_step,
-        "steps_lost": steps_lost,
-        "seconds_lost": seconds_lost,
-    }
+    """Return the line with which an attempt begins, after the results of `cut`. The command began at `started`."""
+    attempt = 1 + sum(line.get("event") == "attempt" for line in kept)
+    line = {"event": "attempt", "attempt": attempt, "started": started, "time": now, "from_step": from_step}
+    return line | {"steps_lost": steps_lost, "seconds_lost": seconds_lost}
 
 
 def summary(lines: Iterable[Line]) -> Summary:
     """Sum up how the time of a run was used, from all its lines. The last attempt may still be running."""
-    attempts = lost = kept = 0
+    attempts = lost = 0
     useful = lost_s = allocated = 0.0
     restarts: list[float] = []
     begin = end = 0.0
@@ -141,7 +124,6 @@ def summary(lines: Iterable[Line]) -> Summary:
         elif event == "first_step":
             restarts.append(line["seconds"])
         elif _is_step(line) and attempts:
-            kept += 1
             useful += line.get("step_s") or 0.0
         if attempts:
             end = max(end, line.get("time", end))
@@ -153,7 +135,6 @@ def summary(lines: Iterable[Line]) -> Summary:
         "useful_s": useful,
         "allocated_s": allocated,
         "goodput": useful / allocated if allocated > 0 else None,
-        "useful_steps": kept / (kept + lost) if kept + lost else None,
         "restart_s": restarts,
     }
 

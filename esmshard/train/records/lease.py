@@ -25,8 +25,7 @@ from types import TracebackType
 from pydantic import BaseModel
 
 from esmshard.errors import InputError
-from esmshard.launch.liveness import machine as _machine
-from esmshard.launch.liveness import process_lives, process_start
+from esmshard.launch.liveness import machine, process_lives, process_start
 
 BEAT = 10.0
 """Seconds between two beats. With each beat the holder increases its count."""
@@ -57,6 +56,11 @@ class Holder(BaseModel):
     since: str
     """The start of the lease by the holder's clock, for people."""
     beats: int
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether the process exists; None on another machine, or where the system does not tell."""
+        return process_lives(self.pid, self.process_start) if self.machine == machine() else None
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
@@ -176,10 +180,9 @@ class Lease:
             refusal = InputError(
                 f"{who}, which is still running; wait for it, stop it, or choose another directory with out=DIR"
             )
-            lives = process_lives(holder.pid, holder.process_start) if holder.machine == me.machine else None
-            if lives:
+            if lives := holder.lives:
                 raise refusal
-            if lives is not None:
+            if lives is False:
                 return f"{who}, whose process is gone; taken over"
             if holder.job is not None and holder.job == me.job:
                 return f"{who}, an earlier start of this job; taken over"
@@ -252,10 +255,7 @@ def sign(out: Path) -> Sign | None:
     except FileNotFoundError:
         return None
     holder = _parse(raw)
-    here = holder is not None and holder.machine == _machine()
-    return Sign(
-        holder, beaten, process_lives(holder.pid, holder.process_start) if holder is not None and here else None
-    )
+    return Sign(holder, beaten, holder.lives if holder is not None else None)
 
 
 def watched(out: Path) -> Sign | None:
@@ -316,7 +316,7 @@ def _myself(beat: float) -> Holder:
         user=user,
         job=job_id(),
         host=socket.gethostname(),
-        machine=_machine(),
+        machine=machine(),
         pid=os.getpid(),
         process_start=process_start(os.getpid()),
         beat_s=beat,

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from esmshard.errors import UsageError
@@ -21,31 +21,23 @@ EXIT_CODES: Mapping[status.State, int] = {"failed": 1, "running": 3, "preempted"
 _TAIL = 1 << 18
 """The number of bytes at the end of metrics.jsonl that are searched for the last step. A line of 64 ranks has 5 KB."""
 
+_SHOWN = ("state", "step", "steps", "attempt", "started", "exit_code", "checkpoint", "message")
+"""The keys of status.json that `--json` shows."""
+
 
 @dataclass(frozen=True)
 class Standing:
     """The state of one run. Times are seconds since 1970."""
 
     run: str
-    state: status.State
-    step: int
-    """The number of optimizer steps done, steps after the last checkpoint included."""
-    steps: int
-    """The number of steps of the recipe."""
-    attempt: int
-    """The number of attempts at this run so far."""
-    started: float
-    """The start of this attempt."""
+    status: status.Status
+    """The content of status.json, corrected: `step` counts the newest steps too, and a killed run is `failed`."""
     last_step: float | None
     """The time of the last step, by the clock of the machine that took it."""
     last_seen: float | None
     """The time of the last beat of the lease, by the clock of the file system; None without a lease."""
     holder: str | None
     """The holder of the directory: user, host, process, job."""
-    exit_code: int | None
-    checkpoint: str | None
-    """The newest complete checkpoint, such as `step_000100`."""
-    message: str
 
 
 def standings(out: Path) -> list[Standing]:
@@ -66,31 +58,18 @@ def standings(out: Path) -> list[Standing]:
 
 
 def _standing(run: Path) -> Standing | None:
-    seen = lease.sign(run)
     said = status.as_written(run)
-    if said is not None and said["state"] == "running":
-        seen = lease.watched(run)
-        again = status.as_written(run)  # the run may have ended meanwhile and have written so
-        said = again or said
-        if said["state"] == "running" and (seen is None or not seen.lives):
-            said = status.without_a_word(said)
     if said is None:  # the directory was removed at this moment
         return None
+    seen = lease.watched(run) if said["state"] == "running" else lease.sign(run)
+    said = status.as_written(run) or said  # the run may have ended meanwhile and have written so
+    if said["state"] == "running" and (seen is None or not seen.lives):
+        said = status.without_a_word(said)
     step, last_step = _last_step(run)
-    return Standing(
-        run=str(run),
-        state=said["state"],
-        step=max(step, said["step"]) if said["state"] == "running" else said["step"],
-        steps=said["steps"],
-        attempt=said["attempt"],
-        started=said["started"],
-        last_step=last_step,
-        last_seen=seen.beaten if seen is not None else None,
-        holder=str(seen.holder) if seen is not None and seen.holder is not None else None,
-        exit_code=said["exit_code"],
-        checkpoint=said["checkpoint"],
-        message=said["message"],
-    )
+    if said["state"] == "running":
+        said = {**said, "step": max(step, said["step"])}
+    last_seen, holder = (None, None) if seen is None else (seen.beaten, seen.holder)
+    return Standing(str(run), said, last_step, last_seen, None if holder is None else str(holder))
 
 
 def _last_step(run: Path) -> tuple[int, float | None]:
@@ -108,7 +87,7 @@ def _last_step(run: Path) -> tuple[int, float | None]:
 
 def exit_code(found: Sequence[Standing]) -> int:
     """Return the exit code for several runs; see EXIT_CODES."""
-    states = {standing.state for standing in found}
+    states = {standing.status["state"] for standing in found}
     return next(code for state, code in EXIT_CODES.items() if state in states)
 
 
@@ -116,7 +95,12 @@ def as_json(found: Sequence[Standing]) -> str:
     """Format as JSON: the joint `state`, and the fields of each run."""
     code = exit_code(found)
     state = next(state for state, one in EXIT_CODES.items() if one == code)
-    return json.dumps({"state": state, "runs": [asdict(standing) for standing in found]}, indent=1)
+    runs = []
+    for one in found:
+        shown = {key: value for key, value in one.status.items() if key in _SHOWN}
+        times = {"last_step": one.last_step, "last_seen": one.last_seen, "holder": one.holder}
+        runs.append({"run": one.run, **shown, **times})
+    return json.dumps({"state": state, "runs": runs}, indent=1)
 
 
 def as_text(found: Sequence[Standing], now: float | None = None) -> str:
@@ -125,21 +109,20 @@ def as_text(found: Sequence[Standing], now: float | None = None) -> str:
     if len(found) > 1:
         width = max(len(Path(standing.run).name) for standing in found) + 2
         lines = [
-            f"{Path(standing.run).name.ljust(width)}{standing.state.ljust(11)}step {standing.step} of {standing.steps}"
-            f"{_seen(standing, now)}"
-            for standing in found
+            f"{Path(one.run).name.ljust(width)}{one.status['state'].ljust(11)}step {one.status['step']} of "
+            f"{one.status['steps']}{_seen(one, now)}"
+            for one in found
         ]
         return "\n".join(lines)
     (one,) = found
+    status = one.status
+    done = "" if one.last_step is None else f", done {_ago(one.last_step, now)}"
     rows = [
-        ("state", f"{one.state}: {one.message}"),
-        (
-            "step",
-            f"{one.step} of {one.steps}" + ("" if one.last_step is None else f", done {_ago(one.last_step, now)}"),
-        ),
-        ("attempt", f"{one.attempt}, begun {_ago(one.started, now)}"),
+        ("state", f"{status['state']}: {status['message']}"),
+        ("step", f"{status['step']} of {status['steps']}{done}"),
+        ("attempt", f"{status['attempt']}, begun {_ago(status['started'], now)}"),
         ("last seen", "" if one.last_seen is None else f"{_ago(one.last_seen, now)}, {one.holder or 'an unknown run'}"),
-        ("checkpoint", one.checkpoint or ""),
+        ("checkpoint", status["checkpoint"] or ""),
     ]
     return "\n".join([one.run, *(f"  {name:12}{value}" for name, value in rows if value)])
 

@@ -1,14 +1,16 @@
 """`status.json`: the state of a run, for people, scripts, and launchers that do not pass exit codes on."""
 
-import json
 import os
 import socket
 import time
 from pathlib import Path
-from typing import Literal, TypedDict, cast
+from typing import Literal
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict, Unpack  # pydantic does not read that of `typing` before Python 3.12
 
 from esmshard.errors import InputError
-from esmshard.files import read_json, replacing
+from esmshard.files import read_json, replace_json
 from esmshard.launch import process_environment
 from esmshard.train.records.lease import abandoned, job_id
 
@@ -17,8 +19,8 @@ NAME = "status.json"
 State = Literal["running", "preempted", "done", "failed"]
 
 
-class Status(TypedDict):
-    """The content of the file. Times are seconds since 1970."""
+class Progress(TypedDict):
+    """The part of the file that a run knows. Times are seconds since 1970."""
 
     state: State
     step: int
@@ -35,55 +37,24 @@ class Status(TypedDict):
     """One sentence for people."""
     checkpoint: str | None
     """The newest complete checkpoint, such as `step_000100`."""
+    started: float
+    """The start of this attempt."""
+
+
+class Status(Progress):
+    """The content of the file."""
+
     job: str | None
     launch: str | None
     """An id that all attempts of one launcher share."""
     host: str
-    started: float
-    """The start of this attempt."""
     updated: float
 
 
-_KINDS = {
-    **dict.fromkeys(("state", "message", "host"), str),
-    **dict.fromkeys(("step", "steps", "attempt", "idle"), int),
-    **dict.fromkeys(("checkpoint", "job", "launch"), str | None),
-    **dict.fromkeys(("started", "updated"), int | float),
-    "exit_code": int | None,
-}
-"""The type of each value of the file."""
-
-
-def write(
-    out: Path,
-    *,
-    state: State,
-    step: int,
-    steps: int,
-    attempt: int,
-    message: str,
-    checkpoint: str | None,
-    started: float,
-    idle: int = 0,
-    exit_code: int | None = None,
-) -> None:
+def write(out: Path, **known: Unpack[Progress]) -> None:
     """Replace the status of a run in one operation, so that a crash leaves the old file. First rank only."""
-    status: Status = {
-        "state": state,
-        "step": step,
-        "steps": steps,
-        "attempt": attempt,
-        "idle": idle,
-        "exit_code": exit_code,
-        "message": message,
-        "checkpoint": checkpoint,
-        "job": job_id(),
-        "launch": _launch(),
-        "host": socket.gethostname(),
-        "started": started,
-        "updated": time.time(),
-    }
-    _replace(out, status)
+    here = {"job": job_id(), "launch": _launch(), "host": socket.gethostname(), "updated": time.time()}
+    replace_json(out / NAME, {**known, **here})
 
 
 def read(out: Path) -> Status | None:
@@ -129,29 +100,16 @@ def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
     """Mark a run as failed, for a launcher whose processes were all killed. A final state that the run wrote stays."""
     status = as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out):
-        _replace(out, {**status, "state": "failed", "exit_code": exit_code, "message": message, "updated": time.time()})
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file so that it holds its old text or its new text at any time."""
-    with replacing(path) as file:
-        file.write(text)
-
-
-def _replace(out: Path, status: Status) -> None:
-    replace_text(out / NAME, json.dumps(status, indent=1) + "\n")
+        ended = {"state": "failed", "exit_code": exit_code, "message": message, "updated": time.time()}
+        replace_json(out / NAME, {**status, **ended})
 
 
 def as_written(out: Path) -> Status | None:
     """Read the file without a look at the lease. `InputError` if the file is damaged."""
     try:
-        found = read_json(out / NAME)
+        # files of version 0.1 lack `idle`
+        return TypeAdapter(Status).validate_python({"idle": 0, **read_json(out / NAME)}, strict=True)
     except FileNotFoundError:
         return None
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        found.setdefault("idle", 0)  # files of version 0.1 lack this key
-    if not isinstance(found, dict) or not all(isinstance(found.get(key, ...), kind) for key, kind in _KINDS.items()):
-        raise InputError(f"{out / NAME}: damaged; remove it, the run itself does not read it")
-    return cast(Status, found)
+    except (ValueError, TypeError):
+        raise InputError(f"{out / NAME}: damaged; remove it, the run itself does not read it") from None

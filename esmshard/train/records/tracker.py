@@ -10,7 +10,6 @@ OUT/tracking.json records how far each tracker has come. Steps that are repeated
 TensorBoard drops the old values (`purge_step`) and shows the new ones; W&B cannot drop values and keeps the old ones.
 """
 
-import json
 import os
 import re
 import sys
@@ -18,15 +17,13 @@ import threading
 import time
 import traceback
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from ruamel.yaml import YAML
 
-from esmshard.files import read_json
+from esmshard.files import read_json, replace_json
 from esmshard.train.records.tracker_values import Point, TrackedFileReader, complete, on_test_split
 from esmshard.train.records.tracking import BOOKS
 
@@ -44,64 +41,37 @@ _STATES = {"done": 0, "preempted": 75}
 Say = Callable[[str], None]
 
 
-@dataclass
 class Books:
-    """The content of tracking.json."""
+    """The content of tracking.json: of each tracker `logged`, the last number of each kind of point, and W&B's `id`."""
 
-    path: Path
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _content: dict[str, Any] = field(default_factory=dict)
-
-    def read(self, say: Say) -> None:
-        """Read the file, once at the start."""
+    def __init__(self, path: Path, say: Say) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._content: dict[str, Any] = {}
         try:
-            found = read_json(self.path)
+            found = read_json(path)
             self._content = found if isinstance(found, dict) else {}
         except FileNotFoundError:
             pass
         except ValueError:
-            say(f"{self.path}: damaged; all is shown again, by W&B as a new run")
+            say(f"{path}: damaged; all is shown again, by W&B as a new run")
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return the entry of a tracker: `logged` and, for W&B, `id`."""
-        with self._lock:
-            page = self._content.get(name)
-        return {"logged": {}, **page} if isinstance(page, dict) else {"logged": {}}
+        """Return the entry of a tracker."""
+        page = self._content.get(name)
+        return {"logged": {}, **(page if isinstance(page, dict) else {})}
 
     def write(self, name: str, page: Mapping[str, Any]) -> None:
-        """Replace the entry of a tracker. The file holds the old or the new content at any time."""
+        """Replace the entry of a tracker."""
         with self._lock:
             self._content[name] = page
-            work = self.path.with_name(f".tmp-{self.path.name}")
-            work.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
-            work.replace(self.path)
-
-
-class Tracker(Protocol):
-    """An experiment tracker."""
-
-    page: dict[str, Any]
-    """The tracker's entry in tracking.json."""
-    lag: float
-    """Seconds after which a logged point survives kill -9."""
-
-    def open(self) -> None:
-        """Begin, or continue, the tracker's record."""
-
-    def wants(self, point: Point) -> bool:
-        """Whether a point has not been shown yet."""
-
-    def log(self, point: Point) -> None:
-        """Show a point."""
-
-    def finish(self, state: str) -> None:
-        """End the record; `state` is the final state of the run."""
+            replace_json(self._path, self._content)
 
 
 class TensorBoard:
     """Event files in OUT/tensorboard."""
 
     lag = 0.0
+    """Seconds after which a logged point survives kill -9."""
 
     def __init__(self, out: Path, from_step: int, page: dict[str, Any]) -> None:
         self._out, self.page = out, page
@@ -146,29 +116,24 @@ class WandB:
 
     def open(self) -> None:
         """Begin the W&B run. Without key or network the records stay in files, and a message says how to upload."""
-        defaults = {
-            "WANDB_CONSOLE": "off",  # the output of this process is not worth keeping
-            "WANDB_INIT_TIMEOUT": "30",
-            "WANDB_X_STATS_PID": str(os.getppid()),  # W&B shows memory and load of this process
-            "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": str(FLUSH),  # the default is 15
-        }
-        for name, value in defaults.items():
-            os.environ.setdefault(name, value)
-        if self._offline:
-            self._start(mode="offline")
-        else:
-            try:
-                self._start()
-            except Exception as error:
-                traceback.print_exc()
-                self._offline = True
-                self._teardown()
-                self._start(mode="offline")
-                reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-                self._say(
-                    f"W&B is not online ({reason}); the records stay in {self._out / 'wandb'}. Set WANDB_API_KEY, or "
-                    f"WANDB_MODE=offline to mean it, and send them with `wandb sync {self._out}/wandb/offline-run-*`"
-                )
+        os.environ.setdefault("WANDB_CONSOLE", "off")  # the output of this process is not worth keeping
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
+        os.environ.setdefault("WANDB_X_STATS_PID", str(os.getppid()))  # W&B shows memory and load of this process
+        os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", str(FLUSH))  # the default is 15
+        try:
+            self._start()
+        except Exception as error:
+            if self._offline:
+                raise
+            traceback.print_exc()
+            self._offline = True
+            self._teardown()
+            self._start()
+            reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+            self._say(
+                f"W&B is not online ({reason}); the records stay in {self._out / 'wandb'}. Set WANDB_API_KEY, or "
+                f"WANDB_MODE=offline to mean it, and send them with `wandb sync {self._out}/wandb/offline-run-*`"
+            )
         self._run = self._tracker.tracker
         self._run.define_metric("*", step_metric="step")  # W&B's own step count never decreases, ours may
         self._before = dict(self.page["logged"])
@@ -176,9 +141,10 @@ class WandB:
             self._say(f"W&B run {url}")
         self._opened += 1
 
-    def _start(self, **options: Any) -> None:
+    def _start(self) -> None:
         from accelerate.tracking import WandBTracker
 
+        options = {"mode": "offline"} if self._offline else {}
         if "WANDB_NAME" not in os.environ:
             options["name"] = self._out.name
         if self._group and "WANDB_RUN_GROUP" not in os.environ:
@@ -226,7 +192,9 @@ class WandB:
 class Follower(threading.Thread):
     """A thread that reads metrics.jsonl for one tracker until `ended` is set."""
 
-    def __init__(self, name: str, tracker: Tracker, out: Path, books: Books, ended: threading.Event, say: Say) -> None:
+    def __init__(
+        self, name: str, tracker: TensorBoard | WandB, out: Path, books: Books, ended: threading.Event, say: Say
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self._tracker, self._out, self._books, self._ended, self._say = tracker, out, books, ended, say
 
@@ -245,8 +213,9 @@ class Follower(threading.Thread):
             self._tracker.open()
             self._books.write(self.name, page)
             # tracking.json must not list what kill -9 would lose: to show a point twice is better than to lose it.
-            waiting: deque[tuple[float, dict[str, int]]] = deque()
-            written, last = dict(page["logged"]), False
+            # `noted` was logged at the time `since`, and is written once the tracker's lag has passed.
+            written = noted = dict(page["logged"])
+            since, last = time.monotonic(), False
             while not last:
                 last = self._ended.is_set()
                 if not self._is_ours(file):
@@ -257,13 +226,11 @@ class Follower(threading.Thread):
                         continue
                     self._tracker.log(point)
                     page["logged"][point.kind] = max(point.number, page["logged"].get(point.kind, -1))
-                waiting.append((time.monotonic(), dict(page["logged"])))
-                safe = written
-                while waiting and time.monotonic() >= waiting[0][0] + self._tracker.lag:
-                    safe = waiting.popleft()[1]
-                if safe != written:
-                    self._books.write(self.name, {**page, "logged": safe})
-                    written = safe
+                if noted == written:
+                    noted, since = dict(page["logged"]), time.monotonic()
+                if noted != written and time.monotonic() >= since + self._tracker.lag:
+                    self._books.write(self.name, {**page, "logged": noted})
+                    written = noted
                 self._ended.wait(POLL)
             if reader.state == "done":
                 self._tracker.log(Point("test", reader.step, reader.step, on_test_split(self._out), time.time()))
@@ -306,13 +273,12 @@ def main(out: Path, from_step: int, seconds: float, names: list[str]) -> int:
     from accelerate import PartialState
 
     PartialState(cpu=True)  # the trackers read their rank from this object
-    books = Books(out / BOOKS)
-    books.read(say)
-    trackers: dict[str, Tracker] = {
-        name: TensorBoard(out, from_step, books.of(name)) if name == "tensorboard" else WandB(out, books.of(name), say)
-        for name in names
-    }
-    followers = [Follower(name, tracker, out, books, ended, say) for name, tracker in trackers.items()]
+    books = Books(out / BOOKS, say)
+    followers = []
+    for name in names:
+        page = books.of(name)
+        tracker = TensorBoard(out, from_step, page) if name == "tensorboard" else WandB(out, page, say)
+        followers.append(Follower(name, tracker, out, books, ended, say))
     for follower in followers:
         follower.start()
     while any(follower.is_alive() for follower in followers) and not ended.wait(POLL):

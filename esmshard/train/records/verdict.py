@@ -1,13 +1,23 @@
-"""The verdict in one sentence, the same in the terminal, the files and the report: whether fine-tuning was worth it."""
+"""The verdict in one sentence, the same in the terminal, the files and the report, and tables for the terminal."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from esmshard.tasks.base import BEFORE
 from esmshard.tasks.intervals import LEAST, Interval
 
 MAIN = "fine-tuned"
 """The method that the other methods are compared with."""
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    r"""Format a table for the terminal, with columns aligned to the left.
+
+    >>> aligned([["", "MCC"], ["fine-tuned", "0.5"]])
+    '            MCC\nfine-tuned  0.5'
+    """
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def strongest(intervals: Mapping[str, Interval], gains: Mapping[str, Interval], *, lower_is_better: bool) -> str | None:
