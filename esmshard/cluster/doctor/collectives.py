@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from esmshard.cluster.doctor.findings import Finding, Level
+from esmshard.cluster.doctor.findings import Finding, Level, first_case
 from esmshard.planner.machines import GPU, NETWORK_GBIT
 
 GROUP = "collectives"
@@ -25,30 +25,29 @@ def bandwidth(speeds: Sequence[Mapping[str, Any]], sheet: GPU | None, nodes: int
         measured = [one for one in speeds if one["scope"] == scope]
         if not measured:
             continue
-        ranks = measured[0]["ranks"]
+        ranks, within = measured[0]["ranks"], scope == "machine" or nodes == 1
         found = ", ".join(f"{one['collective'].replace('_', '-')} {one['bus'] / 1e9:.2f} GB/s" for one in measured)
         found = f"{words.format(n=ranks)}: {found} (bus bandwidth, {measured[0]['bytes'] >> 20} MiB)"
-        within = scope == "machine" or nodes == 1
         # A collective of all processes uses two kinds of links and runs at the slower one. With one process on each
         # machine, there is one kind of link.
         mixed = scope == "all" and 1 < nodes < ranks
-        assumed = None if sheet is None or mixed else sheet.link if within else NETWORK_GBIT * 1e9 / 8
+        assumed = 0.0 if sheet is None or mixed else sheet.link if within else NETWORK_GBIT * 1e9 / 8
         slowest = min(one["bus"] for one in measured)
-        level: Level = "ok"
-        fix = ""
-        if assumed is not None and slowest * FAR_BELOW < assumed:
-            level = "warning"
-            found += f", under a third of the {assumed / 1e9:.0f} GB/s that the planner assumes"
-            gbit = max(1, round(slowest * 8 / 1e9))
-            fix = f"check the transport above; if the network is this slow, plan with esmshard plan --network {gbit}"
-            if within:
-                fix = (
-                    "check the transport and topology above; if the machine has no faster link, share a copy of the "
-                    "model among fewer GPUs (hybrid_shard) or raise batch.global_tokens"
-                )
-        elif assumed is not None:
-            found += f"; the planner assumes {assumed / 1e9:.0f}"
-        yield Finding(GROUP, f"bandwidth {scope}", level, found, fix, {"speeds": measured, "assumed": assumed})
+        slow = f"{found}, under a third of the {assumed / 1e9:.0f} GB/s that the planner assumes"
+        share = (
+            "see the transport above, nvidia-smi topo -m and nvidia-smi nvlink --status; if the machine has no faster "
+            "link, share a copy of the model among fewer GPUs (hybrid_shard) or raise batch.global_tokens"
+        )
+        plan = "check the transport above; if the network is this slow, plan with esmshard plan --network "
+        with_plan = f"{found}; the planner assumes {assumed / 1e9:.0f}" if assumed else found
+        yield first_case(
+            GROUP,
+            f"bandwidth {scope}",
+            with_plan,
+            {"speeds": measured, "assumed": assumed or None},
+            (slowest * FAR_BELOW < assumed and within, "warning", slow, share),
+            (slowest * FAR_BELOW < assumed, "warning", slow, f"{plan}{max(1, round(slowest * 8 / 1e9))}"),
+        )
 
 
 _DIFFERENT: dict[str, tuple[Level, str]] = {
