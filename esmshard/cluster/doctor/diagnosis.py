@@ -164,9 +164,8 @@ def _started(request: DoctorRequest, recipe: Recipe | None) -> Diagnosis:
             }
             said = "; ".join(messages) or f"they ended with exit code {code}; see stderr for the cause"
             return _alone([*own, _not_connected(InputError(said))])
-        shared = read_json(folder / doctor_ranks.SHARED)
-    shared["ranks"][0]["versions"]["driver"] = seen.driver
-    return _all(own, shared)
+        joint = [Finding(**one) for one in read_json(folder / doctor_ranks.SHARED)]
+    return _alone(own, joint, processes)
 
 
 def _not_connected(error: Exception) -> Finding:
@@ -204,16 +203,18 @@ def _all(own: Sequence[Finding], shared: Mapping[str, Any]) -> Diagnosis:
     """Combine the findings of all machines, and add the joint findings."""
     names = {one["node"]: one["name"] for one in shared["ranks"]}
     found = [replace(finding, node=names[shared["node"]]) for finding in own]
-    for machine in shared["machines"]:
-        if machine["node"] != shared["node"]:
-            found += [Finding(**{**one, "node": names[machine["node"]]}) for one in machine["findings"]]
+    for node, findings in shared["machines"]:
+        if node != shared["node"]:
+            found += [replace(finding, node=names[node]) for finding in findings]
     found += doctor_ranks.judge(shared)
     return Diagnosis(_sorted(found), names[shared["node"]], list(names.values()), len(shared["ranks"]))
 
 
-def _alone(findings: Sequence[Finding]) -> Diagnosis:
+def _alone(own: Sequence[Finding], joint: Sequence[Finding] = (), processes: int = 1) -> Diagnosis:
+    """Combine the findings about this machine with the joint findings of its processes, if there are any."""
     name = socket.gethostname()
-    return Diagnosis(_sorted([replace(finding, node=name) for finding in findings]), name, [name], 1)
+    found = [*(replace(finding, node=name) for finding in own), *joint]
+    return Diagnosis(_sorted(found), name, [name], processes)
 
 
 def _sorted(findings: Sequence[Finding]) -> list[Finding]:

@@ -63,12 +63,9 @@ def shared_memory(total: int, free: int) -> Finding:
 
 
 def limits(files: int, most_files: int, memlock: int) -> Finding:
-    """Check the limits -n and -l of ulimit for this process. -1 means unlimited.
+    """Check the limits -n (with the number to which the user may raise it) and -l of ulimit. -1 means unlimited.
 
-    Args:
-        files: the number of files that may be open at once.
-        most_files: the number to which the user may raise this limit.
-        memlock: bytes that may be locked. `links.causes` reports where these are too few.
+    Too few bytes of locked memory are reported by `links.causes`, where they matter.
     """
     locked = "unlimited" if memlock < 0 else gib(memlock)
     found = f"open files {'unlimited' if files < 0 else files}, locked memory {locked}"

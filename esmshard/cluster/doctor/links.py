@@ -153,13 +153,7 @@ def names(wanted: str, present: Sequence[str], prefixes: bool = True) -> bool:
 
 
 def infiniband(there: Sequence[Port], why: Sequence[tuple[str, str]], gpus: int) -> Iterator[Finding]:
-    """Yield findings on the ports, and on obstacles for NCCL.
-
-    Args:
-        there: the ports of this machine.
-        why: the result of `causes`.
-        gpus: the number of GPUs of this machine.
-    """
+    """Yield findings on the ports of a machine with so many GPUs, and on obstacles for NCCL (`causes`)."""
     values = {"ports": [asdict(port) for port in there], "causes": [cause for cause, _ in why]}
     active, down = [port for port in there if port.active], [port for port in there if not port.active]
     if down:
@@ -179,12 +173,8 @@ def transport(
 ) -> Iterator[Finding]:
     """Yield the transport that NCCL used in a collective, and whether a better one was available.
 
-    Args:
-        logs: one log from each process of a machine.
-        there: the ports of this machine.
-        why: the result of `causes`.
-        nodes: the number of machines.
-        peers: whether GPUs of this machine can read each other's memory; None if this is unknown.
+    The logs are those of the processes of one machine, of `nodes`; `there` are its ports, `why` their `causes`. `peers`
+    says whether its GPUs can read each other's memory; it is None if this is unknown.
     """
     channels = sum((Counter(log.channels) for log in logs), Counter[str]())
     networks = sorted({log.network for log in logs if log.network})

@@ -20,14 +20,10 @@ CORRECT = "correct what this names, in the recipe or its files"
 
 
 def check(name: str, overrides: Sequence[str], cards: Sequence[gpus.Card], processes: int, nodes: int) -> list[Finding]:
-    """Return all findings about a recipe on this machine. Nothing is downloaded. `UsageError` if the recipe is wrong.
+    """Return all findings about a recipe, by file or name, on `nodes` such machines. Nothing is downloaded.
 
-    Args:
-        name: a file, or the name of a shipped recipe.
-        overrides: changes of the recipe.
-        cards: GPUs of this machine, of which the first `processes` are used; none for CPUs.
-        processes: the number of processes of a machine.
-        nodes: the number of machines.
+    Each machine runs so many processes, on the first of its `cards`, or on its CPU if there are none. `UsageError` if
+    the recipe itself is wrong.
     """
     recipe = _first_fold(name, overrides)
     weights, data = guarded(GROUP, partial(_weights, recipe)), guarded(GROUP, partial(_data, recipe))

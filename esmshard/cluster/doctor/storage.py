@@ -81,14 +81,9 @@ def kind(role: str, path: Path, mount: Mount) -> Finding:
 
 
 def space(role: str, path: Path, free: int, inodes: int | None, needed: int) -> Finding:
-    """Check the room for the files of a run.
+    """Check the room for the files of a run, which writes `needed` bytes (0 if no recipe is known).
 
-    Args:
-        role: see ANOTHER.
-        path: the directory.
-        free: the free bytes.
-        inodes: the number of files that can still be made; None if the file system does not count them.
-        needed: bytes that the recipe writes; 0 if no recipe is known.
+    `free` is in bytes. So many `inodes` (files) can still be made; None if the file system does not count them.
     """
     found = f"{path}: {gib(free)} free" + (f", and the run writes {gib(needed)}" if needed else "")
     fix = f"remove old files, or {ANOTHER[role]}" + (", or lower checkpoint.keep" if needed else "")
@@ -160,14 +155,9 @@ def speed(folder: Path, most: int = MOST, patience: float = PATIENCE) -> DiskSpe
 
 
 def directory(role: str, path: Path, mounts: Sequence[Mount], needed: int, measured: set[int]) -> Iterator[Finding]:
-    """Check one directory: type, room, rights, semantics and speed.
+    """Check one directory, or the nearest one above it that exists: type, room, rights, semantics and speed.
 
-    Args:
-        role: see ANOTHER.
-        path: the directory. If it does not exist, the nearest directory above it is checked.
-        mounts: the result of `parse_mounts`.
-        needed: see `space`.
-        measured: the device numbers of disks that were timed, so that each is timed once. This disk is added.
+    `measured` has the device numbers of disks that were timed, so that each is timed once. This disk is added.
     """
     absolute = path.expanduser().absolute()
     here = next(one for one in (absolute, *absolute.parents) if one.is_dir()).resolve()

@@ -28,11 +28,8 @@ _LEFT_OUT = {"all", "test", "dev"}
 
 
 def packages(requirements: Sequence[str], installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare installed versions with the package's own requirements, extra by extra.
-
-    Args:
-        requirements: texts as from `importlib.metadata.requires`: `h5py>=3.10; extra == 'h5'`.
-        installed: the version of each package, by its canonical name.
+    """Compare installed versions, by canonical name, with our own requirements (`importlib.metadata.requires`), extra
+    by extra.
     """
     missing: dict[str, list[str]] = {}
     fitting = {}
@@ -72,10 +69,7 @@ def esm_package(distributions: Mapping[str, str], folder: Path | None) -> Iterat
     """Check which package owns the folder `esm`: fair-esm (ESM-2) and esm (ESM3, ESM C) both install it.
 
     The package that is installed last overwrites files of the other. esmshard imports fair-esm for comparisons only.
-
-    Args:
-        distributions: the versions of `fair-esm` and `esm`, as far as installed.
-        folder: the folder that `import esm` would use; None if there is none.
+    `distributions` has the versions of the two as far as installed, and `import esm` would use `folder`.
     """
     if not distributions:
         return
@@ -127,7 +121,7 @@ def driver_fits(
 
     Args:
         torch: the version of torch.
-        cuda: the CUDA version of the build, such as 13.0; None for a build without CUDA.
+        cuda: `torch.version.cuda`, such as 13.0; None for a build without CUDA.
         driver: the version of the NVIDIA driver; None if there is none.
         gpus: the GPUs that the driver reports.
         architectures: `torch.cuda.get_arch_list()`, such as sm_90 and compute_120.
@@ -201,12 +195,7 @@ def _built_for(capability: tuple[int, int], architectures: Sequence[str]) -> boo
 
 
 def nccl(loaded: str, wheel: str) -> Finding:
-    """Check whether torch loaded its own NCCL, or another one that the environment names first.
-
-    Args:
-        loaded: the version that torch reports, such as 2.27.5.
-        wheel: the version of the installed package nvidia-nccl-cu12 or -cu13.
-    """
+    """Check whether torch loaded the NCCL of the installed wheel, or another one that the environment names first."""
     found = f"torch loaded NCCL {loaded}, but came with {wheel}"
     fix = "remove the other NCCL from LD_PRELOAD and LD_LIBRARY_PATH, unless the site wants its own"
     case: Case = (version_of(loaded)[:3] != version_of(wheel)[:3], "warning", found, fix)
@@ -214,13 +203,7 @@ def nccl(loaded: str, wheel: str) -> Finding:
 
 
 def check(driver: str | None, gpus: Sequence[GPU], cores: int) -> Iterator[Finding]:
-    """Run all these checks for this machine.
-
-    Args:
-        driver: the version of the NVIDIA driver.
-        gpus: the GPUs that the driver reports.
-        cores: the number of cores that this process may use.
-    """
+    """Run all these checks for this machine, with the driver, its GPUs, and the cores that this process may use."""
     import torch
 
     installed = {str(canonicalize_name(one.name)): one.version for one in metadata.distributions() if one.name}
