@@ -81,11 +81,12 @@ def ask(command: Sequence[str], timeout: float = ANSWER) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-def guarded(group: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def guarded(group: str, check: Callable[[], Iterable[Finding]], name: str = "", fix: str = "") -> list[Finding]:
     """Return the findings of one check.
 
-    If the check fails, the findings so far are followed by one about the failure: a note if a file or a program of the
-    machine could not be read, else a warning. `UsageError` is raised.
+    If the check fails, the findings so far are followed by one about the failure. If a file or a program of the machine
+    could not be read, this is an error with the given fix, or a note if there is none; for other failures it is a
+    warning. `UsageError` is raised.
     """
     found: list[Finding] = []
     try:
@@ -94,7 +95,9 @@ def guarded(group: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]
     except UsageError:
         raise
     except (OSError, InputError) as error:
-        found.append(Finding(group, group, "note", f"this could not be checked: {error}"))
+        message = str(error).replace("\n", "; ")
+        note = Finding(group, group, "note", f"this could not be checked: {message}")
+        found.append(Finding(group, name, "error", message, fix) if fix else note)
     except Exception as error:
         message = f"the check itself failed: {type(error).__name__}: {error}"
         fix = "check this by hand, and report this line as a bug"

@@ -26,12 +26,16 @@ def check(name: str, overrides: Sequence[str], cards: Sequence[gpus.Card], proce
     the recipe itself is wrong.
     """
     recipe = _first_fold(name, overrides)
-    weights, data = guarded(GROUP, partial(_weights, recipe)), guarded(GROUP, partial(_data, recipe))
+    fix = "correct the path or the file (`data` of the recipe)"
+    weights, data = guarded(GROUP, partial(_weights, recipe)), guarded(GROUP, partial(_data, recipe), "data", fix)
+    memory = (
+        partial(_on_gpus, recipe, cards[:processes], nodes) if cards else partial(_on_cpu, recipe, processes, nodes)
+    )
     findings = weights + data
     if all(finding.level == "ok" for finding in data):
-        findings += guarded(GROUP, partial(_memory, recipe, cards[:processes], processes, nodes))
+        findings += guarded(GROUP, memory, "memory", CORRECT)
         if all(finding.level == "ok" for finding in weights):
-            findings += guarded(GROUP, partial(_prepared, recipe, processes, nodes))
+            findings += guarded(GROUP, partial(_prepared, recipe, processes, nodes), "checked", CORRECT)
     return findings + guarded(GROUP, partial(_out, Path(recipe.out)))
 
 
@@ -91,20 +95,9 @@ def _data(recipe: Recipe) -> Iterator[Finding]:
         try:
             counts[name] = len(open_split(recipe, name, None))
         except (InputError, OSError) as error:
-            fix = "correct the path or the file (`data` of the recipe)"
-            yield Finding(GROUP, "data", "error", f"{name}: {error}", fix)
-            return
+            raise InputError(f"{name}: {error}") from None
     found = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     yield Finding(GROUP, "data", "ok", f"records: {found}", values=counts)
-
-
-def _memory(recipe: Recipe, cards: Sequence[gpus.Card], processes: int, nodes: int) -> Iterator[Finding]:
-    try:
-        yield _on_gpus(recipe, cards, nodes) if cards else _on_cpu(recipe, processes, nodes)
-    except UsageError:
-        raise
-    except InputError as error:
-        yield Finding(GROUP, "memory", "error", str(error), CORRECT)
 
 
 def as_machines(cards: Sequence[gpus.Card], nodes: int) -> tuple[Machines, bool]:
@@ -125,7 +118,7 @@ def as_machines(cards: Sequence[gpus.Card], nodes: int) -> tuple[Machines, bool]
     return Machines(gpu, len(cards), nodes), sheet is not None
 
 
-def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Finding:
+def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Iterator[Finding]:
     from esmshard.planner.recipe_plan import keys, plan
 
     machines, is_known = as_machines(cards, nodes)
@@ -139,16 +132,17 @@ def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Finding:
         if own.fits:
             found = f"fits on {where}: {own.strategy}, {own.tokens:,} tokens a rank at a time, "
             found += f"{gib(own.memory.total)} of {gib(planned.room)}"
-            return Finding(GROUP, "memory", "ok", found, values=values)
+            yield Finding(GROUP, "memory", "ok", found, values=values)
+            return
     found, _, fix = planned.reasons()[0].partition("; ")
     if planned.best is not None:
         why = (own.impossible if own else "") or "does not fit"
         found = f"{wanted.strategy} with checkpointing {wanted.activation_checkpointing} on {where}: {why}"
         fix = f"pass {' '.join(keys(planned))}"
-    return Finding(GROUP, "memory", "error", found, fix, values)
+    yield Finding(GROUP, "memory", "error", found, fix, values)
 
 
-def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Finding:
+def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
     """Ask the planner as `finetune` does for batch.tokens_per_rank, with the memory that is free now."""
     import torch
 
@@ -174,7 +168,7 @@ def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Finding:
     fix = f"pass {lower}parallel.activation_checkpointing=full or a lower data.max_length, or take more machines"
     values = {"room": room, "total": need, "tokens": tokens, "strategy": laid_out.strategy, "fits": need <= room}
     case: Case = (need > room, "error", f"does not fit into {found}", fix)
-    return first_case(GROUP, "memory", f"fits into {found}", values, case)
+    yield first_case(GROUP, "memory", f"fits into {found}", values, case)
 
 
 def _prepared(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
@@ -182,11 +176,7 @@ def _prepared(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
     from esmshard.launch.process_group import own_device
     from esmshard.train.run_inputs import prepare
 
-    try:
-        job = prepare(recipe, processes * nodes, processes, own_device(0, processes))
-    except (InputError, OSError) as error:
-        yield Finding(GROUP, "checked", "error", str(error).replace("\n", "; "), CORRECT)
-        return
+    job = prepare(recipe, processes * nodes, processes, own_device(0, processes))
     found = f"{job.recipe.task.name}, {job.weights.config.n_parameters:,} parameters, {job.steps} steps"
     yield Finding(GROUP, "checked", "ok", found, values={"steps": job.steps})
 

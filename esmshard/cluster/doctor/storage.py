@@ -100,24 +100,21 @@ def space(role: str, path: Path, free: int, inodes: int | None, needed: int) -> 
     )
 
 
-def semantics(folder: Path) -> list[str]:
-    """Return the operations that a run relies on and that fail on this file system. The caller removes the folder."""
-    wrong = []
-    first, second, before, after = (folder / name for name in ("first", "second", "before", "after"))
-    first.write_text("1", encoding="utf-8")
-    second.write_text("2", encoding="utf-8")
-    first.replace(second)
-    if first.exists() or second.read_text(encoding="utf-8") != "1":
-        wrong.append("a rename does not replace a file")
+def semantics(folder: Path) -> str:
+    """Return what a run relies on and this file system cannot do; empty if there is nothing. The caller cleans up."""
+    first, second = folder / "first", folder / "second"
+    try:
+        first.mkdir()
+        (first / "file").write_text("1", encoding="utf-8")
+        (first / "new").write_text("2", encoding="utf-8")
+        first.rename(second)
+        (second / "new").replace(second / "file")
+    except OSError as error:
+        return f"a directory or a file cannot be renamed ({(error.strerror or str(error)).lower()})"
     with suppress(FileExistsError):
-        second.open("x").close()
-        wrong.append("a file that exists can be created again (O_EXCL), which the run's lease relies on")
-    before.mkdir()
-    (before / "file").touch()
-    before.rename(after)
-    if not (after / "file").is_file():
-        wrong.append("a directory cannot be renamed with what is in it")
-    return wrong
+        (second / "file").open("x").close()
+        return "a file that exists can be created again (O_EXCL), which the run's lease relies on"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ def directory(role: str, path: Path, mounts: Sequence[Mount], needed: int, measu
     with folder as name:
         if wrong := semantics(Path(name)):
             fix = f"{ANOTHER[role]}, on a disk of the machine or NFS 4"
-            yield Finding(GROUP, f"{role} files", "error", f"{here}: {'; '.join(wrong)}", fix, {"wrong": wrong})
+            yield Finding(GROUP, f"{role} files", "error", f"{here}: {wrong}", fix, {"wrong": [wrong]})
         if here.stat().st_dev in measured:
             return
         measured.add(here.stat().st_dev)

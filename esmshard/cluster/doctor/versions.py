@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import esmshard
-from esmshard.cluster.bundle.drivers import TORCH_FLOOR, WHEELS, Wheel, runs_on, version_of, wheel_for
+from esmshard.cluster.bundle.drivers import WHEELS, Wheel, runs_on, version_of, wheel_for
 from esmshard.cluster.doctor.findings import Case, Finding, first_case
 
 GROUP = "versions"
@@ -218,15 +218,11 @@ def check(driver: str | None, gpus: Sequence[GPU], cores: int) -> Iterator[Findi
     }
     if "esmshard" in installed:
         yield Finding(GROUP, "esmshard", "ok", found, values=values)
-        requirements = [one for one in metadata.requires("esmshard") or [] if Requirement(one).name != "torch"]
-        yield from packages(requirements, installed)
+        yield from packages(metadata.requires("esmshard") or [], installed)
     else:
         top = Path(esmshard.__file__).resolve().parent.parent
         found, fix = f"{found}; esmshard is not installed, but imported from {top}", f"pip install -e {top}"
         yield Finding(GROUP, "esmshard", "note", found, fix, values)
-    if version_of(version) < version_of(TORCH_FLOOR):
-        found, fix = f"torch {version} is older than {TORCH_FLOOR}", f"pip install --upgrade 'torch>={TORCH_FLOOR}'"
-        yield Finding(GROUP, "torch", "error", found, fix, {"installed": version})
     usable, reason = torch.cuda.is_available(), ""
     if gpus and torch.version.cuda is not None and not usable:
         try:
