@@ -5,6 +5,7 @@ so results do not change. The all-reduce between copies of a model cannot be rep
 the reduce-scatter's output and a hook.
 """
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,28 +23,17 @@ Mark = Any
 """A point in time: seconds of `perf_counter` on the CPU, a recorded event on a GPU."""
 
 
-def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the same intervals of time, in order and without overlaps.
-
-    >>> merged([(3, 4), (0, 2), (1, 2.5)])
-    [(0, 2.5), (3, 4)]
-    """
-    result: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
-            result.append((start, end))
-    return result
-
-
 def length(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the time that intervals cover together. Time that two intervals share counts once.
 
     >>> length([(3, 4), (0, 2), (1, 2.5)])
     3.5
     """
-    return sum(end - start for start, end in merged(intervals))
+    total, covered = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total
 
 
 class CommunicationClock:

@@ -6,7 +6,10 @@ can be checked in its picture.
 
 import gzip
 import json
+import math
 import os
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from esmshard.errors import UsageError
 from esmshard.launch.process_group import World
-from esmshard.monitor.communication import length, merged
 
 WARM_UP = 2
 """Steps before the first recorded step. They contain the start of the profiler and of the allocator."""
@@ -26,6 +28,10 @@ WARM_UP = 2
 _READING = "esmshard: data"
 
 Kind = Literal["step", "compute", "communication", "data"]
+_KINDS: tuple[Kind, ...] = ("compute", "communication", "data")
+_ALONE: dict[Kind | None, str] = {"compute": "compute", "communication": "exposed", "data": "data", None: "other"}
+"""The field of `Shares` to which time counts, by the first of _KINDS that is running."""
+
 Interval = tuple[Kind, float, float]
 """The kind of activity, its beginning and its end."""
 
@@ -61,41 +67,20 @@ def shares(intervals: Iterable[Interval]) -> Shares:
     ...         ("step", 10, 20), ("compute", 10, 16), ("communication", 14, 18), ("data", 17, 20)])
     Shares(step=10.0, compute=6.0, communication=4.0, exposed=2.0, data=2.0, other=0.0)
     """
-    by_kind: dict[Kind, list[tuple[float, float]]] = {"step": [], "compute": [], "communication": [], "data": []}
-    for kind, start, end in intervals:
-        by_kind[kind].append((start, end))
-    steps, count = merged(by_kind["step"]), len(by_kind["step"])
-
-    def a_step(*kinds: Kind) -> float:
-        return length(_within((interval for kind in kinds for interval in by_kind[kind]), steps)) / count
-
-    step, compute, busy = length(steps) / count, a_step("compute"), a_step("compute", "communication")
-    known = a_step("compute", "communication", "data")
-    return Shares(step, compute, a_step("communication"), busy - compute, known - busy, step - known)
-
-
-def _within(
-    intervals: Iterable[tuple[float, float]], frame: Iterable[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """Return the parts of intervals that lie in a frame. Both are merged first, and then compared in one pass."""
-    parts, frames = [], merged(frame)
-    n = 0
-    for start, end in merged(intervals):
-        while n < len(frames) and frames[n][1] <= start:
-            n += 1
-        for left, right in frames[n:]:
-            if left >= end:
-                break
-            parts.append((max(start, left), min(end, right)))
-    return parts
-
-
-def _without(
-    intervals: Iterable[tuple[float, float]], holes: Iterable[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """Return the parts of intervals that lie in no hole."""
-    edges = [-float("inf"), *(edge for hole in merged(holes) for edge in hole), float("inf")]
-    return _within(intervals, zip(edges[::2], edges[1::2], strict=True))
+    edges = [edge for kind, start, end in intervals for edge in ((start, 1, kind), (end, -1, kind))]
+    count = sum(kind == "step" and change == 1 for _, change, kind in edges)
+    running: Counter[Kind] = Counter()
+    seconds = dict.fromkeys(("step", "compute", "communication", "exposed", "data", "other"), 0.0)
+    before = 0.0
+    for time, change, kind in sorted(edges):
+        if running["step"]:
+            first = next((name for name in _KINDS if running[name]), None)
+            names = {"step", _ALONE[first]} | ({"communication"} if running["communication"] else set())
+            for name in names:
+                seconds[name] += (time - before) / count
+        running[kind] += change
+        before = time
+    return Shares(**seconds)
 
 
 def intervals_of(trace: Mapping[str, Any]) -> list[Interval]:
@@ -106,16 +91,23 @@ def intervals_of(trace: Mapping[str, Any]) -> list[Interval]:
     loader are no computation.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    found: dict[Kind, list[tuple[float, float]]] = {"step": [], "compute": [], "communication": [], "data": []}
     on_gpu = any(event.get("cat") == "kernel" for event in events)
-    stepping = {event["tid"] for event in events if _kind(event, on_gpu) == "step"}
-    for event in events:
-        kind = _kind(event, on_gpu)
-        if kind is not None and (on_gpu or kind != "compute" or event["tid"] in stepping):
-            found[kind].append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
-    if not on_gpu:
-        found["compute"] = _without(found["compute"], found["data"])
-    return [(kind, start, end) for kind, pieces in found.items() for start, end in pieces]
+    kinds = [_kind(event, on_gpu) for event in events]
+    stepping = {event["tid"] for event, kind in zip(events, kinds, strict=True) if kind == "step"}
+    found = [
+        (kind, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event, kind in zip(events, kinds, strict=True)
+        if kind is not None and (on_gpu or kind != "compute" or event["tid"] in stepping)
+    ]
+    if on_gpu:
+        return found
+    reads = sorted((start, end) for kind, start, end in found if kind == "data")
+
+    def is_read(time: float) -> bool:
+        k = bisect_right(reads, (time, math.inf))
+        return k > 0 and time < reads[k - 1][1]
+
+    return [one for one in found if one[0] != "compute" or not is_read(one[1])]
 
 
 def _kind(event: Mapping[str, Any], on_gpu: bool) -> Kind | None:

@@ -109,16 +109,12 @@ class Cost:
         return self.compute + self.recompute + self.exposed + self.optimizer
 
 
-def forward_flops(numbers: ModelNumbers, attended: float) -> float:
-    """Return the FLOPs of one token's forward pass: two for each parameter of a layer, and attention's two products."""
-    return numbers.n_layers * (2 * numbers.layer_parameters + 4 * numbers.dim * attended)
-
-
 def training_flops(numbers: ModelNumbers, attended: float) -> float:
     """Return the FLOPs of one token's forward and backward pass.
 
-    The gradients of inputs take as much as the forward pass, if anything in the layers learns. The gradients of the
-    matrices that learn take their share. If all matrices learn, the total is three times the forward pass.
+    The forward pass takes two FLOPs for each parameter of a layer, and attention's two products. The gradients of
+    inputs take as much, if anything in the layers learns. The gradients of the matrices that learn take their share. If
+    all matrices learn, the total is three times the forward pass.
     """
     through = 1 if numbers.layer_trained else 0
     products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
@@ -156,33 +152,21 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     head = 3 * work.head_bytes / (HBM_SHARE * gpu.hbm)
     head += 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
-    layer = _Group(numbers.layer_parameters, numbers.layer_trained, layout, machines)
-    root = _Group(numbers.root_parameters, numbers.root_trained, layout, machines)
+    layer = _Group(numbers.layer_parameters, numbers.layer_trained, through and layout.free_layers, layout, machines)
+    root = _Group(numbers.root_parameters, numbers.root_trained, layout.free_root, layout, machines)
+    gather, gather_again, reduce, copies = layer.gather(), layer.gather_again(), layer.reduce(), layer.all_reduce()
     syncs = 1 if layout.accumulate == "unsharded" else m
-    seconds = {
-        "gather": layer.gather(layout.group),
-        "again": 0.0
-        if layout.free_layers is False or not through
-        else layer.gather(layer.kept_over(layout.free_layers)),
-        "reduce": layer.reduce(),
-        "replicas": layer.all_reduce(),
-    }
-    root_gather, root_reduce = root.gather(layout.group), root.reduce()
-    root_again = 0.0 if layout.free_root is False else root.gather(root.kept_over(layout.free_root))
-    per_forward = n * seconds["gather"] + root_gather
-    per_backward = n * seconds["again"] + root_again
-    reducing = syncs * (n * seconds["reduce"] + root_reduce) + n * seconds["replicas"] + root.all_reduce()
-    communication = m * (per_forward + per_backward) + reducing
+    gathering = (n * gather + root.gather()) + (n * gather_again + root.gather_again())
+    communication = m * gathering + (syncs * (n * reduce + root.reduce()) + n * copies + root.all_reduce())
 
     # The first gather of a pass and the last reduction overlap with nothing, so the root's time counts fully.
-    shown = m * (root_gather + seconds["gather"] + (n - 1) * max(0.0, seconds["gather"] - forward))
+    shown = m * (root.gather() + gather + (n - 1) * max(0.0, gather - forward))
     for micro_batch in range(m):
         last = micro_batch == m - 1
-        sent = seconds["reduce"] if last or syncs == m else 0.0
-        sent += seconds["replicas"] if last else 0.0
-        shown += root_again + (n - 1) * max(0.0, seconds["again"] + sent - backward - again)
-        shown += seconds["again"] if layout.free_last is True else 0.0
-        shown += sent + (root_reduce if last or syncs == m else 0.0) + (root.all_reduce() if last else 0.0)
+        sent = (reduce if last or syncs == m else 0.0) + (copies if last else 0.0)
+        shown += root.gather_again() + (n - 1) * max(0.0, gather_again + sent - backward - again)
+        shown += gather_again if layout.free_last is True else 0.0
+        shown += sent + (root.reduce() if last or syncs == m else 0.0) + (root.all_reduce() if last else 0.0)
 
     share = numbers.trained / layout.group
     optimizer = share * ADAMW_BYTES / (HBM_SHARE * gpu.hbm)
@@ -206,26 +190,24 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
 
 def traffic(numbers: ModelNumbers, layout: Layout, machines: Machines, micro_batches: int = 1) -> Traffic:
     """Return the bytes that one rank receives in a step. A collective over N ranks brings (N - 1) / N of the whole."""
-    n = numbers.n_layers
-    layers = _Group(n * numbers.layer_parameters, n * numbers.layer_trained, layout, machines)
-    root = _Group(numbers.root_parameters, numbers.root_trained, layout, machines)
+    n, trained = numbers.n_layers, numbers.layer_trained
+    layers = _Group(n * numbers.layer_parameters, n * trained, trained > 0 and layout.free_layers, layout, machines)
+    root = _Group(numbers.root_parameters, numbers.root_trained, layout.free_root, layout, machines)
     syncs = 1 if layout.accumulate == "unsharded" else micro_batches
-    forward = micro_batches * (layers.gathered + root.gathered)
-    again, again_outside = 0, 0
-    for group, free in ((layers, layout.free_layers), (root, layout.free_root)):
-        if free is not False and (group is root or numbers.layer_trained):
-            over = group.kept_over(free)
-            again += micro_batches * _received(group.bytes, over)
-            again_outside += micro_batches * round(group.bytes * machines_outside(over, machines))
-    reduced = syncs * (layers.reduced + root.reduced)
-    replicas = layers.all_reduced + root.all_reduced
-    outside = round(
-        (micro_batches * (layers.bytes + root.bytes) + syncs * (layers.reduce_bytes + root.reduce_bytes))
-        * machines_outside(layout.group, machines)
+    again, outside = 0, 0
+    for group in (layers, root):
+        if group.freed is not False:
+            again += micro_batches * _received(group.bytes, group.kept_over)
+            outside += micro_batches * round(group.bytes * machines_outside(group.kept_over, machines))
+        outside += round(group.all_reduced_outside()[1]) if layout.replicas > 1 else 0
+    moved = micro_batches * (layers.bytes + root.bytes) + syncs * (layers.reduce_bytes + root.reduce_bytes)
+    return Traffic(
+        gather_forward=micro_batches * (layers.gathered + root.gathered),
+        gather_backward=again,
+        reduce_scatter=syncs * (layers.reduced + root.reduced),
+        all_reduce=layers.all_reduced + root.all_reduced,
+        between_machines=outside + round(moved * machines_outside(layout.group, machines)),
     )
-    if layout.replicas > 1:
-        outside += round(layers.all_reduced_outside()[1] + root.all_reduced_outside()[1])
-    return Traffic(forward, again, reduced, replicas, outside + again_outside)
 
 
 def machines_outside(ranks: int, machines: Machines) -> float:
@@ -248,6 +230,8 @@ class _Group:
     parameters: int
     trained: int
     """The number of parameters that have gradients."""
+    freed: bool | int
+    """See `Layout.free_layers`. It is False if the backward pass does not reach these parameters."""
     layout: Layout
     machines: Machines
 
@@ -271,12 +255,13 @@ class _Group:
     def all_reduced(self) -> int:
         return 2 * _received(self.reduce_bytes // self.layout.group, self.layout.replicas)
 
-    def kept_over(self, free: bool | int) -> int:
+    @property
+    def kept_over(self) -> int:
         """Return the number of ranks from which freed weights are gathered again."""
-        return self.layout.group if free is True else int(free)
+        return self.layout.group if self.freed is True else int(self.freed)
 
-    def gather(self, ranks: int) -> float:
-        """Return the seconds of an all-gather.
+    def gather(self, ranks: int | None = None) -> float:
+        """Return the seconds of an all-gather, from the ranks that share a copy or from fewer.
 
         They include fetching this rank's part from the host if it is kept there, the collective, and the copy out of
         its buffer. A group of one rank has the copy only.
@@ -285,7 +270,11 @@ class _Group:
             return 0.0
         fetched = self.parameters * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
         copied = 2 * self.bytes / (HBM_SHARE * self.machines.gpu.hbm)
-        return fetched + self._seconds(self.bytes, ranks) + copied
+        return fetched + self._seconds(self.bytes, ranks or self.layout.group) + copied
+
+    def gather_again(self) -> float:
+        """Return the seconds of gathering freed weights for the backward pass."""
+        return 0.0 if self.freed is False else self.gather(self.kept_over)
 
     def reduce(self) -> float:
         """Return the seconds of a reduce-scatter, and of moving this rank's part to the host."""

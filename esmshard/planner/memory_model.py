@@ -3,12 +3,10 @@
 `memory` goes through the moments of a training step and adds up the bytes alive at each moment: what FSDP2 keeps and
 gathers, and what a layer of `esmshard.model` keeps for its backward pass. The largest sum is the result. docs/plan.md
 has the formulas and compares them with measured peaks; `benchmarks/peaks.py` measures. Letters: see `esmshard.batch`.
-
-This file is longer than others, because all moments of a step count the same things and are checked against each other.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -223,99 +221,140 @@ def memory(
         micro_batches: the micro-batches of a step. From the second one on, gradients exist from the start.
         padding: see `layer_bytes`.
     """
-    found = _moments(numbers, layout, tokens, head_bytes, device, micro_batches, padding)
-    peak = max(found, key=lambda moment: moment.total)
+    step = _Step(numbers, layout, tokens, head_bytes, device, micro_batches, padding)
+    peak = max(step.moments(), key=lambda moment: moment.total)
     if not layout.cpu_offload or device == "cpu":
         return peak
-    group = layout.group
-    host = FP32 * (numbers.parameters + numbers.trained) // group + 2 * FP32 * numbers.trained // group
+    host = FP32 * (numbers.parameters + numbers.trained) // layout.group + 2 * FP32 * numbers.trained // layout.group
     return replace(peak, host=host)
 
 
-def _moments(
-    numbers: ModelNumbers,
-    layout: Layout,
-    tokens: int,
-    head_bytes: int,
-    device: Device,
-    micro_batches: int,
-    padding: float,
-) -> list[Memory]:
-    """Return the moments of a step at which the peak can be. Between them all sums grow or fall linearly."""
-    n, group = numbers.n_layers, layout.group
-    here = 0 if layout.cpu_offload and device != "cpu" else FP32  # bytes for each number of this rank's share
-    gradients = _gradients(numbers, layout, here, micro_batches)
-    kept = _kept(numbers, layout, tokens, device, padding)
-    always = Memory(
-        when="",
-        parameters=here * numbers.parameters // group,
-        optimizer=2 * here * numbers.trained // group,
-        workspace=WORKSPACE[device],
-    )
-    k = max(1, n - layout.prefetch_forward)
-    moments = [
-        replace(
-            always,
-            when=f"forward pass of layer {k} of {n}",
-            gradients=gradients.before,
-            gathered=_gathered_forward(numbers, layout, k),
-            activations=k * kept.layer + kept.again + kept.ends,
-        ),
-        replace(
-            always,
-            when="backward pass of the head",
-            gradients=gradients.before + (0 if numbers.layer_trained else gradients.root),
-            gathered=_gathered(numbers, layout, n, at_work=False),
-            activations=n * kept.layer + kept.ends,
-            head=head_bytes,
-        ),
-        replace(always, when="optimizer step", gradients=gradients.share),
-    ]
-    if not numbers.layer_trained:  # the backward pass ends at the head
-        return moments
-    # Gloo's reduce-scatter is an all-reduce of a copy.
-    gloo = gradients.reduce if device == "cpu" and group > 1 else 0
-    for done in sorted({0, min(1, n - 1), max(0, n - 1 - layout.prefetch_backward), n - 1}):
-        moments += _backward(numbers, layout, done, always, gradients, kept, gloo)
-    return moments
+@dataclass(frozen=True)
+class _Step:
+    """A training step on one rank. The arguments are those of `memory`."""
 
+    numbers: ModelNumbers
+    layout: Layout
+    tokens: int
+    head_bytes: int
+    device: Device
+    micro_batches: int
+    padding: float
 
-def _backward(
-    numbers: ModelNumbers,
-    layout: Layout,
-    done: int,
-    always: Memory,
-    gradients: "_Gradients",
-    kept: "_Kept",
-    gloo: int,
-) -> list[Memory]:
-    """Return the moments of one layer's backward pass, after that of `done` layers."""
-    to_do, left = numbers.n_layers - done, gradients.left(done)
-    sent, name = gradients.reduce if done else 0, f"layer {to_do} of {numbers.n_layers}"
-    return [
-        replace(
-            always,
-            when=f"backward pass of {name}",
-            gradients=left + sent + gradients.whole // 3,
-            gathered=_gathered(numbers, layout, to_do, at_work=True),
-            activations=to_do * kept.layer + kept.again + kept.passing + kept.ends,
-        ),
-        replace(
-            always,
-            when=f"end of the backward pass of {name}",
-            gradients=left + sent + gradients.whole,
-            gathered=_gathered(numbers, layout, to_do, at_work=True),
-            activations=(to_do - 1) * kept.layer + kept.ends,
-        ),
-        replace(
-            always,
-            when=f"reduction of the gradients of {name}",
-            gradients=left + gradients.reduce + gradients.whole + gradients.layer_share + gradients.held,
-            gathered=_gathered(numbers, layout, to_do - 1, at_work=False),
-            activations=(to_do - 1) * kept.layer + kept.ends,
-            workspace=always.workspace + gloo,
-        ),
-    ]
+    def moments(self) -> Iterator[Memory]:
+        """Yield the moments of the step at which the peak can be. Between them all sums grow or fall linearly."""
+        layout, n, gradients = self.layout, self.numbers.n_layers, self._gradients()
+        layer = layer_bytes(self.numbers, layout, self.device, self.padding)
+        k = max(1, n - layout.prefetch_forward)
+        yield self._at(
+            f"forward pass of layer {k} of {n}",
+            gradients.before,
+            self._gathered_forward(k),
+            k * layer.kept + layer.again,
+        )
+        held = gradients.before + (0 if self.numbers.layer_trained else gradients.root)
+        head = "backward pass of the head"
+        yield self._at(head, held, self._gathered(n, at_work=False), n * layer.kept, head=self.head_bytes)
+        yield self._at("optimizer step", gradients.share)
+        if not self.numbers.layer_trained:  # the backward pass ends at the head
+            return
+        for done in sorted({0, min(1, n - 1), max(0, n - 1 - layout.prefetch_backward), n - 1}):
+            yield from self._backward(done, gradients, layer)
+
+    def _backward(self, done: int, gradients: "_Gradients", layer: LayerBytes) -> Iterator[Memory]:
+        """Yield the moments of one layer's backward pass, after that of `done` layers."""
+        to_do, left = self.numbers.n_layers - done, gradients.left(done)
+        name, waiting = f"layer {to_do} of {self.numbers.n_layers}", (to_do - 1) * layer.kept
+        running = left + (gradients.reduce if done else 0)
+        gathered = self._gathered(to_do, at_work=True)
+        kept = to_do * layer.kept + layer.again + layer.passing
+        yield self._at(f"backward pass of {name}", running + gradients.whole // 3, gathered, kept)
+        yield self._at(f"end of the backward pass of {name}", running + gradients.whole, gathered, waiting)
+        reducing = left + gradients.reduce + gradients.whole + gradients.layer_share + gradients.held
+        gathered = self._gathered(to_do - 1, at_work=False)
+        # Gloo's reduce-scatter is an all-reduce of a copy.
+        gloo = gradients.reduce if self.device == "cpu" and self.layout.group > 1 else 0
+        yield self._at(f"reduction of the gradients of {name}", reducing, gathered, waiting, gloo=gloo)
+
+    @property
+    def _here(self) -> int:
+        """Return the bytes on the device for each number of this rank's share."""
+        return 0 if self.layout.cpu_offload and self.device != "cpu" else FP32
+
+    def _at(
+        self, when: str, gradients: int, gathered: int = 0, kept: int | None = None, head: int = 0, gloo: int = 0
+    ) -> Memory:
+        """Return the memory of one moment. `kept` is the bytes of activations of a token, without those outside layers,
+        or None if there are no activations; the other numbers are bytes.
+        """
+        number = BYTES[self.layout.precision] if self.layout.sharded else FP32
+        ends = 2 * self.numbers.dim * number  # the embedding and the last LayerNorm
+        return Memory(
+            when=when,
+            parameters=self._here * self.numbers.parameters // self.layout.group,
+            gradients=gradients,
+            optimizer=2 * self._here * self.numbers.trained // self.layout.group,
+            gathered=gathered,
+            activations=0 if kept is None else self.tokens * (kept + ends),
+            head=head,
+            workspace=WORKSPACE[self.device] + gloo,
+        )
+
+    def _gradients(self) -> "_Gradients":
+        numbers, layout = self.numbers, self.layout
+        size = BYTES[layout.precision] if layout.sharded else 0
+        share = self._here * numbers.trained // layout.group
+        reduce = numbers.layer_trained * BYTES[layout.reduce_dtype] if layout.sharded else 0
+        before = share if self.micro_batches > 1 else 0
+        if self.micro_batches > 1 and layout.sharded and layout.accumulate == "unsharded":
+            before = numbers.trained * BYTES[layout.reduce_dtype]
+        return _Gradients(
+            n_layers=numbers.n_layers,
+            share=share,
+            layer_share=self._here * numbers.layer_trained // layout.group,
+            whole=numbers.layer_trained * size,
+            reduce=reduce,
+            before=before,
+            # In fp32 FSDP's sums over several copies use the memory of the gradients themselves.
+            held=reduce // layout.group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0,
+            root=numbers.root_trained * size,
+        )
+
+    def _gathered_forward(self, k: int) -> int:
+        """Return the bytes of gathered weights in the forward pass of layer k, counted from 1.
+
+        FSDP frees the buffer from which it copied a layer's weights only when the next layer's weights have arrived.
+        """
+        numbers, layout = self.numbers, self.layout
+        layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_parameters, numbers.root_parameters))
+        if not layout.sharded:
+            return 0 if layout.precision == "fp32" else k * layer * 3 // 4
+        buffers = 1 + min(layout.prefetch_forward, numbers.n_layers - k) if layout.group > 1 else 0
+        behind = 0 if layout.free_layers is True else (k - 1) * layer // (int(layout.free_layers) or 1)
+        return root + (1 + buffers) * layer + behind
+
+    def _gathered(self, to_do: int, at_work: bool) -> int:
+        """Return the bytes of gathered weights in the backward pass.
+
+        Args:
+            to_do: the layers whose backward pass has not ended.
+            at_work: whether the backward pass of one of these layers has begun.
+        """
+        numbers, layout = self.numbers, self.layout
+        layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_parameters, numbers.root_parameters))
+        if not layout.sharded:
+            # Autocast keeps a copy of each matrix that it cast until the forward pass ends. Copies of layers that are
+            # not recomputed stay until their backward pass. q, k, v are not cast separately.
+            half = 0 if layout.precision == "fp32" else layer * 3 // 4
+            kept = layout.activation_checkpointing == "none" or (to_do == numbers.n_layers and not at_work)
+            return half * (to_do if kept else int(at_work))
+        if layout.free_layers is False:
+            return root + to_do * layer
+        waiting = to_do - int(at_work)
+        # A group of one rank copies each weight when it is needed, and gathers nothing in advance.
+        ahead = min(layout.prefetch_backward, waiting) if layout.group > 1 else 0
+        resting = 0 if layout.free_layers is True else (waiting - ahead) * layer // layout.free_layers
+        return root + (int(at_work) + ahead) * layer + resting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,87 +383,6 @@ class _Gradients:
         if self.before > self.share:  # shards replace whole gradients
             return extra + self.before - layers_done * (self.before - self.share) // self.n_layers
         return extra + max(self.before, layers_done * self.layer_share)
-
-
-def _gradients(numbers: ModelNumbers, layout: Layout, here: int, micro_batches: int) -> _Gradients:
-    """Return the gradients of a step. `here` is the bytes for each number of this rank's share."""
-    group, size = layout.group, BYTES[layout.precision] if layout.sharded else 0
-    share = here * numbers.trained // group
-    reduce = numbers.layer_trained * BYTES[layout.reduce_dtype] if layout.sharded else 0
-    before = share if micro_batches > 1 else 0
-    if micro_batches > 1 and layout.sharded and layout.accumulate == "unsharded":
-        before = numbers.trained * BYTES[layout.reduce_dtype]
-    return _Gradients(
-        n_layers=numbers.n_layers,
-        share=share,
-        layer_share=here * numbers.layer_trained // group,
-        whole=numbers.layer_trained * size,
-        reduce=reduce,
-        before=before,
-        # In fp32 FSDP's sums over several copies use the memory of the gradients themselves.
-        held=reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0,
-        root=numbers.root_trained * size,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """The bytes of activations on one rank."""
-
-    layer: int
-    """Bytes of one layer, from its forward to its backward pass."""
-    again: int
-    """Bytes of the layer that is recomputed."""
-    passing: int
-    """Bytes of the layer whose backward pass runs."""
-    ends: int
-    """Bytes of the embedding and the last LayerNorm."""
-
-
-def _kept(numbers: ModelNumbers, layout: Layout, tokens: int, device: Device, padding: float) -> _Kept:
-    each = layer_bytes(numbers, layout, device, padding)
-    number = BYTES[layout.precision] if layout.sharded else FP32
-    ends = 2 * numbers.dim * tokens * number
-    return _Kept(layer=each.kept * tokens, again=each.again * tokens, passing=each.passing * tokens, ends=ends)
-
-
-def _gathered_forward(numbers: ModelNumbers, layout: Layout, k: int) -> int:
-    """Return the bytes of gathered weights in the forward pass of layer k, counted from 1.
-
-    FSDP frees the buffer from which it copied a layer's weights only when the next layer's weights have arrived.
-    """
-    layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_parameters, numbers.root_parameters))
-    if not layout.sharded:
-        return 0 if layout.precision == "fp32" else k * layer * 3 // 4
-    buffers = 1 + min(layout.prefetch_forward, numbers.n_layers - k) if layout.group > 1 else 0
-    behind = 0 if layout.free_layers is True else (k - 1) * layer // (int(layout.free_layers) or 1)
-    return root + (1 + buffers) * layer + behind
-
-
-def _gathered(numbers: ModelNumbers, layout: Layout, to_do: int, at_work: bool) -> int:
-    """Return the bytes of gathered weights in the backward pass.
-
-    Args:
-        numbers: the sizes of the model.
-        layout: the division of the model over the ranks.
-        to_do: the layers whose backward pass has not ended.
-        at_work: whether the backward pass of one of these layers has begun.
-    """
-    size = BYTES[layout.precision]
-    layer, root = numbers.layer_parameters * size, numbers.root_parameters * size
-    if not layout.sharded:
-        # Autocast keeps a copy of each matrix that it cast until the forward pass ends. Copies of layers that are not
-        # recomputed stay until their backward pass. q, k, v are not cast separately.
-        half = 0 if layout.precision == "fp32" else layer * 3 // 4
-        kept = layout.activation_checkpointing == "none" or (to_do == numbers.n_layers and not at_work)
-        return half * (to_do if kept else int(at_work))
-    if layout.free_layers is False:
-        return root + to_do * layer
-    waiting = to_do - int(at_work)
-    # A group of one rank copies each weight when it is needed, and gathers nothing in advance.
-    ahead = min(layout.prefetch_backward, waiting) if layout.group > 1 else 0
-    resting = 0 if layout.free_layers is True else (waiting - ahead) * layer // layout.free_layers
-    return root + (int(at_work) + ahead) * layer + resting
 
 
 def largest_micro_batch(

@@ -1,13 +1,15 @@
-"""`esmshard plan`: what a recipe needs on given machines, strategy by strategy, and which one to take."""
+"""`esmshard plan`: what a recipe needs on given machines, strategy by strategy, and which one to take. No torch."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import SIZES, EsmConfig
@@ -20,11 +22,11 @@ from esmshard.recipe.task_section import TaskSettings
 from esmshard.sharding.layout import BYTES, STRATEGIES, Layout, layout
 
 RESERVE = 0.1
-"""Share of a GPU's memory that a plan leaves free: gaps of the allocator, and what the estimate may be off by."""
+"""The share of a GPU's memory that a plan leaves free, for gaps of the allocator and errors of the estimate."""
 AS_GOOD = 1.03
 """Step times within this factor count as equal; the plan that needs less memory is then the better one."""
 MOST_TOKENS = 1 << 20
-"""Where the search for the largest micro-batch ends."""
+"""The largest micro-batch that the search for the largest one considers."""
 GIB = 2**30
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -32,33 +34,94 @@ MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
+class MicroBatches:
+    """The memory of a recipe's micro-batches on one rank. `plan`, `finetune` and `doctor` all ask it what fits."""
+
+    recipe: Recipe
+    """The recipe after `in_tokens`."""
+    train: Examples
+    numbers: ModelNumbers
+    layout: Layout
+    device: Device
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest training record. A micro-batch cannot be smaller."""
+        return int(self.train.tokens.max())
+
+    @property
+    def padding(self) -> float:
+        """Return the tokens with padding over the tokens without, where attention pads to the longest record."""
+        return self.longest / float(self.train.tokens.mean(dtype=np.float64))
+
+    @property
+    def share(self) -> int:
+        """Return the tokens of one rank in one step."""
+        return -(-self.recipe.batch.global_tokens // self.layout.world_size)
+
+    @cached_property
+    def head(self) -> Callable[[int], int]:
+        """Return the bytes of the head as a function of a micro-batch's tokens."""
+        return head_bytes(self.recipe.task, self.train.tokens, self.layout)
+
+    def largest(self, room: int, share: int | None = None) -> int:
+        """Return the largest `batch.tokens_per_rank` that fits into `room` bytes; 0 if the longest record does not fit.
+
+        The result is at most `share`, which is the rank's share of a step unless another number is given.
+        """
+        beside = self.train.beside
+        found = largest_micro_batch(
+            self.numbers,
+            self.layout,
+            room,
+            self.head,
+            self.device,
+            longest=self.longest + beside,
+            share=(self.share if share is None else share) + beside,
+            padding=self.padding,
+        )
+        return max(0, found - beside)
+
+    def memory(self, tokens: int, micro_batches: int) -> Memory:
+        """Return the memory of a step of `micro_batches`, of which the largest has so many tokens of records."""
+        return memory(
+            self.numbers,
+            self.layout,
+            tokens + self.train.beside,
+            self.head(tokens),
+            self.device,
+            micro_batches=micro_batches,
+            padding=self.padding,
+        )
+
+
+@dataclass(frozen=True)
 class Lengths:
-    """The user's own proteins, as training cuts them."""
+    """The lengths of the user's own training records, in tokens with `<cls>` and `<eos>`, as training crops them."""
 
     records: int
     longest: int
-    """Tokens, `<cls>` and `<eos>` counted."""
     mean: float
     attended: float
-    """Tokens that a token attends to, on average over tokens."""
+    """The tokens that a token attends to, averaged over tokens."""
     beside: int
-    """Tokens that go through the model with every micro-batch besides."""
+    """Further tokens that go through the model with every micro-batch."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to lay the run out."""
+    """One way to divide the run over the GPUs."""
 
     strategy: str
     checkpointing: str
     cpu_offload: bool
     impossible: str = ""
-    """Why it cannot be, where it cannot; the rest is then empty."""
+    """The reason why this option is not possible; the other fields are then empty."""
     tokens: int = 0
-    """Of the largest micro-batch of a rank that a step has."""
+    """The tokens of the largest micro-batch of a step on one rank."""
     micro_batches: int = 0
     largest: int = 0
-    """Largest `batch.tokens_per_rank` that fits; 0 if not even the longest record does."""
+    """The largest `batch.tokens_per_rank` that fits; 0 if the longest record does not fit."""
     fits: bool = False
     memory: Memory | None = None
     cost: Cost | None = None
@@ -66,29 +129,29 @@ class Option:
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """What `plan` found."""
+    """The result of `plan`."""
 
     recipe: Recipe
     machines: Machines
     numbers: ModelNumbers
     lengths: Lengths
-    precision: str
+    precision: Literal["fp32", "bf16", "fp16"]
     room: int
-    """Bytes of each GPU that may be planned with."""
+    """The bytes of each GPU with which the plan may be made."""
     options: list[Option]
     best: Option | None
 
     def reasons(self) -> list[str]:
-        """Why the best option is the best, a sentence each."""
+        """Return the reasons why the best option is the best, one sentence each."""
         return list(_reasons(self))
 
 
 def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
-    """Reckon every strategy and checkpointing mode; with `cpu_offload` too if nothing else fits.
+    """Estimate every strategy and checkpointing mode; if nothing fits, estimate them with `cpu_offload` too.
 
     Raises:
-        InputError: the training data or the model cannot be read, or there are fewer records than GPUs.
-        UsageError: the settings of `parallel` cannot be under any strategy.
+        InputError: if the training data or the model cannot be read, or there are fewer records than GPUs.
+        UsageError: if the settings of `parallel` are possible under no strategy.
     """
     train = open_split(recipe, "train", None)
     recipe, tokens_N = in_tokens(recipe, train), train.tokens
@@ -96,36 +159,33 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
         raise InputError(
             f"{train.path}: train has {len(tokens_N)} records, fewer than the {machines.world_size} GPUs; take fewer"
         )
-    config = _config(recipe)
-    numbers = numbers_of(config, recipe.task.head_parameters(config), recipe.adapt, logits=recipe.task.trains_lm_head)
     total = float(tokens_N.sum(dtype=np.int64))
     attended = float(np.square(tokens_N, dtype=np.float64).sum()) / total
     lengths = Lengths(len(tokens_N), int(tokens_N.max()), total / len(tokens_N), attended, train.beside)
-    precision = _precision(recipe, machines)
-    room = int(machines.room * (1 - RESERVE))
+    precision, room = _precision(recipe, machines), int(machines.room * (1 - RESERVE))
+    found = RecipePlan(recipe, machines, model_numbers(recipe), lengths, precision, room, [], None)
 
     def options(offload: bool) -> list[Option]:
-        return [
-            _option(recipe, machines, numbers, lengths, precision, room, tokens_N, strategy, mode, offload)
-            for strategy in (STRATEGIES if machines.world_size > 1 else [recipe.parallel.strategy])
-            for mode in MODES
-        ]
+        strategies = STRATEGIES if machines.world_size > 1 else [recipe.parallel.strategy]
+        return [_option(found, train, strategy, mode, offload) for strategy in strategies for mode in MODES]
 
-    found = options(recipe.parallel.cpu_offload)
-    if all(option.impossible for option in found):
-        raise UsageError(found[0].impossible)
-    if not any(option.fits for option in found) and not recipe.parallel.cpu_offload:
-        found += options(True)
-    return RecipePlan(recipe, machines, numbers, lengths, precision, room, found, _best(found))
+    every = options(recipe.parallel.cpu_offload)
+    if all(option.impossible for option in every):
+        raise UsageError(every[0].impossible)
+    if not any(option.fits for option in every) and not recipe.parallel.cpu_offload:
+        every += options(True)
+    return replace(found, options=every, best=_best(every))
 
 
 def head_bytes(task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout) -> Callable[[int], int]:
-    """Bytes that a task's head keeps of a micro-batch of so many tokens: the longest record, and the usual mix.
+    """Return the bytes that a task's head keeps of a micro-batch, as a function of its tokens.
+
+    The micro-batch has the longest record, and is otherwise an average of all records.
 
     Args:
-        task: whose head it is; it reckons in fp32.
-        tokens_N: of each training record.
-        layout: of the model. FSDP runs the head in the precision of the arithmetic too.
+        task: the task, which gives the bytes in fp32.
+        tokens_N: the tokens of each training record.
+        layout: the layout of the model. FSDP runs the head in the precision of the arithmetic, too.
     """
     lengths, counts = np.unique(tokens_N, return_counts=True)
     each = np.array([task.head_bytes(int(length)) for length in lengths], dtype=np.float64)
@@ -134,19 +194,28 @@ def head_bytes(task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layo
     return lambda tokens: round(size * (each[-1] + max(0, tokens - longest) * per_token))
 
 
-def _config(recipe: Recipe) -> EsmConfig:
-    """Of the model that a recipe names. Weights are not read, and nothing is downloaded."""
-    name = recipe.model.name
-    if name in SIZES and not Path(name).exists():
-        return SIZES[name]
-    from esmshard.model.weights import key_maps, open_weights, weight_reader  # with torch; a released name does without
+def model_numbers(recipe: Recipe) -> ModelNumbers:
+    """Return the sizes of the model that a recipe names, with its head. Nothing is downloaded, and no weight is read.
 
-    if (Path(name) / "config.json").is_file():
+    Raises:
+        InputError: if the model's file or directory cannot be read.
+    """
+    config = _config(Path(recipe.model.name))
+    return numbers_of(config, recipe.task.head_parameters(config), recipe.adapt, logits=recipe.task.trains_lm_head)
+
+
+def _config(model: Path) -> EsmConfig:
+    if str(model) in SIZES and not model.exists():
+        return SIZES[str(model)]
+    # These modules import torch, which a released model does without.
+    from esmshard.model.weights import key_maps, open_weights, weight_reader
+
+    if (model / "config.json").is_file():
         try:
-            return key_maps.config_of_transformers(weight_reader.read_json(Path(name) / "config.json"))
+            return key_maps.config_of_transformers(weight_reader.read_json(model / "config.json"))
         except ValueError as error:
-            raise InputError(f"{Path(name) / 'config.json'}: not a model that can be read: {error}") from None
-    return open_weights.read(name).config
+            raise InputError(f"{model / 'config.json'}: not a model that can be read: {error}") from None
+    return open_weights.read(str(model)).config
 
 
 def _precision(recipe: Recipe, machines: Machines) -> Literal["fp32", "bf16", "fp16"]:
@@ -158,56 +227,30 @@ def _precision(recipe: Recipe, machines: Machines) -> Literal["fp32", "bf16", "f
     return wanted
 
 
-def _option(
-    recipe: Recipe,
-    machines: Machines,
-    numbers: ModelNumbers,
-    lengths: Lengths,
-    precision: Literal["fp32", "bf16", "fp16"],
-    room: int,
-    tokens_N: npt.NDArray[np.int32],
-    strategy: str,
-    mode: Checkpointing,
-    offload: bool,
-) -> Option:
+def _option(found: RecipePlan, train: Examples, strategy: str, mode: Checkpointing, offload: bool) -> Option:
+    recipe, machines, lengths = found.recipe, found.machines, found.lengths
     change: dict[str, Any] = {"strategy": strategy, "activation_checkpointing": mode, "cpu_offload": offload}
     if strategy != "hybrid_shard":
         change["group_size"] = None
     settings = recipe.parallel.model_copy(update=change)
     try:
-        laid_out = layout(settings, machines.world_size, machines.per_machine, precision)
+        laid_out = layout(settings, machines.world_size, machines.per_machine, found.precision)
     except UsageError as error:
         return Option(strategy, mode, offload, impossible=str(error))
-    packed = machines.gpu.has_bf16 and precision != "fp32"
-    device: Device = "cuda" if packed else "cuda-padded"
-    padding = 1.0 if packed else lengths.longest / lengths.mean
-    head = head_bytes(recipe.task, tokens_N, laid_out)
-
-    share = -(-recipe.batch.global_tokens // machines.world_size)
-    beside = lengths.beside
-    least = lengths.longest + beside
-    largest = largest_micro_batch(
-        numbers, laid_out, room, head, device, longest=least, share=MOST_TOKENS, padding=padding
-    )
-    asked = recipe.batch.tokens_per_rank
-    if asked == "auto":
-        most = largest_micro_batch(
-            numbers, laid_out, room, head, device, longest=least, share=share + beside, padding=padding
-        )
-        most -= beside
-    else:
-        most = asked
-    most = max(most, lengths.longest)
+    packed = machines.gpu.has_bf16 and found.precision != "fp32"
+    batches = MicroBatches(recipe, train, found.numbers, laid_out, "cuda" if packed else "cuda-padded")
+    share, wanted = batches.share, recipe.batch.tokens_per_rank
+    most = max(batches.largest(found.room) if wanted == "auto" else wanted, lengths.longest)
     parts = -(-share // most)
     # Shares are balanced, so that no micro-batch is much larger than the mean; but the longest record stays whole.
     tokens = max(lengths.longest, -(-share // parts))
-    need = memory(numbers, laid_out, tokens + beside, head(tokens), device, micro_batches=parts, padding=padding)
-    mean_tokens = -(-share // parts) + beside
+    need = batches.memory(tokens, parts)
+    mean_tokens = -(-share // parts) + lengths.beside
     work = Work(
         tokens=mean_tokens,
         micro_batches=parts,
         attended=lengths.attended if packed else float(lengths.longest),
-        head_bytes=round(head(tokens) * mean_tokens / (tokens + beside)),
+        head_bytes=round(batches.head(tokens) * mean_tokens / (tokens + lengths.beside)),
     )
     return Option(
         strategy,
@@ -215,10 +258,10 @@ def _option(
         offload,
         tokens=tokens,
         micro_batches=parts,
-        largest=max(0, largest - beside),
-        fits=need.total <= room,
+        largest=batches.largest(found.room, MOST_TOKENS - lengths.beside),
+        fits=need.total <= found.room,
         memory=need,
-        cost=cost(numbers, laid_out, work, machines),
+        cost=cost(found.numbers, laid_out, work, machines),
     )
 
 
@@ -233,7 +276,7 @@ def _total(option: Option) -> int:
 
 
 def _best(options: list[Option]) -> Option | None:
-    """The fastest that fits; of those as good as it, the one that needs the least memory."""
+    """Return the fastest option that fits; of the options that are as fast, the one that needs the least memory."""
     fitting = [option for option in options if option.fits]
     if not fitting:
         return None
@@ -283,7 +326,7 @@ def _reasons(found: RecipePlan) -> Iterator[str]:
 
 
 def keys(found: RecipePlan) -> list[str]:
-    """The recipe keys of the best option, to paste behind `esmshard finetune RECIPE`."""
+    """Return the recipe keys of the best option, to paste behind `esmshard finetune RECIPE`."""
     best = found.best
     if best is None:
         return []
@@ -302,7 +345,7 @@ _HEAD = (
 
 
 def _table(found: RecipePlan) -> Iterator[str]:
-    """A line for each option, every column as wide as its widest cell; words to the left, numbers to the right."""
+    """Yield a line for each option. Columns are as wide as their widest cell; numbers stand at the right of theirs."""
     rows: list[tuple[str, ...]] = [_HEAD]
     impossible: dict[str, str] = {}
     for option in found.options:
@@ -333,7 +376,7 @@ def _table(found: RecipePlan) -> Iterator[str]:
 
 
 def as_text(found: RecipePlan) -> str:
-    """The table, the recommendation and its reasons."""
+    """Format the table, the recommendation and its reasons."""
     numbers, lengths, machines = found.numbers, found.lengths, found.machines
     lines = [
         f"machines  {machines}: {found.room / GIB:.1f} GiB a GPU to plan with ({machines.gpu.memory_bytes / GIB:.1f} "
@@ -365,7 +408,7 @@ def as_text(found: RecipePlan) -> str:
 
 
 def as_json(found: RecipePlan) -> dict[str, Any]:
-    """The same for programs: bytes and seconds."""
+    """Return the same as JSON values, in bytes and seconds."""
 
     def row(option: Option) -> dict[str, Any]:
         known = asdict(option)

@@ -13,7 +13,7 @@ from esmshard.launch.process_group import Precision, World
 from esmshard.model.attention import kernel_name
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.planner import memory_model
-from esmshard.planner.recipe_plan import head_bytes
+from esmshard.planner.recipe_plan import MicroBatches
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.shard import DTYPES
@@ -124,7 +124,7 @@ def choose_tokens_per_rank(
 
 
 def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: int, ranks: World) -> int:
-    """Ask the planner for the largest micro-batch that fits, in tokens; 0 if the longest record does not fit.
+    """Return the largest `batch.tokens_per_rank` that fits, as the planner says; 0 if the longest record does not fit.
 
     Args:
         job: the run, with its training records and layout.
@@ -132,19 +132,8 @@ def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: in
         room: bytes that may be planned with, weights included, on the rank with the least memory.
         ranks: the ranks over which a step is divided.
     """
-    lengths, beside = job.train.tokens, job.train.beside
-    longest = int(lengths.max())
-    most = memory_model.largest_micro_batch(
-        numbers,
-        job.layout,
-        room,
-        head_bytes(job.recipe.task, lengths, job.layout),
-        planner_device(ranks.device, job.layout.precision),
-        longest=longest + beside,
-        share=-(-job.recipe.batch.global_tokens // ranks.size) + beside,
-        padding=longest / float(lengths.mean()),
-    )
-    return max(0, most - beside)
+    device = planner_device(ranks.device, job.layout.precision)
+    return MicroBatches(job.recipe, job.train, numbers, job.layout, device).largest(room)
 
 
 def planner_device(device: torch.device, precision: Precision) -> memory_model.Device:

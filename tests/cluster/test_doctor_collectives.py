@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from esmshard.cluster.doctor import collectives
-from esmshard.monitor.bandwidth import Place, bus_bandwidth, scopes
+from esmshard.monitor.bandwidth import Place, Scope, Speed, bus_bandwidth, scopes
 from esmshard.planner.machines import GPUS
 
 
-def speed(bus: float, scope: str = "all", ranks: int = 8) -> dict[str, Any]:
-    return {"collective": "all_gather", "scope": scope, "ranks": ranks, "bytes": 256 << 20, "seconds": 0.1, "bus": bus}
+def speed(bus: float, scope: Scope = "all", ranks: int = 8) -> Speed:
+    return Speed("all_gather", scope, ranks, 256 << 20, 0.1, bus)
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:

@@ -1,13 +1,12 @@
 """What nvidia-smi prints, read; the texts are of its format, from several drivers and machines."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from esmshard.cluster.doctor import gpus
-from esmshard.cluster.doctor.findings import Unanswered, ask
-from esmshard.cluster.doctor.gpus import Card, judge, module_version, parse_processes, parse_topology
+from esmshard.cluster.doctor.findings import Finding, Hangs, Unanswered, ask
+from esmshard.cluster.doctor.gpus import Card, Seen, judge, parse_processes
 
 A100 = (
     "0, GPU-5f7c1b2e-0000-1111-2222-333344445555, NVIDIA A100-SXM4-80GB, 535.104.05, 8.0, 81920, 81038, Enabled, 0, "
@@ -22,24 +21,17 @@ RTX = (
     "[N/A]\n"
 )
 
-TOPOLOGY = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV12\tNV12\tNV12\tPXB\tSYS\t0-31\t0\t\tN/A\n"
-    "GPU1\tNV12\t X \tNV12\tNV12\tPXB\tSYS\t0-31\t0\t\tN/A\n"
-    "GPU2\tNV12\tNV12\t X \tNV12\tSYS\tPXB\t32-63\t1\t\tN/A\n"
-    "GPU3\tNV12\tNV12\tNV12\t X \tSYS\tPXB\t32-63\t1\t\tN/A\n"
-    "NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t\n"
-    "NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X \t\t\t\t\n"
-    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
-    "\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
-)
-PCIE = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-15\t0\nGPU1\tSYS\t X \t16-31\t1\n"
-
 
 def parse_cards(text: str) -> list[Card]:
     cards, others = gpus.parse_cards(text)
     assert others == []
     return cards
+
+
+def look() -> tuple[Seen, list[Finding]]:
+    """The GPUs as the `nvidia-smi` on the path reports them, and the findings."""
+    seen = Seen()
+    return seen, list(gpus.check(seen))
 
 
 def levels(cards: list[Card], processes: dict[str, list[str]] | None = None) -> dict[str, str]:
@@ -89,49 +81,6 @@ def test_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
-            "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n",
-            "535.104.05",
-        ),
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)\n",
-            "580.65.06",
-        ),
-        ("", None),
-    ],
-)
-def test_version_of_the_kernel_module(text: str, version: str | None) -> None:
-    assert module_version(text) == version
-
-
-def test_topology_with_nvlink() -> None:
-    pairs = parse_topology(TOPOLOGY)
-    assert pairs[0, 3] == "NV12"
-    assert len(pairs) == 12
-    cards = [replace(parse_cards(A100)[0], index=index) for index in range(4)]
-    (found,) = gpus.connections(cards, pairs)
-    assert (found.level, found.found) == ("ok", "NVLink between all pairs (NV12)")
-    assert len(found.values["pairs"]) == 6
-    assert len(next(gpus.connections(cards[1:3], pairs)).values["pairs"]) == 1  # of those that are left
-
-
-def test_topology_without_nvlink_where_the_planner_expects_it() -> None:
-    pairs = parse_topology(PCIE)
-    assert pairs == {(0, 1): "SYS", (1, 0): "SYS"}
-    two = [replace(parse_cards(A100)[0], index=index) for index in range(2)]
-    (found,) = gpus.connections(two, pairs)
-    assert found.level == "warning"
-    assert "1 of 1 pairs have no NVLink (GPU 0 and 1: SYS)" in found.found
-    assert "300 GB/s" in found.found
-    (found,) = gpus.connections([replace(card, name="NVIDIA L4") for card in two], pairs)  # which never has it
-    assert found.level == "note"
-    assert not list(gpus.connections(two, {}))
-
-
-@pytest.mark.parametrize(
     ("chosen", "left"),
     [
         (None, [0, 1]),
@@ -168,7 +117,7 @@ def _fake(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_nvidia_smi_that_fails(code: int, said: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(tmp_path, f"""echo '{said.replace("'", "")}'; exit {code}""", monkeypatch)
-    (found,) = gpus.query().findings
+    (found,) = look()[1]
     assert (found.name, found.level) == ("nvidia-smi", "error")
     assert found.found == f"nvidia-smi (exit code {code}): {said.replace(chr(39), '')}"
     assert fix in found.fix
@@ -177,9 +126,9 @@ def test_nvidia_smi_that_fails(code: int, said: str, fix: str, tmp_path: Path, m
 def test_a_gpu_that_fell_off_the_bus_beside_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error"
     _fake(tmp_path, f"""case "$1" in --query-gpu=*) echo '{A100.strip()}'; echo '{said}';; esac""", monkeypatch)
-    seen = gpus.query()
+    seen, findings = look()
     assert [card.index for card in seen.cards] == [0]
-    found = {one.name: one for one in seen.findings}
+    found = {one.name: one for one in findings}
     assert (found["nvidia-smi"].level, found["nvidia-smi"].values["said"]) == ("error", [said])
     assert "drain the node" in found["nvidia-smi"].fix
     assert found["gpu 0"].level == "ok"
@@ -194,21 +143,34 @@ def test_an_older_driver_knows_the_other_name_of_a_field(tmp_path: Path, monkeyp
 esac""",
         monkeypatch,
     )
-    seen = gpus.query()
+    seen, _ = look()
     assert seen.driver == "535.104.05"
     assert [card.throttle for card in seen.cards] == [0x60]
 
 
 def test_a_program_that_hangs_or_is_not_there() -> None:
-    with pytest.raises(Unanswered, match=r"sleep did not answer within 0\.2 s"):
+    with pytest.raises(Hangs, match=r"sleep did not answer within 0\.2 s"):
         ask(["sleep", "5"], timeout=0.2)
     with pytest.raises(Unanswered, match="no-such-program is not installed"):
         ask(["no-such-program"])
 
 
+@pytest.mark.parametrize(("module", "level"), [("580.65.06\n", "note"), (None, "ok")])
+def test_a_container_without_nvidia_smi(
+    module: str | None, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's own file still has the version of the driver."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpus, "MODULE", tmp_path / "version")
+    if module is not None:
+        (tmp_path / "version").write_text(module)
+    seen, (found,) = look()
+    assert (seen.driver, found.level) == (module and module.strip(), level)
+
+
 def test_nvidia_smi_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(tmp_path, "exec sleep 5", monkeypatch)
     monkeypatch.setattr("esmshard.cluster.doctor.gpus.ask", lambda command: ask(command, 0.2))
-    (found,) = gpus.query().findings
+    (found,) = look()[1]
     assert found.level == "error"
     assert "drain the node" in found.fix

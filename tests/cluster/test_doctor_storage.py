@@ -78,6 +78,20 @@ def test_a_real_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_file_system_without_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a mounted object store. The error is raised where Python calls the system."""
+
+    def refused(*paths: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "rename", refused)
+    found = {one.name: one for one in storage.check(tmp_path, tmp_path, 0, {})}["out files"]
+    assert found.level == "error"
+    assert found.found == f"{tmp_path}: a directory or a file cannot be renamed (operation not supported)"
+    assert "out=DIR" in found.fix
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_measured_has_bounds(tmp_path: Path) -> None:
     found = storage.speed(tmp_path, most=3 << 20, patience=5)
     assert found.bytes == 3 << 20

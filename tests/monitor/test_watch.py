@@ -15,7 +15,7 @@ import watching
 
 from esmshard.launch.process_group import World
 from esmshard.monitor import watch as module
-from esmshard.monitor.communication import CommunicationClock, length, merged
+from esmshard.monitor.communication import CommunicationClock, length
 from esmshard.monitor.watch import Numbers, Watch, spread
 
 CPU = torch.device("cpu")
@@ -252,8 +252,7 @@ def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module._memory(torch.device("cuda", 0)) == (20, 30, 0.75, 2)
 
 
-def test_intervals_are_merged() -> None:
-    assert merged([(5, 6), (0, 2), (1, 1.5), (2, 3)]) == [(0, 3), (5, 6)]
+def test_time_that_intervals_share_counts_once() -> None:
     assert length([(5, 6), (0, 2), (1, 1.5), (2, 3), (5.5, 7)]) == 5
     assert length([]) == 0
 

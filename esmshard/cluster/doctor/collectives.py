@@ -1,10 +1,14 @@
 """The joint findings of all processes: the speed of collectives, and whether versions are the same. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from esmshard.cluster.doctor.findings import Finding, Level
+from esmshard.cluster.doctor.findings import Finding, Level, first_case
 from esmshard.planner.machines import GPU, NETWORK_GBIT
+
+if TYPE_CHECKING:
+    from esmshard.monitor.bandwidth import Speed
 
 GROUP = "collectives"
 FAR_BELOW = 3
@@ -13,42 +17,38 @@ FAR_BELOW = 3
 _SCOPES = {"all": "all {n} processes", "machine": "{n} processes of a machine", "between": "{n} machines"}
 
 
-def bandwidth(speeds: Sequence[Mapping[str, Any]], sheet: GPU | None, nodes: int) -> Iterator[Finding]:
+def bandwidth(speeds: "Sequence[Speed]", sheet: GPU | None, nodes: int) -> Iterator[Finding]:
     """Compare the measured bus bandwidth with the planner's assumption.
 
-    Args:
-        speeds: `monitor.bandwidth.Speed`, as dictionaries.
-        sheet: the GPU in the planner's table; None for CPUs and other GPUs, for which there is no assumption.
-        nodes: the number of machines.
+    There is no assumption for CPUs and for GPUs outside the planner's table, whose `sheet` is None.
     """
     for scope, words in _SCOPES.items():
-        measured = [one for one in speeds if one["scope"] == scope]
+        measured = [one for one in speeds if one.scope == scope]
         if not measured:
             continue
-        ranks = measured[0]["ranks"]
-        found = ", ".join(f"{one['collective'].replace('_', '-')} {one['bus'] / 1e9:.2f} GB/s" for one in measured)
-        found = f"{words.format(n=ranks)}: {found} (bus bandwidth, {measured[0]['bytes'] >> 20} MiB)"
-        within = scope == "machine" or nodes == 1
+        ranks, within = measured[0].ranks, scope == "machine" or nodes == 1
+        found = ", ".join(f"{one.collective.replace('_', '-')} {one.bus / 1e9:.2f} GB/s" for one in measured)
+        found = f"{words.format(n=ranks)}: {found} (bus bandwidth, {measured[0].bytes >> 20} MiB)"
         # A collective of all processes uses two kinds of links and runs at the slower one. With one process on each
         # machine, there is one kind of link.
         mixed = scope == "all" and 1 < nodes < ranks
-        assumed = None if sheet is None or mixed else sheet.link if within else NETWORK_GBIT * 1e9 / 8
-        slowest = min(one["bus"] for one in measured)
-        level: Level = "ok"
-        fix = ""
-        if assumed is not None and slowest * FAR_BELOW < assumed:
-            level = "warning"
-            found += f", under a third of the {assumed / 1e9:.0f} GB/s that the planner assumes"
-            gbit = max(1, round(slowest * 8 / 1e9))
-            fix = f"check the transport above; if the network is this slow, plan with esmshard plan --network {gbit}"
-            if within:
-                fix = (
-                    "check the transport and topology above; if the machine has no faster link, share a copy of the "
-                    "model among fewer GPUs (hybrid_shard) or raise batch.global_tokens"
-                )
-        elif assumed is not None:
-            found += f"; the planner assumes {assumed / 1e9:.0f}"
-        yield Finding(GROUP, f"bandwidth {scope}", level, found, fix, {"speeds": measured, "assumed": assumed})
+        assumed = 0.0 if sheet is None or mixed else sheet.link if within else NETWORK_GBIT * 1e9 / 8
+        slowest = min(one.bus for one in measured)
+        slow = f"{found}, under a third of the {assumed / 1e9:.0f} GB/s that the planner assumes"
+        share = (
+            "see the transport above, nvidia-smi topo -m and nvidia-smi nvlink --status; if the machine has no faster "
+            "link, share a copy of the model among fewer GPUs (hybrid_shard) or raise batch.global_tokens"
+        )
+        plan = "check the transport above; if the network is this slow, plan with esmshard plan --network "
+        with_plan = f"{found}; the planner assumes {assumed / 1e9:.0f}" if assumed else found
+        yield first_case(
+            GROUP,
+            f"bandwidth {scope}",
+            with_plan,
+            {"speeds": [asdict(one) for one in measured], "assumed": assumed or None},
+            (slowest * FAR_BELOW < assumed and within, "warning", slow, share),
+            (slowest * FAR_BELOW < assumed, "warning", slow, f"{plan}{max(1, round(slowest * 8 / 1e9))}"),
+        )
 
 
 _DIFFERENT: dict[str, tuple[Level, str]] = {
@@ -59,12 +59,7 @@ _DIFFERENT: dict[str, tuple[Level, str]] = {
 
 
 def versions(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Compare the versions of all machines.
-
-    Args:
-        ranks: for one process of each machine, the `name` of the machine, and under `versions` a text for each of
-            esmshard, python, torch, cuda, nccl, driver and gpu.
-    """
+    """Compare the `versions` of one process of each machine, which are described as by `doctor_ranks.facts`."""
     names = sorted(one["name"] for one in ranks)
     equal = True
     for what in ranks[0]["versions"]:

@@ -31,11 +31,12 @@ from typing import Any
 
 from esmshard import __version__
 from esmshard.cluster.doctor import doctor_ranks, gpus, host, links, recipe_fit, storage, versions
-from esmshard.cluster.doctor.findings import LEVELS, Finding, failed, guarded
+from esmshard.cluster.doctor.findings import LEVELS, Finding, guarded
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory, read_json
 from esmshard.launch import cpu_limits
 from esmshard.launch.process_environment import environment
+from esmshard.launch.process_group import is_launched
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -99,37 +100,33 @@ def run(request: DoctorRequest) -> int:
     if request.recipe is None and request.overrides:
         raise UsageError(f"{request.overrides[0]}: name the recipe whose key this is")
     recipe = recipe_file.load(recipe_file.resolve(request.recipe), request.overrides) if request.recipe else None
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if doctor_ranks.FOLDER in os.environ and launched:
+    if doctor_ranks.FOLDER in os.environ and is_launched():
         doctor_ranks.child(recipe)
         return 0
-    if launched and request.nproc:
+    if is_launched() and request.nproc:
         raise UsageError("--nproc belongs to a single command; a launcher has started this process already")
-    diagnosis = _joined(request, recipe) if launched else _started(request, recipe)
+    diagnosis = _joined(request, recipe) if is_launched() else _started(request, recipe)
     return 0 if diagnosis is None else show(diagnosis, request.as_json)
 
 
 def _joined(request: DoctorRequest, recipe: Recipe | None) -> Diagnosis | None:
     """Check as one of the processes of a launcher. Returns None on all processes but the first.
 
-    The first process of each machine checks the machine. Where the processes cannot connect, it reports its own
-    findings.
+    The first process of each machine checks the machine. If the processes cannot connect, it reports its own findings.
     """
-    seen, own = gpus.Seen(None, [], []), []
+    seen, own = gpus.Seen(), list[Finding]()
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        seen = _gpus()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own = _machine(request, recipe, seen, local, max(1, int(os.environ["WORLD_SIZE"]) // local))
 
+    def on_hang() -> None:
+        shutil.rmtree(name, ignore_errors=True)
+        if own:
+            hangs = TimeoutError(f"a collective did not end within {doctor_ranks.LIMIT} s")
+            show(_alone([*own, _not_connected(hangs)]), request.as_json)
+
     try:
         with tempfile.TemporaryDirectory(prefix="esmshard_doctor_") as name:
-
-            def on_hang() -> None:
-                shutil.rmtree(name, ignore_errors=True)
-                if own:
-                    hangs = TimeoutError(f"a collective did not end within {doctor_ranks.LIMIT} s")
-                    show(_alone([*own, _not_connected(hangs)]), request.as_json)
-
             shared = doctor_ranks.together(recipe, Path(name), own, seen.driver, on_hang)
     except UsageError:
         raise
@@ -146,11 +143,9 @@ def _started(request: DoctorRequest, recipe: Recipe | None) -> Diagnosis:
 
     from esmshard.launch.local_processes import run_local
 
-    seen = _gpus()
     processes = request.nproc or torch.cuda.device_count() or min(CPU_PROCESSES, cpu_limits.cores())
-    # A torch that cannot use the GPUs must be fixed, and the recipe then runs on the GPUs.
-    planned = processes if request.nproc or torch.cuda.is_available() else len(seen.cards) or processes
-    own = _machine(request, recipe, seen, planned, 1)
+    seen = gpus.Seen()
+    own = _machine(request, recipe, seen, processes, 1)
     if processes == 1:
         own += guarded("recipe", lambda: recipe_fit.arithmetic(doctor_ranks.facts(recipe)))
         found = "one process has no collective to measure; --nproc 2 starts two"
@@ -164,21 +159,13 @@ def _started(request: DoctorRequest, recipe: Recipe | None) -> Diagnosis:
         except (InputError, RuntimeError) as error:
             return _alone([*own, _not_connected(error)])
         if code or not (folder / doctor_ranks.SHARED).is_file():
-            messages = [path.read_text(encoding="utf-8") for path in sorted(folder.glob(f"{doctor_ranks.FAILED}*"))]
-            message = (
-                "; ".join(dict.fromkeys(messages)) or f"they ended with exit code {code}; see stderr for the cause"
-            )
-            return _alone([*own, _not_connected(InputError(message))])
-        shared = read_json(folder / doctor_ranks.SHARED)
-    shared["ranks"][0]["versions"]["driver"] = seen.driver
-    return _all(own, shared)
-
-
-def _gpus() -> gpus.Seen:
-    try:
-        return gpus.query()
-    except Exception as error:
-        return gpus.Seen(None, [], [failed("gpus", error)])
+            messages = {
+                path.read_text(encoding="utf-8"): None for path in sorted(folder.glob(f"{doctor_ranks.FAILED}*"))
+            }
+            said = "; ".join(messages) or f"they ended with exit code {code}; see stderr for the cause"
+            return _alone([*own, _not_connected(InputError(said))])
+        joint = [Finding(**one) for one in read_json(folder / doctor_ranks.SHARED)]
+    return _alone(own, joint, processes)
 
 
 def _not_connected(error: Exception) -> Finding:
@@ -190,10 +177,15 @@ def _not_connected(error: Exception) -> Finding:
 def _machine(
     request: DoctorRequest, recipe: Recipe | None, seen: gpus.Seen, processes: int, nodes: int
 ) -> list[Finding]:
-    """Return the findings that one process can make about its machine."""
+    """Return the findings that one process can make about its machine, and fill `seen`."""
+    import torch
+
+    found = guarded("gpus", partial(gpus.check, seen))
+    if not (is_launched() or request.nproc or torch.cuda.is_available()):
+        # A torch that cannot use the GPUs must be fixed, and the recipe then runs on the GPUs.
+        processes = len(seen.cards) or processes
     cards = [(card.name, card.capability) for card in seen.cards]
-    found = guarded("versions", lambda: versions.check(seen.driver, cards, cpu_limits.cores()))
-    found += seen.findings
+    found += guarded("versions", lambda: versions.check(seen.driver, cards, cpu_limits.cores()))
     ports = links.ports()
     why = links.causes(links.verbs(), ports, os.environ) if ports else []
     found += guarded("links", lambda: links.infiniband(ports, why, len(seen.cards)))
@@ -204,24 +196,25 @@ def _machine(
         fits = partial(recipe_fit.check, request.recipe, request.overrides, seen.cards, processes, nodes)
         found += guarded("recipe", fits)
         needed = recipe_fit.written_bytes(recipe)
-    found += guarded("storage", partial(storage.check, out, cache_directory(), needed, os.environ))
-    return found
+    return found + guarded("storage", partial(storage.check, out, cache_directory(), needed, os.environ))
 
 
 def _all(own: Sequence[Finding], shared: Mapping[str, Any]) -> Diagnosis:
     """Combine the findings of all machines, and add the joint findings."""
     names = {one["node"]: one["name"] for one in shared["ranks"]}
     found = [replace(finding, node=names[shared["node"]]) for finding in own]
-    for machine in shared["machines"]:
-        if machine["node"] != shared["node"]:
-            found += [Finding(**{**one, "node": names[machine["node"]]}) for one in machine["findings"]]
+    for node, findings in shared["machines"]:
+        if node != shared["node"]:
+            found += [replace(finding, node=names[node]) for finding in findings]
     found += doctor_ranks.judge(shared)
     return Diagnosis(_sorted(found), names[shared["node"]], list(names.values()), len(shared["ranks"]))
 
 
-def _alone(findings: Sequence[Finding]) -> Diagnosis:
+def _alone(own: Sequence[Finding], joint: Sequence[Finding] = (), processes: int = 1) -> Diagnosis:
+    """Combine the findings about this machine with the joint findings of its processes, if there are any."""
     name = socket.gethostname()
-    return Diagnosis(_sorted([replace(finding, node=name) for finding in findings]), name, [name], 1)
+    found = [*(replace(finding, node=name) for finding in own), *joint]
+    return Diagnosis(_sorted(found), name, [name], processes)
 
 
 def _sorted(findings: Sequence[Finding]) -> list[Finding]:
@@ -252,12 +245,9 @@ def to_text(diagnosis: Diagnosis) -> str:
         where = f"[{finding.node}] " if several and finding.node else ""
         level = finding.level.upper() if finding.level in ("warning", "error") else finding.level
         lines.append(f"  {level:<8} {finding.name:<16} {where}{finding.found}")
-        if finding.fix:
-            lines.append(f"{'':<11}fix: {finding.fix}")
-    counts = diagnosis.counts
-    summary = ", ".join(
-        f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in ("error", "warning", "note")
-    )
+        lines += [f"{'':<11}fix: {finding.fix}"] if finding.fix else []
+    counts = [(count, level) for level, count in reversed(diagnosis.counts.items()) if level != "ok"]
+    summary = ", ".join(f"{count} {level}{'s' * (count != 1)}" for count, level in counts)
     machines = f"{len(diagnosis.hosts)} machine{'s' * (len(diagnosis.hosts) > 1)}"
     processes = f"{diagnosis.processes} process{'es' * (diagnosis.processes > 1)}"
     return "\n".join([*lines, f"{machines}, {processes}: {summary}"])

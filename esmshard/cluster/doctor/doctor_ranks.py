@@ -11,9 +11,10 @@ from platform import python_version
 from typing import Any
 
 import esmshard
-from esmshard.cluster.doctor import collectives, links, recipe_fit
+from esmshard.cluster.doctor import collectives, gpus, links, recipe_fit
 from esmshard.cluster.doctor.findings import Finding
 from esmshard.errors import InputError, UsageError
+from esmshard.files import replacing
 from esmshard.planner.machines import data_sheet
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
@@ -28,12 +29,7 @@ LIMIT = 240
 
 
 def facts(recipe: Recipe | None, driver: str | None = None) -> dict[str, Any]:
-    """Describe this process, as JSON values: versions, device, precision, attention kernel.
-
-    Args:
-        recipe: the recipe, for its precision; None means auto.
-        driver: the version of the NVIDIA driver.
-    """
+    """Describe this process: versions, device, precision (auto without a recipe), attention kernel, ports."""
     import torch
 
     from esmshard.launch.process_group import is_launched, own_device, precision_on
@@ -52,15 +48,15 @@ def facts(recipe: Recipe | None, driver: str | None = None) -> dict[str, Any]:
         found["kernel"] = kernel_name(device, types[found["precision"]])
     except UsageError as error:
         found["precision_error"] = str(error)
-    gpus = torch.cuda.device_count() if on_gpu else 0
+    count = torch.cuda.device_count() if on_gpu else 0
     ports = links.ports()
     gpu = torch.cuda.get_device_name(device) if on_gpu else None
     return found | {
         **asdict(here),
         "gpu": gpu,
         "memory": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
-        "peers": torch.cuda.can_device_access_peer(device, (device.index + 1) % gpus) if gpus > 1 else None,
-        "ports": [asdict(port) for port in ports],
+        "peers": torch.cuda.can_device_access_peer(device, (device.index + 1) % count) if count > 1 else None,
+        "ports": ports,
         "causes": links.causes(links.verbs(), ports, os.environ) if ports else [],
         "versions": {
             "esmshard": esmshard.__version__,
@@ -81,14 +77,10 @@ def together(
     driver: str | None = None,
     on_hang: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Join the other processes and measure. Every rank returns the same JSON values, except for its own `node`.
+    """Join the other processes and measure. Every rank returns the same values, except for its own `node`.
 
-    Args:
-        recipe: see `facts`.
-        folder: a directory for NCCL's log.
-        own: findings about this machine, from one of its processes.
-        driver: the version of the NVIDIA driver.
-        on_hang: called before a process that hangs in a collective ends itself.
+    NCCL's log is written to `folder`. One process of each machine has `own` findings about the machine. `on_hang` is
+    called before a process that hangs in a collective ends itself.
     """
     # NCCL reads these variables when it starts. Its log goes to a file, which is read after the measurement.
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder / "nccl.%p")}
@@ -110,11 +102,11 @@ def together(
             mine = facts(recipe, driver)
             known = ranks.gather(mine)
             places = [bandwidth.Place(one["host"], one["node"], one["local_rank"]) for one in known]
-            speeds = [asdict(speed) for speed in bandwidth.measure(ranks, places)] if ranks.size > 1 else []
+            speeds = bandwidth.measure(ranks, places) if ranks.size > 1 else []
             log = folder / f"nccl.{os.getpid()}"
             text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-            logs = ranks.gather(asdict(links.parse_log(text)) if text else None)
-            machines = ranks.gather({"node": mine["node"], "findings": [asdict(finding) for finding in own]})
+            logs = ranks.gather(links.parse_log(text) if text else None)
+            machines = ranks.gather((mine["node"], list(own)))
     finally:
         watchdog.cancel()
     hosts = {(one["host"], one["node"]) for one in known}
@@ -125,20 +117,20 @@ def together(
 
 
 def child(recipe: Recipe | None) -> None:
-    """Run a process that `esmshard doctor` started. It writes its measurements to the directory FOLDER."""
+    """Run a process that `esmshard doctor` started. The first one writes the joint findings to the directory FOLDER."""
     os.dup2(sys.stderr.fileno(), 1)  # output of libraries on stdout would spoil the report
     folder = Path(os.environ[FOLDER])
     rank = os.environ["RANK"]
     try:
-        found = together(recipe, folder)
+        driver = gpus.MODULE.read_text(encoding="utf-8").strip() if gpus.MODULE.is_file() else None
+        found = list(judge(together(recipe, folder, driver=driver)))
     except Exception as error:  # the report gets messages of gloo, NCCL or CUDA without their stack
         message = in_a_line(error)
         (folder / f"{FAILED}{rank}").write_text(message, encoding="utf-8")
         raise InputError(f"rank {rank}: {message}") from None
     if rank == "0":
-        part = folder / f"{SHARED}.part"
-        part.write_text(json.dumps(found), encoding="utf-8")
-        part.replace(folder / SHARED)
+        with replacing(folder / SHARED) as file:
+            json.dump([asdict(finding) for finding in found], file)
 
 
 def in_a_line(error: Exception) -> str:
@@ -159,11 +151,9 @@ def judge(shared: Mapping[str, Any]) -> Iterator[Finding]:
         nodes.setdefault(one["node"], []).append(rank)
     yield from collectives.versions([ranks[members[0]] for members in nodes.values()])
     for members in nodes.values():
-        logs = [links.NcclLog(**shared["nccl"][rank]) for rank in members if shared["nccl"][rank]]
-        first = ranks[members[0]]
+        first, logs = ranks[members[0]], [shared["nccl"][rank] for rank in members if shared["nccl"][rank]]
         if logs:
-            ports = [links.Port(**port) for port in first["ports"]]
-            for finding in links.transport(logs, ports, first["causes"], len(nodes), first["peers"]):
+            for finding in links.transport(logs, first["ports"], first["causes"], len(nodes), first["peers"]):
                 yield replace(finding, node=first["name"] if len(nodes) > 1 else "")
     sheet = data_sheet(ranks[0]["gpu"], ranks[0]["memory"]) if ranks[0]["gpu"] else None
     yield from collectives.bandwidth(shared["speeds"], sheet, len(nodes))

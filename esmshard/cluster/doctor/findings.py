@@ -37,10 +37,24 @@ class Finding:
         assert self.fix or self.level in ("ok", "note"), f"{self.name}: no fix"
 
 
-class Unanswered(InputError):
-    """A program is not installed or did not end in time. The message names the program."""
+Case = tuple[object, Level, str, str]
+"""A condition, and the level, the sentence and the fix of the finding where it holds."""
 
-    hangs = False
+
+def first_case(group: str, name: str, found: str, values: Mapping[str, Any], *cases: Case) -> Finding:
+    """Return the finding of the first case whose condition holds, else an `ok` finding with the sentence `found`."""
+    for applies, level, sentence, fix in cases:
+        if applies:
+            return Finding(group, name, level, sentence, fix, values)
+    return Finding(group, name, "ok", found, "", values)
+
+
+class Unanswered(InputError):
+    """A program is not installed, cannot be run, or did not end in time. The message names the program."""
+
+
+class Hangs(Unanswered):
+    """A program did not end in time."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Answer:
 
 
 def ask(command: Sequence[str], timeout: float = ANSWER) -> Answer:
-    """Run a program and return its output; `Unanswered` if it is not installed or takes too long."""
+    """Run a program and return its output; `Unanswered` if it cannot be run, and `Hangs` if it takes too long."""
     try:
         done = subprocess.run(  # noqa: S603
             command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
@@ -61,33 +75,34 @@ def ask(command: Sequence[str], timeout: float = ANSWER) -> Answer:
     except FileNotFoundError:
         raise Unanswered(f"{command[0]} is not installed") from None
     except subprocess.TimeoutExpired:
-        unanswered = Unanswered(f"{command[0]} did not answer within {timeout:g} s")
-        unanswered.hangs = True
-        raise unanswered from None
+        raise Hangs(f"{command[0]} did not answer within {timeout:g} s") from None
     except OSError as error:
         raise Unanswered(f"{command[0]} cannot be run: {(error.strerror or str(error)).lower()}") from None
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-def guarded(group: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of one check. If it fails, add `failed` to the findings so far. `UsageError` is raised."""
+def guarded(group: str, check: Callable[[], Iterable[Finding]], name: str = "", fix: str = "") -> list[Finding]:
+    """Return the findings of one check.
+
+    If the check fails, the findings so far are followed by one about the failure. If a file or a program of the machine
+    could not be read, this is an error with the given fix, or a note if there is none; for other failures it is a
+    warning. `UsageError` is raised.
+    """
     found: list[Finding] = []
     try:
         for finding in check():
             found.append(finding)
     except UsageError:
         raise
+    except (OSError, InputError) as error:
+        message = str(error).replace("\n", "; ")
+        note = Finding(group, group, "note", f"this could not be checked: {message}")
+        found.append(Finding(group, name, "error", message, fix) if fix else note)
     except Exception as error:
-        found.append(failed(group, error))
+        message = f"the check itself failed: {type(error).__name__}: {error}"
+        fix = "check this by hand, and report this line as a bug"
+        found.append(Finding(group, group, "warning", message, fix))
     return found
-
-
-def failed(group: str, error: Exception) -> Finding:
-    """Return the finding for a check that failed: a note if the machine did not answer, else a warning."""
-    if isinstance(error, OSError | InputError):
-        return Finding(group, group, "note", f"this could not be checked: {error}")
-    message = f"the check itself failed: {type(error).__name__}: {error}"
-    return Finding(group, group, "warning", message, "check this by hand, and report this line as a bug")
 
 
 def gib(count: float) -> str:

@@ -3,23 +3,16 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from esmshard.cluster.doctor.findings import Answer, Finding, Level, Unanswered, ask, gib
-from esmshard.planner.machines import data_sheet
+from esmshard.cluster.doctor.findings import Answer, Finding, Hangs, Level, Unanswered, ask, first_case, gib
 
 GROUP = "gpus"
 
-FIELDS = (
-    *("index", "uuid", "name", "driver_version", "compute_cap", "memory.total", "memory.free"),
-    *("ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode"),
-    *("persistence_mode", "temperature.gpu"),
-)
-"""The fields of `nvidia-smi --query-gpu`, which drivers have from version 510 on."""
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""One more field, under its names from driver 535 on and before."""
+"""The last field of `nvidia-smi --query-gpu`, under its names from driver 535 on and before."""
 INVALID = 2
 """The exit code of nvidia-smi for an unknown argument."""
 
@@ -36,8 +29,16 @@ EXIT_CODES = {  # "RETURN VALUE" in nvidia-smi(1), and nvmlReturn_t
 LOST = "drain the node and reboot it; `dmesg | grep -i xid` shows what happened to the GPU"
 """The fix for any other exit code, such as 15 for a GPU that has fallen off the bus."""
 
-MODULE = Path("/proc/driver/nvidia/version")
-MIB = 2**20
+MODULE = Path("/sys/module/nvidia/version")
+"""The version of the loaded driver, for containers without nvidia-smi."""
+
+
+FIELDS = (
+    *("index", "uuid", "name", "driver_version", "compute_cap", "memory.total", "memory.free"),
+    *("ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode"),
+    *("persistence_mode", "temperature.gpu"),
+)
+"""The fields of `nvidia-smi --query-gpu` for `Card`, in its order. Drivers have them from version 510 on."""
 
 
 @dataclass(frozen=True)
@@ -72,60 +73,40 @@ def parse_cards(text: str) -> tuple[list[Card], list[str]]:
     """
     cards, others = [], []
     for line in filter(None, map(str.strip, text.splitlines())):
-        cells = [None if re.fullmatch(r"\[.*\]|N/A|", cell) else cell for cell in map(str.strip, line.split(", "))]
+        cells = [_value(cell.strip()) for cell in line.split(", ")]
         if len(cells) != len(FIELDS) + 1:
             others.append(line)
             continue
-        index, uuid, name, driver, capability, total, free, ecc, errors, mig, mode, persistence, heat, bits = cells
-        major, _, minor = (capability or "").partition(".")
-        cards.append(
-            Card(
-                index=_number(index) or 0,
-                uuid=uuid or "",
-                name=name or "GPU",
-                driver=driver or "",
-                capability=(int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None,
-                memory_total=_number(total, MIB),
-                memory_free=_number(free, MIB),
-                ecc=ecc,
-                ecc_errors=_number(errors),
-                mig=mig,
-                compute_mode=mode,
-                persistence=persistence,
-                temperature=_number(heat),
-                throttle=_number(bits),
-            )
-        )
+        row = dict(zip((one.name for one in fields(Card)), cells, strict=True))
+        major, _, minor = (row["capability"] or "").partition(".")
+        row["capability"] = (int(major), int(minor)) if minor else None
+        for name in ("memory_total", "memory_free"):
+            row[name] = None if row[name] is None else row[name] << 20
+        cards.append(Card(**row))
     return cards, others
 
 
-def _number(text: str | None, unit: int = 1) -> int | None:
-    """Read a number, decimal or as 0x0000000000000004; None for anything else."""
-    try:
-        return None if text is None else unit * int(text, 16 if text.startswith("0x") else 10)
-    except ValueError:
+def _value(text: str) -> Any:
+    """Read a cell: a number, decimal or as 0x0000000000000004; None for [N/A] or [Unknown Error]; else its text."""
+    if re.fullmatch(r"\[.*\]|N/A|", text):
         return None
+    return int(text, 0) if re.fullmatch(r"0x[0-9a-fA-F]+|0|[1-9]\d*", text) else text
 
 
 def visible(cards: Sequence[Card], chosen: str | None) -> list[Card]:
     """Return the GPUs of CUDA_VISIBLE_DEVICES, in its order: numbers or beginnings of UUIDs, up to the first wrong one.
 
-    Args:
-        cards: the GPUs of the machine.
-        chosen: the value of the variable; None if it is not set. nvidia-smi does not list instances (MIG-...) here, so
-            for these all GPUs are returned.
+    nvidia-smi does not list instances (MIG-...) here, so all GPUs are returned for these, as for an unset variable.
     """
     if chosen is None or "MIG" in chosen:
         return list(cards)
-    left = []
+    found: list[Card] = []
     for one in map(str.strip, chosen.split(",")):
-        fitting = [
-            card for card in cards if one == str(card.index) or (one[:4] == "GPU-" and card.uuid.startswith(one))
-        ]
+        fitting = [c for c in cards if one == str(c.index) or (one.startswith("GPU-") and c.uuid.startswith(one))]
         if not fitting:
             break
-        left.append(fitting[0])
-    return left
+        found += fitting[:1]
+    return found
 
 
 def parse_processes(text: str) -> dict[str, list[str]]:
@@ -137,47 +118,20 @@ def parse_processes(text: str) -> dict[str, list[str]]:
     return found
 
 
-def module_version(text: str) -> str | None:
-    """Return the driver's version in the text of /proc/driver/nvidia/version; None if there is none.
-
-    >>> module_version("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (b@c)")
-    '580.65.06'
-    """
-    found = re.search(r"NVRM version:.*?\s(\d+(?:\.\d+){1,2})\s", text)
-    return found[1] if found else None
-
-
-def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """Read how pairs of GPUs are connected (NV12, PIX, PXB, PHB, NODE, SYS), from `nvidia-smi topo -m`."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]  # the heading is underlined
-    table = [words for words in lines if words and re.fullmatch(r"GPU\d+", words[0])]
-    if not table:
-        return {}
-    columns = [word for word in table[0] if re.fullmatch(r"GPU\d+", word)]  # these columns come first
-    return {
-        (int(words[0][3:]), int(column[3:])): kind
-        for words in table[1:]
-        for column, kind in zip(columns, words[1:], strict=False)
-        if kind != "X"
-    }
-
-
 def judge(cards: Sequence[Card], processes: dict[str, list[str]]) -> Iterator[Finding]:
-    """Yield the problems of these GPUs."""
+    """Yield the problems of these GPUs. `processes` has the programs that run on each, by its UUID."""
     for card in cards:
-        free = "" if card.memory_free is None else f", {gib(card.memory_free)} of {gib(card.memory_total or 0)} free"
         heat = "" if card.temperature is None else f", {card.temperature} C"
-        values = {**card.__dict__, "capability": list(card.capability or ())}
+        free = "" if card.memory_free is None else f", {gib(card.memory_free)} of {gib(card.memory_total or 0)} free"
+        values = asdict(card) | {"capability": list(card.capability or ())}
         yield Finding(GROUP, f"gpu {card.index}", "ok", f"{card.name}{free}{heat}", values=values)
     for card in cards:
         for name, level, found, fix, values in _troubles(card, processes.get(card.uuid, [])):
             yield Finding(GROUP, f"gpu {card.index} {name}", level, f"GPU {card.index} {found}", fix, values)
-    kinds = {(card.name, card.memory_total) for card in cards}
+    kinds = sorted({(card.name, card.memory_total or 0) for card in cards})
     if len(kinds) > 1:
-        found = f"the GPUs are unequal: {', '.join(sorted(name for name, _ in kinds))}"
-        fix = (
-            "choose equal ones with CUDA_VISIBLE_DEVICES: each step waits for the slowest, and has to fit the smallest"
-        )
+        found = f"the GPUs are unequal: {', '.join(name for name, _ in kinds)}"
+        fix = "choose equal ones with CUDA_VISIBLE_DEVICES: each step waits for the slowest, and must fit the smallest"
         yield Finding(GROUP, "equal", "warning", found, fix)
     if cards and all(card.persistence == "Disabled" for card in cards):
         found = "persistence mode is off: the driver is loaded again, for seconds, whenever no program uses a GPU"
@@ -186,8 +140,8 @@ def judge(cards: Sequence[Card], processes: dict[str, list[str]]) -> Iterator[Fi
 
 def _troubles(card: Card, running: list[str]) -> Iterator[tuple[str, Level, str, str, dict[str, Any]]]:
     """Yield name, level, sentence, fix and values of each problem of a GPU."""
-    total, free = card.memory_total or 0, card.memory_free
-    used = 0 if free is None else total - free
+    total = card.memory_total or 0
+    used = 0 if card.memory_free is None else total - card.memory_free
     if running or used > 0.1 * total:
         by = f", by {', '.join(running)}" if running else ""
         fix = "wait for these programs or end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
@@ -201,78 +155,53 @@ def _troubles(card: Card, running: list[str]) -> Iterator[tuple[str, Level, str,
         yield "mig", "warning", "is divided (MIG): a process sees one instance, and NCCL connects none", fix, {}
     if card.compute_mode == "Prohibited":
         yield "mode", "error", "takes no programs (compute mode Prohibited)", "nvidia-smi -c DEFAULT, as root", {}
-    reasons = [reason for bit, reason in THROTTLE.items() if (card.throttle or 0) & bit]
-    if reasons:
+    if reasons := [reason for bit, reason in THROTTLE.items() if (card.throttle or 0) & bit]:
         heat = "" if card.temperature is None else f", at {card.temperature} C"
         fix = "check its cooling and power supply: nvidia-smi -q -d PERFORMANCE shows more"
         yield "clocks", "warning", f"is slowed down: {', '.join(reasons)}{heat}", fix, {"bits": card.throttle}
 
 
-def connections(cards: Sequence[Card], pairs: dict[tuple[int, int], str]) -> Iterator[Finding]:
-    """Compare the connections of these GPUs with the planner's assumption."""
-    present = {card.index for card in cards}
-    between = {pair: kind for pair, kind in pairs.items() if pair[0] < pair[1] and present.issuperset(pair)}
-    if not between:
-        return
-    kinds = ", ".join(sorted(set(between.values())))
-    values = {"pairs": [[a, b, kind] for (a, b), kind in sorted(between.items())]}
-    sheet = data_sheet(cards[0].name, cards[0].memory_total)
-    without = [pair for pair, kind in between.items() if not kind.startswith("NV")]
-    if not without:
-        yield Finding(GROUP, "topology", "ok", f"NVLink between all pairs ({kinds})", values=values)
-    elif sheet is not None and sheet.link > 100e9:
-        (a, b), speed = without[0], sheet.link / 1e9
-        found = f"{len(without)} of {len(between)} pairs have no NVLink (GPU {a} and {b}: {between[a, b]}), but the "
-        found += f"planner assumes {speed:.0f} GB/s for {sheet.name}"
-        fix = "if these GPUs have NVLink, see nvidia-smi nvlink --status; if they are PCIe cards, trust the bandwidth "
-        yield Finding(GROUP, "topology", "warning", found, f"{fix}below and not `esmshard plan`", values)
-    else:
-        across = " (SYS goes through both processors)" if "SYS" in kinds else ""
-        yield Finding(GROUP, "topology", "note", f"PCIe between GPUs: {kinds}{across}", values=values)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Seen:
-    """The NVIDIA driver and GPUs of this machine."""
+    """The NVIDIA driver and the visible GPUs of this machine, as `check` finds them."""
 
-    driver: str | None
-    cards: list[Card]
-    findings: list[Finding]
+    driver: str | None = None
+    cards: list[Card] = field(default_factory=list)
 
 
-def query() -> Seen:
-    """Call nvidia-smi. Missing answers become findings."""
-    driver = module_version(MODULE.read_text(encoding="utf-8")) if MODULE.is_file() else None
+def check(seen: Seen) -> Iterator[Finding]:
+    """Call nvidia-smi, fill `seen`, and yield findings; missing answers are findings, too."""
+    seen.driver = MODULE.read_text(encoding="utf-8").strip() if MODULE.is_file() else None
     try:
         for reasons in REASONS:
             answer = _smi(f"--query-gpu={','.join((*FIELDS, reasons))}")
             if answer.code != INVALID:
                 break
     except Unanswered as error:
-        name, found = "nvidia-smi", f"{error}, so the state of the GPUs is not known"
-        if error.hangs:
-            return Seen(driver, [], [Finding(GROUP, name, "error", found, f"a GPU hangs: {LOST}")])
-        if driver is None:
-            return Seen(None, [], [Finding(GROUP, name, "ok", "no NVIDIA driver on this machine")])
-        return Seen(driver, [], [Finding(GROUP, name, "note", found)])
+        found = f"{error}, so the state of the GPUs is not known"
+        yield first_case(
+            GROUP,
+            "nvidia-smi",
+            "no NVIDIA driver on this machine",
+            {},
+            (isinstance(error, Hangs), "error", found, f"a GPU hangs: {LOST}"),
+            (seen.driver, "note", found, ""),
+        )
+        return
     every, others = parse_cards(answer.out)
-    findings = []
     if answer.code or others:
         message = "; ".join([*others, *answer.err.split("\n")]).strip("; ") or "no message"
-        found = f"nvidia-smi (exit code {answer.code}): {message}"
-        fix = EXIT_CODES.get(answer.code, LOST)
-        findings.append(Finding(GROUP, "nvidia-smi", "error", found, fix, {"code": answer.code, "said": others}))
+        found, fix = f"nvidia-smi (exit code {answer.code}): {message}", EXIT_CODES.get(answer.code, LOST)
+        yield Finding(GROUP, "nvidia-smi", "error", found, fix, {"code": answer.code, "said": others})
+    if not every:
+        return
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible(every, chosen)
-    running = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory") if cards else Answer(0, "", "")
-    findings += judge(cards, parse_processes(running.out) if running.code == 0 else {})
-    if len(cards) < len(every):
-        found = f"CUDA_VISIBLE_DEVICES={chosen} leaves {len(cards)} of {len(every)} GPUs"
-        findings.append(Finding(GROUP, "visible", "note", found, values={"visible": [card.index for card in cards]}))
-    if len(cards) > 1:
-        topology = ask(["nvidia-smi", "topo", "-m"])
-        findings += connections(cards, parse_topology(topology.out)) if topology.code == 0 else []
-    return Seen(every[0].driver if every else driver, cards, findings)
+    seen.driver, seen.cards = every[0].driver, visible(every, chosen)
+    running = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    yield from judge(seen.cards, {} if running.code else parse_processes(running.out))
+    if len(seen.cards) < len(every):
+        found = f"CUDA_VISIBLE_DEVICES={chosen} leaves {len(seen.cards)} of {len(every)} GPUs"
+        yield Finding(GROUP, "visible", "note", found, values={"visible": [card.index for card in seen.cards]})
 
 
 def _smi(question: str) -> Answer:

@@ -2,11 +2,12 @@
 
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from esmshard.cluster.doctor.findings import Finding, Level, gib
+from esmshard.cluster.doctor.findings import Case, Finding, first_case, gib
 from esmshard.cluster.doctor.links import names
 from esmshard.launch import cpu_limits
 
@@ -21,64 +22,57 @@ OPEN_FILES = 1024
 
 def processors(usable: int, machine: int, processes: int) -> Finding:
     """Check whether each process of this machine has a core."""
-    values = {"usable": usable, "machine": machine, "processes": processes}
     found = f"{usable} of {machine} cores" if usable < machine else f"{usable} cores"
-    if usable >= processes:
-        return Finding(GROUP, "cores", "ok", found, values=values)
     fix = "give the job more: --cpus-per-task in Slurm, --cpus of the container; or start fewer processes"
-    return Finding(GROUP, "cores", "warning", f"{found} for {processes} processes", fix, values)
+    values = {"usable": usable, "machine": machine, "processes": processes}
+    few: Case = (usable < processes, "warning", f"{found} for {processes} processes", fix)
+    return first_case(GROUP, "cores", found, values, few)
 
 
 def memory(meminfo: str, limit: tuple[int, int] | None) -> Finding:
-    """Check the free memory of the machine, and the limit of this job.
-
-    Args:
-        meminfo: the text of /proc/meminfo.
-        limit: `cpu_limits.memory`.
-    """
+    """Check the free memory of the machine, from the text of /proc/meminfo, and of this job (`cpu_limits.memory`)."""
     kib = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
-    total, free = kib.get("MemTotal", 0) << 10, kib.get("MemAvailable", 0) << 10
-    values = {"total": total, "available": free, "limit": limit[0] if limit else None, "used": limit and limit[1]}
+    total, free = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    most, used = limit or (total, 0)
     found = f"{gib(free)} of {gib(total)} available"
-    level: Level = "ok"
-    fix = ""
-    if total and free < 0.1 * total:
-        level, fix = "warning", "see which programs use it: ps aux --sort=-rss | head"
-    if limit is not None and limit[0] < total:
-        left = limit[0] - limit[1]
-        found += f"; this job may have {gib(limit[0])}, of which {gib(left)} are left"
-        if left < 0.1 * limit[0]:
-            level, fix = "warning", "give the job more: --mem in Slurm, --memory of the container"
-    return Finding(GROUP, "memory", level, found, fix, values)
+    if most < total:
+        found += f"; this job may have {gib(most)}, of which {gib(most - used)} are left"
+    more = "give the job more: --mem in Slurm, --memory of the container"
+    return first_case(
+        GROUP,
+        "memory",
+        found,
+        {"total": total, "available": free, "limit": limit and most, "used": limit and used},
+        (most < total and most - used < 0.1 * most, "warning", found, more),
+        (free < 0.1 * total, "warning", found, "see which programs use it: ps aux --sort=-rss | head"),
+    )
 
 
 def shared_memory(total: int, free: int) -> Finding:
     """Check whether /dev/shm is large enough. Both numbers are bytes."""
-    values = {"total": total, "free": free}
-    if min(total, free) >= SHM_ENOUGH:
-        return Finding(GROUP, "shm", "ok", f"{SHM}: {gib(free)} of {gib(total)} free", values=values)
     found = f"{SHM} has {gib(free)} free of {gib(total)}; processes of this machine exchange tensors there"
-    fix = "remove what ended jobs left in /dev/shm"
-    if total < SHM_ENOUGH:
-        fix = "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
-    return Finding(GROUP, "shm", "warning", found, fix, values)
+    larger = "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+    return first_case(
+        GROUP,
+        "shm",
+        f"{SHM}: {gib(free)} of {gib(total)} free",
+        {"total": total, "free": free},
+        (total < SHM_ENOUGH, "warning", found, larger),
+        (free < SHM_ENOUGH, "warning", found, "remove what ended jobs left in /dev/shm"),
+    )
 
 
 def limits(files: int, most_files: int, memlock: int) -> Finding:
-    """Check the limits -n and -l of ulimit for this process. -1 means unlimited.
+    """Check the limits -n (with the number to which the user may raise it) and -l of ulimit. -1 means unlimited.
 
-    Args:
-        files: the number of files that may be open at once.
-        most_files: the number to which the user may raise this limit.
-        memlock: bytes that may be locked. `links.causes` reports where these are too few.
+    Too few bytes of locked memory are reported by `links.causes`, where they matter.
     """
-    values = {"open_files": files, "open_files_hard": most_files, "memlock": memlock}
     locked = "unlimited" if memlock < 0 else gib(memlock)
     found = f"open files {'unlimited' if files < 0 else files}, locked memory {locked}"
-    if not 0 <= files < OPEN_FILES:
-        return Finding(GROUP, "limits", "ok", found, values=values)
-    first = "" if most_files < 0 or most_files >= OPEN_FILES else "; root has to raise the hard limit first"
-    return Finding(GROUP, "limits", "warning", found, f"ulimit -n 65536 before the run{first}", values)
+    root = "; root has to raise the hard limit first" if 0 <= most_files < OPEN_FILES else ""
+    values = {"open_files": files, "open_files_hard": most_files, "memlock": memlock}
+    few: Case = (0 <= files < OPEN_FILES, "warning", found, f"ulimit -n 65536 before the run{root}")
+    return first_case(GROUP, "limits", found, values, few)
 
 
 def missing_interfaces(present: Sequence[str], environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -96,8 +90,8 @@ def check(processes: int) -> Iterator[Finding]:
     if Path("/proc/meminfo").is_file():
         yield memory(Path("/proc/meminfo").read_text(encoding="utf-8"), cpu_limits.memory())
     if SHM.is_dir():
-        known = os.statvfs(SHM)
-        yield shared_memory(known.f_blocks * known.f_frsize, known.f_bavail * known.f_frsize)
+        room = shutil.disk_usage(SHM)
+        yield shared_memory(room.total, room.free)
     try:
         import resource
     except ImportError:  # Windows has no such module

@@ -5,10 +5,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from esmshard.cluster.doctor.findings import Finding, Level, gib
+from esmshard.cluster.doctor.findings import Case, Finding, Level, first_case, gib
 
 GROUP = "links"
 SYS = Path("/sys/class/infiniband")
@@ -63,10 +63,7 @@ def ports(root: Path = SYS) -> list[Port]:
     """Return the ports that the kernel lists in /sys/class/infiniband."""
 
     def read(path: Path) -> str:
-        try:
-            return path.read_text(encoding="utf-8").strip()
-        except OSError:
-            return ""
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
     return [
         Port(
@@ -99,18 +96,14 @@ def verbs() -> Verbs:
     import resource  # Windows has no such module
 
     try:
-        ctypes.CDLL("libibverbs.so.1")
-        library = True
+        library = bool(ctypes.CDLL("libibverbs.so.1"))
     except OSError:
         library = False
     devices = sorted(DEVICES.glob("uverbs*"))
+    closed = tuple(path.name for path in devices if not os.access(path, os.R_OK | os.W_OK))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return Verbs(
-        library,
-        tuple(path.name for path in devices),
-        tuple(path.name for path in devices if not os.access(path, os.R_OK | os.W_OK)),
-        -1 if soft == resource.RLIM_INFINITY else soft,
-    )
+    memlock = -1 if soft == resource.RLIM_INFINITY else soft
+    return Verbs(library, tuple(path.name for path in devices), closed, memlock)
 
 
 def causes(here: Verbs, there: Sequence[Port], environment: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -160,27 +153,19 @@ def names(wanted: str, present: Sequence[str], prefixes: bool = True) -> bool:
 
 
 def infiniband(there: Sequence[Port], why: Sequence[tuple[str, str]], gpus: int) -> Iterator[Finding]:
-    """Yield findings on the ports, and on obstacles for NCCL.
-
-    Args:
-        there: the ports of this machine.
-        why: the result of `causes`.
-        gpus: the number of GPUs of this machine.
-    """
-    values = {"ports": [port.__dict__ for port in there], "causes": [cause for cause, _ in why]}
+    """Yield findings on the ports of a machine with so many GPUs, and on obstacles for NCCL (`causes`)."""
+    values = {"ports": [asdict(port) for port in there], "causes": [cause for cause, _ in why]}
     active, down = [port for port in there if port.active], [port for port in there if not port.active]
-    if not there:
-        yield Finding(GROUP, "infiniband", "ok", "no InfiniBand or RoCE ports", values=values)
     if down:
         found = f"{len(down)} of {len(there)} ports are not active: {', '.join(map(str, down))}"
         yield Finding(GROUP, "ports", "note", found, "check the cable and the subnet manager: ibstat", values)
-    if active and why:
-        # Only NCCL uses these ports, and without GPUs there is no NCCL: gloo always uses TCP.
-        level: Level = "warning" if gpus else "note"
-        found = f"NCCL would not use {len(active)} active ports: {'; '.join(cause for cause, _ in why)}"
-        yield Finding(GROUP, "infiniband", level, found, "; ".join(fix for _, fix in why), values)
-    elif active:
-        yield Finding(GROUP, "infiniband", "ok", f"{len(active)} active: {', '.join(map(str, active))}", values=values)
+    if down and not active:
+        return
+    found = f"{len(active)} active: {', '.join(map(str, active))}" if there else "no InfiniBand or RoCE ports"
+    unused = f"NCCL would not use {len(active)} active ports: {'; '.join(cause for cause, _ in why)}"
+    # Only NCCL uses these ports, and without GPUs there is no NCCL: gloo always uses TCP.
+    case: Case = (active and why, "warning" if gpus else "note", unused, "; ".join(fix for _, fix in why))
+    yield first_case(GROUP, "infiniband", found, values, case)
 
 
 def transport(
@@ -188,12 +173,8 @@ def transport(
 ) -> Iterator[Finding]:
     """Yield the transport that NCCL used in a collective, and whether a better one was available.
 
-    Args:
-        logs: one log from each process of a machine.
-        there: the ports of this machine.
-        why: the result of `causes`.
-        nodes: the number of machines.
-        peers: whether GPUs of this machine can read each other's memory; None if this is unknown.
+    The logs are those of the processes of one machine, of `nodes`; `there` are its ports, `why` their `causes`. `peers`
+    says whether its GPUs can read each other's memory; it is None if this is unknown.
     """
     channels = sum((Counter(log.channels) for log in logs), Counter[str]())
     networks = sorted({log.network for log in logs if log.network})
@@ -201,25 +182,26 @@ def transport(
     values = {"channels": dict(channels), "networks": networks, "gpudirect": direct, "warnings": warnings}
     used = ", ".join(f"{kind} ({count} channels)" for kind, count in channels.most_common()) or "no channels"
     found = f"NCCL uses {used}; network {' and '.join(networks) or 'not named'}"
-    level: Level = "ok"
-    fix = ""
     sockets = "NET/Socket" in channels or "Socket" in networks
     active = [port for port in there if port.active]
-    if active and sockets:
-        level = "error" if nodes > 1 or any(port.kind == "InfiniBand" for port in active) else "warning"
-        because = "; ".join(cause for cause, _ in why) or "none of the usual causes was found"
-        found = (
-            f"SOCKETS, THOUGH {len(active)} {active[0].kind.upper()} PORTS ARE ACTIVE ({active[0]}): {because}; {found}"
-        )
-        fix = "; ".join(fix for _, fix in why) or "run with NCCL_DEBUG=INFO and read its lines about NET/IB"
-    elif nodes > 1 and sockets:
-        level, found = "note", f"{found}: TCP between machines, because there is nothing faster"
-    elif nodes > 1 and not direct and "NET/IB" in channels:
-        level, found = "note", f"{found}, through the machine's memory (no GPUDirect RDMA)"
-        fix = "load the module nvidia_peermem, or use a driver with DMA-BUF, for twice the speed"
-    elif direct:
-        found += ", GPUDirect RDMA"
-    yield Finding(GROUP, "transport", level, found, fix, values)
+    blame = "; ".join(cause for cause, _ in why) or "none of the usual causes was found"
+    fixes = "; ".join(fix for _, fix in why) or "run with NCCL_DEBUG=INFO and read its lines about NET/IB"
+    which = f"{len(active)} {active[0].kind.upper()} PORTS ARE ACTIVE ({active[0]})" if active else ""
+    level: Level = "error" if nodes > 1 or any(port.kind == "InfiniBand" for port in active) else "warning"
+    yield first_case(
+        GROUP,
+        "transport",
+        found + ", GPUDirect RDMA" * direct,
+        values,
+        (active and sockets, level, f"SOCKETS, THOUGH {which}: {blame}; {found}", fixes),
+        (nodes > 1 and sockets, "note", f"{found}: TCP between machines, because there is nothing faster", ""),
+        (
+            nodes > 1 and not direct and "NET/IB" in channels,
+            "note",
+            f"{found}, through the machine's memory (no GPUDirect RDMA)",
+            "load the module nvidia_peermem, or use a driver with DMA-BUF, for twice the speed",
+        ),
+    )
     if "SHM" in channels and "P2P" not in channels and peers:
         found = "GPUs of this machine exchange through its memory (SHM), though they can read each other's memory"
         fix = "unset NCCL_P2P_DISABLE and NCCL_P2P_LEVEL; else switch off ACS in the BIOS, or the IOMMU"

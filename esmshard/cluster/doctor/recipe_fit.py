@@ -6,49 +6,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from esmshard.cluster.doctor import gpus
-from esmshard.cluster.doctor.findings import Finding, gib, guarded
+from esmshard.cluster.doctor.findings import Case, Finding, first_case, gib, guarded
 from esmshard.errors import InputError, UsageError
 from esmshard.planner.machines import CUDA_CONTEXT, GPUS, Machines, data_sheet
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-
-if TYPE_CHECKING:
-    from esmshard.planner.memory_model import ModelNumbers
 
 GROUP = "recipe"
 CORRECT = "correct what this names, in the recipe or its files"
 
 
 def check(name: str, overrides: Sequence[str], cards: Sequence[gpus.Card], processes: int, nodes: int) -> list[Finding]:
-    """All that can be found out about a recipe on this machine. Nothing is downloaded.
+    """Return all findings about a recipe, by file or name, on `nodes` such machines. Nothing is downloaded.
 
-    Args:
-        name: a file, or the name of a shipped recipe.
-        overrides: of the recipe.
-        cards: GPUs of this machine, of which the first `processes` are used; none for CPUs.
-        processes: of a machine.
-        nodes: machines.
-
-    Raises:
-        UsageError: the recipe itself is wrong.
+    Each machine runs so many processes, on the first of its `cards`, or on its CPU if there are none. `UsageError` if
+    the recipe itself is wrong.
     """
     recipe = _first_fold(name, overrides)
-    findings = guarded(GROUP, partial(_weights, recipe))
-    data = guarded(GROUP, partial(_data, recipe))
+    fix = "correct the path or the file (`data` of the recipe)"
+    weights, data = guarded(GROUP, partial(_weights, recipe)), guarded(GROUP, partial(_data, recipe), "data", fix)
+    memory = (
+        partial(_on_gpus, recipe, cards[:processes], nodes) if cards else partial(_on_cpu, recipe, processes, nodes)
+    )
+    findings = weights + data
     if all(finding.level == "ok" for finding in data):
-        findings += data + guarded(GROUP, partial(_memory, recipe, cards[:processes], processes, nodes))
-        if findings[0].level == "ok":
-            findings += guarded(GROUP, partial(_prepared, recipe, processes, nodes))
-    else:
-        findings += data
+        findings += guarded(GROUP, memory, "memory", CORRECT)
+        if all(finding.level == "ok" for finding in weights):
+            findings += guarded(GROUP, partial(_prepared, recipe, processes, nodes), "checked", CORRECT)
     return findings + guarded(GROUP, partial(_out, Path(recipe.out)))
 
 
 def _first_fold(name: str, overrides: Sequence[str]) -> Recipe:
-    """The recipe; of a table of variants, which is cross-validated, the recipe of its first fold."""
+    """Return the recipe. For a table of variants, which is cross-validated, return the recipe of its first fold."""
     path = recipe_file.resolve(name)
     resolved = recipe_file.load(path, overrides)
     if not resolved.divides_table:
@@ -57,12 +49,11 @@ def _first_fold(name: str, overrides: Sequence[str]) -> Recipe:
     from esmshard.train.experiments.repeats import repeats
 
     folds = None if resolved.data.split in ("mutations", "given") else FOLDS
-    several = repeats(resolved, 1, folds)
-    return recipe_file.load(path, [*overrides, *several[0].overrides]) if several else resolved
+    return recipe_file.load(path, [*overrides, *repeats(resolved, 1, folds)[0].overrides])
 
 
 def _weights(recipe: Recipe) -> Iterator[Finding]:
-    """Whether the weights are on this machine."""
+    """Check whether the weights are on this machine."""
     from esmshard.model.config import SIZES, STARTER
     from esmshard.model.weights import hub, open_weights
 
@@ -96,7 +87,7 @@ def _weights(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _data(recipe: Recipe) -> Iterator[Finding]:
-    """Whether the splits can be opened; FASTA files are read into the cache, as the run would do."""
+    """Check whether the splits can be opened. FASTA files are read into the cache, as the run would do."""
     from esmshard.data.splits.recipe_splits import open_split
 
     counts: dict[str, int] = {}
@@ -104,36 +95,21 @@ def _data(recipe: Recipe) -> Iterator[Finding]:
         try:
             counts[name] = len(open_split(recipe, name, None))
         except (InputError, OSError) as error:
-            yield Finding(
-                GROUP, "data", "error", f"{name}: {error}", "correct the path or the file (`data` of the recipe)"
-            )
-            return
+            raise InputError(f"{name}: {error}") from None
     found = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     yield Finding(GROUP, "data", "ok", f"records: {found}", values=counts)
 
 
-def _memory(recipe: Recipe, cards: Sequence[gpus.Card], processes: int, nodes: int) -> Iterator[Finding]:
-    try:
-        yield _on_gpus(recipe, cards, nodes) if cards else _on_cpu(recipe, processes, nodes)
-    except UsageError:
-        raise
-    except InputError as error:
-        yield Finding(GROUP, "memory", "error", str(error), CORRECT)
-
-
 def as_machines(cards: Sequence[gpus.Card], nodes: int) -> tuple[Machines, bool]:
-    """The GPUs for the planner, with the least memory that is free now; and whether the planner has their data sheet.
+    """Return the GPUs for the planner, with the least memory that is free now, and whether it has their data sheet.
 
-    A GPU without a data sheet is planned with the speeds of an A100: these change the advice, and not what fits.
+    A GPU without a data sheet is planned with the speeds of an A100. They change the advice, and not what fits.
     """
     first = min(cards, key=lambda card: card.memory_total or 0)
     sheet = data_sheet(first.name, first.memory_total)
-
-    def room(total: int, free: int | None) -> int:
-        is_idle = free is None or free > 0.9 * total  # the driver itself takes the rest
-        return total if is_idle or free is None else free + CUDA_CONTEXT
-
-    rooms = [room(card.memory_total, card.memory_free) for card in cards if card.memory_total]
+    known = [(card.memory_total, card.memory_free or card.memory_total) for card in cards if card.memory_total]
+    # The driver itself takes up to a tenth of an idle GPU.
+    rooms = [total if free > 0.9 * total else free + CUDA_CONTEXT for total, free in known]
     gpu = replace(
         sheet or replace(GPUS["A100-40GB"], name=first.name),
         memory_bytes=min(rooms, default=sheet.memory_bytes if sheet else 0),
@@ -142,75 +118,65 @@ def as_machines(cards: Sequence[gpus.Card], nodes: int) -> tuple[Machines, bool]
     return Machines(gpu, len(cards), nodes), sheet is not None
 
 
-def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Finding:
+def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Iterator[Finding]:
     from esmshard.planner.recipe_plan import keys, plan
 
     machines, is_known = as_machines(cards, nodes)
-    planned = plan(recipe, machines)
-    wanted = recipe.parallel
+    planned, wanted = plan(recipe, machines), recipe.parallel
     choice = (wanted.strategy, wanted.activation_checkpointing, wanted.cpu_offload)
-    options = {(option.strategy, option.checkpointing, option.cpu_offload): option for option in planned.options}
-    own = options.get(choice)
+    own = next((o for o in planned.options if (o.strategy, o.checkpointing, o.cpu_offload) == choice), None)
+    where = str(machines) if is_known else f"{machines} (its speeds are not in the planner's table)"
     values: dict[str, Any] = {"machines": str(machines), "room": planned.room, "known": is_known, "best": keys(planned)}
-    guess = "" if is_known else " (its speeds are not in the planner's table)"
     if own is not None and own.memory is not None:
         values |= {"strategy": own.strategy, "fits": own.fits, "total": own.memory.total, "tokens": own.tokens}
         if own.fits:
-            found = f"fits on {machines}{guess}: {own.strategy}, {own.tokens:,} tokens a rank at a time, "
+            found = f"fits on {where}: {own.strategy}, {own.tokens:,} tokens a rank at a time, "
             found += f"{gib(own.memory.total)} of {gib(planned.room)}"
-            return Finding(GROUP, "memory", "ok", found, values=values)
-    if planned.best is not None:
-        why = own.impossible if own is not None and own.impossible else "does not fit"
-        found = f"{wanted.strategy} with checkpointing {wanted.activation_checkpointing} on {machines}{guess}: {why}"
-        return Finding(GROUP, "memory", "error", found, f"pass {' '.join(keys(planned))}", values)
+            yield Finding(GROUP, "memory", "ok", found, values=values)
+            return
     found, _, fix = planned.reasons()[0].partition("; ")
-    return Finding(GROUP, "memory", "error", f"{found}{guess}", fix or "take more or larger GPUs", values)
+    if planned.best is not None:
+        why = (own.impossible if own else "") or "does not fit"
+        found = f"{wanted.strategy} with checkpointing {wanted.activation_checkpointing} on {where}: {why}"
+        fix = f"pass {' '.join(keys(planned))}"
+    yield Finding(GROUP, "memory", "error", found, fix, values)
 
 
-def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Finding:
-    """As `finetune` chooses batch.tokens_per_rank, from the memory that is free now."""
+def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
+    """Ask the planner as `finetune` does for batch.tokens_per_rank, with the memory that is free now."""
     import torch
 
     from esmshard.data.splits.recipe_splits import in_tokens, open_split
     from esmshard.launch.process_group import precision_on
     from esmshard.planner import memory_model
-    from esmshard.planner.recipe_plan import head_bytes
+    from esmshard.planner.recipe_plan import MicroBatches, model_numbers
     from esmshard.sharding.layout import layout
     from esmshard.train.token_budget import RESERVED
 
-    device, world = torch.device("cpu"), processes * nodes
-    train = open_split(recipe, "train", None)
-    recipe, lengths, beside = in_tokens(recipe, train), train.tokens, train.beside
-    laid_out = layout(recipe.parallel, world, processes, precision_on(device, recipe.parallel.precision))
-    numbers, heads = _numbers(recipe), head_bytes(recipe.task, lengths, laid_out)
+    device, train = torch.device("cpu"), open_split(recipe, "train", None)
+    recipe = in_tokens(recipe, train)
+    precision = precision_on(device, recipe.parallel.precision)
+    laid_out = layout(recipe.parallel, processes * nodes, processes, precision)
+    batches = MicroBatches(recipe, train, model_numbers(recipe), laid_out, "cpu")
     room = int(RESERVED * memory_model.free_bytes(device, processes))
-    longest, share = int(lengths.max()), -(-recipe.batch.global_tokens // world)
-    most = {"longest": longest + beside, "share": share + beside}
-    largest = max(memory_model.largest_micro_batch(numbers, laid_out, room, heads, "cpu", **most) - beside, longest)
-    wanted = recipe.batch.tokens_per_rank
+    largest, wanted = max(batches.largest(room), batches.longest), recipe.batch.tokens_per_rank
     tokens = largest if wanted == "auto" else wanted
-    parts = -(-share // tokens)
-    need = memory_model.memory(numbers, laid_out, tokens + beside, heads(tokens), "cpu", micro_batches=parts).total
-    values = {"room": room, "total": need, "tokens": tokens, "strategy": laid_out.strategy, "fits": need <= room}
+    need = batches.memory(tokens, -(-batches.share // tokens)).total
     found = f"{processes} process{'es' * (processes > 1)} of this CPU: {tokens:,} tokens at a time, {gib(need)} of "
     found += f"{gib(room)} each"
-    if need <= room:
-        return Finding(GROUP, "memory", "ok", f"fits into {found}", values=values)
     lower = "" if tokens <= largest else f"batch.tokens_per_rank={largest}, "
     fix = f"pass {lower}parallel.activation_checkpointing=full or a lower data.max_length, or take more machines"
-    return Finding(GROUP, "memory", "error", f"does not fit into {found}", fix, values)
+    values = {"room": room, "total": need, "tokens": tokens, "strategy": laid_out.strategy, "fits": need <= room}
+    case: Case = (need > room, "error", f"does not fit into {found}", fix)
+    yield first_case(GROUP, "memory", f"fits into {found}", values, case)
 
 
 def _prepared(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
-    """Every mistake of the recipe that `finetune` finds before it starts processes."""
+    """Find every mistake of the recipe that `finetune` finds before it starts processes."""
     from esmshard.launch.process_group import own_device
     from esmshard.train.run_inputs import prepare
 
-    try:
-        job = prepare(recipe, processes * nodes, processes, own_device(0, processes))
-    except (InputError, OSError) as error:
-        yield Finding(GROUP, "checked", "error", str(error).replace("\n", "; "), CORRECT)
-        return
+    job = prepare(recipe, processes * nodes, processes, own_device(0, processes))
     found = f"{job.recipe.task.name}, {job.weights.config.n_parameters:,} parameters, {job.steps} steps"
     yield Finding(GROUP, "checked", "ok", found, values={"steps": job.steps})
 
@@ -226,43 +192,33 @@ def _out(out: Path) -> Iterator[Finding]:
 
 
 def written_bytes(recipe: Recipe) -> int:
-    """Bytes of checkpoints and model: fp32 weights, and two moments for each weight that learns.
+    """Return the bytes of checkpoints and model: fp32 weights, and two moments for each weight that learns.
 
     While a checkpoint is written, there is one more than are kept.
     """
+    from esmshard.planner.recipe_plan import model_numbers
+
     try:
-        numbers = _numbers(recipe)
+        numbers = model_numbers(recipe)
     except (InputError, OSError):  # `_weights` reports it
         return 0
     each = 4 * numbers.parameters + 8 * numbers.trained
     return each * (recipe.checkpoint.keep + 1 + recipe.checkpoint.keep_best) + 4 * numbers.parameters
 
 
-def _numbers(recipe: Recipe) -> "ModelNumbers":
-    """What the planner needs of the model with its head, by the model's name alone or as its file says."""
-    from esmshard.model.config import SIZES
-    from esmshard.model.weights import open_weights
-    from esmshard.planner.parameter_counts import numbers_of
-
-    name = recipe.model.name
-    config = SIZES[name] if name in SIZES and not Path(name).exists() else open_weights.read(name).config
-    return numbers_of(config, recipe.task.head_parameters(config), recipe.adapt, logits=recipe.task.trains_lm_head)
-
-
 def arithmetic(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """How a rank computes on its own device.
-
-    Args:
-        facts: of `doctor_ranks.facts`: device, precision, wanted, kernel; or `precision_error`.
+    """Say how a rank computes on its own device, from device, precision, wanted, kernel and precision_error of `facts`
+    (`doctor_ranks.facts`).
     """
-    if facts.get("precision_error"):
-        fix = "set parallel.precision=auto"
-        yield Finding(GROUP, "precision", "error", facts["precision_error"], fix, {"wanted": facts["wanted"]})
-        return
     values = {key: facts[key] for key in ("device", "precision", "wanted", "kernel")}
     found = "precision {wanted} is {precision} on {device}; attention kernel: {kernel}".format(**values)
-    if facts["kernel"] == "padded" and facts["device"].startswith("cuda"):
-        found += ", which pads every batch to its longest protein; the packed one needs bf16 or fp16 from Ampere on"
-        yield Finding(GROUP, "precision", "note", found, values=values)
-    else:
-        yield Finding(GROUP, "precision", "ok", found, values=values)
+    is_padded = facts["kernel"] == "padded" and facts["device"].startswith("cuda")
+    padded = f"{found}, which pads every batch to its longest protein; the packed one needs bf16 or fp16 from Ampere on"
+    yield first_case(
+        GROUP,
+        "precision",
+        found,
+        values,
+        ("precision_error" in facts, "error", facts.get("precision_error", ""), "set parallel.precision=auto"),
+        (is_padded, "note", padded, ""),
+    )

@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import esmshard
-from esmshard.cluster.bundle.drivers import TORCH_FLOOR, WHEELS, Wheel, runs_on, version_of, wheel_for
-from esmshard.cluster.doctor.findings import Finding, Level
+from esmshard.cluster.bundle.drivers import WHEELS, Wheel, runs_on, version_of, wheel_for
+from esmshard.cluster.doctor.findings import Case, Finding, first_case
 
 GROUP = "versions"
 
@@ -28,87 +28,84 @@ _LEFT_OUT = {"all", "test", "dev"}
 
 
 def packages(requirements: Sequence[str], installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare installed versions with the package's own requirements, extra by extra.
-
-    Args:
-        requirements: texts as from `importlib.metadata.requires`: `h5py>=3.10; extra == 'h5'`.
-        installed: the version of each package, by its canonical name.
+    """Compare installed versions, by canonical name, with our own requirements (`importlib.metadata.requires`), extra
+    by extra.
     """
     missing: dict[str, list[str]] = {}
     fitting = {}
     for wanted in map(Requirement, requirements):
-        extras = set(re.findall(r"extra == ['\"]([\w-]+)['\"]", str(wanted.marker or "")))
+        extra = next(iter(re.findall(r"extra == ['\"]([\w-]+)['\"]", str(wanted.marker or ""))), "")
         name = str(canonicalize_name(wanted.name))
+        is_for_here = wanted.marker is None or wanted.marker.evaluate({"extra": extra})
+        if extra in _LEFT_OUT or name == "esmshard" or not is_for_here:
+            continue
         version = installed.get(name)
         fits = version is not None and wanted.specifier.contains(version, prereleases=True)
-        if extras & _LEFT_OUT or name == "esmshard":
-            continue
-        if wanted.marker and not any(wanted.marker.evaluate({"extra": extra}) for extra in extras or {""}):
-            continue  # a requirement of other systems, or other versions of Python
         values = {"installed": version, "wanted": str(wanted.specifier)}
-        if extras:
-            extra = min(extras)
-            if fits or version is None:
-                missing.setdefault(extra, []).extend([] if fits else [name])
-            else:
-                found = f"{name} {version} of the extra '{extra}' does not fit {wanted.specifier}"
-                fix = f"pip install --upgrade 'esmshard[{extra}]'"
-                yield Finding(GROUP, name, "warning", found, fix, values | {"extra": extra})
+        wanted.marker = None
+        if extra and (fits or version is None):
+            missing.setdefault(extra, []).extend([] if fits else [name])
+        elif extra:
+            found = f"{name} {version} of the extra '{extra}' does not fit {wanted.specifier}"
+            fix = f"pip install --upgrade 'esmshard[{extra}]'"
+            yield Finding(GROUP, name, "warning", found, fix, values | {"extra": extra})
         elif fits:
             fitting[name] = version
         else:
             found = f"{name} is missing" if version is None else f"{name} {version} does not fit {wanted.specifier}"
-            wanted.marker = None
             yield Finding(GROUP, name, "error", found, f"pip install --upgrade '{wanted}'", values)
     found = ", ".join(f"{name} {version}" for name, version in fitting.items())
     yield Finding(GROUP, "packages", "ok", found, values=fitting)
-    complete = [extra for extra, names in missing.items() if not names]
     lacks = {extra: names for extra, names in missing.items() if names}
-    found, fix = f"installed: {', '.join(complete) or 'none'}", ""
-    if lacks:
-        found += "; not installed: " + ", ".join(f"{extra} ({' '.join(names)})" for extra, names in lacks.items())
-        fix = f"install those that you need: pip install 'esmshard[{','.join(lacks)}]'"
-    level: Level = "note" if lacks else "ok"
-    yield Finding(GROUP, "extras", level, found, fix, {"installed": complete, "missing": lacks})
+    complete = [extra for extra in missing if extra not in lacks]
+    found = f"installed: {', '.join(complete) or 'none'}"
+    some = f"{found}; not installed: " + ", ".join(f"{extra} ({' '.join(names)})" for extra, names in lacks.items())
+    fix = f"install those that you need: pip install 'esmshard[{','.join(lacks)}]'"
+    case: Case = (lacks, "note", some, fix)
+    yield first_case(GROUP, "extras", found, {"installed": complete, "missing": lacks}, case)
 
 
 def esm_package(distributions: Mapping[str, str], folder: Path | None) -> Iterator[Finding]:
     """Check which package owns the folder `esm`: fair-esm (ESM-2) and esm (ESM3, ESM C) both install it.
 
     The package that is installed last overwrites files of the other. esmshard imports fair-esm for comparisons only.
-
-    Args:
-        distributions: the versions of `fair-esm` and `esm`, as far as installed.
-        folder: the folder that `import esm` would use; None if there is none.
+    `distributions` has the versions of the two as far as installed, and `import esm` would use `folder`.
     """
-    values = {"distributions": dict(distributions), "importable": str(folder) if folder else None}
+    if not distributions:
+        return
     is_fair = folder is not None and (folder / "model" / "esm2.py").is_file()
-    if len(distributions) == 2:
-        found = f"fair-esm and esm are both installed, and both own the package `esm`, in {folder}"
-        fix = "keep one: pip uninstall --yes esm fair-esm && pip install fair-esm==2.0.0"
-        yield Finding(GROUP, "esm", "warning", found, fix, values)
-    elif "fair-esm" in distributions and not is_fair:
-        found = f"fair-esm is installed, but `import esm` takes {folder or 'nothing'}: comparisons with fair-esm fail"
-        fix = "remove that folder from PYTHONPATH and the working directory, or pip install --force-reinstall fair-esm"
-        yield Finding(GROUP, "esm", "warning", found, fix, values)
-    elif distributions:
-        found = ", ".join(f"{name} {version}" for name, version in distributions.items())
-        yield Finding(GROUP, "esm", "ok", f"`import esm` takes {found}", values=values)
+    found = ", ".join(f"{name} {version}" for name, version in distributions.items())
+    yield first_case(
+        GROUP,
+        "esm",
+        f"`import esm` takes {found}",
+        {"distributions": dict(distributions), "importable": str(folder) if folder else None},
+        (
+            len(distributions) == 2,
+            "warning",
+            f"fair-esm and esm are both installed, and both own the package `esm`, in {folder}",
+            "keep one: pip uninstall --yes esm fair-esm && pip install fair-esm==2.0.0",
+        ),
+        (
+            "fair-esm" in distributions and not is_fair,
+            "warning",
+            f"fair-esm is installed, but `import esm` takes {folder or 'nothing'}: comparisons with fair-esm fail",
+            "remove that folder from PYTHONPATH and the working directory, or pip install --force-reinstall fair-esm",
+        ),
+    )
 
 
 def threads(environment: Mapping[str, str], cores: int) -> Finding:
     """Compare the threads of a process, as set by the environment, with the cores that it may use."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    asked = {name: environment[name].strip() for name in names if environment.get(name, "").strip()}
-    values = {"environment": asked, "cores": cores}
-    if not asked:
-        return Finding(GROUP, "threads", "ok", f"not set: the processes share {cores} cores", values=values)
-    found = f"{', '.join(f'{name}={value}' for name, value in asked.items())}, of {cores} cores"
-    first = next(iter(asked.values())).split(",")[0]
-    if not first.isdecimal() or int(first) <= cores:
-        return Finding(GROUP, "threads", "ok", found, values=values)
-    fix = f"unset {' '.join(asked)}: esmshard then divides the cores among the processes"
-    return Finding(GROUP, "threads", "warning", f"{found} that this process may use", fix, values)
+    wanted = {name: environment[name].strip() for name in names if environment.get(name, "").strip()}
+    first = next(iter(wanted.values()), "").split(",")[0]
+    found = ", ".join(f"{name}={value}" for name, value in wanted.items())
+    found = f"{found}, of {cores} cores" if wanted else f"not set: the processes share {cores} cores"
+    fix = f"unset {' '.join(wanted)}: esmshard then divides the cores among the processes"
+    too_many = first.isdecimal() and int(first) > cores
+    case: Case = (too_many, "warning", f"{found} that this process may use", fix)
+    return first_case(GROUP, "threads", found, {"environment": wanted, "cores": cores}, case)
 
 
 def driver_fits(
@@ -124,7 +121,7 @@ def driver_fits(
 
     Args:
         torch: the version of torch.
-        cuda: the CUDA version of the build, such as 13.0; None for a build without CUDA.
+        cuda: `torch.version.cuda`, such as 13.0; None for a build without CUDA.
         driver: the version of the NVIDIA driver; None if there is none.
         gpus: the GPUs that the driver reports.
         architectures: `torch.cuda.get_arch_list()`, such as sm_90 and compute_120.
@@ -132,6 +129,16 @@ def driver_fits(
         reason: torch's message, if torch cannot use CUDA.
     """
     capabilities = tuple(sorted({capability for _, capability in gpus if capability}))
+    best, newest = wheel_for(driver or "", capabilities), WHEELS["cu130"].driver
+    wheel = _wheel_of(cuda) if cuda else None
+    install = f"pip install --force-reinstall torch --index-url {best.address}" if best else ""
+    update = f"update the driver to {wheel.driver if wheel and best else newest} or later"
+    is_old = driver and wheel and version_of(driver) < version_of(wheel.driver)
+    found = f"driver {driver}, " + (f"CUDA {cuda}" if cuda else "a torch without CUDA, and no GPU")
+    if driver and wheel and version_of(driver) < version_of(wheel.native_driver):
+        found += f", by minor version compatibility (the driver of this CUDA is {wheel.native_driver})"
+    unused = f"{len(gpus)} x {''.join(name for name, _ in gpus[:1])}, but torch {torch} is built without CUDA"
+    old = f"driver {driver} is too old for CUDA {cuda}, for which this torch is built: it needs "
     values = {
         "torch": torch,
         "cuda": cuda,
@@ -139,44 +146,35 @@ def driver_fits(
         "capabilities": [f"{major}.{minor}" for major, minor in capabilities],
         "architectures": list(architectures),
     }
-    if driver is None and cuda is None:
-        yield Finding(GROUP, "driver", "ok", "no NVIDIA driver, and a torch without CUDA: the CPU", values=values)
-    if driver is None and cuda is not None:
-        found = f"torch is built for CUDA {cuda}, but there is no NVIDIA driver: runs use the CPU"
-        fix = "where you expect GPUs: docker run --gpus all, apptainer --nv, or --gres=gpu in Slurm"
-        yield Finding(GROUP, "driver", "note", found, fix, values)
-    if driver is None:
+    yield first_case(
+        GROUP,
+        "driver",
+        found,
+        values,
+        (driver is None and cuda is None, "ok", "no NVIDIA driver, and a torch without CUDA: the CPU", ""),
+        (
+            driver is None,
+            "note",
+            f"torch is built for CUDA {cuda}, but there is no NVIDIA driver: runs use the CPU",
+            "where you expect GPUs: docker run --gpus all, apptainer --nv, or --gres=gpu in Slurm",
+        ),
+        (cuda is None and gpus, "error", unused, install or update),
+        (is_old, "error", f"{old}{wheel.driver if wheel else ''}", ", or ".join(filter(None, (install, update)))),
+    )
+    if driver is None or cuda is None or is_old:
         return
-    best, newest = wheel_for(driver, capabilities), WHEELS["cu130"].driver
-    fix = f"pip install --force-reinstall torch --index-url {best.address}" if best else ""
-    if cuda is None:
-        if gpus:
-            found = f"{len(gpus)} x {gpus[0][0]}, but torch {torch} is built without CUDA"
-            yield Finding(GROUP, "driver", "error", found, fix or f"update the driver to {newest} or later", values)
-        return
-    wheel = _wheel_of(cuda)
-    if wheel is not None and version_of(driver) < version_of(wheel.driver):
-        found = f"driver {driver} is too old for CUDA {cuda}, for which this torch is built: it needs {wheel.driver}"
-        update = f"update the driver to {wheel.driver if best else newest} or later"
-        yield Finding(GROUP, "driver", "error", found, ", or ".join(filter(None, (fix, update))), values)
-        return
-    found = f"driver {driver}, CUDA {cuda}"
-    if wheel is not None and version_of(driver) < version_of(wheel.native_driver):
-        found += f", by minor version compatibility (the driver of this CUDA is {wheel.native_driver})"
-    yield Finding(GROUP, "driver", "ok", found, values=values)
     for name, capability in dict(gpus).items():
         if capability and architectures and not _built_for(capability, architectures):
             found = f"{name} has compute capability {capability[0]}.{capability[1]}, but this torch has code only for "
             found += " ".join(architectures)
-            yield Finding(
-                GROUP, "architecture", "error", found, fix or f"update the driver to {newest} or later", values
-            )
+            yield Finding(GROUP, "architecture", "error", found, install or update, values)
     if gpus and not usable:
         found = f"the driver reports {len(gpus)} GPU{'s' * (len(gpus) > 1)}, but torch cannot use CUDA"
+        found += f": {reason}" if reason else ""
         fix = (
             "unset CUDA_VISIBLE_DEVICES if it is empty; else see what python -c 'import torch; torch.cuda.init()' says"
         )
-        yield Finding(GROUP, "cuda", "error", found + (f": {reason}" if reason else ""), fix, values)
+        yield Finding(GROUP, "cuda", "error", found, fix, values)
 
 
 def _wheel_of(cuda: str) -> Wheel | None:
@@ -197,28 +195,15 @@ def _built_for(capability: tuple[int, int], architectures: Sequence[str]) -> boo
 
 
 def nccl(loaded: str, wheel: str) -> Finding:
-    """Check whether torch loaded its own NCCL, or another one that the environment names first.
-
-    Args:
-        loaded: the version that torch reports, such as 2.27.5.
-        wheel: the version of the installed package nvidia-nccl-cu12 or -cu13.
-    """
-    values = {"loaded": loaded, "wheel": wheel}
-    if version_of(loaded)[:3] == version_of(wheel)[:3]:
-        return Finding(GROUP, "nccl", "ok", f"NCCL {loaded}", values=values)
+    """Check whether torch loaded the NCCL of the installed wheel, or another one that the environment names first."""
     found = f"torch loaded NCCL {loaded}, but came with {wheel}"
     fix = "remove the other NCCL from LD_PRELOAD and LD_LIBRARY_PATH, unless the site wants its own"
-    return Finding(GROUP, "nccl", "warning", found, fix, values)
+    case: Case = (version_of(loaded)[:3] != version_of(wheel)[:3], "warning", found, fix)
+    return first_case(GROUP, "nccl", f"NCCL {loaded}", {"loaded": loaded, "wheel": wheel}, case)
 
 
 def check(driver: str | None, gpus: Sequence[GPU], cores: int) -> Iterator[Finding]:
-    """Run all these checks for this machine.
-
-    Args:
-        driver: the version of the NVIDIA driver.
-        gpus: the GPUs that the driver reports.
-        cores: the number of cores that this process may use.
-    """
+    """Run all these checks for this machine, with the driver, its GPUs, and the cores that this process may use."""
     import torch
 
     installed = {str(canonicalize_name(one.name)): one.version for one in metadata.distributions() if one.name}
@@ -233,15 +218,11 @@ def check(driver: str | None, gpus: Sequence[GPU], cores: int) -> Iterator[Findi
     }
     if "esmshard" in installed:
         yield Finding(GROUP, "esmshard", "ok", found, values=values)
-        requirements = [one for one in metadata.requires("esmshard") or [] if Requirement(one).name != "torch"]
-        yield from packages(requirements, installed)
+        yield from packages(metadata.requires("esmshard") or [], installed)
     else:
         top = Path(esmshard.__file__).resolve().parent.parent
         found, fix = f"{found}; esmshard is not installed, but imported from {top}", f"pip install -e {top}"
         yield Finding(GROUP, "esmshard", "note", found, fix, values)
-    if version_of(version) < version_of(TORCH_FLOOR):
-        found, fix = f"torch {version} is older than {TORCH_FLOOR}", f"pip install --upgrade 'torch>={TORCH_FLOOR}'"
-        yield Finding(GROUP, "torch", "error", found, fix, {"installed": version})
     usable, reason = torch.cuda.is_available(), ""
     if gpus and torch.version.cuda is not None and not usable:
         try:
