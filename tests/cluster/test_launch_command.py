@@ -215,7 +215,10 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
     assert "is not here" not in done.stderr
     (here / "a.fasta").unlink()
     done = esmshard("launch", "embed", "--target", "slurm", "--dry-run", *given, cwd=here)
-    assert (done.returncode, f"{here}/a.fasta: is not here; see to it that the nodes have it\n" in done.stderr) == (
+    assert (
+        done.returncode,
+        f"{here}/a.fasta: is not on this machine; make sure that the nodes have it\n" in done.stderr,
+    ) == (
         0,
         True,
     )
