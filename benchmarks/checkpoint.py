@@ -1,7 +1,7 @@
-"""Saving and verifying sharded checkpoints, beside plain file writes and sha256 of the same bytes.
+"""Measures saving and verifying of sharded checkpoints, beside plain file writes and sha256 of the same bytes.
 
-Ranks on this machine save a model of random weights with AdamW's two moments. Everything is timed on all ranks, from a
-barrier to the last one's end; the disk must have every byte (fsync) before the clock stops. Variants take turns.
+Ranks on this machine save a model of random weights with the two moments of AdamW. Each variant is timed on all ranks,
+from a barrier to the end of the last rank, when the disk has every byte (fsync). Variants take turns.
 """
 
 import argparse
@@ -36,7 +36,7 @@ STATES = ("model", "exp_avg", "exp_avg_sq")
 
 
 def state(name: str, ranks: World) -> dict[str, torch.Tensor]:
-    """Random weights and both moments, each tensor cut by rows over the ranks."""
+    """Make random weights and both moments, with the rows of each tensor divided over the ranks."""
     tensors: dict[str, torch.Tensor] = {}
     for parameter, shape in open_weights.shapes(SIZES[name]).items():
         if parameter == "lm_head.weight":  # tied
@@ -55,7 +55,7 @@ def state(name: str, ranks: World) -> dict[str, torch.Tensor]:
 
 
 def plain(directory: Path, tensors: dict[str, torch.Tensor], ranks: World) -> None:
-    """What cannot be done without: the bytes of this rank into one file, onto the disk, and read again for sha256."""
+    """Do the least work of a checkpoint: write this rank's bytes to one file, sync it, and read it again for sha256."""
     path = directory / f"plain_{ranks.rank}"
     with open(path, "wb") as file:
         for tensor in tensors.values():
@@ -67,12 +67,12 @@ def plain(directory: Path, tensors: dict[str, torch.Tensor], ranks: World) -> No
 
 
 def rank(name: str, folder: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each variant, turn by turn, and bytes; the same on all ranks."""
+    """Return the seconds of each variant, turn by turn, and the bytes; the same on all ranks."""
     directory, found = Path(folder), dict[str, list[float]]()
     with world() as ranks:
         tensors = state(name, ranks)
         savers = {background: Saver(directory / f"{background}", 1, background) for background in (False, True)}
-        for saver in savers.values():  # the first one makes directories, and the copy on the host
+        for saver in savers.values():  # the first turn makes directories, and the copy on the host
             saver.save(1, tensors, {})
             saver.finish()
 
@@ -107,7 +107,7 @@ def rank(name: str, folder: str, rounds: int) -> dict[str, list[float]]:
 
 
 def measured(name: str, folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
-    """What the first of `size` ranks found."""
+    """Return the result of the first of `size` ranks."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -128,7 +128,7 @@ def measured(name: str, folder: Path, size: int, rounds: int) -> dict[str, list[
 
 
 def table(found: dict[str, list[float]]) -> list[list[str]]:
-    """One line a figure: seconds and ratio, median and range over the turns."""
+    """Return one line for each figure: seconds and ratio, median and range over the turns."""
 
     def row(what: str, of: str, words: str, asked: str) -> list[str]:
         ratios = [own / other for own, other in zip(found[what], found[of], strict=True)]
@@ -150,7 +150,9 @@ def main() -> None:
     parser.add_argument("--model", choices=sharding.SHORT, default="650M")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="on the file system to measure; a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="directory on the file system to measure; by default a temporary one"
+    )
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:

@@ -1,8 +1,8 @@
-"""Memory of `esmshard consolidate`: from a sharded checkpoint of random weights to each layout and precision.
+"""Measures the memory of `esmshard consolidate` for each layout and precision, with checkpoints of random weights.
 
 Each case is a process of its own, watched from outside: its anonymous memory (RssAnon, which the kernel cannot drop)
-is read every two milliseconds. What it held before is not counted: imports, and a nano model consolidated to touch all
-code.
+is read every two milliseconds. Memory from before the measurement does not count: imports, and the consolidation of a
+nano model, which runs all code once.
 """
 
 import argparse
@@ -32,9 +32,9 @@ MIB = 2**20
 
 
 def write_run(run: Path, name: str) -> None:
-    """A run whose one checkpoint holds random weights, of one rank: each tensor is one piece, the hardest case.
+    """Make a run with one checkpoint of random weights by one rank: each tensor is one piece, the hardest case.
 
-    The weights come out of a mapped file, for DCP wants them all at once.
+    The weights are read from a mapped file, because DCP needs all of them at once.
     """
     run.mkdir(parents=True)
     config = SIZES[name]
@@ -61,7 +61,7 @@ def write_run(run: Path, name: str) -> None:
 
 
 def fill(tensor: torch.Tensor, key: str, shape: torch.Size, fresh: open_weights.Weights) -> None:
-    """As new weights are, in distribution; drawing gigabytes one name after the other would take minutes."""
+    """Fill weights with the distribution of new weights. Drawing gigabytes name by name would take minutes."""
     if len(shape) == 2 and key.startswith("layers."):
         tensor.uniform_(-1, 1).mul_((6 / sum(shape)) ** 0.5)
     else:
@@ -69,14 +69,14 @@ def fill(tensor: torch.Tensor, key: str, shape: torch.Size, fresh: open_weights.
 
 
 def peak(run: Path, nano: Path, to: str, dtype: str) -> tuple[int, int]:
-    """Bytes of the largest file, and of anonymous memory at the peak."""
+    """Return the bytes of the largest file, and of the peak of anonymous memory."""
     with tempfile.TemporaryDirectory(dir=run.parent) as scratch:
         out = Path(scratch) / "esm2_model"
         command = [sys.executable, __file__, "--child", str(run), str(nano), str(out), to, dtype]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             assert child.stdin is not None
-            child.stdout.readline()  # it has done all that does not count
+            child.stdout.readline()  # the process has finished the work that is not measured
             before, most = resident(child.pid), 0
             child.stdin.write("go\n")
             child.stdin.flush()
@@ -89,7 +89,7 @@ def peak(run: Path, nano: Path, to: str, dtype: str) -> tuple[int, int]:
 
 
 def child(run: str, nano: str, out: str, to: str, dtype: str) -> None:
-    """The process that is watched."""
+    """Run in the process that is measured."""
     make(Path(nano), Path(out).with_name("esm2_nano"), to, dtype)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -97,12 +97,12 @@ def child(run: str, nano: str, out: str, to: str, dtype: str) -> None:
 
 
 def make(run: Path, out: Path, to: str, dtype: str) -> None:
-    """One case."""
+    """Measure one case."""
     consolidate(run, out, to="hf" if to == "hf" else "fair-esm", dtype=dtype, new_head=head_of)
 
 
 def resident(pid: int) -> int:
-    """RssAnon of a process, bytes; 0 if it is gone."""
+    """Return RssAnon of a process in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -111,14 +111,14 @@ def resident(pid: int) -> int:
 
 
 def largest(config: EsmConfig) -> tuple[int, int]:
-    """Bytes of the largest tensor and of a layer, in fp32."""
+    """Return the bytes of the largest tensor and of a layer, in fp32."""
     shapes = open_weights.shapes(config)
     layer = sum(shape.numel() for key, shape in shapes.items() if key.startswith("layers.0."))
     return 4 * max(shape.numel() for shape in shapes.values()), 4 * layer
 
 
 def table(models: Sequence[str], scratch: Path) -> list[list[str]]:
-    """Every case of every model."""
+    """Measure every case of every model."""
     head = "model | layout | precision | model, MiB | largest file, MiB | largest tensor and layer, MiB"
     rows = [[*head.split(" | "), "peak, MiB", "peak / largest file"]]
     nano = scratch / "nano"
@@ -143,7 +143,7 @@ def main() -> None:
     """Measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=SHORT, default=["8M", "650M", "3B"])
-    parser.add_argument("--scratch", type=Path, help="where checkpoints are kept from one call to the next")
+    parser.add_argument("--scratch", type=Path, help="directory in which checkpoints are kept for the next call")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

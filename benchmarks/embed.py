@@ -1,4 +1,4 @@
-"""How fast and frugal `esmshard embed` is, from FASTA to file. `python benchmarks/embed.py --help`."""
+"""Measures the speed and the memory of `esmshard embed`, from FASTA to file. `python benchmarks/embed.py --help`."""
 
 import argparse
 import json
@@ -37,28 +37,28 @@ PARTS = ("peers", "fixed", "scaling", "formats", "memory", "reuse", "forecast")
 NAMES = {**model.SHORT, **{name: name for name in SIZES if not name.startswith("esm")}}
 FIXED_LENGTH = 286
 SHORT_LENGTHS = (20, 40)
-"""Residues of the many sequences that memory is measured with: 30 on average."""
+"""The residues of the many sequences for the measurement of memory: 30 on average."""
 NEW_SHARE = 10
-"""Of the second run with --reuse, every tenth sequence is a new one."""
+"""In the second run with --reuse, every tenth sequence is new."""
 
 Rows = tuple[list[str], npt.NDArray[np.float32]]
-"""Ids, and embeddings [N, D]."""
+"""The ids, and the embeddings [N, D]."""
 Found = tuple[list[str], dict[str, Any]]
-"""Lines of Markdown, and every single measurement."""
+"""The lines of Markdown, and all measurements."""
 
 
 # Input
 
 
 def texts(lengths: Iterable[int], seed: int) -> Iterator[str]:
-    """Random residues of these lengths."""
+    """Return random residues of these lengths."""
     rng = np.random.default_rng(seed)
     letters = np.frombuffer("".join(STANDARD).encode(), np.uint8)
     return (rng.choice(letters, n).tobytes().decode() for n in lengths)
 
 
 def write_fasta(path: Path, sequences: Iterable[str]) -> Path:
-    """60 letters a line; ids P0000000 and so on, and nothing else in the header."""
+    """Write a FASTA file with 60 letters on each line. The headers are only the ids P0000000 and so on."""
     with open(path, "w", encoding="ascii") as file:
         for k, text in enumerate(sequences):
             lines = "\n".join(text[at : at + 60] for at in range(0, len(text), 60))
@@ -67,20 +67,20 @@ def write_fasta(path: Path, sequences: Iterable[str]) -> Path:
 
 
 class Bench:
-    """Models and scratch files of one run."""
+    """The models and scratch files of one run."""
 
     def __init__(self, folder: Path, rounds: int, threads: int) -> None:
         self.folder, self.rounds, self.threads = folder, rounds, threads
         self.out, self._note = folder / "out", folder / "note.json"
         self.one = write_fasta(folder / "one.fasta", texts([FIXED_LENGTH], 99))
-        """One sequence: what a command takes for it is its start-up."""
+        """Write a file with one sequence. The time that a command takes for this file is its start-up."""
 
     def fasta(self, lengths: Iterable[int], seed: int = 1) -> Path:
-        """Sequences of these lengths."""
+        """Write sequences of these lengths."""
         return write_fasta(self.folder / "in.fasta", texts(lengths, seed))
 
     def model(self, name: str) -> tuple[Path, Path]:
-        """Random weights of a shape: a directory of `transformers`, which esmshard reads too, and fair-esm's file."""
+        """Write random weights of a shape: a directory of `transformers`, which esmshard reads, and fair-esm's file."""
         directory, stem = self.folder / name, f"esm2_{name}"
         if not directory.exists():
             found = open_weights.fresh(SIZES[name], 0)
@@ -96,7 +96,7 @@ class Bench:
     def run(
         self, program: str, *arguments: object, threads: int | None = None, result: Callable[[], bool] = lambda: False
     ) -> tuple[Watched, dict[str, float]]:
-        """One whole command, its outputs in `self.out`, which is emptied before; and its note."""
+        """Empty `self.out`, run one whole command that writes there, and return its cost and its note."""
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir()
         programs = Path(__file__).with_name("embed_programs.py")
@@ -106,7 +106,7 @@ class Bench:
 
 
 def embed_once(bench: Bench, directory: Path, fasta: Path, *more: object, threads: int | None = None) -> Watched:
-    """One run of `esmshard embed` to `e.npy`."""
+    """Run `esmshard embed` once, to `e.npy`."""
     out = bench.out / "e.npy"
     return bench.run("esmshard", directory, fasta, "-o", out, *more, threads=threads)[0]
 
@@ -116,17 +116,17 @@ def embed_once(bench: Bench, directory: Path, fasta: Path, *more: object, thread
 
 @dataclass(frozen=True)
 class Program:
-    """One of those that are compared."""
+    """One of the programs that are compared."""
 
     arguments: Callable[[Path], list[object]]
-    """For a FASTA file."""
+    """The command for a FASTA file."""
     result: Callable[[], bool]
-    """Whether there is a first result: a finished part, a `.pt` file, a row."""
+    """Returns whether there is a first result: a finished part, a `.pt` file, or a row."""
     read: Callable[[], Rows]
 
 
 def programs(bench: Bench, name: str) -> dict[str, Program]:
-    """Ours first."""
+    """Return the programs, with esmshard first."""
     directory, fair_esm = bench.model(name)
     out = bench.out
     pt, flat = out / "pt", out / "flat"
@@ -169,14 +169,14 @@ def programs(bench: Bench, name: str) -> dict[str, Program]:
 
 
 def peers(bench: Bench, name: str, title: str, lengths: list[int], chosen: dict[str, Program]) -> Found:
-    """Whole commands in turns."""
+    """Measure whole commands in turns."""
     fasta, residues = bench.fasta(lengths), sum(lengths)
     device = torch.device("cpu")
     whole = Table(title, residues, *flops(SIZES[name], lengths), rows=[Row(each) for each in chosen])
     work = Table(title, residues, whole.gemm_flops, whole.attention_flops, rows=[Row(each) for each in chosen])
     watched: dict[str, list[dict[str, Any]]] = {each: [] for each in chosen}
     outputs: list[Rows] = []
-    for program in chosen.values():  # files of libraries come into the cache
+    for program in chosen.values():  # this run brings the files of libraries into the cache
         bench.run(*program.arguments(bench.one))
     for turn in range(bench.rounds):
         for each, program, all_of_it, without in zip(chosen, chosen.values(), whole.rows, work.rows, strict=True):
@@ -222,7 +222,7 @@ def peers(bench: Bench, name: str, title: str, lengths: list[int], chosen: dict[
 
 
 def difference(ours: Rows, theirs: Rows) -> float:
-    """The largest, absolute, over all embeddings of the same ids."""
+    """Return the largest absolute difference over all embeddings of the same ids."""
     place = {record_id: k for k, record_id in enumerate(theirs[0])}
     if set(place) != set(ours[0]) or len(theirs[0]) != len(ours[0]):
         raise RuntimeError("the programs did not embed the same records")
@@ -233,7 +233,7 @@ def difference(ours: Rows, theirs: Rows) -> float:
 
 
 def scaling(bench: Bench, name: str, records: int) -> Found:
-    """Processes against threads."""
+    """Compare processes with threads."""
     directory, _ = bench.model(name)
     lengths = protein_lengths(records)
     fasta = bench.fasta(lengths)
@@ -262,7 +262,7 @@ def scaling(bench: Bench, name: str, records: int) -> Found:
 
 
 def formats(bench: Bench, name: str, records: int) -> Found:
-    """What writing costs. With one thread nothing overlaps, so that the run splits into computing and the rest."""
+    """Measure the cost of writing. With one thread, computing and the rest do not overlap."""
     directory, _ = bench.model(name)
     fasta = bench.fasta(protein_lengths(records))
     cases = [(fmt, "mean") for fmt in (*FORMATS, "parts")]
@@ -300,7 +300,7 @@ def formats(bench: Bench, name: str, records: int) -> Found:
 
 
 def memory(bench: Bench, counts: list[int]) -> Found:
-    """A tiny model over few and many short sequences: memory does not grow with their number."""
+    """Run a tiny model over few and many short sequences: memory must not grow with their number."""
     directory, _ = bench.model("nano")
     raw: dict[str, dict[str, Any]] = {}
     table = [["sequences", "processes", "s", "all MB", "main MB", "of it anonymous", "worker MB", "of it anonymous"]]
@@ -325,14 +325,14 @@ def memory(bench: Bench, counts: list[int]) -> Found:
 
 
 def megabytes(run: Watched) -> list[str]:
-    """Cells of a run; empty for workers that there are not."""
+    """Return the cells of a run; empty for missing workers."""
     main, worker = run.main, run.worker
     found = [run.tree, main.resident, main.anonymous, worker.resident, worker.anonymous]
     return [f"{value / 1e6:,.1f}" if value else "" for value in found]
 
 
 def reuse(bench: Bench, name: str, records: int) -> Found:
-    """A second run of which nine sequences of ten are those of the first one."""
+    """Measure a second run, in which nine of ten sequences are also in the first run."""
     directory, _ = bench.model(name)
     lengths = protein_lengths(records)
     old = list(texts(lengths, 1))
@@ -366,7 +366,7 @@ def reuse(bench: Bench, name: str, records: int) -> Found:
 
 
 def forecasts(bench: Bench, name: str, records: int) -> Found:
-    """What `--dry-run` says that a run takes, beside what it takes."""
+    """Compare the estimate of `--dry-run` with the run."""
     directory, _ = bench.model(name)
     fasta = bench.fasta(protein_lengths(records))
     raw: dict[str, list[float]] = {}
@@ -390,37 +390,37 @@ def forecasts(bench: Bench, name: str, records: int) -> Found:
 
 
 def over(numerators: list[float], denominators: list[float]) -> list[float]:
-    """Turn by turn."""
+    """Format values turn by turn."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
 def spread(values: list[float]) -> str:
-    """Median and extremes."""
+    """Format the median and the extremes."""
     return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def percent(values: list[float]) -> str:
-    """The median."""
+    """Return the median."""
     return f"{statistics.median(values):.1%}"
 
 
 def hours_per_million(seconds: float, records: int) -> float:
-    """At this speed, of sequences like these."""
+    """Format the time of a larger job of similar sequences at this speed."""
     return seconds / records * 1e6 / 3600
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of all files in a directory."""
+    """Return the bytes of all files in a directory."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def say(text: str) -> None:
-    """To the terminal, at once."""
+    """Print to the terminal at once."""
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
 def sections(bench: Bench, args: argparse.Namespace) -> Iterator[tuple[str, Found]]:
-    """What was asked for, one after the other."""
+    """Run the requested measurements, one after the other."""
     models = [NAMES[one] for one in args.models]
     if "peers" in args.parts:
         for short, name in zip(args.models, models, strict=True):
@@ -430,7 +430,7 @@ def sections(bench: Bench, args: argparse.Namespace) -> Iterator[tuple[str, Foun
         for short, name in zip(args.models, models, strict=True):
             title = f"FASTA to file, {short}, {args.records:,} x {FIXED_LENGTH}"
             some = programs(bench, name)
-            del some["transformers SDPA, file order"]  # nobody pads, so that order does not matter
+            del some["transformers SDPA, file order"]  # no program pads, so the order has no effect
             yield f"fixed, {short}", peers(bench, name, title, [FIXED_LENGTH] * args.records, some)
     if "scaling" in args.parts:
         yield "scaling", scaling(bench, models[0], args.records)
@@ -445,23 +445,29 @@ def sections(bench: Bench, args: argparse.Namespace) -> Iterator[tuple[str, Foun
 
 
 def main() -> None:
-    """Parse, measure, print; what is done is stored after each section."""
+    """Parse, measure, print, and store the results after each section."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
-        "--models", nargs="+", choices=NAMES, default=["8M", "35M"], help="beside the peers; the first one elsewhere"
+        "--models",
+        nargs="+",
+        choices=NAMES,
+        default=["8M", "35M"],
+        help="models beside the peers; all other sections use the first one",
     )
     parser.add_argument(
-        "--records", type=int, default=2000, help="sequences beside the peers, of scaling, reuse and forecast"
+        "--records", type=int, default=2000, help="number of sequences for peers, scaling, reuse and forecast"
     )
     parser.add_argument("--records-formats", type=int, default=500)
     parser.add_argument("--records-memory", nargs=2, type=int, default=[10_000, 1_000_000])
-    parser.add_argument("--rounds", type=int, default=3, help="turns; memory is measured once")
-    parser.add_argument("--threads", type=int, default=2, help="of each program beside the peers, and of reuse")
-    parser.add_argument("--folder", type=Path, default=None, help="on the file system to write to; a temporary one")
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns; memory is measured once")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each program beside the peers, and of reuse")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="directory on the file system to write to; by default a temporary one"
+    )
     parser.add_argument("--out", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the command that runs ends, and scratch files go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the running command ends, and scratch files are removed
     torch.set_num_threads(args.threads)
     about = measure.facts(torch.device("cpu"))
     command = " ".join(["python benchmarks/embed.py", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""From a FASTA file to embeddings on disk in one process: `esmshard embed`, and its peers doing the same.
+"""Programs that make embeddings on disk from a FASTA file in one process: `esmshard embed`, and its peers.
 
     python benchmarks/embed_programs.py NOTE esmshard ARGUMENTS OF EMBED
     python benchmarks/embed_programs.py NOTE fair-esm MODEL.pt FASTA DIRECTORY
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 PEER_TOKENS = 4096
-"""Of a batch: the default of fair-esm's script."""
+"""The tokens of a batch: the default of fair-esm's script."""
 FILE_ORDER = 8
-"""Sequences of a batch where they are not sorted."""
+"""The sequences of a batch if they are not sorted."""
 
 Note = dict[str, float]
 
 
 def loaded(note: Note) -> None:
-    """The model is there: memory counts from here. Linux lets a process forget its peak."""
+    """Note that the model is loaded, and measure memory from here. Linux lets a process reset its peak."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     note["with_model"] = _status("VmRSS")
@@ -39,7 +39,7 @@ def _status(key: str) -> int:
 
 
 def esmshard(note: Note, arguments: list[str]) -> None:
-    """The command itself, told when the model is there and timed where rows come out of it."""
+    """Run the command itself. Note when the model is loaded, and time the generator of rows."""
     from esmshard.cli import app
     from esmshard.embed.compute.embedder import Embedder
     from esmshard.embed.job import embed_job
@@ -75,9 +75,9 @@ def esmshard(note: Note, arguments: list[str]) -> None:
 
 
 def fair_esm(note: Note, model_file: str, fasta: str, out: str) -> None:
-    """What `scripts/extract.py --include mean` of fair-esm does on a CPU, statement by statement.
+    """Do the work of fair-esm's `scripts/extract.py --include mean` on a CPU, statement by statement.
 
-    The script is in fair-esm's repository and not in its package. Logits are computed, as there.
+    The script is in fair-esm's repository and not in its package. As in the script, logits are computed, too.
     """
     import argparse
 
@@ -107,7 +107,7 @@ def fair_esm(note: Note, model_file: str, fasta: str, out: str) -> None:
 
 
 def transformers(note: Note, model_directory: str, fasta: str, out: str, tokens: str) -> None:
-    """A short script of a user: `EsmModel` with SDPA, means over residues appended to `rows.f32`, ids to `ids.txt`.
+    """Do the work of a user's short script: `EsmModel` with SDPA, means over residues in `rows.f32`, ids in `ids.txt`.
 
     With `tokens` 0, eight at a time in file order; else sorted by length, in batches of so many tokens, padding
     counted.
@@ -116,7 +116,7 @@ def transformers(note: Note, model_directory: str, fasta: str, out: str, tokens:
     from transformers import AutoTokenizer, EsmModel
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # the pooler is left out, and weights of the LM head are not used
+    logging.set_verbosity_error()  # the pooler is left out, and the weights of the LM head are not used
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     model = EsmModel.from_pretrained(model_directory, add_pooling_layer=False, attn_implementation="sdpa").eval()
     loaded(note)
@@ -139,7 +139,7 @@ def transformers(note: Note, model_directory: str, fasta: str, out: str, tokens:
 
 
 def read_fasta(path: Path) -> tuple[list[str], list[str]]:
-    """Ids and sequences."""
+    """Return ids and sequences."""
     ids: list[str] = []
     parts: list[list[str]] = []
     with open(path, encoding="utf-8") as file:
@@ -153,7 +153,7 @@ def read_fasta(path: Path) -> tuple[list[str], list[str]]:
 
 
 def batches(lengths: list[int], tokens: int) -> list[list[int]]:
-    """Members of each batch; see `transformers`."""
+    """Yield the members of each batch; see `transformers`."""
     if not tokens:
         return [list(range(n, min(n + FILE_ORDER, len(lengths)))) for n in range(0, len(lengths), FILE_ORDER)]
     groups: list[list[int]] = [[]]
@@ -165,7 +165,7 @@ def batches(lengths: list[int], tokens: int) -> list[list[int]]:
 
 
 def main() -> None:
-    """Run one, and leave the note however it ends."""
+    """Run one program, and write the note also after an error."""
     file, program, *arguments = sys.argv[1:]
     note: Note = {}
     try:

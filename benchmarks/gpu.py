@@ -1,16 +1,16 @@
-"""Proves and measures esmshard on one NVIDIA GPU, in stages that can be interrupted and gone on with.
+"""Tests and measures esmshard on one NVIDIA GPU, in stages that can be interrupted and continued.
 
     python benchmarks/gpu.py --list                            # the stages, and how long each takes
-    python benchmarks/gpu.py --out build/gpu                   # all of them, most valuable first
-    python benchmarks/gpu.py --out build/gpu --seconds 540     # what fits into nine minutes; again to go on
-    python benchmarks/gpu.py --out build/gpu --stage speed     # one stage; --again measures it anew
+    python benchmarks/gpu.py --out build/gpu                   # all stages, the most valuable first
+    python benchmarks/gpu.py --out build/gpu --seconds 540     # as much as fits into nine minutes; repeat to continue
+    python benchmarks/gpu.py --out build/gpu --stage speed     # one stage; --again repeats its measurements
     python benchmarks/gpu.py --rehearse --out build/rehearsal  # the same code on the CPU, with tiny models
     python benchmarks/gpu.py --collect build/gpu               # results into benchmarks/results and README.md
 
 Each stage runs in a process of its own, which writes a dated JSON and Markdown file after each of its parts. A part
-that fails is written down with its reason, and the next one runs; a process that crashes or hangs is ended, and the
-stage goes on in a new one. The machine needs no network; `make gpu-kit` makes an archive with the packages that it
-lacks.
+that fails is recorded with its reason, and the next part runs; a process that crashes or hangs is ended, and the
+stage continues in a new process. The machine needs no network; `make gpu-kit` makes an archive with the packages that
+the machine lacks.
 """
 
 import argparse
@@ -35,36 +35,38 @@ BEGIN, END = "<!-- gpu.py --collect writes from here -->", "<!-- to here -->"
 NOTHING = "Nothing has been measured on a GPU yet.\n"
 
 STAGE_SECONDS = 540
-"""A stage is ended after so long: on machines that are lent for ten minutes a command must come back in time."""
+"""The seconds after which a stage is ended. On machines that are lent for ten minutes a command must end in time."""
 PATIENCE = (120.0, 3.0)
-"""A part may take so many seconds, or so many times what is expected, whichever is more."""
+"""The seconds that a part may take, and the multiple of its expected time; the larger limit counts."""
 REHEARSAL_SECONDS = 1200.0
-"""The same for each part of a rehearsal: a machine that has other work besides may take long."""
+"""The seconds for each part of a rehearsal: a machine with other work may take long."""
 START_SECONDS = 30.0
-"""So long after its end a stage's process may still look at what it will not begin."""
+"""The seconds that the process of a stage has after its end, to record the parts that it does not begin."""
 ENDED = ("done", "failed")
-"""Parts in these states are not begun again by the same command."""
+"""The states of parts that the same command does not begin again."""
 
 
 def main() -> int:
-    """Parse, then list, collect, or run. The exit code: 0 if every part that was to run is done."""
+    """Parse, then list, collect, or run. Return the exit code: 0 if every part of this run is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="name the stages and their parts")
-    parser.add_argument("--stage", action="append", metavar="NAME", help="only this stage; may be repeated")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where results lie, and earlier ones are gone on with")
+    parser.add_argument("--stage", action="append", metavar="NAME", help="run only this stage; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory of results; earlier results are continued")
     parser.add_argument(
-        "--seconds", type=_seconds, metavar="N", help="stop in time: nothing is begun that takes longer"
+        "--seconds", type=_seconds, metavar="N", help="seconds of this command; no part that takes longer is begun"
     )
-    parser.add_argument("--again", action="store_true", help="measure anew what has a result, or has failed")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny models")
-    parser.add_argument("--starter-data", type=Path, metavar="DIR", help="what data/starter/build.py has written")
+    parser.add_argument("--again", action="store_true", help="repeat parts that have a result, or have failed")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU, with tiny models")
+    parser.add_argument(
+        "--starter-data", type=Path, metavar="DIR", help="directory that data/starter/build.py has written"
+    )
     parser.add_argument("--collect", type=Path, metavar="DIR", help="directory of results, or a .tar.gz of one")
     parser.add_argument("--inside", nargs=2, metavar=("DEADLINE", "SCRATCH"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.collect:
         return collect(args.collect)
     if args.rehearse:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a GPU that is there is not touched
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this comes before the import of torch, so that no GPU is used
 
     from gpu_stages import STAGES
 
@@ -100,12 +102,12 @@ def main() -> int:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < math.inf:
-        raise ValueError(text)  # argparse says which option it was
+        raise ValueError(text)  # argparse names the option
     return seconds
 
 
 def _run(chosen: list[Any], args: argparse.Namespace) -> int:
-    """Run stages one after the other, each in processes of its own, until all are done or time is up."""
+    """Run stages one after the other, each in its own processes, until all are done or the time is over."""
     import gpu_device
     from gpu_stages.stage import Record
 
@@ -131,7 +133,7 @@ def _run(chosen: list[Any], args: argparse.Namespace) -> int:
 
 
 def _stage(stage: Any, record: Any, args: argparse.Namespace, until: float) -> None:
-    """One stage, in as many processes as it takes: one that dies is followed by another for the parts that are left."""
+    """Run one stage. If its process dies, start another process for the remaining parts."""
     deadline = min(until, math.inf if args.rehearse else time.time() + STAGE_SECONDS)
     for _ in stage.chosen(rehearsal=args.rehearse):
         code, ended = _watched(stage, record, args, deadline)
@@ -157,23 +159,23 @@ def _stage(stage: Any, record: Any, args: argparse.Namespace, until: float) -> N
 
 
 def _anew(record: Any, stage: str, args: argparse.Namespace) -> Any:
-    """The record of a stage without what an earlier run has left, and with today's date."""
+    """Return an empty record of a stage with today's date."""
     for path in (record.path, record.path.with_suffix(".md")):
         path.unlink(missing_ok=True)
     return type(record)(args.out, stage, rehearsal=args.rehearse)
 
 
 def _watched(stage: Any, record: Any, args: argparse.Namespace, deadline: float) -> tuple[int, str]:
-    """Run a stage's process, and end it when a part takes far too long or time is up.
+    """Run a stage's process, and end it if a part takes much too long or the time is over.
 
     Returns:
-        Its exit code, and why it was ended; empty if it ended by itself. `record` is what it has left.
+        The exit code, and why the process was ended; empty if it ended by itself. `record` has the results so far.
     """
     command = [sys.executable, sys.argv[0], "--stage", stage.name, "--out", str(args.out)]
     command += ["--rehearse"] if args.rehearse else []
     command += ["--starter-data", str(args.starter_data)] if args.starter_data else []
     expected = {part.name: part.seconds for part in stage.parts}
-    # Made here, for a process that is killed cannot remove a model of 30 GB that it has written.
+    # This process makes the directory, because a killed process could not remove a model of 30 GB.
     with tempfile.TemporaryDirectory(prefix="esmshard-gpu-", ignore_cleanup_errors=True) as scratch:
         process = subprocess.Popen([*command, "--inside", str(deadline), scratch], start_new_session=True)
         try:
@@ -196,14 +198,14 @@ def _watched(stage: Any, record: Any, args: argparse.Namespace, deadline: float)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill a stage with all that it has started; its exit code."""
+    """Kill a stage with all processes that it has started, and return its exit code."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
 
 def _inside(stage: Any, args: argparse.Namespace) -> int:
-    """The process of a stage."""
+    """Run in the process of a stage."""
     import torch
     from gpu_stages.stage import Record, context_of, run_stage
 
@@ -216,7 +218,7 @@ def _inside(stage: Any, args: argparse.Namespace) -> int:
 
 
 def _summary(rows: list[tuple[Any, Any, str | None]], *, rehearsal: bool) -> int:
-    """Print how each part stands; 1 if one of them failed or was not run."""
+    """Print the state of each part; return 1 if a part failed or was not run."""
     counts: dict[str, int] = {}
     for stage, record, obstacle in rows:
         parts = stage.chosen(rehearsal=rehearsal)
@@ -236,7 +238,7 @@ def _summary(rows: list[tuple[Any, Any, str | None]], *, rehearsal: bool) -> int
 
 
 def collect(source: Path) -> int:
-    """Copy the results of GPU runs, and rewrite the table in README.md from all that lie in `results/`."""
+    """Copy the results of GPU runs, and rewrite the table in README.md from all results in `results/`."""
     if not source.exists():
         _say(f"--collect {source}: no such file or directory; give the --out of a run")
         return 2
@@ -267,7 +269,7 @@ def collect(source: Path) -> int:
 
 
 def _measured(path: Path) -> bool:
-    """Whether a file is the record of a stage that ran on a GPU; one that is no record at all is told of."""
+    """Return whether a file is the record of a stage on a GPU. A message names a file that is no record."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return not content["rehearsal"] and any(entry["state"] in ENDED for entry in content["parts"].values())
@@ -277,7 +279,7 @@ def _measured(path: Path) -> bool:
 
 
 def summary(results: Path) -> str:
-    """The table in README.md: each figure of the newest record of each stage, and what failed or was not run."""
+    """Return the table for README.md: the figures of the newest record of each stage, and parts without a result."""
     from gpu_stages import STAGES
     from gpu_stages.stage import Figure, table
 

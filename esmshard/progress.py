@@ -1,4 +1,4 @@
-"""Progress on stderr: a live line on a terminal, one line every few seconds elsewhere (a log of a batch job)."""
+"""Progress on stderr: a live line on a terminal, otherwise, as in the log of a batch job, one line in a few seconds."""
 
 import sys
 import time
@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 
 INTERVAL = 5.0
-"""Seconds between two lines where stderr is no terminal."""
+"""The seconds between two lines if stderr is no terminal."""
 
 
 class Progress:
-    """Counts to `total` and says what is left. With `show=False` (every rank but the first) it is silent.
+    """A counter up to `total` that prints the remaining time. With `show=False`, as on all ranks but the first, it
+    prints nothing.
 
     >>> with Progress("embed", total=2, show=False) as progress:
     ...     progress.update(1, "10 residues/s")
@@ -37,7 +38,7 @@ class Progress:
             self._status.stop()
 
     def update(self, done: int, text: str) -> None:
-        """`done` of `total` are finished; `text` says how it goes. The last one is always printed."""
+        """Print that `done` of `total` are finished, with the text `text`. The last call always prints a line."""
         if not self._show:
             return
         now = time.monotonic()
@@ -52,12 +53,12 @@ class Progress:
 
 
 def say(message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `45s`, `12m05s` or `3h20m`; `?` where unknown.
+    """Format seconds as `45s`, `12m05s` or `3h20m`; `?` if they are unknown.
 
     >>> duration(725), duration(12000)
     ('12m05s', '3h20m')
@@ -73,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """A rate in three digits: `850`, `12.3k`, `1.20M`.
+    """Format a rate with three digits: `850`, `12.3k`, `1.20M`.
 
     >>> rate(12345)
     '12.3k'

@@ -1,4 +1,4 @@
-"""The 33-token alphabet of ESM-1b, ESM-1v and ESM-2: encode and decode. No torch.
+"""The 33-token alphabet of ESM-1b, ESM-1v and ESM-2, and its encoding and decoding. No torch.
 
 The order is that of `esm.data.Alphabet.from_architecture("ESM-1b")` in fair-esm 2.0.0; `tests/test_vocab.py` compares
 the two. A sequence is encoded as `<cls> residues <eos>`:
@@ -23,22 +23,25 @@ CLS, PAD, EOS, UNK, MASK = (TOKENS.index(t) for t in ("<cls>", "<pad>", "<eos>",
 VOCAB_SIZE = len(TOKENS)
 
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
-"""The 20 standard amino acids: the only residues that are ever drawn at random."""
+"""The 20 standard amino acids. Residues are drawn at random from these only."""
 RARE = "XBUZO"
-"""Unknown, Asx, selenocysteine, Glx, pyrrolysine: ESM-2 saw them in training, so they are kept."""
+"""The letters of unknown residue, Asx, selenocysteine, Glx and pyrrolysine. ESM-2 was trained on them, so they are
+kept.
+"""
 GAPS = "-."
 RESIDUES = STANDARD + RARE
-"""Every letter that a single sequence may hold once it has been read."""
+"""All letters that a single sequence may have after it was read."""
 
 ALPHABET_HASH = hashlib.sha256("\n".join(TOKENS).encode()).hexdigest()[:16]
-"""Names the token numbering in files that hold tokens."""
+"""The identifier of the token numbering, for files with tokens."""
 
-# bytes.translate does the whole sequence in one C loop: hundreds of times the speed of a dictionary look-up a letter.
+# bytes.translate converts the whole sequence in one C loop. A dictionary look-up for each letter is hundreds of times
+# slower.
 _TABLE = bytearray([UNK]) * 256
 for _letter in RESIDUES + GAPS:
     _TABLE[ord(_letter)] = TOKENS.index(_letter)
 _TABLE_BYTES = bytes(_TABLE)
-# And back; zero for whatever is spelled with more than one letter or none.
+# The letter of each token; zero for a token with more than one letter, and for a number without a token.
 _LETTERS = bytes(ord(t) if len(t) == 1 else 0 for t in TOKENS).ljust(256, b"\0")
 
 
@@ -63,7 +66,7 @@ def encode(sequence: str) -> npt.NDArray[np.uint8]:
 
 
 def decode(tokens: npt.ArrayLike) -> str:
-    """Tokens back to letters. `<cls>`, `<eos>` and `<pad>` are dropped, other special tokens are spelled out."""
+    """Decode tokens to letters. `<cls>`, `<eos>` and `<pad>` are left out, other special tokens are written in full."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.uint8:
         letters = tokens.tobytes().translate(_LETTERS)
         if b"\0" not in letters:

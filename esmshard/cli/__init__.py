@@ -1,1 +1,1 @@
-"""The command line: options are declared here, and nothing is computed here."""
+"""The command line: the declarations of commands and options, without any computation."""

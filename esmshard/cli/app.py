@@ -1,6 +1,6 @@
 """The command line: its commands in the order of `--help`, and the exit codes and messages of all of them.
 
-The commands themselves are functions in the modules beside this one. They import torch, and all that needs it, when
+The commands are functions in the other modules of this folder. They import torch, and modules that need it, only when
 they are called.
 """
 
@@ -40,7 +40,9 @@ COMMANDS = (
     cluster_commands.launch,
     cluster_commands.doctor,
 )
-"""A command has the name of its function. `--help` lists them in this order, and `recipes` after them."""
+"""The functions of the commands. A command has the name of its function. `--help` lists the commands in this order, and
+`recipes` after them.
+"""
 
 app = typer.Typer(
     add_completion=False,
@@ -70,7 +72,7 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one sentence on stderr and an exit code, never a traceback."""
+    """Run the command line. For a user's mistake, print one sentence on stderr, without a traceback."""
     try:
         _main()
     except SystemExit as leaving:
@@ -94,12 +96,13 @@ def _main() -> None:
             print(stop, file=sys.stderr)
         raise SystemExit(preemption.leaving_code(stop.unsaved)) from None
     except InputError as error:
-        # A wrong command or recipe is wrong on every rank alike. Rank 0 prints the message.
+        # A wrong command or recipe is wrong on every rank. Only rank 0 prints the message.
         everywhere = error.shared or isinstance(error, UsageError)
         if everywhere and os.environ.get("RANK", "0") != "0":
             if process_environment.LAUNCHER in os.environ:
                 raise SystemExit(error.exit_code) from None
-            # A mistake of rank 0, too, ends this process while it waits. Otherwise this process prints the message.
+            # If rank 0 finds the same mistake, the launcher ends this process while it waits. Otherwise this process
+            # prints the message.
             process_environment.wait_for_first(error.exit_code)
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

@@ -14,26 +14,35 @@ def launch(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE", help="A recipe file, or the name of a shipped one; or embed, or doctor, to run these."
+            metavar="RECIPE", help="A recipe file, the name of a shipped recipe, or one of the commands embed, doctor."
         ),
     ],
     arguments: Annotated[
         Optional[list[str]],
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4; of embed, after --, its own."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4; for embed, its own arguments after --."
+        ),
     ] = None,
     target: Annotated[str, typer.Option(help="The scheduler: slurm or kubernetes.")] = "",
     nodes: Annotated[
         Optional[str],
-        typer.Option(metavar="N|MIN:MAX", help="Machines, 1 by default; 1:2 also runs, and goes on, with fewer."),
+        typer.Option(
+            metavar="N|MIN:MAX", help="Number of machines, by default 1. With 1:2, the run continues on fewer machines."
+        ),
     ] = None,
     gpus_per_node: Annotated[
-        Optional[int], typer.Option(min=0, max=1_024, metavar="N", help="By default those of the site profile.")
+        Optional[int],
+        typer.Option(min=0, max=1_024, metavar="N", help="GPUs of each machine; by default as in the site profile."),
     ] = None,
     nproc: Annotated[
-        Optional[int], typer.Option(min=1, max=1_024, help="Processes of a machine; one a GPU by default, or one.")
+        Optional[int],
+        typer.Option(min=1, max=1_024, help="Processes of each machine; by default one for each GPU, or one."),
     ] = None,
     time_limit: Annotated[
-        Optional[str], typer.Option("--time", metavar="TIME", help="Of Slurm, as 24:00:00; by default the profile's.")
+        Optional[str],
+        typer.Option(
+            "--time", metavar="TIME", help="Time limit for Slurm, such as 24:00:00; by default as in the site profile."
+        ),
     ] = None,
     array: Annotated[
         Optional[int],
@@ -41,17 +50,17 @@ def launch(
             min=1,
             max=1_000_000,
             metavar="N",
-            help="Of embed: workers, each with a GPU. Of a recipe: runs, from as many seeds.",
+            help="Number of workers of embed, each with a GPU, or number of runs of a recipe, each with a seed.",
         ),
     ] = None,
-    name: Annotated[Optional[str], typer.Option(help="Of the job; the recipe's by default.")] = None,
+    name: Annotated[Optional[str], typer.Option(help="Name of the job; by default the name of the recipe.")] = None,
     out: Annotated[
-        Optional[Path], typer.Option("-o", "--out", help="File to write; NAME.sbatch or NAME.job.yaml by default.")
+        Optional[Path], typer.Option("-o", "--out", help="File to write; by default NAME.sbatch or NAME.job.yaml.")
     ] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, and stop.")] = False,
 ) -> None:
-    """Run a recipe, or workers of embed, on a cluster: write the scheduler's file, and submit it where there is one."""
+    """Run a recipe, or workers of embed, on a cluster: write the scheduler's file, and submit it if possible."""
     from esmshard.cluster.scripts import launch_command, submit
     from esmshard.cluster.scripts import site as sites
     from esmshard.progress import say
@@ -71,7 +80,7 @@ def launch(
         site = site.model_copy(update={"python": sys.executable})
     given = arguments or []
     if what == "embed":
-        # The parser of `embed` reads its arguments now, so that a mistake shows here and not in the queue.
+        # The parser of `embed` reads its arguments now, so that a mistake is found now and not in the queue.
         assert ctx.parent is not None
         parser = ctx.parent.command.get_command(ctx.parent, "embed")  # type: ignore[attr-defined]
         with parser.make_context("embed", list(given), parent=ctx.parent) as parsed:
@@ -83,7 +92,7 @@ def launch(
     text = launch_command.render(job, site, options.target)
     say(f"site profile: {profile or f'none at {sites.path()}; all its keys have their defaults'}")
     for path in launch_command.not_here(job) if target == "slurm" else ():
-        say(f"{path}: is not here; see to it that the nodes have it")
+        say(f"{path}: is not on this machine; make sure that the nodes have it")
     if dry_run:
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         return
@@ -95,21 +104,26 @@ def launch(
 
 def doctor(
     recipe: Annotated[
-        Optional[str], typer.Argument(help="A recipe that is to run here: does it fit, are data and weights here?")
+        Optional[str], typer.Argument(help="A recipe to check as well: its memory, data and weights on this machine.")
     ] = None,
     overrides: Annotated[
-        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")
+        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything for programs.")] = False,
     nproc: Annotated[
         Optional[int],
-        typer.Option(min=1, max=1_024, help="Processes to measure between; all GPUs, or two, by default."),
+        typer.Option(
+            min=1, max=1_024, help="Processes between which links are measured; by default one for each GPU, or two."
+        ),
     ] = None,
     out: Annotated[
-        Optional[Path], typer.Option(metavar="DIR", help="Where a run would be written; here, or as the recipe says.")
+        Optional[Path],
+        typer.Option(
+            metavar="DIR", help="Directory of runs to check; by default the recipe's out, or the working directory."
+        ),
     ] = None,
 ) -> None:
-    """Report what is wrong with this machine, with fixes: versions, GPUs, links, limits, disks; and fit a recipe."""
+    """Check this machine (versions, GPUs, links, limits, disks) and a recipe on it, and print problems with fixes."""
     from esmshard.cluster.doctor import diagnosis
     from esmshard.launch import launchers
 
@@ -121,27 +135,32 @@ def doctor(
 
 
 def bundle(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make; an unfinished one is gone on with.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make. An unfinished one is continued.")],
     weights: Annotated[
-        Optional[list[str]], typer.Option(metavar="NAME,...", help="Released models to put in. May come again.")
+        Optional[list[str]], typer.Option(metavar="NAME,...", help="Released models to include. May be repeated.")
     ] = None,
     extras: Annotated[
-        str, typer.Option(metavar="PART,...", help="Optional parts, as h5,plots,tables; all, or none.")
+        str, typer.Option(metavar="PART,...", help="Optional parts such as h5,plots,tables; or all, or none.")
     ] = "all",
     torch: Annotated[
-        str, typer.Option(help="Build of torch: cpu, a CUDA as cu126 or cu130, or default, that of the package index.")
+        str, typer.Option(help="Build of torch: cpu, a CUDA such as cu126, or default for that of the package index.")
     ] = "default",
-    torch_version: Annotated[Optional[str], typer.Option(help="As 2.11.0; by default that of here.")] = None,
+    torch_version: Annotated[
+        Optional[str], typer.Option(help="Version of torch such as 2.11.0; by default the installed one.")
+    ] = None,
     torch_index: Annotated[
         Optional[str], typer.Option(metavar="URL", help="A mirror of https://download.pytorch.org/whl.")
     ] = None,
-    python: Annotated[Optional[str], typer.Option(help="Of the site, as 3.12; the one here by default.")] = None,
+    python: Annotated[
+        Optional[str], typer.Option(help="Python version of the site, such as 3.12; by default the running one.")
+    ] = None,
     platform: Annotated[
-        Optional[str], typer.Option(help="Of the site, as manylinux_2_28_x86_64; like this machine by default.")
+        Optional[str],
+        typer.Option(help="Platform of the site, such as manylinux_2_28_x86_64; by default that of this machine."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make a directory that installs esmshard where there is no internet: wheels, weights, sums, install.sh."""
+    """Make a directory that installs esmshard without internet: wheels, weights, checksums, install.sh."""
     from esmshard.cluster.bundle import build_bundle, wheelhouse
 
     parts = [part.strip() for part in extras.split(",") if part.strip()]

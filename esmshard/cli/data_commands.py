@@ -11,29 +11,34 @@ from esmshard.errors import UsageError
 
 def ingest(
     fasta: Annotated[
-        Optional[list[Path]], typer.Argument(help="FASTA files, plain or compressed; - is the standard input.")
+        Optional[list[Path]], typer.Argument(help="FASTA files, plain or compressed; - for the standard input.")
     ] = None,
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="Directory of the store to make.")] = None,
     on_unknown: Annotated[
-        str, typer.Option(help="Symbols that are no residues: error, mask (read as <mask>) or drop (the record).")
+        str, typer.Option(help="What to do with symbols that are no residues: error, mask (read as <mask>) or drop.")
     ] = "error",
     on_duplicate: Annotated[
-        str, typer.Option(help="An id that comes again: error (unless it is the same record), first or suffix.")
+        str, typer.Option(help="What to do with a repeated id: error (unless the records are equal), first or suffix.")
     ] = "error",
     on_nucleotides: Annotated[
-        str, typer.Option(help="Records that look like DNA or RNA: error, or keep, as they are proteins nevertheless.")
+        str, typer.Option(help="What to do if records look like DNA or RNA: error, or keep if they are proteins.")
     ] = "error",
-    max_length: Annotated[Optional[int], typer.Option(min=8, max=1_000_000, help="Residues; see --long.")] = None,
-    long: Annotated[
-        str, typer.Option(help="Sequences over --max-length: full, crop, window, skip or error.", show_default=False)
-    ] = "",
-    a3m: Annotated[bool, typer.Option("--a3m", help="Lower-case letters are insertions; remove them.")] = False,
-    keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
-    workers: Annotated[int, typer.Option(min=1, max=1_024, help="Processes.")] = 1,
-    part: Annotated[
-        Optional[str], typer.Option(metavar="I/N", help="Read the I-th of N parts, for array jobs; then --merge.")
+    max_length: Annotated[
+        Optional[int], typer.Option(min=8, max=1_000_000, help="Most residues of a sequence; see --long.")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Make the store of parts that are all done.")] = False,
+    long: Annotated[
+        str,
+        typer.Option(
+            help="What to do with sequences over --max-length: full, crop, window, skip or error.", show_default=False
+        ),
+    ] = "",
+    a3m: Annotated[bool, typer.Option("--a3m", help="Remove lower-case letters, which are insertions.")] = False,
+    keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
+    workers: Annotated[int, typer.Option(min=1, max=1_024, help="Number of processes.")] = 1,
+    part: Annotated[
+        Optional[str], typer.Option(metavar="I/N", help="Read the I-th of N parts, for array jobs; then use --merge.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Make the store from parts that are all done.")] = False,
     verify: Annotated[
         Optional[Path], typer.Option(metavar="STORE", help="Compare the files of a store with their sha256.")
     ] = None,
@@ -47,11 +52,11 @@ def ingest(
 
     ruled = long or max_length or a3m or keep_gaps or {on_unknown, on_duplicate, on_nucleotides} != {"error"}
     if verify is not None and (fasta or out or merge or part or ruled or workers > 1 or overwrite):
-        raise UsageError("--verify looks at a store and makes none; give it alone")
+        raise UsageError("--verify checks a store and makes none; pass it without other arguments")
     if merge and (ruled or workers > 1):
-        raise UsageError("--merge goes by the rules of the parts, in one process; give it -o and --overwrite only")
+        raise UsageError("--merge uses the rules of the parts, in one process; pass only -o and --overwrite with it")
     if part is not None and (workers > 1 or overwrite):
-        raise UsageError("--part runs in one process and replaces nothing; give --overwrite to --merge")
+        raise UsageError("--part runs in one process and replaces nothing; pass --overwrite with --merge instead")
     if verify is not None:
         TokenStore(verify).verify()
         print(f"{verify}: every file is as it was written")
@@ -60,9 +65,10 @@ def ingest(
         raise UsageError("-o: name the directory of the store to make")
     files = fasta or []
     if bool(files) == merge:
-        raise UsageError("--merge takes no FASTA files, they are known from the parts" if merge else "no FASTA file")
+        of_merge = "--merge reads the parts and no FASTA files; leave the FASTA files out"
+        raise UsageError(of_merge if merge else "there is no FASTA file; name at least one")
     if merge and part is not None:
-        raise UsageError("--part reads a part, --merge makes the store of all of them; give one of them")
+        raise UsageError("--part reads one part, --merge makes the store from all parts; pass one of the two")
     for option, value, known in (
         ("--on-unknown", on_unknown, ("error", "mask", "drop")),
         ("--on-duplicate", on_duplicate, ("error", "first", "suffix")),
@@ -72,7 +78,7 @@ def ingest(
         if value not in known:
             raise UsageError(f"{option} {value}: one of {', '.join(known)} is expected")
     if max_length is not None and not long:
-        raise UsageError("--max-length: say what becomes of longer ones: --long crop, window, skip or error")
+        raise UsageError("--max-length needs --long for longer sequences; pass --long crop, window, skip or error")
     rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides)  # type: ignore[arg-type]
     if part is not None:
         number, _, parts = part.partition("/")
@@ -80,7 +86,7 @@ def ingest(
             raise UsageError(f"--part {part}: I/N is expected, as 3/16")
         mine, pieces = ingestion.ingest_part(files, out, int(number), int(parts), rules, on_duplicate)  # type: ignore[arg-type]
         print(
-            f"{out}.partial: {mine} of {pieces} pieces are this part's; when all parts are done: "
+            f"{out}.partial: this part has {mine} of {pieces} pieces; when all parts are done, run "
             f"esmshard ingest --merge -o {out}"
         )
         return
@@ -94,47 +100,56 @@ def ingest(
 
 
 def split(
-    data: Annotated[Path, typer.Argument(help="FASTA file or token store; with --wild-type a table of variants.")],
+    data: Annotated[Path, typer.Argument(help="FASTA file or token store; with --wild-type, a table of variants.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
     by: Annotated[
         Optional[str],
         typer.Option(
-            help="Sequences: cluster, ratio, given. Variants: position, contiguous, modulo, mutations, low-to-high, "
-            "ratio, given. The first of each by default."
+            help="Method for sequences: cluster (the default), ratio, given; for variants: position (the default), "
+            "contiguous, modulo, mutations, low-to-high, ratio, given."
         ),
     ] = None,
     sets: Annotated[
         Optional[Path],
         typer.Option(
-            metavar="FILE", help="With --by given: a table (set, validation) or label FASTA (SET=) that gives the sets."
+            metavar="FILE",
+            help="For --by given: the sets, as a table (columns set, validation) or as a FASTA file of labels (SET=).",
         ),
     ] = None,
     clusters: Annotated[
         Optional[list[Path]],
-        typer.Option(metavar="FILE.tsv", help="MMseqs2's _cluster.tsv; without it mmseqs is run. May come again."),
+        typer.Option(
+            metavar="FILE.tsv", help="The _cluster.tsv of MMseqs2; by default mmseqs is run. May be repeated."
+        ),
     ] = None,
-    ratios: Annotated[Optional[str], typer.Option(help="Of train, valid and test; 0.8,0.1,0.1 by default.")] = None,
-    folds: Annotated[Optional[int], typer.Option(help="K folds instead of one train, valid and test.")] = None,
-    seed: Annotated[Optional[int], typer.Option(help="Of random choices; 0 by default.")] = None,
+    ratios: Annotated[
+        Optional[str], typer.Option(help="Shares of train, valid and test; by default 0.8,0.1,0.1.")
+    ] = None,
+    folds: Annotated[
+        Optional[int], typer.Option(help="Number of folds, instead of the three sets train, valid and test.")
+    ] = None,
+    seed: Annotated[Optional[int], typer.Option(help="Seed of random choices; by default 0.")] = None,
     wild_type: Annotated[
-        Optional[Path], typer.Option(metavar="FILE.fasta", help="The protein whose variants DATA has.")
+        Optional[Path], typer.Option(metavar="FILE.fasta", help="The protein of which DATA has variants.")
     ] = None,
     mutant: Annotated[
-        Optional[str], typer.Option(metavar="COLUMN", help="Mutations; found by its name by default.")
+        Optional[str], typer.Option(metavar="COLUMN", help="Column of mutations; by default found by its name.")
     ] = None,
-    offset: Annotated[Optional[int], typer.Option(help="Added to the positions of the table.")] = None,
+    offset: Annotated[Optional[int], typer.Option(help="Number that is added to the positions of the table.")] = None,
     target: Annotated[
-        Optional[str], typer.Option(metavar="COLUMN", help="Values of low-to-high; found by its name by default.")
+        Optional[str],
+        typer.Option(metavar="COLUMN", help="Column of values for low-to-high; by default found by its name."),
     ] = None,
     train_max: Annotated[
         Optional[str],
         typer.Option(
-            help="Most mutations to train on (1), or highest value (the wild type's); 50% is a share of the values."
+            help="For mutations, the most mutations of a training variant (1); for low-to-high, the highest training "
+            "value (by default that of the wild type), or a share of the values such as 50%."
         ),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Divide sequences or variants into training, validation and test set, and say what the sets share."""
+    """Divide sequences or variants into training, validation and test set, and report what the sets share."""
     from esmshard.data.splits.fasta_split import FastaRecords
     from esmshard.data.splits.split_files import counts_table, divide, may_write
     from esmshard.data.splits.split_method import OF_SEQUENCES, OF_VARIANTS, chosen, parse_ratios
@@ -147,13 +162,13 @@ def split(
         known, by, ratios=parts, folds=folds, seed=seed, clusters=clusters, train_max=train_max, target=target
     )
     if sets is not None and (method.by != "given" or wild_type is not None):
-        raise UsageError("--sets is read by --by given for sequences; pass --by given, or leave --sets out")
+        raise UsageError("--sets is for --by given with sequences; pass --by given, or leave --sets out")
     may_write(out, overwrite)
     if wild_type is not None:
         targets = None if method.by != "low-to-high" else (target,) if target else ()
         found = divide(VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, overwrite, say)
     elif mutant is not None or offset is not None:
-        raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta too")
+        raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta, too")
     else:
         found = divide(FastaRecords(data, sets), method, out, overwrite, say)
     for notice in found.notices:

@@ -1,4 +1,4 @@
-"""Commands about a run: fine-tune, plan beforehand, and look at it while it goes on or afterwards."""
+"""Commands about a run: fine-tune, estimate memory and time, and report on a run."""
 
 import time
 from pathlib import Path
@@ -10,30 +10,33 @@ from esmshard.cli.shared_options import Overwrite, Trust
 from esmshard.errors import UsageError
 
 _STARTED = time.time()
-"""Seconds since the epoch at which this process began, from which `--stop-after` and goodput count."""
+"""The start of this process, in seconds since 1970. Goodput counts from this time."""
 
 
 def finetune(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).")],
     overrides: Annotated[
-        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")
+        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4.")
     ] = None,
     nproc: Annotated[
-        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; all GPUs, or one, by default.")
+        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
     ] = None,
-    resume: Annotated[Optional[str], typer.Option(help="auto, never, or the path of a run or checkpoint.")] = None,
+    resume: Annotated[
+        Optional[str], typer.Option(help="Continue a run: auto, never, or the path of a run or checkpoint.")
+    ] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, say what would be done, and stop.")
+        bool, typer.Option("--dry-run", help="Check everything, print the planned run, and stop.")
     ] = False,
     profile: Annotated[
         int,
         typer.Option(
-            min=0, max=1_000_000, metavar="N", help="Record N steps with torch's profiler, and say where time goes."
+            min=0, max=1_000_000, metavar="N", help="Record N steps with torch's profiler, and print their times."
         ),
     ] = 0,
     stop_after: Annotated[
-        Optional[str], typer.Option(metavar="TIME", help="Save and leave with exit code 75 after so long, as 3h50m.")
+        Optional[str],
+        typer.Option(metavar="TIME", help="Save and leave with exit code 75 after this time, such as 3h50m."),
     ] = None,
     max_restarts: Annotated[
         int,
@@ -41,25 +44,27 @@ def finetune(
             min=0,
             max=1_000_000,
             metavar="N",
-            help="Start all processes again, up to N times, when one was lost.",
+            help="Start all processes again, up to N times, after the loss of a process.",
         ),
     ] = 0,
-    seeds: Annotated[int, typer.Option(min=1, max=1_000, metavar="N", help="Train N times, from as many seeds.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=1_000, metavar="N", help="Train N times, each with another seed.")
+    ] = 1,
     folds: Annotated[
         Optional[int],
         typer.Option(
             min=3,
             max=10_000,
             metavar="K",
-            help="Cross-validate: K runs, each tested on another part of data.train; of variants 5 by default.",
+            help="Cross-validate: K runs, each tested on another part of data.train; by default 5 for variants.",
         ),
     ] = None,
     page: Annotated[
-        bool, typer.Option("--report/--no-report", help="Draw report.html at the end; esmshard report does it later.")
+        bool, typer.Option("--report/--no-report", help="Write report.html at the end, as esmshard report does later.")
     ] = True,
     trust: Trust = False,
 ) -> None:
-    """Fine-tune a model as a recipe says: train, consolidate, evaluate."""
+    """Fine-tune a model by a recipe: train, consolidate, evaluate."""
     from esmshard.api import start_run
     from esmshard.api.run_options import RunOptions
     from esmshard.launch import launchers
@@ -88,37 +93,39 @@ def finetune(
 def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).")],
     overrides: Annotated[
-        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as optim.lr=1e-4.")
+        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4.")
     ] = None,
-    gpus: Annotated[str, typer.Option(help="GPUs of one machine, as 8xA100-40GB.")] = "",
-    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpus: Annotated[str, typer.Option(help="GPUs of one machine, such as 8xA100-40GB.")] = "",
+    nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
     network: Annotated[float, typer.Option(metavar="GBIT", help="Gbit/s of each GPU between machines.")] = 200,
-    as_json: Annotated[bool, typer.Option("--json", help="Print bytes and seconds for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print bytes and seconds as JSON.")] = False,
 ) -> None:
-    """Say what a recipe needs on given GPUs, and which strategy to choose. Needs no GPU and reads no weights."""
+    """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
     import json
 
     from esmshard.planner import machines
     from esmshard.recipe import recipe_file
 
     if not gpus:
-        raise UsageError(f"--gpus: say for which GPUs, as 8xA100-40GB; known are {', '.join(machines.GPUS)}")
-    there = machines.parse(gpus, nodes, network)
+        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(machines.GPUS)}")
+    cluster = machines.parse(gpus, nodes, network)
     resolved = recipe_file.load(recipe_file.resolve(recipe), overrides or [])
 
     from esmshard.planner import recipe_plan
 
-    found = recipe_plan.plan(resolved, there)
+    found = recipe_plan.plan(resolved, cluster)
     print(json.dumps(recipe_plan.as_json(found), indent=1) if as_json else recipe_plan.as_text(found))
 
 
 def status(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of a run, or of several: folds, seeds, a table's runs.")
+        Path, typer.Argument(metavar="RUN", help="Directory of a run, or of the runs of several folds or seeds.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Say how a run stands, and whether it lives. Exit code 0 done, 3 running, 75 preempted, 1 failed, 2 no run."""
+    """Print the state of a run, and whether it is alive. Exit code: 0 done, 3 running, 75 preempted, 1 failed, 2 no
+    run.
+    """
     from esmshard.train.records import standing
 
     found = standing.standings(run)
@@ -129,10 +136,11 @@ def status(
 
 def report(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of a run, done or not, or of a table's cross-validation.")
+        Path,
+        typer.Argument(metavar="RUN", help="Directory of a run, done or not, or of a cross-validation of variants."),
     ],
     out: Annotated[
-        Optional[Path], typer.Option("-o", "--out", help="File to write; RUN/report.html by default.")
+        Optional[Path], typer.Option("-o", "--out", help="File to write; by default RUN/report.html.")
     ] = None,
 ) -> None:
     """Write one HTML page about a run: curves, metrics beside baselines, predictions, speed, memory, time."""

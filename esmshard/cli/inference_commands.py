@@ -1,4 +1,4 @@
-"""Commands that ask a model: embeddings, predictions, zero-shot scores, and metrics on labelled data."""
+"""Commands that use a model: embeddings, predictions, zero-shot scores, and metrics on labelled data."""
 
 import os
 from pathlib import Path
@@ -12,69 +12,77 @@ from esmshard.errors import UsageError
 
 def embed(
     model: Annotated[
-        str, typer.Argument(help="A model; or status, verify or merge, of what was written as OUT before.")
+        str, typer.Argument(help="A model; or status, verify or merge, for an output that was written before.")
     ],
     fasta: Annotated[
         Path,
         typer.Argument(
-            help="FASTA, plain or compressed, - for the standard input, or a token store; after status and so on, OUT."
+            help="FASTA file, plain or compressed, - for the standard input, or a token store; after status, verify or "
+            "merge, the output."
         ),
     ],
     out: Annotated[
-        Optional[Path], typer.Option("-o", "--out", help="File to write; without an ending, a directory of parts.")
+        Optional[Path],
+        typer.Option("-o", "--out", help="File to write. A name without an ending is a directory of parts."),
     ] = None,
     fmt: Annotated[
         Optional[str],
         typer.Option(
             "--format",
-            help="h5, npy, parquet, h5ad, safetensors, fair-esm-pt or parts; by the ending of OUT by default.",
+            help="h5, npy, parquet, h5ad, safetensors, fair-esm-pt or parts; by default from the ending of OUT.",
         ),
     ] = None,
     pool: Annotated[
         str,
         typer.Option(
             metavar="POOL,...",
-            help="mean, max, cls, residue, logits, contacts; by default residue for h5, mean for most.",
+            help="mean, max, cls, residue, logits, contacts; by default mean for npy, parquet, h5ad and parts, else "
+            "residue.",
         ),
     ] = "",
     layers: Annotated[
-        str, typer.Option(metavar="N,...", help="Layers, 0 for the embedding, -1 for the last, which is the default.")
+        str, typer.Option(metavar="N,...", help="Layers: 0 for the embedding, -1 for the last layer (the default).")
     ] = "",
     dtype: Annotated[str, typer.Option(help="Numbers in the file: fp32, fp16 or bf16.")] = "fp32",
     precision: Annotated[
-        str, typer.Option(help="Of the arithmetic: fp32, bf16, fp16, or auto, which is what the device is fast in.")
+        str, typer.Option(help="Arithmetic: fp32, bf16, fp16, or auto for the fastest on the device.")
     ] = "auto",
     long: Annotated[
         str, typer.Option(help="Proteins over --window residues: full, window (overlapping, blended) or truncate.")
     ] = "full",
-    window: Annotated[int, typer.Option(help="Residues of a window, or that are left by truncate.")] = 1022,
+    window: Annotated[int, typer.Option(help="Residues of a window, or residues that truncate keeps.")] = 1022,
     overlap: Annotated[int, typer.Option(help="Residues that neighbouring windows share.")] = 256,
     tokens: Annotated[
         Optional[int],
-        typer.Option(min=1, max=1_000_000_000, help="Computed at once; 2,048 on a CPU and 16,384 on a GPU by default."),
+        typer.Option(
+            min=1, max=1_000_000_000, help="Tokens computed at once; by default 2,048 on a CPU and 16,384 on a GPU."
+        ),
     ] = None,
     nproc: Annotated[
-        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; all GPUs, or one, by default.")
+        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
     ] = None,
     reuse: Annotated[
-        Optional[Path], typer.Option(metavar="DIR", help="Take equal sequences from an earlier directory of parts.")
+        Optional[Path], typer.Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on, or join other workers on OUT; begin where there is nothing.")
+        bool, typer.Option("--resume", help="Continue OUT, or join other workers on it. Without OUT, begin.")
     ] = False,
     offload: Annotated[
-        bool, typer.Option("--offload", help="Keep what the GPU has no memory for in the machine's, or on its disk.")
+        bool,
+        typer.Option(
+            "--offload", help="Keep weights that do not fit into the GPU in the machine's memory or on its disk."
+        ),
     ] = False,
     shard: Annotated[
-        bool, typer.Option("--shard", help="The processes hold one model together, which is bigger than a GPU.")
+        bool, typer.Option("--shard", help="Divide the model over the processes, if it does not fit into one GPU.")
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a record failed.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how long it would take and how large it would be, and stop.")
+        bool, typer.Option("--dry-run", help="Estimate the time and the size of the output, and stop.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write embeddings, without BOS and EOS, in input order; or look at what was written."""
+    """Write embeddings, without BOS and EOS, in input order; or check an output that was written."""
     from esmshard.embed.compute.outputs import Long
 
     if model in ("status", "verify", "merge") and not Path(model).exists():
@@ -97,7 +105,7 @@ def embed(
     how |= {"layers": chosen, "dtype": dtype, "precision": precision, "long": Long(long, window, overlap)}  # type: ignore[arg-type]
     asked = embed_request.request(model, out, **how)
     if dry_run and (shard or offload):
-        raise UsageError("--dry-run times a model that each process holds whole; leave --shard and --offload out")
+        raise UsageError("--dry-run needs the whole model in each process; leave --shard and --offload out")
     if dry_run:
         print(embed_plan.dry_run(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
         return
@@ -124,55 +132,59 @@ def embed(
 
 
 def predict(
-    model: Annotated[str, typer.Argument(help="A consolidated model with a fine-tuned head; of variants also a run.")],
+    model: Annotated[
+        str, typer.Argument(help="A consolidated model with a fine-tuned head; for variants, also a run.")
+    ],
     data: Annotated[
         Optional[Path],
         typer.Argument(
-            help="FASTA, - for the standard input, a token store, or structures (PDB, mmCIF); of variants their table."
+            help="FASTA file, - for the standard input, a token store, or structures (PDB, mmCIF); for variants, their "
+            "table."
         ),
     ] = None,
     out: Annotated[
         Optional[Path],
-        typer.Option("-o", "--out", help="File to write: .npz, one array a record under its id, .csv or .parquet."),
+        typer.Option("-o", "--out", help="File to write: .npz (an array for each record by its id), .csv or .parquet."),
     ] = None,
     all_singles: Annotated[
-        bool, typer.Option("--all-singles", help="Of variants: every single substitution, in place of a table.")
+        bool, typer.Option("--all-singles", help="For variants: rank every single substitution, instead of a table.")
     ] = False,
     propose: Annotated[
         Optional[int],
         typer.Option(
-            min=1, max=1_000_000, metavar="N", help="Of variants: N to measure next, promising and not all of one kind."
+            min=1, max=1_000_000, metavar="N", help="For variants: choose N promising, different ones to measure next."
         ),
     ] = None,
     kappa: Annotated[
-        float, typer.Option(min=0, help="Of --propose: standard deviations that uncertainty is worth.")
+        float, typer.Option(min=0, help="For --propose: standard deviations that are added to a prediction.")
     ] = 1.0,
     diversity: Annotated[
-        float, typer.Option(min=0, help="Of --propose: what a position or residue costs that was chosen already.")
+        float, typer.Option(min=0, help="For --propose: cost of a position or residue that was already chosen.")
     ] = 0.15,
     mutant: Annotated[
-        Optional[str], typer.Option(metavar="COLUMN", help="Of a table: mutations; found by its name by default.")
+        Optional[str],
+        typer.Option(metavar="COLUMN", help="For a table: column of mutations; by default found by its name."),
     ] = None,
     offset: Annotated[
         Optional[int],
-        typer.Option(help="Of a table: added to its positions; by default what was added to those of the run's table."),
+        typer.Option(help="For a table: number added to its positions; by default the offset of the run's table."),
     ] = None,
     png: Annotated[
-        Optional[Path], typer.Option(metavar="DIR", help="Of contacts: a picture of each map, besides.")
+        Optional[Path], typer.Option(metavar="DIR", help="For contacts: directory for a picture of each map.")
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Of FASTA: exit with 1 if a record failed, as listed in OUT.failed.tsv.")
+        bool, typer.Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write what the fine-tuned head says: contact maps, classes and values; variants in their order."""
+    """Write the predictions of a fine-tuned head: contact maps, classes and values; variants ranked, best first."""
     from esmshard.predict import variant_ranking
 
     if out is None:
         raise UsageError("-o: name the file to write")
     if variant_ranking.models_of(model):
         if (data is None) != all_singles:
-            raise UsageError("of variants, give either a table or --all-singles")
+            raise UsageError("a model of variants needs either a table or --all-singles; pass one of them")
         if png or strict:
             raise UsageError("--png and --strict are for FASTA files, and these are variants")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
@@ -184,10 +196,11 @@ def predict(
 
     if all_singles or propose or mutant or offset is not None:
         raise UsageError(
-            f"--all-singles, --propose, --mutant and --offset are for models of variants, and {model} is none"
+            f"--all-singles, --propose, --mutant and --offset are for models of variants, and {model} is none; leave "
+            "them out"
         )
     if data is None:
-        raise UsageError("give a FASTA file, or a token store, to predict")
+        raise UsageError("there is no input; name a FASTA file or a token store")
     done = predictions.predict(model, data, out, png=png, overwrite=overwrite)
     failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
     print(f"{out}: {done.records:,} records{failed}")
@@ -198,30 +211,31 @@ def predict(
 def score(
     model: Annotated[str, typer.Argument(help="A model with an LM head; no fine-tuning is needed.")],
     wild_type: Annotated[Path, typer.Argument(metavar="WILD_TYPE", help="FASTA file with one protein.")],
-    table: Annotated[Optional[Path], typer.Argument(help="Variants of it, in a table.")] = None,
+    table: Annotated[Optional[Path], typer.Argument(help="Table of variants of this protein.")] = None,
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="CSV file to write.")] = None,
     all_singles: Annotated[
-        bool, typer.Option("--all-singles", help="Every single substitution, in place of a table.")
+        bool, typer.Option("--all-singles", help="Score every single substitution, instead of a table.")
     ] = False,
     method: Annotated[
         str, typer.Option(help="masked-marginals, wild-type-marginals or pseudo-perplexity.")
     ] = "masked-marginals",
     mutant: Annotated[
-        Optional[str], typer.Option(metavar="COLUMN", help="Mutations; found by its name by default.")
+        Optional[str], typer.Option(metavar="COLUMN", help="Column of mutations; by default found by its name.")
     ] = None,
     target: Annotated[
         Optional[str],
-        typer.Option(metavar="COLUMN", help="Measured values, to compare with; found by its name by default."),
+        typer.Option(metavar="COLUMN", help="Column of measured values, for comparison; by default found by its name."),
     ] = None,
     offset: Annotated[
-        Optional[int], typer.Option(help="Added to the positions of the table; what fits the wild type by default.")
+        Optional[int],
+        typer.Option(help="Number added to the positions of the table; by default one that fits the wild type."),
     ] = None,
     window: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Residues of a long protein that the model sees at once.")
     ] = 1022,
     overwrite: Overwrite = False,
 ) -> None:
-    """Score variants with the language model alone (zero-shot), higher being more natural."""
+    """Score variants with the language model alone (zero-shot). A higher score is more natural."""
     from esmshard.predict.zero_shot import score_table
 
     if out is None:
@@ -238,15 +252,15 @@ def evaluate(
     data: Annotated[str, typer.Argument(help="A labelled FASTA file, structures, or sample:contact/test.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory for evaluation.json and per_protein.csv.")],
     labels: Annotated[
-        Optional[str], typer.Option(metavar="FILE", help="Labels of DATA, if they are not in it or beside it.")
+        Optional[str], typer.Option(metavar="FILE", help="Labels of DATA, if they are neither in nor beside DATA.")
     ] = None,
     png: Annotated[
         Optional[Path],
-        typer.Option(metavar="DIR", help="Of contacts: a picture of each predicted map beside the true contacts."),
+        typer.Option(metavar="DIR", help="For contacts: directory for pictures of predicted and true contacts."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Score a model on labelled data, with intervals, beside the baselines."""
+    """Evaluate a model on labelled data, with intervals and baselines."""
     from esmshard.data.splits.recipe_splits import open_tested
     from esmshard.predict import contact_pictures
     from esmshard.progress import say
@@ -264,8 +278,8 @@ def evaluate(
     recipe = Recipe.model_validate(found.about["recipe"])
     if recipe.task.reads_table:
         raise UsageError(
-            f"{model}: is of variants; finetune tests on folds of their table, and `esmshard predict MODEL TABLE` "
-            "says Spearman's correlation with the measured values of another one"
+            f"{model}: is a model of variants, which finetune tests on folds of their table; for another table run "
+            "`esmshard predict MODEL TABLE`, which prints Spearman's correlation with the measured values"
         )
     if png is not None and found.task.names:
         raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
@@ -276,4 +290,4 @@ def evaluate(
     print(evaluation.report(model, examples, out, warn=say, labels=labels))
     if png is not None:
         draw_maps(found, examples, png)
-        say(f"maps in {png}: above the diagonal what is predicted, below it the true contacts")
+        say(f"maps in {png}: predictions are above the diagonal, true contacts below it")

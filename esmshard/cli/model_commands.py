@@ -1,4 +1,4 @@
-"""Commands about models as files: consolidate checkpoints, download released weights, and verify what is computed."""
+"""Commands about models as files: consolidate checkpoints, download released weights, and verify the computation."""
 
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -17,18 +17,20 @@ def consolidate(
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
     to: Annotated[str, typer.Option(help="hf (transformers, and all commands here) or fair-esm.")] = "hf",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint of the best validation, if kept.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Use the checkpoint with the best validation, if it was kept.")
+    ] = False,
     adapter: Annotated[
         bool,
-        typer.Option("--adapter", help="Of a LoRA run: the adapter for PEFT and the head, without the base model."),
+        typer.Option("--adapter", help="For a LoRA run: write the adapter for PEFT and the head, not the base model."),
     ] = False,
     base: Annotated[
-        Optional[str], typer.Option(metavar="MODEL", help="Where the base model of a LoRA or head run lies now.")
+        Optional[str], typer.Option(metavar="MODEL", help="The base model of a LoRA or head run, if it was moved.")
     ] = None,
     trust: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make one model out of a sharded checkpoint, or of a model in another layout, and compare the two."""
+    """Make one model from a sharded checkpoint, or from a model in another layout, and compare the two."""
     from esmshard.checkpoint import consolidate as consolidation
     from esmshard.model.weights.export import DTYPES, Target
     from esmshard.progress import say
@@ -41,7 +43,7 @@ def consolidate(
     target: Target = "hf" if to == "hf" else "fair-esm"
     how: dict[str, Any] = {"overwrite": overwrite, "best": best, "trust": trust, "base": base, "warn": say}
     if adapter and (to, dtype) != ("hf", "fp32"):
-        raise UsageError("--adapter: is written in fp32 and for PEFT; leave --to and --dtype out")
+        raise UsageError("--adapter: an adapter is always written in fp32 for PEFT; leave --to and --dtype out")
     if adapter:
         print(consolidation.consolidate_adapter(Path(source), out, **how))
         return
@@ -49,13 +51,13 @@ def consolidate(
 
 
 def download(
-    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Released models, as esm2_t33_650M_UR50D.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Released models such as esm2_t33_650M_UR50D.")],
     to: Annotated[
-        Optional[Path], typer.Option(help="Make DIR/NAME of plain files; the Hugging Face cache by default.")
+        Optional[Path], typer.Option(help="Directory for NAME/ with plain files; by default the Hugging Face cache.")
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Download released models, to be used by name or, with --to, by path where there is no network."""
+    """Download released models, for use by name or, with --to, by path on machines without network."""
     from esmshard.model.weights import hub
 
     hub.check(names, to, overwrite)
@@ -65,13 +67,14 @@ def download(
 
 def verify(
     model: Annotated[str, typer.Argument(help="A model directory, a fair-esm .pt file, a released name, or starter.")],
-    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="JSON file to write as well.")] = None,
+    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="JSON file for the certificate.")] = None,
     fasta: Annotated[
-        Optional[Path], typer.Option(help="Compare on its first 8 records; built-in proteins by default.")
+        Optional[Path],
+        typer.Option(help="FASTA file whose first 8 records are compared; by default built-in proteins."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Certify that a model says here what it says in fair-esm and transformers, alone or in any batch."""
+    """Certify that a model computes the same here as in fair-esm and transformers, alone or in any batch."""
     from esmshard.verify.certificate import certify
 
     certificate = certify(model, out, fasta=fasta, overwrite=overwrite)

@@ -26,7 +26,7 @@ def recipes_cp(
     to: Annotated[Path, typer.Argument(help="File to write.")],
     overwrite: Overwrite = False,
 ) -> None:
-    """Copy a shipped recipe, to be changed."""
+    """Copy a shipped recipe to a file of your own."""
     from esmshard.recipe import recipe_file
 
     source = recipe_file.resolve(name)
@@ -42,7 +42,7 @@ def recipes_validate(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
     overrides: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,
 ) -> None:
-    """Check a recipe and print it with every key resolved."""
+    """Check a recipe, and print it with the values of all keys."""
     from esmshard.recipe import recipe_file
 
     print(recipe_file.dump(recipe_file.load(recipe_file.resolve(recipe), overrides or [])), end="")

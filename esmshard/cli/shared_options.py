@@ -1,4 +1,4 @@
-"""Options that several commands have, with one text."""
+"""The options that several commands share."""
 
 from typing import Annotated
 

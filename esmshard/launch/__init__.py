@@ -1,1 +1,1 @@
-"""Processes of a run: how they are started, find each other, are limited and are asked to stop."""
+"""The processes of a run: their start, their connection, their limits, and requests to stop."""

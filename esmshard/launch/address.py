@@ -1,4 +1,4 @@
-"""Which address and network interface of this machine others reach it by. No torch."""
+"""The address and the network interface of this machine that other machines can reach. No torch."""
 
 import ipaddress
 import socket
@@ -10,7 +10,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR in <linux/sockios.h>
 
 
 def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
-    """Addresses of a host; none while nobody knows its name, as that of a container that is being started."""
+    """Return the addresses of a host; none if its name is unknown, for example while a container starts."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -19,15 +19,15 @@ def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads back to the machine itself."""
+    """Return whether an address is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def loopback() -> str:
-    """The machine's own address for itself: IPv6 where there is one.
+    """Return the loopback address of this machine: that of IPv6 if there is one.
 
-    torch asks for the name of each address it connects to, and writes 127.0.0.1 as ::ffff:127.0.0.1, which only a name
-    server may know. A machine that reaches none would wait for it, and warn in each process.
+    torch looks up the name of each address that it connects to, and writes 127.0.0.1 as ::ffff:127.0.0.1. Often only a
+    name server has a name for that. Without a name server each process would wait for an answer and print a warning.
     """
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
@@ -38,7 +38,7 @@ def loopback() -> str:
 
 
 def towards(host: str, port: int) -> str | None:
-    """This machine's own address on the way to a host; None if there is no way. Nothing is sent."""
+    """Return the address from which this machine would connect to a host; None without a route. Nothing is sent."""
     for family, address in resolve(host, port):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
@@ -50,37 +50,37 @@ def towards(host: str, port: int) -> str | None:
 
 
 def own(host: str, port: int) -> str | None:
-    """This machine's address for those who meet at a host, which may be this machine under its own name.
+    """Return this machine's address for processes that connect at a host. The host may be this machine by its name.
 
-    Debian's /etc/hosts gives a machine's name the address 127.0.1.1, by which nobody else reaches it. Then it is the
-    one on the way to anywhere.
+    Debian's /etc/hosts gives a machine's name the address 127.0.1.1, which other machines cannot reach. The address of
+    the default route is returned in that case.
     """
     found = towards(host, port)
     by_name = host != "localhost" and not _is_address(host)
     if found is not None and is_loopback(found) and by_name:
-        return towards("192.0.2.1", 9) or found  # an address that nobody has, RFC 5737
+        return towards("192.0.2.1", 9) or found  # RFC 5737 reserves this address, so no machine has it
     return found
 
 
 def interfaces() -> dict[str, str]:
-    """IPv4 address of each network interface that has one; empty where the system does not tell."""
+    """Return the IPv4 address of each network interface that has one; empty if the system does not provide them."""
     if sys.platform != "linux":
         return {}
-    import fcntl  # Windows has none
+    import fcntl  # Windows does not have this module
 
     found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no address
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # the interface has no address
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 
 def interface(address: str) -> str | None:
-    """Name of the network interface that has an address, as `eth0`; None where the system does not tell."""
+    """Return the network interface that has an address, such as `eth0`; None if the system does not provide it."""
     if is_loopback(address):
         return {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if ":" in address and sys.platform == "linux":

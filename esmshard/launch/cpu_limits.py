@@ -1,4 +1,4 @@
-"""What of the machine this process may use: a scheduler or a container may allow less than is there. No torch."""
+"""The memory and the cores that this process may use. A scheduler or a container may limit them. No torch."""
 
 import os
 import re
@@ -9,13 +9,14 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int] | None:
-    """Most bytes that the cgroup of this process may have, and what it has; None without a limit.
+    """Return the memory limit of this process's cgroup and the memory in use, in bytes; None without a limit.
 
-    Of what it has, the pages of files that the kernel would give up at once are not counted.
+    Pages of files that the kernel can release at once do not count as memory in use.
 
     Args:
-        root: where cgroups are mounted. Inside a container its own one is at the root, whatever `membership` says.
-        membership: the kernel's file, of version 1 or 2, which says in which cgroups this process is.
+        root: the directory where cgroups are mounted. In a container, the container's own cgroup is at the root,
+            whatever `membership` says.
+        membership: the kernel's file with the cgroups of this process, in version 1 or 2.
     """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
@@ -25,34 +26,34 @@ def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, in
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit, usage, given_up = root, "memory.max", "memory.current", "inactive_file"
+            base, limit, usage, releasable = root, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            given_up = "total_inactive_file"
+            releasable = "total_inactive_file"
         else:
             continue
         parts = [part for part in path.split("/") if part and part != ".."]
-        for depth in range(len(parts), -1, -1):  # a parent may leave less
+        for depth in range(len(parts), -1, -1):  # the limit of a parent may be lower
             folder = base.joinpath(*parts[:depth])
             most, used = _number(folder / limit), _number(folder / usage)
-            # Version 1 writes its largest page count for "no limit".
+            # Version 1 has the largest number of pages for "no limit".
             if most is None or used is None or most >= 1 << 60:
                 continue
-            used = max(0, used - _entry(folder / "memory.stat", given_up))
+            used = max(0, used - _entry(folder / "memory.stat", releasable))
             if tightest is None or most - used < tightest[0] - tightest[1]:
                 tightest = most, used
     return tightest
 
 
 def cores(root: Path = CGROUPS) -> int:
-    """That this process may use: those it is bound to, or what the cgroup's quota is worth, if that is less."""
+    """Return the number of cores that this process may use: its CPU affinity, or the cgroup's quota if it is lower."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return bound if quota is None else max(1, min(bound, int(quota)))
 
 
 def cpu_quota(root: Path = CGROUPS) -> float | None:
-    """Cores' worth of time that the cgroup allows; None without a limit."""
+    """Return the CPU time that the cgroup allows, in cores; None without a limit."""
     try:
         if (root / "cpu.max").is_file():
             quota, period = (root / "cpu.max").read_text(encoding="utf-8").split()

@@ -1,6 +1,6 @@
-"""The variables by which srun and mpirun name their processes, in torch's words; and whether all of them are there.
+"""The conversion of the variables of srun and mpirun to those of torch, and a check that none is missing.
 
-torchrun and `accelerate launch` set torch's variables themselves. Starts without torch.
+torchrun and `accelerate launch` set torch's variables themselves. This module does not import torch.
 """
 
 import os
@@ -10,27 +10,28 @@ from collections.abc import Mapping
 from esmshard.errors import InputError, UsageError
 
 PORTS = range(20000, 28000)
-"""The first process listens at one of these ports, which follows from the numbers of the job and its step."""
+"""The ports from which the port of rank 0 is chosen, by the numbers of the job and its step."""
 
 _MPI = {
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Variables of each process: its rank, how many there are, and both on its own machine."""
+"""The variables of each process: rank and number of processes in all, then both on the process's machine."""
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for a process of srun or mpirun.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for a task of srun or mpirun.
 
-    Empty where another launcher has set RANK already, and where this process was started alone: a batch script and the
-    shell of salloc have SLURM_NTASKS and SLURM_PROCID too, but no SLURM_STEP_NUM_TASKS above 1.
+    The result is empty if another launcher has already set RANK, or if this process is alone. A batch script and the
+    shell of salloc also have SLURM_NTASKS and SLURM_PROCID, but no SLURM_STEP_NUM_TASKS above 1.
 
     Raises:
-        UsageError: the launcher left out what is needed.
+        UsageError: if a variable of the launcher is missing.
     """
     if "RANK" in environ:
         return {}
-    # mpirun comes first: within a job of Slurm it starts its daemons by srun, whose variables its processes inherit.
+    # mpirun is checked first: in a job of Slurm it starts its daemons by srun, so its processes inherit srun's
+    # variables.
     return _of_mpirun(environ) or _of_srun(environ)
 
 
@@ -47,7 +48,7 @@ def _of_mpirun(environ: Mapping[str, str]) -> dict[str, str]:
                 'one is; add `-x MASTER_ADDR="$(hostname)" -x MASTER_PORT=29500` (MPICH: -genv NAME VALUE) on the '
                 "machine of rank 0"
             )
-        # On one machine all have the same parent, of which no other call of mpirun has the number.
+        # On one machine all processes have the same parent. Its process id gives each call of mpirun a port.
         port = environ.get("MASTER_PORT") or str(29500 if size != local_size else PORTS[os.getppid() % len(PORTS)])
         return _torch(rank, size, local_rank, local_size, host, port)
     return {}
@@ -65,7 +66,7 @@ def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
         step = int(environ.get("SLURM_JOB_ID", "0")) * 31 + int(environ.get("SLURM_STEP_ID", "0"))
     except (KeyError, ValueError, IndexError) as error:
         raise UsageError(
-            f"srun started {tasks} processes, but their SLURM_ variables cannot be read ({error}); take the script "
+            f"srun started {tasks} processes, but their SLURM_ variables cannot be read ({error}); use the script "
             "that `esmshard launch` writes, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each "
             "process"
         ) from None
@@ -86,18 +87,18 @@ def _torch(rank: str, size: str, local_rank: str, local_size: str, host: str, po
 
 
 def join() -> None:
-    """Join the ranks that srun or mpirun started with this process, if one of them did: set torch's variables for good.
+    """Set torch's variables in this process if srun or mpirun started it. They stay set.
 
     Raises:
-        UsageError: the launcher left out what is needed.
+        UsageError: if a variable of the launcher is missing.
     """
     os.environ.update(variables())
 
 
 def check(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `UsageError` where RANK and its companions are there in part, `InputError` for what is no rank.
+    """Raise `UsageError` if only some of RANK, WORLD_SIZE and so on are set, `InputError` if a value is no rank.
 
-    Of a usage error the first rank speaks for all; a process without a rank speaks for itself.
+    Rank 0 prints a `UsageError` for all ranks. A process without a valid rank must print its own error.
     """
     named = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
     if not named:
@@ -123,7 +124,7 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first machine of Slurm's list.
+    """Return the first host of Slurm's node list.
 
     >>> first_host("gpu[007-009,12],login")
     'gpu007'
@@ -135,7 +136,7 @@ def first_host(nodes: str) -> str:
 
 
 def _counts(text: str) -> list[int]:
-    """Tasks of each machine: `2(x3),1` is 2, 2, 2, 1."""
+    """Return the number of tasks of each machine: `2(x3),1` is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -1,8 +1,8 @@
-"""Start the processes of a run on this machine, and look after them until all have ended: what `--nproc N` does.
+"""The launcher of `--nproc N`: it starts the processes of a run on this machine and watches them until all have ended.
 
-Each process learns its rank from the environment variables that torch reads. They meet through a store that this
-launcher holds, and everything listens on the loopback interface only. On several machines srun or torchrun takes the
-place of this module.
+Each process reads its rank from the environment variables of torch. The processes connect through a store in the
+launcher. Everything listens on the loopback interface only. On several machines srun or torchrun is used instead of
+this module.
 """
 
 import math
@@ -27,17 +27,17 @@ from esmshard.launch.process_environment import CRASHED, LAUNCH, LAUNCHER, SHARE
 from esmshard.progress import say
 
 STOP_TIMEOUT = 600.0
-"""Seconds that processes have to save and leave after SIGTERM or SIGUSR1. A scheduler's own limit is mostly shorter."""
+"""The seconds that processes have to save and leave after SIGTERM or SIGUSR1. Schedulers mostly give them fewer."""
 
 END_TIMEOUT = 30.0
-"""Seconds that processes have to leave after another signal, for which nothing is saved, or after one has failed."""
+"""The seconds that processes have to leave after any other signal, or after one has failed. They do not save."""
 
-# By name, for Windows does not have all of them.
+# Windows does not have all of these signals, so they are looked up by name.
 TO_SAVE, TO_END = (
     tuple(signal.Signals[name] for name in names if hasattr(signal, name))
     for names in (("SIGTERM", "SIGUSR1"), ("SIGINT", "SIGHUP", "SIGQUIT"))
 )
-_POLL = 0.1  # seconds between two looks at the processes
+_POLL = 0.1  # the seconds between two checks of the processes
 
 
 def run_local(
@@ -45,19 +45,20 @@ def run_local(
 ) -> int:
     """Run `python ARGUMENTS` in `nproc` processes of this machine, with RANK and so on in their environment.
 
-    Signals that come here are passed on to the processes. The cores are divided among them: each process computes with
-    cores / nproc threads unless OMP_NUM_THREADS says otherwise.
+    The launcher passes signals on to the processes. It divides the cores among them: each process computes with
+    cores / nproc threads unless OMP_NUM_THREADS is set.
 
     Args:
-        arguments: of the interpreter, such as `-m esmshard finetune recipe.yaml`.
-        nproc: number of processes to start.
-        max_restarts: how often all processes are started again after one was lost: killed by a signal, crashed (70), or
-            left without another process (69). A user's mistake or a request to stop never leads to a restart.
-        stop_timeout: seconds that the processes have for leaving after SIGTERM or SIGUSR1; then they are killed.
+        arguments: the arguments of the interpreter, such as `-m esmshard finetune recipe.yaml`.
+        nproc: the number of processes to start.
+        max_restarts: how often all processes are started again after the loss of a process: a signal ended it, it
+            crashed (70), or it lost another process (69). A user's mistake or a request to stop never causes a restart.
+        stop_timeout: the seconds that the processes have to leave after SIGTERM or SIGUSR1. They are then killed.
 
     Returns:
-        0 if all went well; 75 if processes saved and left, or had not begun when SIGTERM came; else the exit code of
-        the process whose failure was the cause, 128 + N if signal N ended it, or the code of a signal that came here.
+        0 if all processes succeeded; 75 if processes saved and left, or had not begun when SIGTERM came; else the exit
+        code of the process whose failure was the cause, 128 + N if signal N ended it, or the code of a signal to the
+        launcher.
     """
     shared = {LAUNCHER: str(os.getpid()), LAUNCH: uuid.uuid4().hex}
     if "OMP_NUM_THREADS" not in os.environ:
@@ -79,22 +80,23 @@ def run_local(
         return _code_of(signals)
 
 
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # worker.attempt() reads it
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # process_environment.attempt() reads this variable
 
 
 @contextmanager
 def _store(nproc: int) -> Iterator[dict[str, str]]:
-    """Hold the store through which the processes meet, on the loopback interface; yield the variables that name it.
+    """Hold the store through which the processes connect, on the loopback interface; yield the variables that name it.
 
-    It is held here, and not by rank 0, so that the others can still agree on what happened when rank 0 is gone. torch
-    itself would listen on all addresses, and whoever reaches the store can run code: torch pickles what it keeps there.
+    The launcher holds the store, and not rank 0, so that the other ranks can still find the cause when rank 0 is gone.
+    torch itself would listen on all addresses. That would be dangerous: torch pickles the values in the store, so
+    everyone who can connect to it can run code.
     """
     host = address.loopback()
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.bind((host, 0))
     listener.listen(1024)
     port = listener.getsockname()[1]
-    # The store takes the socket over and closes it, hence detach().
+    # The store takes over the socket and closes it, so the socket object must be detached.
     store = TCPStore(
         host, port, nproc, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
     )
@@ -108,25 +110,25 @@ def _store(nproc: int) -> Iterator[dict[str, str]]:
 
 @dataclass
 class _Processes:
-    """The processes of one start, and what has become of them."""
+    """The processes of one start, with their exit codes."""
 
     signals: list[int]
-    """Signals that have come to the launcher so far; more come while it runs."""
+    """The signals to the launcher so far. The signal handler appends to this list."""
     stop_timeout: float
     handles: "list[Popen[bytes]]" = field(default_factory=list)
     forwarded: int = 0
-    """How many of the signals have been passed on."""
+    """The number of signals that were passed on."""
     stop_by: float = math.inf
-    """When the processes are killed, on the monotonic clock."""
+    """The time at which the processes are killed, on the monotonic clock."""
     killed_late: int = 0
-    """Processes that did not leave in time after a signal."""
+    """The number of processes that did not leave in time after a signal."""
     ended: list[int] = field(default_factory=list)
-    """Ranks in the order in which they were found to have ended."""
+    """The ranks of ended processes, in the order in which the launcher noticed their end."""
     codes: list[int | None] = field(default_factory=list)
-    """Exit codes in rank order, -N after signal N; None while a process runs, or if the launcher had to kill it."""
+    """The exit codes in rank order, -N after signal N; None while a process runs, or if the launcher killed it."""
 
     def start(self, arguments: Sequence[str], nproc: int, environment: dict[str, str]) -> None:
-        """Start all processes, each as the leader of a group of its own: Ctrl-C comes to the launcher alone."""
+        """Start all processes, each as the leader of its own group, so that only the launcher gets Ctrl-C."""
         for rank in range(nproc):
             ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
             own = {name: str(value) for name, value in ranks.items()}
@@ -135,7 +137,7 @@ class _Processes:
         self.codes = [None] * nproc
 
     def watch(self) -> None:
-        """Pass signals on until all processes have ended, or have to be killed."""
+        """Pass signals on until all processes have ended. Kill those that do not end."""
         while True:
             self.codes = [process.poll() for process in self.handles]
             self.ended += [n for n, code in enumerate(self.codes) if code is not None and n not in self.ended]
@@ -143,7 +145,7 @@ class _Processes:
             if None not in self.codes:
                 return
             left = any(self._has_left(code) for code in self.codes)
-            if left and not self.signals:  # the others cannot go on without a process that was asked alone
+            if left and not self.signals:  # the others cannot continue without a process that was asked to stop alone
                 self.signals.append(signal.SIGTERM)
                 continue
             now = time.monotonic()
@@ -152,16 +154,16 @@ class _Processes:
                 break
             failed = [code for code in self.codes if code and not self._has_left(code)]
             if any(code < 0 or code == CRASHED for code in failed) and not left:
-                break  # the others can do nothing but wait for it in vain
+                break  # the others would wait for the lost process forever
             if any(code != LostProcess.exit_code or not left for code in failed):
-                # All ranks make the same mistake, and rank 0 says so for all: it needs the time to do that.
+                # All ranks find the same mistake of the user. Rank 0 needs this time to print it.
                 self.stop_by = min(self.stop_by, now + END_TIMEOUT)
             time.sleep(_POLL)
         for process in self.handles:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                with suppress(TimeoutExpired):  # a process that hangs in its driver cannot even be killed
+                with suppress(TimeoutExpired):  # a process that hangs in a driver cannot be killed
                     process.wait(END_TIMEOUT)
 
     def _pass_on(self) -> None:
@@ -174,11 +176,11 @@ class _Processes:
             self.stop_by = min(self.stop_by, time.monotonic() + seconds)
 
     def _has_left(self, code: int | None) -> bool:
-        """Whether a process saved and left, or a signal ended it in its first second, before it could listen."""
+        """Return whether a process saved and left, or a signal ended it before it had installed its handler."""
         return code == Preempted.exit_code or (code is not None and -code in TO_SAVE and -code in self.signals)
 
     def verdict(self) -> tuple[int, str, bool]:
-        """The exit code of all together, why they failed if no process has said it, and whether a restart may help."""
+        """Return the common exit code, a reason if no process has printed one, and whether a restart may help."""
         left = any(self._has_left(code) for code in self.codes)
         failed = [
             (rank, code)
@@ -191,7 +193,7 @@ class _Processes:
             return 1, f"{processes} did not leave within {self.stop_timeout:g} s of {name}, and had to be killed", False
         if not failed:
             return (_code_of(self.signals) if left or self.killed_late else 0), "", False
-        rank, code = min(failed, key=lambda one: _weight(one[1]))  # the first one, where they weigh the same
+        rank, code = min(failed, key=lambda one: _weight(one[1]))  # the first one among equal weights
         if code > 0:
             words = f"the process of rank {rank} crashed" if code == CRASHED else ""
             return code, words, code in (CRASHED, LostProcess.exit_code)
@@ -202,20 +204,20 @@ class _Processes:
 
 
 def _weight(code: int) -> int:
-    """Of several failures the cause comes first: a mistake, then a signal, a crash, the loss of another process."""
+    """Return the order of a failure as a cause: first a mistake, then a signal, a crash, the loss of a process."""
     return {CRASHED: 2, LostProcess.exit_code: 3}.get(code, 1 if code < 0 else 0)
 
 
 def _code_of(signals: Sequence[int]) -> int:
-    """The exit code after signals: 128 + N for one that ends a run, else 75."""
+    """Return the exit code after signals: 128 + N for a signal that ends a run without saving, else 75."""
     return next((128 + number for number in signals if number in TO_END), Preempted.exit_code)
 
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
-    """The signals that have come so far. An ignored signal stays ignored: `nohup` would be in vain otherwise.
+    """Yield the list of signals to this process so far. An ignored signal stays ignored, because `nohup` relies on it.
 
-    Outside the main thread, where Python allows no handlers, no signal is heard.
+    Outside the main thread Python allows no handlers, so the list stays empty.
     """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -1,9 +1,9 @@
-"""What asks a run to stop before its end: a scheduler's signal, or the time limit of `--stop-after`.
+"""Requests to stop a run before its end: the signals of a scheduler, and the time limit of `--stop-after`.
 
-SIGTERM and SIGUSR1 mean: save, leave with exit code 75, and be started again later. So does the time limit, which comes
-as SIGALRM. While a run trains they are only noted, for a checkpoint takes all ranks: each passes on what it has noted
-with the numbers of its step, and all save after the same one. Before and after there is nothing to save, and they end
-the process at once.
+After SIGTERM or SIGUSR1 a run saves, leaves with exit code 75, and can be started again later. The time limit comes as
+SIGALRM and has the same effect. During training a signal is only noted, because all ranks must save a checkpoint
+together: each rank sends its note with the numbers of its step, and all ranks save after the same step. Before and
+after training there is nothing to save, and a signal ends the process at once.
 """
 
 import os
@@ -21,14 +21,14 @@ from esmshard.errors import UsageError
 from esmshard.launch import process_environment
 
 STOP_AT = "ESMSHARD_STOP_AT"
-"""Environment variable: when to stop, in seconds since 1970. It outlives the workers, which may be started again."""
+"""The environment variable with the time to stop, in seconds since 1970. Processes that are started again keep it."""
 
 LEAVE_WITHIN = 10.0
-"""Seconds that a process which has nothing to save may take to leave. Schedulers kill some 30 s after SIGTERM."""
+"""The seconds that a process has to leave if it has nothing to save. Schedulers kill about 30 s after SIGTERM."""
 
 EXPLAIN_WITHIN = 25.0
-"""Seconds that a process may take to leave where training has failed: it finds out which rank was lost, and names it.
-srun sends SIGTERM to the others of a lost rank, and SIGKILL 30 s later."""
+"""The seconds that a process has to leave after training has failed. It uses them to find and name the lost rank. When
+a rank is lost, srun sends SIGTERM to the other ranks, and SIGKILL 30 s later."""
 
 _REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGALRM": "the time limit of --stop-after"}
 _SIGNALS = {int(getattr(signal, name)): words for name, words in _REASONS.items() if hasattr(signal, name)}
@@ -37,25 +37,29 @@ _installed: "list[Preemption]" = []
 
 
 class Preempted(BaseException):
-    """The run was asked to stop, and can go on later. Not an `Exception`: nothing should take it for a failure."""
+    """The run was asked to stop and can continue later. This is no `Exception`, because it is no failure."""
 
     exit_code = 75
-    """EX_TEMPFAIL: try again later."""
+    """The exit code EX_TEMPFAIL, which means: try again later."""
 
     def __init__(self, message: str, unsaved: int = 0) -> None:
-        """`unsaved` is the number of the signal where it came before the run began to train; 0 otherwise."""
+        """Store the message and `unsaved`: the number of a signal that came before training began; 0 otherwise."""
         super().__init__(message)
         self.unsaved = unsaved
 
 
 def leaving_code(unsaved: int = 0) -> int:
-    """The exit code with which this process leaves after `Preempted`, whose `unsaved` is given.
+    """Return the exit code of this process after `Preempted` with this `unsaved`.
 
-    75 for a process that is alone, or that our own launcher started. srun and mpirun return the highest code of all
-    ranks, and end the others when one of them fails: rank 0, which leaves last, has 75, the others have 0. They end
-    them by SIGTERM. A rank 0 that has nothing to save yet cannot know whether it is that, and 75 would start a mistake
-    of another rank again for ever: it leaves with 143, as if the signal had ended it. torchrun would take 75 for a
-    failure, and start all ranks again: 0 there, and `status.json` says that the run is preempted.
+    It is 75 for a process that is alone, or that esmshard's own launcher started.
+
+    srun and mpirun return the highest code of all ranks. When a rank fails, they end the others by SIGTERM. So rank 0,
+    which leaves last, has 75, and the other ranks have 0. A rank 0 that has nothing to save yet cannot know whether the
+    SIGTERM means that another rank has failed. With 75 a mistake of that rank would be started again forever. So rank 0
+    leaves with 143 in this case, as if the signal had ended it.
+
+    Under torchrun the code is 0, because torchrun would take 75 for a failure and start all ranks again. `status.json`
+    then says that the run is preempted.
     """
     if process_environment.under_torchrun():
         return 0
@@ -67,7 +71,7 @@ def leaving_code(unsaved: int = 0) -> int:
 
 
 def reason(asked: int) -> str:
-    """What `Preemption.asked` means, in words.
+    """Describe a value of `Preemption.asked` for messages.
 
     >>> reason(int(signal.SIGTERM))
     'SIGTERM'
@@ -76,13 +80,13 @@ def reason(asked: int) -> str:
 
 
 def seconds(duration: str) -> int:
-    """The seconds of a duration such as `3h50m`, `230m`, `90s` or `1d`.
+    """Convert a duration such as `3h50m`, `230m`, `90s` or `1d` to seconds.
 
     >>> seconds("3h50m")
     13800
 
     Raises:
-        UsageError: if it is none.
+        UsageError: if the text is no duration.
     """
     parts = re.fullmatch(r"(?:(\d{1,4})d)?(?:(\d{1,5})h)?(?:(\d{1,6})m)?(?:(\d{1,7})s)?", duration, re.ASCII)
     numbers = parts.groups("0") if parts else ()
@@ -93,14 +97,14 @@ def seconds(duration: str) -> int:
 
 
 class Preemption:
-    """Listens for what asks this process to stop, until the end of its `with` block.
+    """A `with` block that receives requests to stop this process.
 
-    A signal raises `Preempted` where the process is, except inside `noted`. Python runs handlers between two
-    instructions only, so a process that waits inside a C++ call, for a rank that never comes say, would not hear: a
-    thread sees each signal too, and ends the process after `LEAVE_WITHIN` seconds if it has not left by itself
-    (`EXPLAIN_WITHIN` where training has failed).
+    A signal raises `Preempted` at the current instruction, except inside `noted`. Python runs handlers only between two
+    instructions, so a process that waits inside a C++ call, for example for a lost rank, would not react. For this case
+    a thread reads each signal, too, and ends the process if it has not left by itself after `LEAVE_WITHIN` seconds, or
+    after `EXPLAIN_WITHIN` seconds if training has failed.
 
-    Outside the main thread, where Python allows no handlers, it only knows the time limit.
+    Outside the main thread Python allows no handlers, so only the time limit has an effect.
     """
 
     def __init__(self) -> None:
@@ -109,7 +113,7 @@ class Preemption:
         self._noting = self._leaving = False
         self._failed = False
         self.began = False
-        """Whether the run has begun to train."""
+        """Whether training has begun."""
         self._left = threading.Event()
         self._restore: list[Callable[[], Any]] = []
 
@@ -134,7 +138,7 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leaving = True  # what comes between this line and the last changes nothing any more
+        self._leaving = True  # a signal during the next lines must not raise `Preempted`
         self._left.set()
         self._uninstall()
 
@@ -147,35 +151,35 @@ class Preemption:
 
     @property
     def asked(self) -> int:
-        """0, or what asked first: the number of its signal, SIGALRM's for the time limit. `reason` puts it in words.
+        """The number of the first signal that asked to stop, SIGALRM for the time limit; 0 if there was none.
 
-        The ranks of a run may see different values: they must agree on one before they act on it.
+        The ranks of a run may see different values. They must agree on one value before they act on it.
         """
-        # The timer counts no time in which the machine sleeps, and other threads have none.
+        # The timer does not count the time in which the machine sleeps, and it exists only in the main thread.
         if not self._asked and self._stop_at is not None and time.time() >= self._stop_at:
             self._asked = int(signal.SIGALRM)
         return self._asked
 
     @property
     def unsaved(self) -> int:
-        """What asked first, as `asked` has it, where that was before the run began to train; 0 otherwise."""
+        """The value of `asked` if training has not begun; 0 otherwise."""
         return 0 if self.began else self.asked
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside, for the steps of training and all that saves: `asked` tells, and nothing is interrupted.
+        """Only note signals inside this block, which trains and saves. `asked` returns them; nothing is interrupted.
 
-        At its end the process has nothing to save any more.
+        After the block the process has nothing left to save.
 
         Raises:
-            Preempted: at either end, if the process was asked to stop and no error is on its way.
+            Preempted: at the begin or the end of the block, if the process was asked to stop and no error was raised.
         """
         self._stop_if_asked()
         self._noting = self.began = True
         try:
             yield
         except BaseException as error:
-            self._leaving = True  # let it leave in peace
+            self._leaving = True  # a signal must not replace this error
             self._failed = not isinstance(error, Preempted)
             raise
         finally:
@@ -193,9 +197,9 @@ class Preemption:
             self._stop_if_asked()
 
     def _watch(self, wakeups: int) -> None:
-        """Run by a thread. The pipe has the number of each signal, written when it comes, whatever Python is doing."""
+        """Read signals from a pipe, in a thread. Python writes the number of each signal to the pipe at once."""
         with open(wakeups, "rb", buffering=0) as pipe:
-            while numbers := pipe.read(64):  # nothing: the other end was closed
+            while numbers := pipe.read(64):  # an empty result means that the other end was closed
                 asked = next((number for number in numbers if number in _SIGNALS), 0)
                 within = EXPLAIN_WITHIN if self._failed else LEAVE_WITHIN
                 if asked and not self._noting and not self._left.wait(within) and not self._noting:
@@ -205,7 +209,7 @@ class Preemption:
 
 
 def _set_timer(due: float, interval: float) -> None:
-    """As it was before; `due` on the monotonic clock, 0 for never."""
+    """Set the interval timer to `due`, a time on the monotonic clock; 0 switches it off."""
     signal.setitimer(signal.ITIMER_REAL, max(due - time.monotonic(), 1e-3) if due else 0.0, interval)
 
 
@@ -217,8 +221,9 @@ def _stop_at() -> float | None:
         raise UsageError(f"{STOP_AT}={text}: seconds since 1970 are expected; --stop-after sets it") from None
 
 
-# A forked child is not asked to save: signals end it as they end any process, and the pipe is its parent's. They wait
-# while it is made; one that came sooner than the last line below would be taken for one to its parent.
+# A forked child has nothing to save. Signals must end it like any process, and it must not use the pipe of its parent.
+# Signals are blocked during the fork. Otherwise the child would write an early signal into the pipe, and the parent
+# would take this signal for its own.
 
 
 def _before_fork() -> None:

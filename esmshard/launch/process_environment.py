@@ -1,4 +1,4 @@
-"""What a process and the launcher that started it know of each other. Starts without torch."""
+"""Facts that a launcher and its processes exchange by environment variables and exit codes. No torch."""
 
 import os
 import signal
@@ -8,23 +8,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 LAUNCHER = "ESMSHARD_LAUNCHER"
-"""Environment variable: process id of our own launcher, in the processes that it started."""
+"""The environment variable with the process id of esmshard's own launcher, in the processes that it started."""
 LAUNCH = "ESMSHARD_LAUNCH"
-"""Environment variable: what all starts by one call of our launcher have in common, and no others."""
+"""The environment variable with a random name of one call of esmshard's own launcher. Restarts keep this name."""
 SHARED_CORES = "ESMSHARD_SHARED_CORES"
-"""Environment variable: the launcher has divided the cores among the processes, and not the user."""
+"""The environment variable that is set if the launcher, and not the user, has divided the cores among processes."""
 
 CRASHED = 70
-"""Exit code of a process that ends in a traceback (EX_SOFTWARE): an error of ours, or of a library, and no mistake of
-the user's. The run may go well if it is started again."""
+"""The exit code of a process that ends with a traceback (EX_SOFTWARE). The error is one of esmshard or of a library,
+not a mistake of the user. The run may succeed if it is started again."""
 
 FIRST_LEAVES = 10.0
-"""Seconds in which rank 0 comes to a mistake that another rank has seen before it."""
+"""The seconds within which rank 0 finds a mistake that another rank has already found."""
 
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for the length of a `with` block: of this process, and of those that it starts there."""
+    """Set environment variables of this process, and of the processes that it starts, within a `with` block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -38,27 +38,27 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def attempt() -> int:
-    """How often the launcher, ours or torchrun, has started this run again; 0 the first time."""
+    """Return how often esmshard's launcher or torchrun has started this run again; 0 for the first start."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def restarts_allowed() -> int:
-    """How often torchrun may do so."""
+    """Return how often torchrun may start this run again."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or `accelerate launch`, which calls it) started this process. Its own exit code is 0 or 1."""
+    """Return whether torchrun started this process, also by `accelerate launch`. torchrun's exit code is 0 or 1."""
     return "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
 
 
 def on_several_machines_of_torchrun() -> bool:
-    """Whether torchrun started this process, and processes of the same run on other machines."""
+    """Return whether torchrun started this process and other processes of the same run on other machines."""
     return under_torchrun() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
 def follow_launcher() -> None:
-    """Have the kernel send SIGTERM when our own launcher is gone, even by kill -9: nobody else would. Linux only."""
+    """Let the kernel send SIGTERM to this process when esmshard's launcher has ended, even by kill -9. Linux only."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return
@@ -66,15 +66,15 @@ def follow_launcher() -> None:
 
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <sys/prctl.h>
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != int(launcher):  # it was gone before the line above
+    if os.getppid() != int(launcher):  # the launcher had ended before the line above
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def wait_for_first(code: int) -> None:
-    """Wait until the launcher ends this process, which then leaves with `code`; at most `FIRST_LEAVES` seconds.
+    """Wait at most `FIRST_LEAVES` seconds for the launcher to end this process, which then leaves with `code`.
 
-    A wrong recipe is wrong on every rank, and rank 0 says so. srun, mpirun and torchrun end the other ranks as soon as
-    one has failed, so it has to be the first one. Our own launcher waits for all of them.
+    A wrong recipe is wrong on every rank, and rank 0 prints the message. srun, mpirun and torchrun end all ranks as
+    soon as one of them has failed, so rank 0 must be the first to leave. esmshard's own launcher waits for all ranks.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
     time.sleep(FIRST_LEAVES)

@@ -1,4 +1,6 @@
-"""The processes of a run: start, agree, stop. Any launcher that sets RANK, WORLD_SIZE and LOCAL_RANK will do."""
+"""The process group of a run: its start, agreement between ranks, its end. It works with any launcher that sets RANK,
+WORLD_SIZE and LOCAL_RANK.
+"""
 
 import os
 import time
@@ -15,51 +17,52 @@ from esmshard.errors import InputError, LostProcess, UsageError
 from esmshard.launch import address, launchers, process_environment
 from esmshard.progress import say
 
-if TYPE_CHECKING:  # torch may be built without any of this, and one process does without it
+if TYPE_CHECKING:  # torch may be built without this module, and a single process does not need it
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
 START_TIMEOUT = 1800
-"""Seconds that a collective waits for a rank before the run ends: enough for the first read of a large model."""
+"""The seconds that a collective waits for a rank before the run ends. The first read of a large model takes long."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
 class World:
-    """What one process knows of the others. A single process answers itself and starts no process group."""
+    """A process's view of all ranks. A single process needs no process group."""
 
     rank: int
     size: int
     device: torch.device
     mesh: "DeviceMesh | None"
-    """All ranks in one dimension; None for a single process that shards nothing."""
+    """The mesh of all ranks in one dimension; None for a single process that shards nothing."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks and writes for all."""
+        """Whether this process prints and writes for all ranks."""
         return self.rank == 0
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """The numbers of all ranks, a row a rank, in double precision. As many on each rank."""
+        """Return the numbers of all ranks, one row for each rank, in double precision. All rows are equally long."""
         if self.mesh is None:
             return [[float(v) for v in values]]
-        # On the CPU over gloo, also beside NCCL: a few numbers are not worth a kernel, and the host needs them anyway.
+        # gloo on the CPU is used even if NCCL is available, since a few numbers need no kernel, and the host reads
+        # them.
         rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.size)]
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64))
         return [row.tolist() for row in rows]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, in double precision."""
+        """Return the sums over all ranks, in double precision."""
         return [sum(column) for column in zip(*self.rows(values), strict=True)]
 
     def min(self, value: float) -> float:
-        """Least value of all ranks."""
+        """Return the lowest value of all ranks."""
         return min(row[0] for row in self.rows([value]))
 
     def gather(self, value: Any) -> list[Any]:
-        """The picklable values of all ranks, in rank order, on every rank."""
+        """Return the picklable values of all ranks, in rank order, on every rank."""
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -67,7 +70,7 @@ class World:
         return values
 
     def agree(self, function: Callable[[], T]) -> T:
-        """Call it on every rank; if it raises `InputError` on any, all raise the first one's."""
+        """Call a function on every rank. If it raises `InputError` on any, all ranks raise the error of the first."""
         result, error = None, None
         try:
             result = function()
@@ -83,21 +86,21 @@ class World:
         return cast(T, result)
 
     def from_first(self, function: Callable[[], T]) -> T:
-        """Call it on the first rank only; all get its result, or raise its `InputError`."""
+        """Call a function on the first rank only. All ranks get its result, or raise its `InputError`."""
         result = self.agree(lambda: function() if self.is_first else None)
         return cast(T, self.gather(result)[0])
 
 
 @contextmanager
 def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False) -> Iterator[World]:
-    """Join the processes that a launcher started, and leave them at the end. One process has nobody to join.
+    """Join the process group of the processes that a launcher started, and leave it at the end of the block.
 
     Args:
-        start_timeout: seconds that a collective waits for a rank.
-        alone_too: make a process group for a single process too; FSDP needs one to keep weights outside the GPU.
+        start_timeout: the seconds that a collective waits for a rank.
+        alone_too: make a process group for a single process, too. FSDP needs one to keep weights outside the GPU.
 
     Raises:
-        UsageError: the variables of a launcher are there in part.
+        UsageError: if only some variables of a launcher are set.
     """
     launchers.check()
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _DEFAULTS.items()) if is_launched() else (0, 1, 0)
@@ -119,26 +122,25 @@ def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False) -> Ite
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             words = " ".join(str(error).split("\n")[0].split())
             raise LostProcess(
-                f"rank {rank}: the {size} ranks did not all meet at {where} within {start_timeout} s ({words}); see "
-                "that all were started and reach that address, then start again with --resume auto"
+                f"rank {rank}: the {size} ranks did not all meet at {where} within {start_timeout} s ({words}); check "
+                "that all were started and can reach that address, then start again with --resume auto"
             ) from None
         try:
             yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
         finally:
-            # No barrier: on the way out of an error the others may never come. After a lost connection it is gone
-            # already.
+            # There is no barrier here, because after an error the other ranks may never reach it. After a lost
+            # connection the process group is already destroyed.
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # A thread of gloo that still holds a tensor of the last collective wants the interpreter to let it go. When
-            # it comes while the process is leaving, it takes the whole process with it (SIGABRT, in one of ten short
-            # runs).
+            # A thread of gloo may still hold a tensor of the last collective, and needs the interpreter to free it. If
+            # the interpreter is already ending, this thread aborts the process (SIGABRT, in one of ten short runs).
             time.sleep(0.1)
 
 
 def _rendezvous_variables(rank: int) -> dict[str, str]:
-    """Variables under which torch lets the ranks of several machines find each other; none on one machine.
+    """Return the variables that torch needs to connect ranks of several machines; none on one machine.
 
-    gloo takes the address of the machine's own name by itself, which Debian maps to a loopback address.
+    By default gloo uses the address of the machine's own name, which Debian maps to a loopback address.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) == int(os.environ["WORLD_SIZE"]):
         return {}
@@ -159,24 +161,24 @@ def _rendezvous_variables(rank: int) -> dict[str, str]:
 
 
 def processes_per_machine(size: int) -> int:
-    """Processes of this run on one machine, as the launcher says; all of them if it says nothing."""
+    """Return the number of processes on one machine, from the launcher's variables; by default all processes."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched() else size
 
 
 def precision_on(device: torch.device, wanted: str) -> Precision:
-    """What `parallel.precision` means on a device. `UsageError` for fp16 on a CPU."""
+    """Return the precision that a value of `parallel.precision` means on a device. `UsageError` for fp16 on a CPU."""
     if wanted == "auto":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
     if wanted == "fp16" and device.type == "cpu":
-        raise UsageError("parallel.precision: fp16 is for GPUs, and this is a CPU; take fp32 or auto")
+        raise UsageError("parallel.precision: fp16 is for GPUs, and this is a CPU; choose fp32 or auto")
     return cast(Precision, wanted)
 
 
 def own_device(local_rank: int, size: int) -> torch.device:
-    """The device of a process: its own NVIDIA GPU; else Apple's, for a process that is alone; else the CPU.
+    """Return the device of a process: its own NVIDIA GPU; else Apple's GPU, if the process is alone; else the CPU.
 
-    Nothing carries collectives between Apple GPUs, and a machine has only one: several processes take the CPU.
+    There are no collectives for Apple GPUs, and a machine has only one of them, so several processes use the CPU.
     """
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -193,5 +195,5 @@ _DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def is_launched() -> bool:
-    """Whether a launcher, such as torchrun, started this process."""
+    """Return whether a launcher, such as torchrun, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -450,13 +450,13 @@ def test_help_imports_nothing_that_is_slow_to_import() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--verify", "store", "x.fasta"), "--verify looks at a store"),
-        (("--verify", "store", "--a3m"), "--verify looks at a store"),
-        (("--merge", "-o", "store", "--on-unknown", "mask"), "--merge goes by the rules of the parts"),
-        (("--merge", "-o", "store", "--workers", "2"), "--merge goes by the rules of the parts"),
+        (("--verify", "store", "x.fasta"), "--verify checks a store"),
+        (("--verify", "store", "--a3m"), "--verify checks a store"),
+        (("--merge", "-o", "store", "--on-unknown", "mask"), "--merge uses the rules of the parts"),
+        (("--merge", "-o", "store", "--workers", "2"), "--merge uses the rules of the parts"),
         (("x.fasta", "-o", "store", "--part", "1/2", "--workers", "2"), "--part runs in one process"),
         (("x.fasta", "-o", "store", "--part", "1/2", "--overwrite"), "--part runs in one process"),
-        (("--merge", "-o", "store", "--part", "1/2"), "--part reads a part"),
+        (("--merge", "-o", "store", "--part", "1/2"), "--part reads one part"),
     ],
 )
 def test_ingest_refuses_options_that_it_would_not_read(
@@ -507,7 +507,7 @@ def test_an_evaluation_has_pictures_and_a_report(
         "evaluate", model, "valid.fasta", "-o", tmp_path / "out", "--png", tmp_path / "maps", cwd=fasta.parent
     )
     assert done.returncode == 0, done.stderr
-    assert "above the diagonal what is predicted, below it the true contacts" in done.stderr
+    assert "predictions are above the diagonal, true contacts below it" in done.stderr
     assert len(list((tmp_path / "maps").glob("*.png"))) == len(list(read_fasta(fasta)))
     done = esmshard("report", tmp_path / "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

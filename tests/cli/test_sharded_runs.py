@@ -53,8 +53,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             2,
             "groups of 4 (the processes of one machine) make 1 copy of the model, which is",
         ),
-        (2, ["precision=fp16"], 2, "parallel.precision: fp16 is for GPUs, and this is a CPU; take fp32 or auto"),
-        (1, ["precision=fp16"], 2, "parallel.precision: fp16 is for GPUs, and this is a CPU; take fp32 or auto"),
+        (2, ["precision=fp16"], 2, "parallel.precision: fp16 is for GPUs, and this is a CPU; choose fp32 or auto"),
+        (1, ["precision=fp16"], 2, "parallel.precision: fp16 is for GPUs, and this is a CPU; choose fp32 or auto"),
         (
             2,
             ["cpu_offload=true", "accumulate=unsharded"],

@@ -423,7 +423,7 @@ def test_a_file_of_sets_is_refused_where_nothing_reads_it(run: Run, tmp_path: Pa
     (tmp_path / "x.csv").write_text("id,target\na,1\n")
     assert run("x.fasta", "-o", "out", "--sets", "x.csv")[::2] == (
         2,
-        "error: --sets is read by --by given for sequences; pass --by given, or leave --sets out\n",
+        "error: --sets is for --by given with sequences; pass --by given, or leave --sets out\n",
     )
     code, _, err = run("x.fasta", "-o", "out", "--by", "given", "--sets", "x.csv")
     assert code == 1

@@ -281,7 +281,7 @@ def test_what_is_done_is_not_done_again(made: tuple[Path, str, str, list[str]]) 
     [
         (("finetune", "variants", "data.table=messy.csv", "data.wild_type=no.fasta", *SMALL), "no.fasta"),
         (("finetune", "variants", "data.wild_type=wt.fasta", "data.train=a.fasta", *SMALL), "data.train"),
-        (("predict", "run", "-o", "x.csv"), "either a table or --all-singles"),
+        (("predict", "run", "-o", "x.csv"), "needs either a table or --all-singles"),
         (("predict", "run", "--all-singles", "-o", "x.npz"), ".csv"),
         (("predict", "run", "run/ranked.csv", "-o", "x.csv", "--offset", "5"), "pass --offset 0"),
         (("predict", "run", "run/ranked.csv", "-o", "x.csv"), "pass --offset 0"),

@@ -90,8 +90,8 @@ def test_a_cross_validation_starts_its_processes_itself(overrides: list[str], al
     [
         ("contact", ["optim.lrr=1"], {"gpus_per_node": 1}, "optim.lrr=1: optim.lrr: unknown key; did you mean 'lr'?"),
         ("kontact", [], {"gpus_per_node": 1}, "kontact: neither a file nor a shipped recipe"),
-        ("contact", [], {}, "how many GPUs has a node? pass --gpus-per-node N"),
-        ("contact", [], {"gpus_per_node": 1, "nodes": "2:1"}, "--nodes 2:1: a number of nodes is expected, as 2, or"),
+        ("contact", [], {}, "the number of GPUs of a node is not known; pass --gpus-per-node N"),
+        ("contact", [], {"gpus_per_node": 1, "nodes": "2:1"}, "--nodes 2:1: a number of nodes such as 2 is expected"),
         (
             "contact",
             [],
@@ -123,14 +123,14 @@ def test_what_cannot_run_is_refused(recipe: str, overrides: list[str], options: 
 def test_a_time_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^--time: must be a time such as 24:00:00.*not '1h; reboot'$"):
         merged(site(), slurm(time="1h; reboot"))
-    with pytest.raises(UsageError, match="--time is of Slurm"):
+    with pytest.raises(UsageError, match="--time is for Slurm only"):
         merged(site(), Options(target="kubernetes", time="24:00:00"))
 
 
 def test_a_doctor_looks_at_all_nodes(here: Path) -> None:
     job = doctor_job(["contact"], slurm(nodes="2", gpus_per_node=8), site())
     assert (job.arguments, job.kind, job.nodes, job.min_nodes) == (("doctor", "contact"), "doctor", 2, 2)
-    with pytest.raises(UsageError, match="a doctor looks at all of them"):
+    with pytest.raises(UsageError, match="doctor checks a fixed number of nodes; pass --nodes "):
         doctor_job([], slurm(nodes="1:2", gpus_per_node=8), site())
 
 
@@ -191,7 +191,7 @@ def test_what_sbatch_says_against_it_is_told(here: Path, monkeypatch: pytest.Mon
         (("starter",), "Missing argument 'fasta'"),
         (("starter", "a.fasta"), "error: -o: name the file to write, or the directory, after the --"),
         (("starter", "-", "-o", "x.h5"), "error: -: a job has no standard input"),
-        (("starter", "a.fasta", "-o", "x.h5", "--overwrite"), "error: --overwrite: has each worker remove what the"),
+        (("starter", "a.fasta", "-o", "x.h5", "--overwrite"), "error: --overwrite: lets each worker remove the"),
         (("starter", "a.fasta", "-o", "x.h5", "--dry-run"), "error: --dry-run: is for a single command; leave it out"),
     ],
 )
@@ -215,7 +215,10 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
     assert "is not here" not in done.stderr
     (here / "a.fasta").unlink()
     done = esmshard("launch", "embed", "--target", "slurm", "--dry-run", *given, cwd=here)
-    assert (done.returncode, f"{here}/a.fasta: is not here; see to it that the nodes have it\n" in done.stderr) == (
+    assert (
+        done.returncode,
+        f"{here}/a.fasta: is not on this machine; make sure that the nodes have it\n" in done.stderr,
+    ) == (
         0,
         True,
     )

@@ -290,7 +290,7 @@ def test_the_command() -> None:
     assert found["keys"][0].startswith("parallel.strategy=")
     missing = esmshard("plan", "contact")
     assert missing.returncode == 2
-    assert missing.stderr.startswith("error: --gpus: say for which GPUs, as 8xA100-40GB; known are V100-16GB")
+    assert missing.stderr.startswith("error: --gpus is missing; pass, for example, 8xA100-40GB; known are V100-16GB")
 
 
 def test_the_table_and_json_say_the_same(three_b: RecipePlan) -> None:

@@ -141,7 +141,7 @@ def test_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     assert precision_on(cpu, "auto") == "fp32"
     assert precision_on(cpu, "bf16") == "bf16"
     with pytest.raises(
-        UsageError, match=r"^parallel.precision: fp16 is for GPUs, and this is a CPU; take fp32 or auto$"
+        UsageError, match=r"^parallel.precision: fp16 is for GPUs, and this is a CPU; choose fp32 or auto$"
     ):
         precision_on(cpu, "fp16")
     for capability, expected in {

@@ -1,4 +1,4 @@
-"""What `esmshard launch` does beyond its options: a job is made of them, and a file for a scheduler. No torch."""
+"""The work of `esmshard launch`: it makes a job of the options, and a scheduler's file of the job. No torch."""
 
 import os
 import re
@@ -17,16 +17,16 @@ from esmshard.recipe.sections import Recipe
 Target = Literal["slurm", "kubernetes"]
 
 ENDINGS: dict[Target, str] = {"slurm": ".sbatch", "kubernetes": ".job.yaml"}
-"""Of the file that is written. It is named for the recipe, and must not be the recipe itself."""
+"""The ending of the file for each target. The file has the name of the recipe, so its ending must differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of the command line; None where nothing was said."""
+    """The options of the command line; None for an option that was not given."""
 
     target: Target
     nodes: str | None = None
-    """As `2`; on Kubernetes also `1:2`, for at least one and at most two."""
+    """The number of nodes, such as `2`; on Kubernetes also `1:2` for at least one node and at most two."""
     gpus_per_node: int | None = None
     nproc: int | None = None
     time: str | None = None
@@ -35,7 +35,7 @@ class Options:
 
 
 def chosen_target(text: str) -> Target:
-    """The scheduler that `--target` names."""
+    """Return the scheduler that `--target` names."""
     for known in ENDINGS:
         if text == known:
             return known
@@ -43,15 +43,15 @@ def chosen_target(text: str) -> Target:
 
 
 def merged(site: Site, options: Options) -> Site:
-    """The profile, with what options say in its place.
+    """Return the profile, in which options of the command line replace values of the file.
 
     Raises:
-        UsageError: an option is wrong, or not for this scheduler.
+        UsageError: if an option is wrong, or is not for this scheduler.
     """
     if options.time is None:
         return site
     if options.target != "slurm":
-        raise UsageError("--time is of Slurm; a Job of Kubernetes has no time limit here")
+        raise UsageError("--time is for Slurm only; leave it out, because jobs for Kubernetes have no time limit")
     try:
         limit = time_limit(options.time)
     except ValueError as error:
@@ -60,15 +60,15 @@ def merged(site: Site, options: Options) -> Site:
 
 
 def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: Site) -> SchedulerJob:
-    """A run of a recipe, which is checked first.
+    """Check a recipe, and return the job that runs it.
 
     Raises:
-        UsageError: recipe or options are wrong.
+        UsageError: if the recipe or an option is wrong.
     """
     path = recipe_file.resolve(recipe)
     resolved = recipe_file.load(path, overrides)
     if options.array is not None and options.target != "slurm":
-        raise UsageError("--array of runs is of Slurm; launch each with train.seed=N and out=DIR")
+        raise UsageError("--array for a recipe is for Slurm only; launch each run with train.seed=N and out=DIR")
     if options.array is not None and resolved.divides_table:
         raise UsageError(
             "--array: a table of variants is cross-validated by one job; leave it out, or set data.folds and data.fold"
@@ -84,15 +84,15 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     nproc = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, gpus))
     if resolved.adapt.method == "probe" and (most > 1 or nproc > 1):
         raise UsageError("adapt.method probe: is fitted in one process; leave --nodes and --nproc out")
-    of_table = resolved.divides_table
-    if of_table and most > 1:
+    if resolved.divides_table and most > 1:
         raise UsageError("--nodes: a table of variants is cross-validated on one node; leave it out, or set data.folds")
     shipped = recipe in recipe_file.names() and not Path(recipe).expanduser().is_file()
     named, out = recipe if shipped else os.path.abspath(path), resolved.out  # noqa: PTH100
     text = None
     if options.target == "kubernetes":
         text = None if shipped else path.read_text(encoding="utf-8")
-        named = recipe if shipped else f"{site.kubernetes.mount}/{path.name}"  # its paths are relative to the volume
+        # The paths in the recipe are relative to the volume.
+        named = recipe if shipped else f"{site.kubernetes.mount}/{path.name}"
         out = _in_pods(out, site)
     return SchedulerJob(
         name=options.name or path.stem,
@@ -105,7 +105,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         min_nodes=least,
         gpus_per_node=gpus,
         nproc=nproc,
-        starts_processes=of_table,
+        starts_processes=resolved.divides_table,
         array=options.array or 1,
         first_seed=None if options.array is None else resolved.train.seed,
         recipe_text=text,
@@ -113,29 +113,29 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
 
 
 def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Options, site: Site) -> SchedulerJob:
-    """Workers that share an output.
+    """Return the job of workers that share an output.
 
     Args:
-        arguments: of `esmshard embed`, as they were typed.
-        parsed: what its own parser made of them.
-        options: of the launch.
+        arguments: the arguments of `esmshard embed`, as they were typed.
+        parsed: the values that the parser of `embed` has read from them.
+        options: the options of the launch.
         site: the profile.
 
     Raises:
-        UsageError: they are wrong, or make no sense for workers that begin at different times.
+        UsageError: if arguments are wrong, or cannot be used by workers that begin at different times.
     """
     if options.nodes is not None:
-        raise UsageError("--nodes: workers of embed need not know each other; say how many with --array")
+        raise UsageError("--nodes: workers of embed are independent of each other; pass their number as --array N")
     out: Path | None = parsed["out"]
     if out is None:
         raise UsageError("-o: name the file to write, or the directory, after the --")
     if parsed["model"] in ("status", "verify", "merge") and not Path(parsed["model"]).exists():
-        raise UsageError(f"embed {parsed['model']}: takes no time; run it where you are")
+        raise UsageError(f"embed {parsed['model']}: needs no job; run it here, without launch")
     if str(parsed["fasta"]) == "-":
         raise UsageError("-: a job has no standard input; name the FASTA file or the store")
     for option in ("overwrite", "dry_run", "shard"):
         if parsed[option]:
-            why = "has each worker remove what the others did" if option == "overwrite" else "is for a single command"
+            why = "lets each worker remove the others' results" if option == "overwrite" else "is for a single command"
             raise UsageError(f"--{option.replace('_', '-')}: {why}; leave it out")
     gpus = 1 if site.gpus_per_node is None else min(1, site.gpus_per_node)
     if options.gpus_per_node is not None:
@@ -143,7 +143,7 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
     elif site.gpus_per_node is None and (options.nproc or parsed["nproc"]):
         gpus = 0
     read = [str(path) for path in (parsed["fasta"], parsed["reuse"]) if path is not None]
-    if os.sep in parsed["model"] or Path(parsed["model"]).exists():  # else it is the name of a released one
+    if os.sep in parsed["model"] or Path(parsed["model"]).exists():  # otherwise it is the name of a released model
         read.append(parsed["model"])
     return SchedulerJob(
         name=options.name or f"embed-{out.stem}",
@@ -160,16 +160,16 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
 
 
 def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> SchedulerJob:
-    """A look at all nodes together.
+    """Return the job that checks all nodes together.
 
     Raises:
-        UsageError: the options are wrong.
+        UsageError: if an option is wrong.
     """
     if options.array is not None:
-        raise UsageError("--array is of a recipe and of embed; say on how many nodes with --nodes")
+        raise UsageError("--array is for a recipe or embed; pass the number of nodes as --nodes N")
     least, most = _nodes(options.nodes)
     if least != most:
-        raise UsageError(f"--nodes {options.nodes}: a doctor looks at all of them; say how many, as --nodes {most}")
+        raise UsageError(f"--nodes {options.nodes}: doctor checks a fixed number of nodes; pass --nodes {most}")
     gpus = _gpus(options, site)
     return SchedulerJob(
         name=options.name or "doctor",
@@ -185,10 +185,10 @@ def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Schedu
 
 
 def render(job: SchedulerJob, site: Site, target: Target) -> str:
-    """The file for the scheduler.
+    """Return the text of the scheduler's file.
 
     Raises:
-        UsageError: something cannot be said in its words.
+        UsageError: if a value cannot be expressed for the scheduler.
     """
     if target == "slurm":
         return slurm.render(job, site)
@@ -198,22 +198,22 @@ def render(job: SchedulerJob, site: Site, target: Target) -> str:
 
 
 def default_file(job: SchedulerJob, target: Target) -> Path:
-    """Where the file is written unless `-o` says so: in the working directory, by the job's name."""
+    """Return the default path of the file: the job's name, in the working directory."""
     return Path(slurm.file_name(job.name) + ENDINGS[target])
 
 
 def not_here(job: SchedulerJob) -> list[str]:
-    """What the job reads and this machine does not see. It need not, if the nodes do."""
+    """Return the paths that the job reads and that do not exist on this machine. The nodes may have them."""
     return [path for path in job.reads if not Path(path).exists()]
 
 
 def _nodes(text: str | None) -> tuple[int, int]:
-    """Fewest and most of `2` and `1:2`."""
+    """Return the lowest and the highest number of nodes in a text such as `2` or `1:2`."""
     if text is None:
         return 1, 1
     found = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text, re.ASCII)
     if found is None or int(found[2] or found[1]) < int(found[1]):
-        raise UsageError(f"--nodes {text}: a number of nodes is expected, as 2, or a least and a most, as 1:2")
+        raise UsageError(f"--nodes {text}: a number of nodes such as 2 is expected, or a lowest and a highest one, 1:2")
     return int(found[1]), int(found[2] or found[1])
 
 
@@ -225,12 +225,13 @@ def _gpus(options: Options, site: Site) -> int:
     if options.nproc is not None:
         return 0
     raise UsageError(
-        "how many GPUs has a node? pass --gpus-per-node N (0 for none), or write gpus_per_node into the site profile"
+        "the number of GPUs of a node is not known; pass --gpus-per-node N (0 for none), or set gpus_per_node in the "
+        "site profile"
     )
 
 
 def _read_by(recipe: Path | None, resolved: Recipe) -> list[str]:
-    """What a run reads, but for names of samples and released models."""
+    """Return the paths that a run reads, without names of samples and released models."""
     data = resolved.data
     paths = [data.train, data.valid, data.test, data.labels, data.mask, data.clusters, data.table, data.wild_type]
     paths += [resolved.model.name, _absolute(str(recipe)) if recipe else None]
@@ -238,11 +239,11 @@ def _read_by(recipe: Path | None, resolved: Recipe) -> list[str]:
 
 
 def _absolute(path: str) -> str:
-    return os.path.abspath(Path(path).expanduser())  # noqa: PTH100  # links stay what they are
+    return os.path.abspath(Path(path).expanduser())  # noqa: PTH100  # symbolic links are kept
 
 
 def _in_pods(path: str, site: Site) -> str:
-    """Where pods see what is relative to the working directory."""
+    """Return the path in the pods of a path below the working directory. Any other path is returned unchanged."""
     here = Path.cwd()
     if not Path(path).is_relative_to(here):
         return path
