@@ -18,7 +18,7 @@ from pyarrow import parquet
 from safetensors import safe_open
 
 from esmshard.embed.compute.outputs import About, Output, Row
-from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, bytes_of, check_place, suits
+from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, check_place, suits
 from esmshard.embed.formats.record_formats import SafetensorsFormat
 from esmshard.embed.formats.table_formats import AnnDataFormat, ParquetFormat
 from esmshard.errors import InputError, UsageError
@@ -368,7 +368,6 @@ def test_there_may_be_no_row(tmp_path: Path, fmt: str) -> None:
         "fair-esm-pt": lambda: len(list(out.glob("*.pt"))),
     }
     assert count[fmt]() == 0
-    assert bytes_of(fmt, [MEAN], "fp32", DIM, np.zeros(0, np.int64), 0) < 100_000
 
 
 class Broken(Exception):
@@ -502,31 +501,3 @@ def test_only_a_directory_of_embeddings_is_ever_replaced(tmp_path: Path) -> None
         check_place("fair-esm-pt", out, overwrite=False)
     check_place("fair-esm-pt", out, overwrite=True)
     assert names(tmp_path) == ["x"]
-
-
-SIZED = [
-    *(("h5", some) for some in ([MEAN], [RESIDUE], [MEAN, RESIDUE])),
-    ("npy", [MEAN]),
-    *(("parquet", some) for some in ([MEAN], [RESIDUE], [MEAN, CONTACTS])),
-    *(("h5ad", some) for some in ([MEAN], [MEAN, MAX])),
-    *(("safetensors", some) for some in ([MEAN], [RESIDUE], [MEAN, RESIDUE])),
-    *(("fair-esm-pt", some) for some in ([MEAN], [RESIDUE], [MEAN, CONTACTS])),
-]
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize(
-    ("fmt", "outputs"), SIZED, ids=lambda v: v if isinstance(v, str) else "+".join(o.name for o in v)
-)
-def test_the_size_of_a_file_is_known_beforehand(tmp_path: Path, fmt: str, outputs: list[Output], dtype: Any) -> None:
-    ids = [f"sp|P{n:05d}|A{n}_HUMAN" for n in range(600)]
-    dim, rng = 320, np.random.default_rng(0)
-    lengths = rng.integers(20, 60, len(ids))
-    with FORMATS[fmt](tmp_path / "x", About(tuple(outputs), dim, dtype, len(ids), ATTRIBUTES)) as writer:
-        for name, length in zip(ids, lengths.tolist(), strict=True):
-            shapes = {"residue": (length, dim), "contacts": (length, length)}
-            arrays = {o.name: rng.standard_normal(shapes.get(o.pool, (dim,))).astype(NUMBERS[dtype]) for o in outputs}
-            writer.add(Row(name, length, arrays))
-    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    estimate = bytes_of(fmt, outputs, dtype, dim, lengths, sum(map(len, ids)))
-    assert abs(estimate - size) <= 0.03 * size

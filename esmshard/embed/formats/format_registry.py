@@ -1,12 +1,9 @@
-"""The registry of file formats, by the name of `--format` and the file's ending: what each can hold, and its size."""
+"""The registry of file formats, by the name of `--format` and the file's ending: what each can hold."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from esmshard.embed.compute.outputs import NUMPY, Dtype, Output, Pool
+from esmshard.embed.compute.outputs import Dtype, Output, Pool
 from esmshard.embed.formats.format_writer import FormatWriter
 from esmshard.embed.formats.record_formats import FairEsmFormat, Hdf5Format, SafetensorsFormat
 from esmshard.embed.formats.table_formats import AnnDataFormat, NpyFormat, ParquetFormat
@@ -43,37 +40,13 @@ def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, recor
     if reason := _reason(fmt, outputs, dtype):
         others = " or ".join(other for other in FORMATS if not _reason(other, outputs, dtype))
         raise UsageError(f"{out}: {reason}; write it with --format {others}")
-    writer = FORMATS[fmt]
-    writer.require(out)
-    # Every entry of the header takes at least this many bytes: a file refused here would fail at the end.
-    if writer is SafetensorsFormat and (
-        SafetensorsFormat.header_bytes(outputs, records, id_bytes, 60) > SafetensorsFormat.HEADER_LIMIT
-    ):
-        raise SafetensorsFormat.too_long(out)
+    FORMATS[fmt].require(out)
+    FORMATS[fmt].check_size(out, len(outputs), records, id_bytes)
 
 
 def check_place(fmt: str, out: Path, *, overwrite: bool) -> None:
     """Refuse to replace a format's files without `overwrite`, and always refuse to replace an unrelated directory."""
     FORMATS[fmt].check_place(out, overwrite=overwrite)
-
-
-def bytes_of(
-    fmt: str, outputs: Sequence[Output], dtype: Dtype, dim: int, lengths: npt.NDArray[np.int64], id_bytes: int
-) -> int:
-    """Estimate the size of the file, within 3% for files above a megabyte.
-
-    Args:
-        fmt: a key of FORMATS.
-        outputs: the outputs in the file.
-        dtype: the dtype of the stored numbers.
-        dim: the dimension D.
-        lengths: the number of computed residues of each record.
-        id_bytes: the bytes of all ids together, in UTF-8.
-    """
-    size = np.dtype(NUMPY[dtype]).itemsize
-    numbers = sum(int(output.numbers(lengths.astype(np.int64), dim).sum()) for output in outputs)
-    beside = FORMATS[fmt].overhead(outputs, dim * size, len(lengths), int(lengths.sum(dtype=np.int64)), id_bytes)
-    return numbers * size + beside
 
 
 def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:

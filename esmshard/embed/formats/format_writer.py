@@ -6,12 +6,11 @@ The memory of a writer does not grow with the number of records, except for a he
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from esmshard.embed.compute.outputs import NUMPY, POOLS, About, Dtype, Output, Pool, Row
+from esmshard.embed.compute.outputs import NUMPY, POOLS, About, Dtype, Pool, Row
 from esmshard.errors import UsageError
 from esmshard.predict.writers import check
 
@@ -60,17 +59,10 @@ class FormatWriter(ABC):
         """Refuse to replace an existing file without `overwrite`."""
         check(out, overwrite=overwrite)
 
-    @classmethod
-    @abstractmethod
-    def overhead(cls, outputs: Sequence[Output], row: int, records: int, residues: int, id_bytes: int) -> int:
-        """Estimate the bytes of the file beside the numbers, as measured.
-
-        Args:
-            outputs: the outputs in the file.
-            row: the bytes of a vector of D numbers.
-            records: the number of records.
-            residues: the residues of all records together.
-            id_bytes: the bytes of all ids together, in UTF-8.
+    @classmethod  # noqa: B027  # most formats have no limit
+    def check_size(cls, out: Path, outputs: int, records: int, id_bytes: int) -> None:
+        """Refuse more records, or longer ids, than a file can hold. Counted are the outputs, the records, and the bytes
+        of all ids.
         """
 
     @abstractmethod

@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from esmshard.embed.compute.outputs import DTYPES, About, Dtype, Output, Pool, Row
+from esmshard.embed.compute.outputs import DTYPES, About, Dtype, Pool, Row
 from esmshard.embed.formats.format_writer import FormatWriter
 from esmshard.embed.formats.hdf5_disk import Disk
 from esmshard.errors import UsageError
@@ -29,11 +29,6 @@ class Hdf5Format(FormatWriter):
 
     default_pool = "residue"
     extra = ("h5py", "h5")
-
-    @classmethod
-    def overhead(cls, outputs: Sequence[Output], row: int, records: int, residues: int, id_bytes: int) -> int:
-        """Count the id twice, as key and as attribute."""
-        return 6_000 + len(outputs) * (366 * records + 2 * id_bytes)
 
     def open(self) -> None:
         """Create the file with its attributes and groups."""
@@ -92,15 +87,10 @@ class SafetensorsFormat(FormatWriter):
     CODES: ClassVar[dict[Dtype, str]] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
     @classmethod
-    def overhead(cls, outputs: Sequence[Output], row: int, records: int, residues: int, id_bytes: int) -> int:
-        """Count the header."""
-        return 500 + max(cls.ROOM * records * len(outputs), cls.header_bytes(outputs, records, id_bytes, 80))
-
-    @classmethod
-    def header_bytes(cls, outputs: Sequence[Output], records: int, id_bytes: int, entry: int) -> int:
-        """Return the bytes of all header entries. Each takes `entry` bytes (at least 60, usually 80) and its name."""
-        names = sum(len(output.name) + 1 for output in outputs) if len(outputs) > 1 else 0
-        return len(outputs) * (entry * records + id_bytes) + names * records
+    def check_size(cls, out: Path, outputs: int, records: int, id_bytes: int) -> None:
+        """Refuse records whose names cannot fit into the header: each entry takes its id and at least 60 bytes."""
+        if outputs * (60 * records + id_bytes) > cls.HEADER_LIMIT:
+            raise cls.too_long(out)
 
     @classmethod
     def too_long(cls, out: Path) -> UsageError:
@@ -197,14 +187,6 @@ class FairEsmFormat(FormatWriter):
             raise UsageError(f"{out}: holds files that embed did not write; choose another name, or an empty directory")
         if not overwrite:
             raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
-
-    @classmethod
-    def overhead(cls, outputs: Sequence[Output], row: int, records: int, residues: int, id_bytes: int) -> int:
-        """Count the zip archive of each file, with an entry for each tensor that repeats the file's name.
-
-        Unused bytes of file system blocks are not counted.
-        """
-        return 1_000 + records * (1_200 + 250 * len(outputs)) + id_bytes * (13 + 2 * len(outputs))
 
     def open(self) -> None:
         """Create the directory and its description."""

@@ -1,7 +1,6 @@
 """Embeddings as rows of a table: numpy's matrix, Parquet, and AnnData."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TextIO
 
@@ -31,11 +30,6 @@ class NpyFormat(FormatWriter):
     def check_place(cls, out: Path, *, overwrite: bool) -> None:
         """Check both files."""
         check(out, ids_file(out), overwrite=overwrite)
-
-    @classmethod
-    def overhead(cls, outputs: Sequence[Output], row: int, records: int, residues: int, id_bytes: int) -> int:
-        """Count both files together."""
-        return 128 + id_bytes + records
 
     def open(self) -> None:
         """Create both files, the matrix with its header."""
@@ -85,12 +79,6 @@ class ParquetFormat(FormatWriter):
 
     PLACES: ClassVar[int] = 2**31 - 1
     """The largest number of list entries, which is enough for a map of 46,250 residues."""
-
-    @classmethod
-    def overhead(cls, outputs: Sequence[Output], row: int, records: int, residues: int, id_bytes: int) -> int:
-        """Count a few bytes for the end of each list."""
-        lists = sum(0 if output.pooled or output.pool == "contacts" else residues for output in outputs)
-        return 5_000 + id_bytes + 8 * records + 4 * records * len(outputs) + 6 * lists
 
     def open(self) -> None:
         """Create the file with the schema."""
@@ -193,25 +181,13 @@ class AnnDataFormat(FormatWriter):
 
     CHUNK_BYTES: ClassVar[int] = 1 << 20
 
-    @classmethod
-    def overhead(cls, outputs: Sequence[Output], row: int, records: int, residues: int, id_bytes: int) -> int:
-        """Count each id: a string in the file's heap and a reference of 16 bytes. The last chunk is written in full."""
-        rows = cls.rows(row, records)
-        unused = -records % rows
-        return 45_000 + 40 * records + id_bytes + unused * (20 + len(outputs) * row)
-
-    @classmethod
-    def rows(cls, row: int, records: int) -> int:
-        """Return the number of records of a chunk."""
-        return max(1, min(cls.CHUNK_BYTES // row, records))
-
     def open(self) -> None:
         """Create the file with everything but the rows."""
         h5py = self.require(self.out)
         self._disk = Disk(self.work)
         self._file = h5py.File(self._disk, "w")
         n, dim, dtype = self.about.n_records, self.about.dim, np.dtype(NUMPY[self.about.dtype])
-        self._rows = self.rows(dim * dtype.itemsize, n)
+        self._rows = max(1, min(self.CHUNK_BYTES // (dim * dtype.itemsize), n))  # of a chunk
         text = h5py.string_dtype()
         _encode(self._file, "anndata", "0.1.0")
         for name in ("layers", "obsm", "obsp", "uns", "varm", "varp"):

@@ -18,7 +18,7 @@ import torch
 
 from esmshard.embed.formats.format_registry import suits
 from esmshard.embed.job.embed_output import EmbedReport, check_same, finish, finished, report_of
-from esmshard.embed.job.embed_request import PARTS, EmbedRequest, check_output, file_bytes
+from esmshard.embed.job.embed_request import PARTS, EmbedRequest, check_output, file_bytes, processes_of, rows_bytes
 from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import EmbeddingStore, clear, note_file, read_note, remove
 from esmshard.embed.store.part_plan import partial
@@ -80,8 +80,7 @@ def embed(
         nproc = nproc or torch.cuda.device_count()
         check_ranks(nproc)
 
-    every = torch.cuda.device_count() if asked.device.type == "cuda" and not offload else 1
-    processes = nproc or max(1, every)
+    processes = 1 if offload else processes_of(asked.device, nproc)
 
     def prepare() -> EmbedReport | dict[str, Any]:
         with _one_sentence(directory):
@@ -200,16 +199,11 @@ def _begin(
 
 def _check_room(directory: Path, asked: EmbedRequest, plan: dict[str, Any]) -> None:
     """Refuse an output that cannot fit on the disk, before the first part is computed."""
-    index = RowIndex(directory / "index")
+    index, spec = RowIndex(directory / "index"), asked.spec
+    need = rows_bytes(spec, index, (k for k in range(plan["parts"]) if not note_file(directory, k).exists()))
     if asked.fmt != PARTS:
-        ids = int(index.ids[plan["records"] :][0])
-        suits(asked.fmt, asked.spec.outputs, asked.spec.dtype, asked.out, records=plan["records"], id_bytes=ids)
-    need = 0
-    for part in range(plan["parts"]):
-        if not note_file(directory, part).exists():
-            need += asked.spec.kind.bytes_of(asked.spec.long.kept(index.lengths_of(part)))
-    if asked.fmt != PARTS:
-        need += file_bytes(asked, index, plan["records"])
+        suits(asked.fmt, spec.outputs, spec.dtype, asked.out, records=plan["records"], id_bytes=index.id_bytes)
+        need += file_bytes(spec, index)
     free = shutil.disk_usage(directory).free
     if need > free:
         raise InputError(

@@ -1,6 +1,6 @@
 """The request of an `embed` job, checked before the input is read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
-from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, bytes_of, check_place, suits
+from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, check_place, suits
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
@@ -101,13 +101,21 @@ def check_output(asked: EmbedRequest, *, overwrite: bool) -> None:
             raise UsageError(f"{out}: is no directory of embeddings, so it is not replaced; choose another name")
 
 
-def file_bytes(asked: EmbedRequest, index: RowIndex, records: int, fmt: str | None = None) -> int:
-    """Return the bytes of the file that is made from an embedding store."""
-    total = 0
-    for start in range(0, records, 1 << 16):
-        stop = min(start + (1 << 16), records)
-        kept = asked.spec.long.kept(index.lengths[start:stop].astype("int64"))
-        text = index.ids[start : stop + 1]
-        ids = int(text[-1] - text[0])
-        total += bytes_of(fmt or asked.fmt, asked.spec.outputs, asked.spec.dtype, asked.spec.dim, kept, ids)
-    return total
+def processes_of(device: torch.device, nproc: int | None) -> int:
+    """Return the number of processes of a job: by default one for each GPU, or one."""
+    return nproc or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
+
+
+def file_bytes(spec: Spec, index: RowIndex) -> int:
+    """Return the bytes of numbers and ids in the file that is made from an embedding store. Each format adds a little.
+
+    `docs/embed.md` has a table of what the formats add.
+    """
+    step = 1 << 16
+    blocks = (index.lengths[start : start + step] for start in range(0, len(index.lengths), step))
+    return index.id_bytes + sum(spec.kind.numbers_bytes(spec.long.kept(block.astype("int64"))) for block in blocks)
+
+
+def rows_bytes(spec: Spec, index: RowIndex, parts: Iterable[int]) -> int:
+    """Return the bytes of some parts of an embedding store."""
+    return sum(spec.kind.part_bytes(spec.long.kept(index.lengths_of(part))) for part in parts)

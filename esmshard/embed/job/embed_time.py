@@ -1,17 +1,17 @@
-"""The estimated time of an embedding job.
+"""The estimated time of an embedding job: the process that asks computes and writes some of its parts.
 
-As many processes as the job would have compute some of its packs at the same time (`esmshard.embed.job.embed_probe`).
-The seconds of a pack are modelled as a tokens + b pairs + c sequences, with a, b and c fitted to the measurements. From
-this follow the times of all rows that must be computed, part by part, and the assignment of parts to processes.
+Parts take about equally long, so some of them, spread evenly over the input, show the time of all. Processes that share
+a CPU are imitated by threads, each with the cores of a process. Of several GPUs one is timed, and the others are taken
+to be as fast.
 """
 
 import heapq
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,25 +20,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from esmshard.embed.compute.embedder import Embedder
+from esmshard.embed.compute.outputs import About, Row
 from esmshard.embed.formats.format_registry import FORMATS
-from esmshard.embed.job.embed_probe import WRITTEN, WRITTEN_BYTES, costs, write_s
-from esmshard.embed.store.part_plan import Spec, read_plan
-from esmshard.embed.store.parts import KEY_BYTES, PartLayout, PartReader, PartWriter
+from esmshard.embed.job.embed_request import PARTS, EmbedRequest, file_bytes
+from esmshard.embed.store.embedding_store import EmbeddingStore
+from esmshard.embed.store.part_plan import COPIED, Spec, store_of
 from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.store.row_index import RowIndex
-from esmshard.embed.workers.claims import publish
-from esmshard.errors import InputError
+from esmshard.embed.workers.claims import Worker
+from esmshard.embed.workers.embed_worker import compute_part, make_embedder, with_ends
 from esmshard.launch import cpu_limits
-from esmshard.model.weights.open_weights import Weights
 from esmshard.progress import say
 
-SEED = 0
-_ALL_CORES = 1.15
-"""The speed of packs computed at the same time, relative to all cores on one pack at a time, as in a part with few
-packs; see `esmshard.model.threads`.
-"""
-_LEAST_FITTED = 4
-"""Packs that are timed for each fitted number."""
+WRITTEN, WRITTEN_BYTES = 2048, 1 << 26
+"""Records, and bytes, that are written at most to measure the speed of a format."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +47,13 @@ class Time:
     """Seconds to start Python, libraries and model, in all processes."""
     plan: float
     compute: float
-    """Seconds to compute the packs and write the parts."""
+    """Seconds to compute and write the parts."""
     write: float
     """Seconds to write the file that is made from the parts."""
     probed: float
-    """Seconds that the probe computed. They are not part of the job."""
-    packs: int
-    """The number of packs that were timed."""
-    all_packs: bool
-    """Whether the job has no other packs."""
+    """Seconds in which parts were timed. They are not part of the job."""
+    parts: int
+    """The number of parts that were timed."""
 
     @property
     def total(self) -> float:
@@ -69,196 +63,153 @@ class Time:
 
 def time_of(
     directory: Path,
-    found: Weights,
-    device: torch.device,
-    fmt: str,
-    nproc: int | None,
+    plan: dict[str, Any],
+    asked: EmbedRequest,
+    processes: int,
     tokens: int | None,
-    old_U: npt.NDArray[np.int64],
-    earlier: Reuse | None,
+    copied_U: npt.NDArray[np.bool_],
+    planned: float,
     seconds: float,
 ) -> Time:
-    """Measure and estimate the times. The time for planning is left at 0.
+    """Measure and estimate the times.
 
     Args:
-        directory: the directory of a plan, in which this leaves files.
-        found: the weights of the plan's model.
-        device: the computing device.
-        fmt: the format of the file; `parts` if no file is made.
-        nproc: processes; by default one for each GPU, or one.
+        directory: the directory of the plan, in which this leaves files.
+        plan: the plan.
+        asked: the request.
+        processes: the number of processes of the job.
         tokens: tokens of a pack.
-        old_U: the row of the earlier embedding store from which each row is copied, or -1, int64 [U].
-        earlier: the earlier store.
-        seconds: time for which packs are computed.
-
-    Raises:
-        InputError: if a process failed.
+        copied_U: whether each row is copied from an earlier embedding store, bool [U].
+        planned: the seconds that planning took.
+        seconds: the time after which no further part is begun.
     """
-    np.save(directory / "taken.npy", old_U >= 0)
-    processes = nproc or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
-    # These are the threads of `embed` in its own process, or of the processes of `run_local`.
-    threads = str(torch.get_num_threads())
-    if processes > 1:
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_limits.cores() // processes))
+    device, index = asked.device, RowIndex(directory / "index")
+    threads, at_once = torch.get_num_threads(), processes if device.type == "cpu" else 1
+    if processes > 1:  # as in `run_local`
+        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cpu_limits.cores() // processes))
     where = f"{device.type}, {processes} process{'es' * (processes > 1)}"
     if device.type == "cpu":
-        where += f" of {threads} thread{'s' * (threads != '1')}"
-    heard, probed = _probe(directory, device, fmt, processes, threads, tokens, seconds)
-    return _reckon(directory, found, fmt, old_U, earlier, heard, where, probed)
+        where += f" of {threads} thread{'s' * (threads != 1)}"
 
-
-def _probe(
-    directory: Path, device: torch.device, fmt: str, processes: int, threads: str, tokens: int | None, seconds: float
-) -> tuple[list[dict[str, Any]], float]:
-    """Return the results of each process, and the seconds until the last process was ready."""
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        for number in range(processes):
-            where = f"cuda:{number}" if device.type == "cuda" else device.type
-            options = {"directory": str(directory), "device": where, "tokens": tokens, "seconds": seconds, "seed": SEED}
-            options |= {"number": number, "processes": processes, "fmt": fmt, "started": time.time()}
-            running.append(
-                subprocess.Popen(  # noqa: S603
-                    [sys.executable, "-m", "esmshard.embed.job.embed_probe", json.dumps(options)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env=os.environ | {"OMP_NUM_THREADS": threads},
-                )
-            )
-        ready = [_heard(process, directory) for process in running]
-        say(f"probe: {processes} process{'es' * (processes > 1)}, {seconds:.0f} seconds at most")
-        for process in running:  # all processes start at the same moment
-            assert process.stdin is not None
-            process.stdin.write(b"g")
-            process.stdin.flush()
-        found = [_heard(process, directory) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-        for process in running:
-            process.communicate()
-    return [before | one for before, one in zip(ready, found, strict=True)], max(one["took_s"] for one in found)
-
-
-def _heard(process: "subprocess.Popen[bytes]", directory: Path) -> dict[str, Any]:
-    """Return the next line of a probe."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        code = process.wait()
-        if code < 0:
-            cause = f"a probe was ended by signal {-code}" + (" (out of memory, perhaps)" if code == -9 else "")
-            raise InputError(f"{cause}; give --nproc fewer processes, or --tokens fewer")
-        raise ChildProcessError(f"{directory}: a probe ended with exit code {code}")
-    said: dict[str, Any] = json.loads(line)
-    if "error" in said:
-        raise InputError(said["error"])
-    return said
-
-
-def _reckon(
-    directory: Path,
-    model: Weights,
-    fmt: str,
-    old_U: npt.NDArray[np.int64],
-    earlier: Reuse | None,
-    found: list[dict[str, Any]],
-    where: str,
-    probed: float,
-) -> Time:
-    spec, index, first = Spec.of(read_plan(directory)), RowIndex(directory / "index"), found[0]
-    timed = np.array([pack for one in found for pack in one["packs"]]).reshape(-1, 4)
-    per = _fit(timed, spec.dim, model.config.n_layers)
-    lanes, busy = first["lanes"], float(np.mean([one["busy"] for one in found]))
-    prep_s = max(one["prep_s"] for one in found)
-    sync_s = max(one["sync_s"] / max(one["bytes"], 1) for one in found)
-    copy_s, copied = _copying(directory, spec, index, old_U, earlier)
     began = time.monotonic()
-    publish(directory / "note", "a note")
-    note_s = time.monotonic() - began
+    subprocess.run([sys.executable, "-c", "import esmshard.embed.job.embed_job"], check=True)
+    started = time.monotonic() - began
+    began = time.monotonic()
+    embedder = make_embedder(plan, device, tokens)
+    made = time.monotonic() - began
+    _warm_up(directory, plan, index, embedder)
+    say(f"probe: computes parts for about {seconds:.0f} seconds")
+    began = time.monotonic()
+    timed = _timed_parts(directory, plan, embedder, at_once, threads, began + seconds)
+    probed = time.monotonic() - began
 
-    # `alone` is the time of a part whose packs follow each other without a gap. Some parts take longer, because some
-    # lanes have no pack left at their end.
-    looked = [np.array(packs).reshape(-1, 3) @ per for packs in first["parts"]]
-    whole = [
-        _makespan(pack_s.tolist(), lanes) if len(pack_s) >= lanes else float(pack_s.sum()) * _ALL_CORES / lanes
-        for pack_s in looked
-    ]
-    slack = sum(whole) / (sum(float(pack_s.sum()) for pack_s in looked) / lanes or 1.0)
-    known = dict(zip(first["numbers"], whole, strict=True))
-    part_s = []
-    for part in range(len(index.bounds) - 1):
-        length_U, old = index.lengths_of(part), old_U[index.bounds[part] : index.bounds[part + 1]]
-        todo = old < 0
-        computing = float(costs(length_U[todo], spec.long).sum(0) @ per) / lanes * slack
-        beside = prep_s * int(todo.sum()) + copy_s * int((~todo).sum()) + 2 * note_s
-        beside += sync_s * spec.kind.bytes_of(spec.long.kept(length_U))
-        part_s.append(known.get(part, computing) / busy + beside)
-    compute = _makespan(part_s, len(found))
-
-    write = first.get("write_s", 0.0)
-    if fmt in FORMATS and not len(timed) and copied is not None:
-        write = write_s(spec, fmt, copied, len(index.lengths), directory)
-    imports, make = max(one["imports_s"] for one in found), max(one["make_s"] for one in found)
-    # The command itself begins with imports and opens the model. With one process, the command is also the worker.
-    start = imports + 2 * make if len(found) == 1 else 2 * (imports + make)
-    packs = sum(len(pack_s) for pack_s in looked)
-    complete = len(known) == len(part_s) and len(timed) >= packs
-    return Time(where, start, 0.0, compute, write * len(index.lengths), probed, len(timed), complete)
+    work_P = [_operations(asked, index, part, copied_U) for part in range(plan["parts"])]
+    pace = sum(timed.values()) / sum(work_P[part] for part in timed)
+    compute = _makespan([timed.get(part, pace * work) for part, work in enumerate(work_P)], processes)
+    write = 0.0 if asked.fmt == PARTS else _write_s(directory, asked, index, list(timed))
+    # One process reads the model twice: to know it before the plan, and to compute. Other processes start after that.
+    start = started + made if processes == 1 else 2 * (started + made)
+    return Time(where, start, planned, compute, write, probed, len(timed))
 
 
-def _fit(timed_P4: npt.NDArray[np.float64], dim: int, n_layers: int) -> npt.NDArray[np.float64]:
-    """Fit the seconds for a token, a pair and a sequence, none below 0, so that the sum over all timed packs is exact.
+def _warm_up(directory: Path, plan: dict[str, Any], index: RowIndex, embedder: Embedder) -> None:
+    """Compute the shortest sequence of the first part, since the first call of a model is slow."""
+    shortest = int(index.lengths_of(0).argmin())
+    residues = store_of(directory, plan).residues(int(index.first[shortest : shortest + 1][0]))
+    for _ in embedder.compute([with_ends(residues)]):
+        pass
+
+
+def _timed_parts(
+    directory: Path, plan: dict[str, Any], embedder: Embedder, at_once: int, threads: int, end: float
+) -> dict[int, float]:
+    """Compute parts until `end` on the clock `time.monotonic`, and return the seconds of each.
 
     Args:
-        timed_P4: tokens, pairs, sequences and seconds of each pack.
-        dim: the dimension D.
-        n_layers: the number of layers of the model.
+        directory: the directory of the plan.
+        plan: the plan.
+        embedder: the embedder of the plan's spec.
+        at_once: the number of parts that are computed at the same time.
+        threads: the threads for each of them.
+        end: no part is begun after this time, except for the first ones.
     """
-    if not len(timed_P4):
-        return np.zeros(3)
-    # Where there is too little to fit, use the operations of linear layers and attention.
-    per = np.array([24.0 * n_layers * dim**2, 4.0 * n_layers * dim, 0.0])
-    cost_P3, second_P = timed_P4[:, :3], timed_P4[:, 3]
-    if len(timed_P4) >= 3 * _LEAST_FITTED:
-        from scipy.optimize import nnls
+    spec = Spec.of(plan)
+    order, timed = iter(_spread(plan["parts"])), dict[int, float]()
 
-        scale = cost_P3.mean(0)
-        fitted, _ = nnls(cost_P3 / scale, second_P)
-        per = fitted / scale
-    fitted_total: float = (cost_P3 @ per).sum()
-    return per * (second_P.sum() / fitted_total)  # type: ignore[no-any-return]
+    def compute(first: int) -> None:
+        own = Embedder(embedder.esm, spec.outputs, dtype=spec.dtype, long=spec.long, tokens=embedder.tokens)
+        reuse = Reuse(Path(plan["reuse"]), spec) if plan["reuse"] else None
+        worker, part = Worker(directory / "work"), first
+        while True:
+            began = time.monotonic()
+            compute_part(directory, plan, spec, part, own, worker, reuse, lambda rows, residues: None)
+            timed[part] = time.monotonic() - began
+            if time.monotonic() > end or (part := next(order, -1)) < 0:
+                return
+
+    first = [part for _, part in zip(range(at_once), order, strict=False)]
+    with ThreadPoolExecutor(at_once, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        for done in [pool.submit(compute, part) for part in first]:
+            done.result()
+    return timed
 
 
-def _copying(
-    directory: Path, spec: Spec, index: RowIndex, old_U: npt.NDArray[np.int64], reuse: Reuse | None
-) -> tuple[float, PartReader | None]:
-    """Measure the seconds for copying a row from the earlier store. Return them with a reader of these rows."""
-    rows = np.flatnonzero(old_U >= 0)
-    if reuse is None or not len(rows):
-        return 0.0, None
-    length_U = np.concatenate([index.lengths_of(part) for part in range(len(index.bounds) - 1)])[rows]
-    mean = spec.kind.bytes_of(spec.long.kept(length_U)) / len(rows)
-    count = max(1, min(len(rows), WRITTEN, int(WRITTEN_BYTES / mean)))
-    chosen = np.linspace(0, len(rows) - 1, count).astype(int)
-    layout = PartLayout(spec.kind, spec.long.kept(length_U[chosen]))
-    writer = PartWriter(directory / "0-copied.safetensors", layout, np.zeros((count, KEY_BYTES), np.uint8))
-    began = time.monotonic()
-    for at, row in enumerate(rows[chosen].tolist()):
-        values = reuse.get(int(old_U[row]), index.content[row : row + 1][0])
+def _spread(n: int) -> list[int]:
+    """Return 0 to n - 1 in an order in which the first k numbers, for any k, are spread evenly.
+
+    >>> _spread(6)
+    [0, 5, 2, 4, 1, 3]
+    """
+    golden = (5**0.5 - 1) / 2
+    order: list[int] = np.argsort(np.arange(n) * golden % 1, kind="stable").tolist()
+    return order
+
+
+def _operations(asked: EmbedRequest, index: RowIndex, part: int, copied_U: npt.NDArray[np.bool_]) -> float:
+    """Estimate the operations of the linear layers and of attention for a part. Windows overlap, so they count whole.
+
+    Copied rows count as much less as in the plan.
+    """
+    length_U, long, config = index.lengths_of(part), asked.spec.long, asked.found.config
+    seen_U, count_U = long.kept(length_U), np.ones_like(length_U)
+    if long.mode == "window":
+        seen_U = np.minimum(length_U, long.window)
+        count_U = np.maximum(1, -(-(length_U - long.overlap) // (long.window - long.overlap)))
+    tokens_U = (seen_U + 2).astype(np.float64)
+    cost_U = count_U * tokens_U * config.n_layers * config.dim * (24 * config.dim + 4 * tokens_U)
+    return float(np.where(copied_U[index.bounds[part] : index.bounds[part + 1]], cost_U / COPIED, cost_U).sum())
+
+
+def _write_s(directory: Path, asked: EmbedRequest, index: RowIndex, parts: list[int]) -> float:
+    """Write some rows of finished parts into a file, and estimate the seconds for the whole file from their bytes."""
+    embeddings, spec = EmbeddingStore(directory, unfinished=True), asked.spec
+    out, writer = directory / f"probe.{asked.fmt}", FORMATS[asked.fmt]
+    writer.require(out)  # importing the library takes a constant time
+    began, written = time.monotonic(), 0
+    rows: list[Row] = []
+    for row in (row for part in parts for row in range(index.bounds[part], index.bounds[part + 1])):
+        values = embeddings.values(row)
         if values is not None:
-            writer.add(at, values)
-    note = writer.close()
-    return (time.monotonic() - began) / count, PartReader(writer.path, layout, note)
+            rows.append(Row(f"record_{row}", 1, values))
+            written += sum(array.nbytes for array in values.values())
+        if len(rows) == WRITTEN or written > WRITTEN_BYTES:
+            break
+    if not rows:
+        return 0.0
+    with writer(out, About(spec.outputs, spec.dim, spec.dtype, len(rows), embeddings.attributes)) as file:
+        for one in rows:
+            file.add(one)
+    embeddings.close()
+    return (time.monotonic() - began) * file_bytes(spec, index) / written
 
 
-def _makespan(seconds: Sequence[float], lanes: int) -> float:
-    """Return the time until all jobs are done, if each free lane takes the next job.
+def _makespan(seconds: Sequence[float], processes: int) -> float:
+    """Return the time until all jobs are done, if each free process takes the next job.
 
     >>> _makespan([2.0, 1.0, 2.0], 2)
     3.0
     """
-    free_at = [0.0] * lanes
+    free_at = [0.0] * processes
     for one in seconds:
         heapq.heapreplace(free_at, free_at[0] + one)
     return max(free_at)

@@ -47,10 +47,13 @@ class Kind:
         """Return the bytes of a number."""
         return np.dtype(NUMPY[self.dtype]).itemsize
 
-    def bytes_of(self, kept_U: npt.NDArray[np.int64]) -> int:
+    def numbers_bytes(self, kept: npt.NDArray[np.int64]) -> int:
+        """Return the bytes of all numbers of rows of these lengths."""
+        return sum(int(one.numbers(kept, self.dim).sum()) for one in self.outputs) * self.itemsize
+
+    def part_bytes(self, kept_U: npt.NDArray[np.int64]) -> int:
         """Return the bytes of a part with rows of these lengths, without its header."""
-        marks = (KEY_BYTES + 1 + 8 * len(self.outputs)) * len(kept_U)
-        return marks + sum(int(one.numbers(kept_U, self.dim).sum()) for one in self.outputs) * self.itemsize
+        return (KEY_BYTES + 1 + 8 * len(self.outputs)) * len(kept_U) + self.numbers_bytes(kept_U)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ class RowIndex:
             raise AttributeError(name)
         return columns[name]
 
+    @property
+    def id_bytes(self) -> int:
+        """Return the bytes of all ids, with a line end for each."""
+        return (self.path / "ids.txt").stat().st_size
+
     def part_of(self, row: int) -> int:
         """Return the part of a row."""
         return bisect.bisect_right(self.bounds, row) - 1

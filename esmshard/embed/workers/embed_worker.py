@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from esmshard import __version__
@@ -61,12 +62,12 @@ def work(directory: Path, plan: Mapping[str, Any], embedder: Embedder, worker: W
             if note_file(directory, k).exists() or not worker.claim(f"{k:06d}"):
                 continue
             if not note_file(directory, k).exists():  # the part may have been finished between the two checks
-                _part(directory, plan, spec, k, embedder, worker, reuse, progressed)
+                compute_part(directory, plan, spec, k, embedder, worker, reuse, progressed)
         if not worker.settle(lambda: [f"{k:06d}" for k in missing()]):
             return
 
 
-def _part(
+def compute_part(
     directory: Path,
     plan: Mapping[str, Any],
     spec: Spec,
@@ -76,6 +77,7 @@ def _part(
     reuse: Reuse | None,
     progressed: Progressed,
 ) -> None:
+    """Compute one part and write it with its note. Arguments as for `work`, with the number of the part."""
     began = time.monotonic()
     index, store = RowIndex(directory / "index"), store_of(directory, plan)
     rows = slice(index.bounds[part], index.bounds[part + 1])
@@ -98,7 +100,7 @@ def _part(
             reuse.damaged = 0
         progressed(len(taken), 0)
         todo = [row for row in range(len(layout)) if row not in taken]
-        tokens = [np.concatenate((_CLS, store.residues(first_U[row]), _EOS)) for row in todo]
+        tokens = [with_ends(store.residues(first_U[row])) for row in todo]
         for place, found in embedder.compute(tokens):
             row = todo[place]
             if isinstance(found, Failed):
@@ -133,6 +135,11 @@ def _part(
         if not note_file(directory, part).exists():
             writer.discard()
         raise
+
+
+def with_ends(residues: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Return the residues between `<cls>` and `<eos>`, as the embedder expects them."""
+    return np.concatenate((_CLS, residues, _EOS))
 
 
 def _device_name(device: torch.device) -> str:
