@@ -11,6 +11,7 @@ link.
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from esmshard.launch.process_group import World
 
 Scope = Literal["all", "machine", "between"]
+Collective = Literal["all_gather", "reduce_scatter"]
+COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 
 GPU_BYTES, CPU_BYTES = 256 << 20, 16 << 20
 """Bytes of the gathered tensor. A layer of the 3B model in bf16 has 157 MB."""
@@ -47,7 +50,7 @@ def bus_bandwidth(whole: int, seconds: float, ranks: int) -> float:
 class Speed:
     """The measured speed of one collective over some ranks."""
 
-    collective: Literal["all_gather", "reduce_scatter"]
+    collective: Collective
     scope: Scope
     """The ranks: all; those of one machine; or one of each machine, with as many groups at once as a machine has ranks.
     """
@@ -72,33 +75,23 @@ class Place:
 
 def place() -> Place:
     """Return the location of this process, by the launcher's machine number, else Slurm's, else the host's name."""
-    import socket
-
     host = socket.gethostname()
     node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", host))
     return Place(host, node, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def measure(ranks: World, places: Sequence[Place]) -> list[Speed]:
-    """Time the collectives. Every rank calls this function, and gets the same result.
+    """Time the collectives between several ranks, which are at these places.
 
-    Args:
-        ranks: the processes, of which there are several.
-        places: the location of each rank.
+    Every rank calls this function, and gets the same result.
     """
     found = []
     for scope, groups in scopes(places).items():
-        mine: Any = None
-        for members in groups:  # every rank must take part in creating every group
-            group = dist.new_group(members)
-            if ranks.rank in members:
-                mine = group, len(members)
-        if mine is None:
-            continue
-        for collective in ("all_gather", "reduce_scatter"):
-            size, whole, seconds = _time(collective, ranks, *mine)
-            slowest = max(row[0] for row in ranks.rows([seconds]))
-            found.append(Speed(collective, scope, size, whole, slowest, bus_bandwidth(whole, slowest, size)))  # type: ignore[arg-type]
+        group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+        for collective in COLLECTIVES:
+            whole, seconds = _time(collective, ranks, group)
+            slowest, size = max(row[0] for row in ranks.rows([seconds])), group.size()
+            found.append(Speed(collective, scope, size, whole, slowest, bus_bandwidth(whole, slowest, size)))
     return found
 
 
@@ -121,35 +114,31 @@ def scopes(places: Sequence[Place]) -> dict[Scope, list[list[int]]]:
     return found
 
 
-def _time(collective: str, ranks: World, group: Any, size: int) -> tuple[int, int, float]:
-    on_gpu = ranks.device.type == "cuda"
+def _time(collective: Collective, ranks: World, group: dist.ProcessGroup) -> tuple[int, float]:
+    """Return the bytes of the whole tensor and the seconds of a call on this rank."""
+    on_gpu, size = ranks.device.type == "cuda", group.size()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     share = (GPU_BYTES if on_gpu else CPU_BYTES) // dtype.itemsize // size
     part = torch.ones(share, dtype=dtype, device=ranks.device)
     whole = torch.ones(share * size, dtype=dtype, device=ranks.device)
-    call: Callable[[], Any]
-    if collective == "all_gather":
-        call = partial(DefaultAllGather(), whole, part, group, async_op=False)
-    else:
+    call: Callable[[], Any] = partial(DefaultAllGather(), whole, part, group, async_op=False)
+    if collective == "reduce_scatter":
         call = partial(DefaultReduceScatter(), part, whole, group, dist.ReduceOp.SUM, async_op=False)
-
+    wait = torch.cuda.synchronize if on_gpu else _nothing
     times: list[float] = []
-    spent, n = 0.0, 0
-    while n < WARM + MOST:
-        if on_gpu:
-            torch.cuda.synchronize()
+    for _ in range(WARM + MOST):
+        wait()
         began = time.perf_counter()
         call()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-        n += 1
-        if n > WARM:
-            times.append(seconds)
-            spent += seconds
+        wait()
+        times.append(time.perf_counter() - began)
         # All ranks stop together, once one of them has used its time, so the next call also begins together.
-        done = torch.tensor([float(spent > PATIENCE)], device="cpu" if not on_gpu else ranks.device)
+        done = torch.tensor([float(sum(times[WARM:]) > PATIENCE)], device=ranks.device)
         dist.all_reduce(done, group=group)
         if done.item() > 0:
             break
-    return size, share * size * dtype.itemsize, median(times)
+    return whole.nbytes, median(times[WARM:])
+
+
+def _nothing() -> None:
+    """Wait for nothing: on the CPU a call ends when its work has ended."""

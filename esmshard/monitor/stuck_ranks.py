@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -141,7 +142,7 @@ class Control:
         self._timeout, self._step_timeout, self._key = start_timeout, step_timeout, "start_timeout"
         self._doing = (0, "starting")
         self._left = threading.Event()
-        self._teller = threading.Thread(target=self._keep_telling, daemon=True)
+        self._sender = threading.Thread(target=self._keep_sending, daemon=True)
         self._since_barrier = BARRIER_EVERY
         self._group: Any = None
         self._store: Any = None
@@ -151,7 +152,7 @@ class Control:
     def __enter__(self) -> "Control":
         if self._store is not None:
             self._store.set(f"host/{self._world.rank}", socket.gethostname())
-            self._teller.start()
+            self._sender.start()
             self._set_timeouts()
             try:
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
@@ -165,7 +166,7 @@ class Control:
     ) -> None:
         if self._store is not None:
             self._left.set()
-            self._teller.join(1)  # the thread ends before the store is closed
+            self._sender.join(1)  # the thread ends before the store is closed
             if error is not None:
                 self._explain(error)
 
@@ -174,7 +175,7 @@ class Control:
         if is_lost(error):
             raise self._verdict(str(error)) from None
         try:
-            self._tell()
+            self._send_note()
             kind = next((k for k, of in _KINDS.items() if isinstance(error, of)), "crash")
             words = f"{type(error).__name__}: {error}" if kind == "crash" else f"{error}"
             self._store.set(f"ended/{self._world.rank}", json.dumps([kind, words.strip().split("\n")[0][:500]]))
@@ -189,16 +190,16 @@ class Control:
         """Set what this rank does from now on, such as `validating`. The other ranks can read it a second later."""
         self._doing = (self._doing[0], phase)
 
-    def _tell(self) -> None:
+    def _send_note(self) -> None:
         self._store.set(f"note/{self._world.rank}", json.dumps(self._doing))
 
-    def _keep_telling(self) -> None:
+    def _keep_sending(self) -> None:
         sent = None
         while not self._left.is_set():
             if sent != self._doing:
                 sent = self._doing
                 try:
-                    self._tell()
+                    self._send_note()
                 except RuntimeError:  # the store is gone; the main thread will notice this, too
                     return
             self._left.wait(TELL_EVERY)
@@ -299,7 +300,7 @@ class Control:
         The rank that opens the call concludes it, because only this rank knows who was late.
         """
         rank, size = self._world.rank, self._world.size
-        self._tell()
+        self._send_note()
         call = json.dumps([rank, words.strip().split("\n")[0]])
         opened = self._store.compare_set("call", "", call).decode() == call
         self._store.set(f"answer/{rank}", "timed out" if _TIMED_OUT.search(words) else "lost")
@@ -360,20 +361,13 @@ class Control:
 
 def _within(seconds: float, function: Callable[[], T]) -> T:
     """Call a function in a thread. `TimeoutError` if it does not return in time; the thread is then left running."""
-    results: list[T] = []
-    errors: list[RuntimeError] = []
+    future: Future[T] = Future()
 
     def call() -> None:
         try:
-            results.append(function())
+            future.set_result(function())
         except RuntimeError as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=call, name="roll-call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    threading.Thread(target=call, name="roll-call", daemon=True).start()
+    return future.result(seconds)

@@ -88,7 +88,7 @@ class Watch:
         self._began = self._data_wait = self._flops = 0.0
         self._residues = 0
         self._recent: deque[list[Numbers]] = deque(maxlen=WINDOW)
-        self._told: set[tuple[str, int]] = set()
+        self._warned: set[tuple[str, int]] = set()
 
     def begin_step(self, step: int, residues: int, flops: float) -> None:
         """Begin a step, right before its first batch is requested. This may wait for the other ranks before the clock
@@ -191,7 +191,7 @@ class Watch:
                     f"{data:.3g} of them for data, against {others:.3g} s on the others; look at that machine's "
                     "clocks, disk and other programs"
                 )
-        self._told -= {("slow", rank) for rank in range(self._world.size) if rank not in slow}
+        self._warned -= {("slow", rank) for rank in range(self._world.size) if rank not in slow}
 
     def _full(self, ranks: Sequence[Numbers]) -> Iterator[str]:
         """Yield messages on ranks whose memory is almost full, once for each rank, since the numbers never decrease."""
@@ -206,8 +206,8 @@ class Watch:
                 yield f"{self._name(rank)} is full: {own.memory_share:.0%} of its device's memory is in use; {fix}"
 
     def _first_time(self, what: str, rank: int) -> bool:
-        new = (what, rank) not in self._told
-        self._told.add((what, rank))
+        new = (what, rank) not in self._warned
+        self._warned.add((what, rank))
         return new
 
     def _name(self, rank: int) -> str:

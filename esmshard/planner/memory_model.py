@@ -6,9 +6,9 @@ has the formulas and compares them with measured peaks; `benchmarks/peaks.py` me
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from esmshard.launch import cpu_limits
 from esmshard.sharding.layout import BYTES, Layout
@@ -37,13 +37,6 @@ MATRICES = {
     "fc2": "fc2",
 }
 """The linear layers of a block of `esmshard.model`, by the input that they share."""
-
-
-class _Parameter(Protocol):
-    requires_grad: bool
-    shape: Sequence[int]
-
-    def numel(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +96,7 @@ def of_model(model: Any, dim: int, n_heads: int) -> ModelNumbers:
     )
 
 
-def _counts(parameters: Iterable[_Parameter]) -> tuple[int, int]:
+def _counts(parameters: Iterable[Any]) -> tuple[int, int]:
     known = list(parameters)
     return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
 

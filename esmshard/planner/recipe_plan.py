@@ -308,11 +308,11 @@ def _reasons(found: RecipePlan) -> Iterator[str]:
     others = [o for o in found.options if o.fits and o is not best]
     faster = [o for o in others if _seconds(o) < best.cost.seconds]
     if faster:
-        yield f"what is faster ({len(faster)}) is so by less than {AS_GOOD - 1:.0%}, and needs more memory"
+        yield f"the faster options ({len(faster)}) save less than {AS_GOOD - 1:.0%} of a step, and need more memory"
     elif others:
-        yield "no other that fits has a shorter step"
+        yield "no other option that fits has a shorter step"
     else:
-        yield "nothing else fits"
+        yield "no other option fits"
     traffic = best.cost.traffic
     if traffic.total == 0:
         yield "nothing travels between GPUs"

@@ -1,7 +1,7 @@
 """The number of tokens that go through the model at once, and the messages after an out-of-memory error."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,19 @@ RESERVED = 0.9
 
 
 @contextmanager
+def _explained(advice: Callable[[], str]) -> Iterator[None]:
+    """Turn an out-of-memory error into an `InputError` with this advice. Other errors are raised unchanged."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(f"out of memory{advice()}") from None
+
+
 def out_of_memory_in_steps(
     tokens: int, longest: int, checkpointing: str, fitting: Callable[[], int], saved: Callable[[], bool]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Turn an out-of-memory error of a step into a message with a number of tokens that fits.
 
     The message proposes only changes that `--resume auto` accepts: once there is a checkpoint, settings that change the
@@ -40,18 +50,12 @@ def out_of_memory_in_steps(
         fitting: calls the planner, see `largest_fitting`, with the memory that was free before the run began.
         saved: returns whether there is a checkpoint to continue from.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+
+    def advice() -> str:
         fits = fitting()
         less = max(longest, min(3 * tokens // 4, fits))
-        ways = []
-        if fits > 0 and less < tokens:
-            ways.append(f"batch.tokens_per_rank={less}")
-        if checkpointing != "full":
-            ways.append("parallel.activation_checkpointing=full")
+        ways = [f"batch.tokens_per_rank={less}"] if fits > 0 and less < tokens else []
+        ways += ["parallel.activation_checkpointing=full"] if checkpointing != "full" else []
         fix = f"set {', or '.join(ways)}, and go on with --resume auto"
         if not ways and not saved():
             fix = "lower data.max_length, and go on with --resume auto"
@@ -60,22 +64,15 @@ def out_of_memory_in_steps(
                 "share the model among more GPUs (--nproc) or set parallel.cpu_offload=true, and go on with --resume "
                 "auto; or start again with a lower data.max_length and --overwrite"
             )
-        raise InputError(f"out of memory: micro-batches of {tokens} tokens do not fit; {fix}") from None
+        return f": micro-batches of {tokens} tokens do not fit; {fix}"
+
+    return _explained(advice)
 
 
-@contextmanager
-def out_of_memory_in_evaluation(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error after the last step into a message.
+def out_of_memory_in_evaluation(recipe: Recipe, device: torch.device) -> AbstractContextManager[None]:
+    """Turn an out-of-memory error after the last step, while the model is scored on `device`, into a message."""
 
-    Args:
-        recipe: the recipe of the run.
-        device: the device on which the model is scored.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+    def advice() -> str:
         out = Path(recipe.out)
         newest = manifest.pointed(out / "checkpoints", "LATEST")
         kept = f"the model is trained, and {newest or out / 'checkpoints'} is kept"
@@ -86,21 +83,19 @@ def out_of_memory_in_evaluation(recipe: Recipe, device: torch.device) -> Iterato
                 f"; or score it without a GPU: `export CUDA_VISIBLE_DEVICES=`, `esmshard consolidate {out} -o {model} "
                 f"--overwrite`, `esmshard evaluate {model} {recipe.data.test}{labels} -o {out}`"
             )
-        raise InputError(f"out of memory in the evaluation on {device}; {kept}; {fix}") from None
+        return f" in the evaluation on {device}; {kept}; {fix}"
+
+    return _explained(advice)
 
 
-@contextmanager
-def out_of_memory_of_model(device: torch.device) -> Iterator[None]:
+def out_of_memory_of_model(device: torch.device) -> AbstractContextManager[None]:
     """Turn an out-of-memory error before the first step into a message."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise InputError(
-            f"out of memory: weights and optimizer state of the model do not fit on {device}; set adapt.method=lora or "
+    return _explained(
+        lambda: (
+            f": weights and optimizer state of the model do not fit on {device}; set adapt.method=lora or "
             "parallel.cpu_offload=true, or share the model among more GPUs (--nproc)"
-        ) from None
+        )
+    )
 
 
 def choose_tokens_per_rank(

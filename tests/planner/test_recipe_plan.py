@@ -270,7 +270,7 @@ def test_head_bytes_are_the_longest_record_and_the_usual_mix(layout: Layout, sha
 def test_reasons(three_b: RecipePlan) -> None:
     first, second, third = three_b.reasons()
     assert first.startswith("it fits: ")
-    assert second == "no other that fits has a shorter step" or second.startswith("what is faster (")
+    assert second == "no other option that fits has a shorter step" or second.startswith("the faster options (")
     assert third.startswith("the link hides its ")
     small = planned("8xL4-24GB", "model.name=esm2_t33_650M_UR50D", nodes=2)
     assert "of the step is waiting" in small.reasons()[2]
