@@ -19,6 +19,7 @@ import pytest
 import sklearn  # noqa: F401  # when it is imported it sets KMP_INIT_AT_FORK and another variable, for good
 import torch
 from command import esmshard as command
+from held_runs import Hold
 
 import esmshard
 from esmshard.api.runs import Run, finetune, keys
@@ -207,11 +208,12 @@ def test_a_signal_saves_and_is_told(tiny_recipe: Path, tmp_path: Path, nproc: in
         except Preempted as stop:
             print("told:", stop, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
     """)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    end = time.monotonic() + 600
-    while not (tmp_path / "run" / "checkpoints" / "LATEST").exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    held = Hold(tmp_path / "hold", 3)
+    environment = {**os.environ, **held.environment}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
+    held.wait(lambda: process.poll() is not None)
     process.send_signal(signal.SIGTERM)
+    held.go_when_asked(lambda: process.poll() is not None)
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     assert "told: " in out

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import slurm_programs
 from command import esmshard
+from held_runs import Hold
 from slurm_programs import Job, install, noted
 
 PLAYER = '''\
@@ -82,13 +84,16 @@ class Cluster:
     def wait(self, number: str) -> tuple[int, str]:
         """Exit code, and how Slurm calls the end."""
         job, end = Job(number), time.monotonic() + 900
-        while job.get("state") not in ("CANCELLED", "FAILED", "COMPLETED"):
+        while not self.is_over(number):
             assert time.monotonic() < end, self.log(number)
             time.sleep(0.02)
         return int(job.get("code")), job.get("state")
 
     def log(self, number: str, name: str = "played") -> str:
         return (self.work / f"{name}-{number}.out").read_text()
+
+    def is_over(self, number: str) -> bool:
+        return Job(number).get("state") in ("CANCELLED", "FAILED", "COMPLETED")
 
     def until(self, reached: Callable[[], bool]) -> None:
         end = time.monotonic() + 900
@@ -122,6 +127,13 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     for path in (folder / "jobs").glob("*"):  # of a test that failed
         for marker in ("JOB", "STEP"):
             Job(path.name).signal(marker, signal.SIGKILL)
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hold:
+    hold = Hold(tmp_path / "hold", 5)
+    monkeypatch.setenv("PYTHONPATH", hold.environment["PYTHONPATH"])
+    return hold
 
 
 @pytest.fixture
@@ -162,13 +174,14 @@ ASKED = {"limit": ("--batch", "-s", "USR1"), "scancel": ("-s", "USR1")}
     ("nodes", "asked"), [pytest.param("1", "scancel", marks=pytest.mark.slow), ("2", "limit"), ("2", "scancel")]
 )
 def test_a_preempted_run_is_started_again_and_ends_like_an_unbroken_one(
-    nodes: str, asked: str, cluster: Cluster, network: None, tiny_recipe: Path, tmp_path: Path
+    nodes: str, asked: str, cluster: Cluster, network: None, tiny_recipe: Path, tmp_path: Path, held: Hold
 ) -> None:
     run, name = tmp_path / "run; $(touch pwned) 'q'", "a; touch pwned"
     launched = ("--nodes", nodes, "--nproc", "2" if nodes == "1" else "1", "--name", name)
     job = cluster.launch(tiny_recipe, *LONGER, f"out={run}", *launched)
-    cluster.until(lambda: len(steps(run)) > 4)
+    held.wait(partial(cluster.is_over, job))
     cluster.signal(*ASKED[asked], job)
+    held.go_when_asked(partial(cluster.is_over, job))
     assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job, "a-touch-pwned")
     assert noted("requeues") == [job]
     assert [code for _, code in noted("ended")] == [75, 0]
@@ -180,14 +193,15 @@ def test_a_preempted_run_is_started_again_and_ends_like_an_unbroken_one(
 
 
 def test_a_killed_rank_ends_the_step_which_starts_again_from_the_last_checkpoint(
-    cluster: Cluster, network: None, tiny_recipe: Path, tmp_path: Path
+    cluster: Cluster, network: None, tiny_recipe: Path, tmp_path: Path, held: Hold
 ) -> None:
     saved = ("train.steps=30", "train.eval_every=30", "checkpoint.every=4")
     job = cluster.launch(tiny_recipe, *saved, "--nodes", "2", "--nproc", "1")
     run = tmp_path / "run"
-    cluster.until(lambda: len(steps(run)) > 5)
+    held.wait(partial(cluster.is_over, job))
     ranks = {rank_of(pid): pid for pid in Job(job).processes("STEP")}
     os.kill(ranks["1"], signal.SIGKILL)
+    held.go()
     assert cluster.wait(job) == (0, "COMPLETED"), cluster.log(job, "tiny")
     assert "esmshard: a process was lost (exit code 137)\n" in cluster.log(job, "tiny")
     assert (cluster.starts(), noted("requeues")) == (2, [])
