@@ -49,7 +49,7 @@ def flip_signs(file: Path, count: int = 2000) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_altered_weights_are_told_of(model: Path, command: tuple[str, ...], code: int) -> None:
+def test_altered_weights_are_reported(model: Path, command: tuple[str, ...], code: int) -> None:
     *others, out = command
     elsewhere = out.replace("out=", "out=a-") if "=" in out else f"a-{out}"
     before = esmshard(*others, elsewhere, cwd=model.parent) if code == 0 else None
