@@ -67,6 +67,10 @@ class Hold:
         """Whether the run stands still."""
         return (self._folder / f"reached-{self._steps}").exists()
 
+    def asked(self) -> bool:
+        """Whether a signal has come to the rank that stands still."""
+        return (self._folder / "asked").exists()
+
     def go(self) -> None:
         """Let it go on."""
         (self._folder / "steps").unlink()
@@ -81,9 +85,9 @@ class Hold:
 
     def go_when_asked(self, is_over: Callable[[], object]) -> None:
         """Let it go on when a signal has come. A rank that waits for the first one hears it with the next step."""
-        while not (is_over() or (self._folder / "asked").exists()):
+        while not (is_over() or self.asked()):
             end = time.monotonic() + PAUSE
-            while time.monotonic() < end and not (is_over() or (self._folder / "asked").exists()):
+            while time.monotonic() < end and not (is_over() or self.asked()):
                 time.sleep(0.02)
             self.at(self._steps + 1)
         self.go()
