@@ -19,11 +19,13 @@ import pytest
 import sklearn  # noqa: F401  # when it is imported it sets KMP_INIT_AT_FORK and another variable, for good
 import torch
 from command import esmshard as command
+from held_runs import Hold
 
 import esmshard
 from esmshard.api.runs import Run, finetune, keys
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe.recipe_file import load
+from esmshard.train import loop
 
 TWO_STEPS = {"steps": 2, "eval_every": 2}
 SIGNALS = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
@@ -132,7 +134,9 @@ def test_it_works_in_a_thread(tiny_recipe: Path, nproc: int) -> None:
     assert found[0].status == "done"
 
 
-def test_one_at_a_time(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_one_at_a_time(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, train_step = threading.Event(), loop.train_step
+    monkeypatch.setattr(loop, "train_step", lambda *given, **options: go.wait(900) and train_step(*given, **options))
     thread = threading.Thread(target=finetune, args=(tiny_recipe,), kwargs={"report": False})
     thread.start()
     said = ""
@@ -141,6 +145,7 @@ def test_one_at_a_time(tiny_recipe: Path, tmp_path: Path) -> None:
             finetune(tiny_recipe, out=str(tmp_path / "other"), optim={"no": 1})
         said = str(caught.value)
         time.sleep(0.01)
+    go.set()
     thread.join()
     assert "this process is fine-tuning already" in said
     assert Run(tmp_path / "run").status == "done"
@@ -197,7 +202,7 @@ def test_a_recipe_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_signal_saves_and_is_told(tiny_recipe: Path, tmp_path: Path, nproc: int) -> None:
+def test_a_signal_saves_and_is_reported(tiny_recipe: Path, tmp_path: Path, nproc: int) -> None:
     """In a process of its own: SIGTERM would end this one where nothing listens."""
     script = textwrap.dedent(f"""
         import esmshard, signal, sys
@@ -207,11 +212,12 @@ def test_a_signal_saves_and_is_told(tiny_recipe: Path, tmp_path: Path, nproc: in
         except Preempted as stop:
             print("told:", stop, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
     """)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    end = time.monotonic() + 600
-    while not (tmp_path / "run" / "checkpoints" / "LATEST").exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    held = Hold(tmp_path / "hold", 3)
+    environment = {**os.environ, **held.environment}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
+    held.wait(lambda: process.poll() is not None)
     process.send_signal(signal.SIGTERM)
+    held.go_when_asked(lambda: process.poll() is not None)
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     assert "told: " in out

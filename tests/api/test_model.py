@@ -161,7 +161,7 @@ def test_variants_that_do_not_fit_are_named(model: Model, variants: Any, says: s
 # Sequences as they are written
 
 
-def test_what_is_mended_is_told(model: Model) -> None:
+def test_what_is_corrected_is_reported(model: Model) -> None:
     with pytest.warns(UserWarning, match="in 1 record") as told:
         found = model.embed({"a": "mktay", "b": "MKTAY*", "c": "MK-TAY"})
     assert np.abs(found - model.embed("MKTAY")).max() <= 1e-6
@@ -400,7 +400,7 @@ def test_variants_of_the_protein_are_predicted(tmp_path: Path) -> None:
     assert found.embed([WT]).shape == (1, TINY.dim), "the trunk is there too"
 
 
-def test_a_table_that_was_numbered_otherwise_is_told(tmp_path: Path) -> None:
+def test_a_table_that_was_numbered_otherwise_is_reported(tmp_path: Path) -> None:
     scale = fit_scale(np.array([0.0, 1.0, 3.0]), "none").as_json()
     path, _ = consolidated(tmp_path / "model", {"name": "variant"}, VARIANT | {"scales": [scale] * 2, "offset": -23})
     with pytest.warns(UserWarning, match="numbered as its wild type is, from 1; .* its positions -23 are these"):

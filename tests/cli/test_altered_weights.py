@@ -19,11 +19,19 @@ SAYS = "is not the file that"
 FASTA = ">p\nMKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ\n"
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def consolidated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The starter as `consolidate` writes it."""
-    done = esmshard("consolidate", "starter", "-o", tmp_path / "model")
+    model = tmp_path_factory.mktemp("consolidated") / "model"
+    done = esmshard("consolidate", "starter", "-o", model)
     assert done.returncode == 0, done.stderr
+    return model
+
+
+@pytest.fixture
+def model(consolidated: Path, tmp_path: Path) -> Path:
+    """A copy of it for each test."""
+    shutil.copytree(consolidated, tmp_path / "model")
     (tmp_path / "some.fasta").write_text(FASTA)
     (tmp_path / "mutants.csv").write_text("mutant\nK2A\n")
     return tmp_path / "model"
@@ -49,7 +57,7 @@ def flip_signs(file: Path, count: int = 2000) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_altered_weights_are_told_of(model: Path, command: tuple[str, ...], code: int) -> None:
+def test_altered_weights_are_reported(model: Path, command: tuple[str, ...], code: int) -> None:
     *others, out = command
     elsewhere = out.replace("out=", "out=a-") if "=" in out else f"a-{out}"
     before = esmshard(*others, elsewhere, cwd=model.parent) if code == 0 else None

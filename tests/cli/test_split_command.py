@@ -145,7 +145,7 @@ def test_random_splits_follow_the_seed_and_keep_duplicates_together(run: Run, tm
     assert len(set(results)) == 8
 
 
-def test_leakage_of_a_random_split_is_told(run: Run, tmp_path: Path) -> None:
+def test_leakage_of_a_random_split_is_reported(run: Run, tmp_path: Path) -> None:
     """Ten pairs of relatives, of which a random split must cut some."""
     letters = "ACDEFGHIKLMNPQRSTVWY"
     first = ["".join(letters[(n * 7 + k * (n + 3)) % 20] for k in range(30)) for n in range(14)]

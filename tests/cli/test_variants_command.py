@@ -63,7 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str, list
     return directory, done.stdout, done.stderr, names
 
 
-def test_every_oddity_is_told_once(made: tuple[Path, str, str, list[str]]) -> None:
+def test_every_oddity_is_reported_once(made: tuple[Path, str, str, list[str]]) -> None:
     told = made[2]
     for what in (
         "with a decimal comma",

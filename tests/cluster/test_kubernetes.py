@@ -15,6 +15,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml as pyyaml  # an independent parser; and of YAML 1.1, as is kubectl's
+from held_runs import Hold
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
@@ -495,18 +496,17 @@ def _tiny(recipe_file: Path) -> dict[str, Any]:
     return found
 
 
-def test_two_pods_train_are_preempted_and_go_on(tiny_recipe: Path) -> None:
+def test_two_pods_train_are_preempted_and_go_on(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = tiny_recipe.parent
+    held = Hold(work / "hold", 1)
+    monkeypatch.setenv("PYTHONPATH", held.environment["PYTHONPATH"])
     job = _tiny(tiny_recipe)["Job"]
     metrics, status = work / "run" / "metrics.jsonl", work / "run" / "status.json"
 
     started = [_start(job, index, work) for index in (1, 0)]
-    end = time.monotonic() + 600
-    while not metrics.exists() or '"loss"' not in metrics.read_text():
-        assert all(pod.process.poll() is None for pod in started), [pod.output for pod in started]
-        assert time.monotonic() < end, [pod.output for pod in started]
-        time.sleep(0.02)
+    held.wait(lambda: any(pod.process.poll() is not None for pod in started))
     started[0].process.terminate()
+    held.go_when_asked(lambda: any(pod.process.poll() is not None for pod in started))
     codes = [pod.end() for pod in started]
     assert codes == [75, 75], [pod.output for pod in started]
     assert [_action(job, code) for code in codes] == ["Ignore", "Ignore"]

@@ -170,7 +170,7 @@ def test_the_command_writes_the_file_and_says_how_to_submit_it(here: Path, monke
     assert "#SBATCH --time=1:00" in (here / "my-run.sbatch").read_text()
 
 
-def test_what_sbatch_says_against_it_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sbatch_objects_to_is_printed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sbatch = here / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text('#!/bin/sh\necho "sbatch: error: invalid partition specified: $1" >&2\nexit 1\n')

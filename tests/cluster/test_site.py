@@ -83,7 +83,7 @@ def test_a_profile_may_be_empty(path: Path, text: str) -> None:
     assert site.load() == site.Site.model_validate({})
 
 
-def test_all_problems_are_told_at_once_with_their_places(path: Path) -> None:
+def test_all_problems_are_listed_at_once_with_their_places(path: Path) -> None:
     path.write_text("""\
 gpus_per_nod: 4
 python: ${NOWHERE}/python

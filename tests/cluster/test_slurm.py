@@ -87,7 +87,7 @@ def test_a_script_is_short_enough_to_be_read_and_owned(job: str) -> None:
     assert len(render(JOBS[job], site(**profile)).splitlines()) < 60
 
 
-def test_sbatch_is_told_what_the_job_and_the_profile_say() -> None:
+def test_sbatch_gets_what_the_job_and_the_profile_say() -> None:
     keys = {"partition": "gpu", "account": "a", "qos": "q", "constraint": "a100|h100", "time": "1:00:00"}
     keys |= {"memory": "480G", "cpus_per_gpu": 8, "options": ["--mail-type=END"], "grace": 99}
     assert directives(render(JOBS["two"], site(gpus_per_node=4, slurm=keys))) == [

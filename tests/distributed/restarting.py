@@ -13,7 +13,7 @@ def main() -> None:
     directory, kills = Path(sys.argv[1]), int(sys.argv[2])
     if attempt() and os.environ["RANK"] == "0":
         time.sleep(1)  # the others find the store as the processes before them have left it
-    with world(30) as ranks:
+    with world(600) as ranks:
         for step in range(20):
             found = ranks.sum([ranks.rank + step])
             if attempt() < kills and step == 10 and ranks.rank == ranks.size - 1:

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from held_runs import Hold
 from machines import LIMIT, Machine, Pair, descendants, two_machines, wait_until
 from ranks import free_port
 
@@ -59,8 +59,9 @@ def steps(out: Path) -> dict[int, dict[str, Any]]:
 
 
 def quick(machine: Machine) -> str:
-    """A machine is gone after 3 s. For another one is waited as long as it may take to start, maybe after this one."""
-    return f"last_call_timeout={4 if machine.namespace else 12},keep_alive_interval=1,join_timeout=100"
+    """A machine is gone after 10 s. For another one is waited as long as it may take to start, maybe after this one."""
+    last_call = 4 if machine.namespace else 12
+    return f"last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=10,join_timeout=600"
 
 
 def sizes(out: Path) -> list[int]:
@@ -69,14 +70,14 @@ def sizes(out: Path) -> list[int]:
 
 
 def theirs(
-    machine: Machine, recipe: Path, meet_at: str, nnodes: str, *more: str, log: str
+    machine: Machine, recipe: Path, held: Hold, meet_at: str, nnodes: str, *more: str, log: str
 ) -> "subprocess.Popen[bytes]":
     options = [f"--nnodes={nnodes}", "--nproc-per-node=1", f"--rdzv-endpoint={meet_at}", "--rdzv-backend=c10d"]
     holds = int(meet_at.startswith(machine.address))  # torchrun finds that out by the machine's name
     options += ["--rdzv-id=a-job", f"--rdzv-conf={quick(machine)},is_host={holds}", f"--local-addr={machine.address}"]
     options += ["--max-restarts=3"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "esmshard", "finetune", str(recipe)]
-    settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **held.environment}
     return machine.start(*command, *more, "--resume", "auto", "--no-report", log=log, **settings)
 
 
@@ -89,22 +90,17 @@ def test_a_machine_is_lost_and_comes_back(recipe: Path, pair: Pair, unbroken: di
     out, lost, rest = recipe.parent / "run", pair.first, pair.second
     expected = reference(unbroken, recipe)
     meet_at = f"{rest.address}:{free_port()}"
-    survivor, _ = (theirs(m, recipe, meet_at, "1:2", log=f"{m.address}.log") for m in (rest, lost))
-    wait_until(lambda: 5 in steps(out) or survivor.poll() is not None, "five steps")
+    held = Hold(recipe.parent / "hold", 5)
+    survivor, _ = (theirs(m, recipe, held, meet_at, "1:2", log=f"{m.address}.log") for m in (rest, lost))
+    held.wait(lambda: survivor.poll() is not None)
     lost.lose()
-    wait_until(lambda: 1 in sizes(out) or survivor.poll() is not None, "a step of the other machine alone")
-    assert survivor.poll() is None, said(recipe, rest.address)
-    alone = descendants(survivor.pid)
-    for pid in alone:  # it would be done before the other machine is there
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        back = theirs(lost, recipe, meet_at, "1:2", log="back.log")
-        # torchrun looks every 0.1 s whether a machine waits, and ends its own processes when one does.
-        wait_until(lambda: not set(alone) & set(descendants(survivor.pid)) or back.poll() is not None, "the newcomer")
-    finally:
-        for pid in alone:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+    held.at(7)
+    held.wait(lambda: survivor.poll() is not None)
+    assert 1 in sizes(out), "the other machine goes on alone"
+    back = theirs(lost, recipe, held, meet_at, "1:2", log="back.log")
+    # torchrun looks every 0.1 s whether a machine waits, and sends its own processes SIGTERM when one does.
+    wait_until(lambda: held.asked() or back.poll() is not None, "the newcomer")
+    held.go()
     assert (survivor.wait(600), back.wait(600)) == (0, 0), said(recipe, rest.address, "back")
     assert_same_steps(out, expected)
     assert sizes(out)[-1] == 2, "the machine was taken in again"
@@ -118,10 +114,12 @@ def test_the_cable_is_cut(recipe: Path, pair: Pair, unbroken: dict[str, Any]) ->
     expected = reference(unbroken, recipe)
     out = recipe.parent / "run"
     meet_at = f"{pair.first.address}:{free_port()}"
-    how = (recipe, meet_at, "1:2", "parallel.step_timeout=8")
+    held = Hold(recipe.parent / "hold", 5)
+    how = (recipe, held, meet_at, "1:2", "parallel.step_timeout=60")
     rest, _ = (theirs(m, *how, log=f"{m.address}.log") for m in (pair.first, pair.second))
-    wait_until(lambda: 5 in steps(out) or rest.poll() is not None, "five steps")
+    held.wait(lambda: rest.poll() is not None)
     pair.cut()
+    held.go()
     assert rest.wait(LIMIT) == 0, said(recipe, pair.first.address)
     assert_same_steps(out, expected)
     assert sizes(out)[-1] == 1
@@ -131,14 +129,17 @@ def test_all_machines_leave_when_one_is_asked(recipe: Path, pair: Pair, unbroken
     out, both = recipe.parent / "run", (pair.first, pair.second)
     expected = reference(unbroken, recipe)
 
+    held = Hold(recipe.parent / "hold", 5)
+
     def start(log: str) -> list["subprocess.Popen[bytes]"]:
         meet_at = f"{pair.first.address}:{free_port()}"
-        return [theirs(machine, recipe, meet_at, "2", log=f"{log}{n}.log") for n, machine in enumerate(both)]
+        return [theirs(machine, recipe, held, meet_at, "2", log=f"{log}{n}.log") for n, machine in enumerate(both)]
 
     jobs = start("begun")
-    wait_until(lambda: 5 in steps(out) or any(job.poll() is not None for job in jobs), "five steps")
+    held.wait(lambda: any(job.poll() is not None for job in jobs))
     for pid in descendants(jobs[1].pid):  # the ranks of one machine, as the wrapper of a pod signals them
         os.kill(pid, signal.SIGTERM)
+    held.go()
     assert [job.wait(600) for job in jobs] == [0, 0], said(recipe, "begun0", "begun1")
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["idle"], status["checkpoint"]) == ("preempted", 0, f"step_{status['step']:06}")

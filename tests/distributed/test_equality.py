@@ -170,7 +170,7 @@ def test_everything_with_everything(
 
 
 @pytest.mark.parametrize(("size", "strategy", "option"), [case for case in CASES if case[2] == "wrong"])
-def test_mean_of_means_is_told_apart(
+def test_mean_of_means_is_noticed(
     on_ranks: Callable[[int], list[Found]], reference: dict[str, Any], size: int, strategy: str, option: str
 ) -> None:
     """The negative control: were each rank to divide by its own count, these tests would notice."""

@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_run_that_was_stopped_cannot_be_told_from_one_that_was_not(whole: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_leaves_what_one_that_was_not_leaves(whole: Path, tmp_path: Path) -> None:
     """Stopped in step 3, which is to be validated, and in step 5, that time saving in the background."""
     recipe, out = str(whole / "tiny.yaml"), tmp_path / "run"
     for stop in (3, 5):

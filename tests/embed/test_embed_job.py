@@ -228,7 +228,7 @@ def test_a_model_on_disk_computes_the_same(given: Given) -> None:
     assert np.allclose(np.load(given.out / "one.npy"), np.load(given.out / "two.npy"), rtol=0, atol=1e-6)
 
 
-def test_an_existing_file_is_replaced_only_when_told(given: Given) -> None:
+def test_an_existing_file_is_replaced_only_when_asked_to(given: Given) -> None:
     out = given.out / "x.npy"
     out.write_text("mine")
     with pytest.raises(UsageError, match="exists already"):

@@ -10,7 +10,7 @@ from esmshard.launch import liveness
 from esmshard.launch.liveness import process_lives, process_start
 
 
-def test_processes_are_told_apart_by_their_start() -> None:
+def test_processes_are_distinguished_by_their_start() -> None:
     time.sleep(0.05)  # more than a tick
     child = os.fork()
     if not child:

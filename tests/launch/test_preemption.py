@@ -378,7 +378,7 @@ def test_the_exit_code_of_a_process_that_was_asked_to_stop(
     assert preemption.leaving_code(unsaved) == code
 
 
-def test_what_comes_before_training_is_told_from_what_comes_after() -> None:
+def test_what_comes_before_training_is_distinguished_from_what_comes_after() -> None:
     with pytest.raises(Preempted) as stop, Preemption():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)

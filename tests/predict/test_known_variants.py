@@ -156,7 +156,7 @@ def test_whole_sequences_have_no_numbering(runs: Path) -> None:
     assert "mutant in wild type" not in rows[changed]
 
 
-def test_a_table_that_contradicts_the_run_is_told(runs: Path) -> None:
+def test_a_table_that_contradicts_the_run_is_reported(runs: Path) -> None:
     with pytest.raises(InputError) as caught:
         rank(runs / "shifted", "mutant\nF14A\n")
     assert "1 of 1 mutations shifted by +8 do not fit" in str(caught.value)

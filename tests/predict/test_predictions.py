@@ -109,7 +109,7 @@ def test_a_protein_of_one_residue_is_predicted(consolidated: Path, fasta: Path) 
         assert file["one"].shape == (1, 1)
 
 
-def test_an_existing_file_is_replaced_only_when_told(consolidated: Path, fasta: Path) -> None:
+def test_an_existing_file_is_replaced_only_when_asked_to(consolidated: Path, fasta: Path) -> None:
     out = fasta.parent / "out" / "x.npz"
     out.write_text("mine")
     with pytest.raises(UsageError, match="exists already"):

@@ -107,7 +107,7 @@ def test_a_row_says_why_it_has_no_score_and_the_shift_is_recorded(directory: Pat
     assert any("when shifted by -100, which was done" in one for one in told["notices"])
 
 
-def test_a_wrong_offset_is_refused_with_the_option_that_mends_it(directory: Path) -> None:
+def test_a_wrong_offset_is_refused_with_the_option_that_corrects_it(directory: Path) -> None:
     names = [f"{WT[n]}{n + 101}W" for n in range(12)]
     with pytest.raises(InputError, match=r"12 fit when shifted by -100; pass --offset -100, or fix line 2"):
         run(directory, "mutant\n" + "\n".join(names) + "\n", offset=5)

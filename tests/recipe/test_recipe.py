@@ -647,7 +647,7 @@ def test_keys_that_contradict_each_other_are_refused(path: Path, overrides: list
 
 def test_null_takes_the_other_way_to_say_it_back(path: Path) -> None:
     asked = ["train.epochs=2", "train.steps=null"]
-    assert problem(path, asked[0]).endswith("train.steps=null or train.epochs=null"), "the mend can be typed"
+    assert problem(path, asked[0]).endswith("train.steps=null or train.epochs=null"), "the fix can be typed"
     train = load(path, asked).train
     assert (train.epochs, train.steps) == (2, None)
     edit(path, "train: {", "batch: {global_tokens: 99}\ntrain: {")

@@ -1,6 +1,7 @@
 """Runs that go on: from where, over what is damaged, beside another one, on a full disk."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from held_runs import Hold
 
 from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError
@@ -145,14 +147,13 @@ def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_pat
         "--no-report",
     ]
     command += ["--resume", "auto", *OPTIONS, "checkpoint.async_save=true"]
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    for _ in range(600):
-        if (out / "metrics.jsonl").is_file() and any("lr" in line for line in lines(out)):
-            break
-        time.sleep(0.1)
+    held = Hold(tmp_path / "hold", 1)
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **held.environment})
+    held.wait(lambda: started.poll() is not None)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
         started.send_signal(number)
         time.sleep(0.05)
+    held.go_when_asked(lambda: started.poll() is not None)
     said = started.communicate(timeout=600)[1]
     assert started.returncode == 75, said
     status = json.loads((out / "status.json").read_text())

@@ -1,0 +1,93 @@
+"""Runs that stand still after some steps until a test lets them go on, so that what it does comes in their middle."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HOOK = '''\
+"""Imported by each Python that has this directory in PYTHONPATH: the first rank waits before it writes a line."""
+import os, sys, time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+def wanted():
+    try:
+        with open(os.path.join(HERE, "steps")) as file:
+            return int(file.read())
+    except FileNotFoundError:
+        return None
+
+def leave(name):
+    open(os.path.join(HERE, name), "w").close()
+
+def stand_still(event, arguments):
+    if event != "open" or not str(arguments[0]).endswith("metrics.jsonl") or arguments[1] != "a":
+        return
+    with open(arguments[0]) as file:
+        done = file.read().count('"lr"')
+    while (steps := wanted()) is not None and done >= steps:
+        leave(f"reached-{steps}")
+        preemption = sys.modules["esmshard.launch.preemption"]
+        if any(one._asked for one in preemption._installed):
+            leave("asked")
+        time.sleep(0.02)
+
+sys.addaudithook(stand_still)
+'''
+PAUSE = 2.0
+"""Seconds after which a run that is to hear a signal takes one more step."""
+
+
+class Hold:
+    """Where the processes of a run see after how many steps they stand still.
+
+    Args:
+        folder: that does not exist, for this.
+        steps: lines of steps in metrics.jsonl before it stands still.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        folder.mkdir()
+        self._folder = folder
+        (folder / "sitecustomize.py").write_text(HOOK)
+        self.at(steps)
+        others = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        self.environment = {"PYTHONPATH": os.pathsep.join([str(folder), *others])}
+        """For the processes of the run."""
+
+    def at(self, steps: int) -> None:
+        """Stand still after so many steps."""
+        self._steps = steps
+        work = self._folder / "work"
+        work.write_text(str(steps))
+        work.replace(self._folder / "steps")
+
+    def reached(self) -> bool:
+        """Whether the run stands still."""
+        return (self._folder / f"reached-{self._steps}").exists()
+
+    def asked(self) -> bool:
+        """Whether a signal has come to the rank that stands still."""
+        return (self._folder / "asked").exists()
+
+    def go(self) -> None:
+        """Let it go on."""
+        (self._folder / "steps").unlink()
+
+    def wait(self, is_over: Callable[[], object]) -> None:
+        """Until the run stands still."""
+        end = time.monotonic() + 900
+        while not self.reached():
+            assert not is_over(), "the run has ended"
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    def go_when_asked(self, is_over: Callable[[], object]) -> None:
+        """Let it go on when a signal has come. A rank that waits for the first one hears it with the next step."""
+        while not (is_over() or self.asked()):
+            end = time.monotonic() + PAUSE
+            while time.monotonic() < end and not (is_over() or self.asked()):
+                time.sleep(0.02)
+            self.at(self._steps + 1)
+        self.go()
