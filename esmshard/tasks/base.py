@@ -16,6 +16,7 @@ from torch import nn
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.data.batching.loader import FIXED, Example, Examples, Labels
 from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tables import shown
 from esmshard.errors import InputError
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights.open_weights import Weights
@@ -269,6 +270,24 @@ def regression_loss(output: torch.Tensor, target: torch.Tensor, loss: str) -> Lo
     target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
     errors = (F.huber_loss if loss == "huber" else F.mse_loss)(output, target, reduction="sum")
     return LossSum(errors, known.sum())
+
+
+def require_two_values(path: Path, name: str, values: npt.NDArray[Any], unit: str) -> None:
+    """Refuse a target that has one value, or none, in training.
+
+    Args:
+        path: the training data.
+        name: the target.
+        values: the values of the target that are known.
+        unit: what has a value: `record` or `variant`.
+    """
+    distinct = np.unique(values)
+    if len(distinct) < 2:
+        what = f"is {distinct[0]:g} for every {unit} that has one" if len(distinct) else "has no value"
+        raise InputError(
+            f"{path}: the target {shown(name)} {what} in training, so that nothing can be learned; give other values, "
+            "or leave it out of data.target"
+        )
 
 
 def _draw(example: Example) -> int:

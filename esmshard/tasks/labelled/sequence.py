@@ -21,7 +21,7 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.dropout import RecordDropout
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of, regression_loss
+from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.labelled.classes import (
     check_counts,
     class_weights,
@@ -137,13 +137,7 @@ class SequenceTask(Task):
         if kind == "number":
             known_NT = ~np.isnan(found)
             for t, name in enumerate(names):
-                values = np.unique(found[known_NT[:, t], t])
-                if len(values) < 2:
-                    what = f"is {values[0]:g} for every record that has one" if len(values) else "has no value"
-                    raise InputError(
-                        f"{train.path}: the target {shown(name)} {what} in training, so that nothing can be learned; "
-                        "give other labels, or leave it out of data.target"
-                    )
+                require_two_values(train.path, name, found[known_NT[:, t], t], "record")
             mean_T, std_T = (of(found, 0, dtype=np.float64).tolist() for of in (np.nanmean, np.nanstd))
             facts = {"targets": list(names), "mean": mean_T, "std": std_T}
         else:

@@ -19,7 +19,7 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss
+from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.linear import fit_numbers, kept
 from esmshard.tasks.variants.frozen_variants import PACKED, frozen, seen_by
 from esmshard.tasks.variants.marginals import log_probabilities
@@ -91,12 +91,7 @@ class VariantTask(Task):
         scales = []
         for name, y_N in zip(labels.names, y_NT.T, strict=True):
             known = y_N[~np.isnan(y_N)]
-            if len(values := np.unique(known)) < 2:
-                what = f"is {values[0]:g} for every variant that has one" if len(values) else "has no value"
-                raise InputError(
-                    f"{train.path}: the target {shown(name)} {what} in training, so that nothing can be learned; give "
-                    "other values, or leave it out of data.target"
-                )
+            require_two_values(train.path, name, known, "variant")
             scales.append(fit_scale(known, kind))
         facts = {
             "targets": list(labels.names),
