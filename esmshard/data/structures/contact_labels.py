@@ -11,7 +11,7 @@ UNDEFINED = -1
 
 
 def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
-    """Contacts of one chain: int8 [L, L], 1 contact, 0 none, -1 undefined.
+    """Compute the contacts of one chain, int8 [L, L]: 1 for a contact, 0 for none, -1 where undefined.
 
     Args:
         cb_L3: Cb coordinates in Angstrom; a residue without coordinates is NaN, and all its pairs are undefined.

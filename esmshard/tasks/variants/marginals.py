@@ -26,7 +26,7 @@ View = tuple[npt.NDArray[np.uint8], int]
 def log_probabilities(
     model: ESM2, sequence: str, sites: Sequence[int], *, hidden: bool = True, window: int = WINDOW
 ) -> npt.NDArray[np.float32]:
-    """Logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
+    """Compute the logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
 
     Args:
         model: with an LM head.
@@ -46,7 +46,7 @@ def log_probabilities(
 
 
 def _view(tokens: npt.NDArray[np.uint8], site: int, window: int, hidden: bool) -> View:
-    """What the model sees of a protein when it is asked for a site."""
+    """Return what the model sees of a protein when a site is predicted."""
     residues = tokens[1:-1]
     start = min(max(site - window // 2, 0), max(len(residues) - window, 0))
     seen = np.concatenate([tokens[:1], residues[start : start + window], tokens[-1:]])
@@ -57,7 +57,7 @@ def _view(tokens: npt.NDArray[np.uint8], site: int, window: int, hidden: bool) -
 
 
 def _asked(model: ESM2, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
-    """One row a view, in packs of about TOKENS; side by side on a CPU."""
+    """Compute one row a view, in packs of about TOKENS, side by side on a CPU."""
     groups = list(_groups(views))
     device = next(model.parameters()).device
     found: list[npt.NDArray[np.float32]] = []
