@@ -145,7 +145,7 @@ class Task(ABC):
         A head with a method `attention(batch)` gets what that returns, an object with a method
         `add(layer, sequence, q_THK, k_THK)`, as a third argument, after each layer has called `add`; see
         `esmshard.model.attention` for what is given to it. A head with `reads_logits` gets the logits of the language
-        model that the batch asks for, float [P, V].
+        model that the batch names (`TokenBatch.logits_at_P`), float [P, V].
         """
 
     def head_parameters(self, config: EsmConfig) -> int:
@@ -263,7 +263,7 @@ def head_outputs(
         x_TD: representations of the last layer.
         batch: the records.
         attention: what `attention_reader` returned, after the forward pass of the trunk.
-        logits_PV: the logits of the language model that the batch asks for.
+        logits_PV: the logits of the language model at `TokenBatch.logits_at_P`.
     """
     beside = logits_PV if getattr(head, "reads_logits", False) else attention
     outputs = head(x_TD, batch) if beside is None else head(x_TD, batch, beside)

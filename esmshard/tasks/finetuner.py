@@ -33,7 +33,7 @@ class LanguageModelHead(nn.Module):
 class FineTuner(nn.Module):
     """Trunk and task head as one module, so that one FSDP root holds both. `forward` returns one tensor a record.
 
-    The head's output; with the language model's own head, the logits that a batch asks for (`TokenBatch.logits_at_P`).
+    The head's output; with the language model's own head, the logits at `TokenBatch.logits_at_P`.
     """
 
     def __init__(self, trunk: ESM2, head: nn.Module) -> None:

@@ -160,7 +160,7 @@ def _standardise(
     to one of the features themselves.
     """
     mean_F, scale_F = x_NF.mean(0, dtype=np.float64), x_NF.std(0, dtype=np.float64)
-    scale_F[scale_F <= 1e-6 * np.abs(mean_F) + 1e-12] = np.inf  # a constant feature tells nothing
+    scale_F[scale_F <= 1e-6 * np.abs(mean_F) + 1e-12] = np.inf  # a constant feature has no information
     if light_F is not None:
         scale_F = scale_F / light_F
 

@@ -1,7 +1,7 @@
 """Metrics that several tasks share. Undefined is NaN, never 0.
 
-What a bootstrap asks for thousands of times is pooled from counts, which a record's row holds: confusion matrices,
-calibration bins; and from ranks among all records, which `ranked` adds to the rows.
+A bootstrap computes metrics thousands of times. They are therefore pooled from counts in the rows of the records
+(confusion matrices, calibration bins), and from ranks among all records, which `ranked` adds to the rows.
 """
 
 from collections.abc import Sequence

@@ -32,7 +32,7 @@ class MlmSettings(TaskSettings):
         return 0
 
     def head_bytes(self, tokens: int) -> int:
-        """Logits, their log-softmax and its gradient at the places asked for; what is as wide as the model is little
+        """Logits, their log-softmax and its gradient at the hidden residues; what is as wide as the model is little
         beside its layers.
         """
         return round(4 * 3 * 33 * self.mask * tokens)

@@ -79,7 +79,7 @@ def read_chains(
     """Read the protein chains of one PDB or mmCIF file, plain or compressed, by the rules above.
 
     Args:
-        path: the file; its ending tells the format.
+        path: the file; its ending decides the format.
         chains: the author's names of the chains to read, all of them kept; by default every protein chain, and of
             those with one sequence the first.
         cb: `virtual` places Cb by ideal geometry from N, CA and C, glycine's too, as the contact notebook of fair-esm
@@ -111,7 +111,7 @@ def read_chains(
     for chain in proteins:
         if chains is not None and chain.name not in chains:
             continue
-        # Two polymers may share the author's chain name; the file's own name for each tells them apart.
+        # Two polymers may share the author's chain name; the file has a name of its own for each.
         parts = [name, chain.name, chain.label] if names.count(chain.name) > 1 else [name, chain.name]
         chain_id = "_".join(part for part in parts if part)
         if not re.fullmatch("[!-~]*", chain.name + chain.label):

@@ -50,7 +50,7 @@ class Residue:
     hetero: bool
     """HETATM: a modified residue, a ligand or water."""
     place: int | None = None
-    """Index into the listed sequence, where the file tells."""
+    """Index into the listed sequence, if the file has one."""
     atoms: list[Atom] = field(default_factory=list)
     twice: int = 0
     """Atoms left out because the same one was there before."""

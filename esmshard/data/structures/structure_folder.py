@@ -40,7 +40,7 @@ def cached_split(source: Path) -> Path:
     """Return the FASTA file of a directory of structures, or of one file. It is made on first use and kept in the
     user's cache.
 
-    Its `.npz` lies beside it; `notices` tells what was changed. The key is the path and the names and
+    Its `.npz` lies beside it; `notices` returns what was changed. The key is the path and the names and
     `files.state` of all files, so a changed directory is read anew. Processes that ask at the same time wait for
     the one that reads.
 

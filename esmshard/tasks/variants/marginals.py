@@ -20,7 +20,7 @@ TOKENS = 4096
 _LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
 
 View = tuple[npt.NDArray[np.uint8], int]
-"""Tokens as a model gets them, and the place in them at which it is asked."""
+"""Tokens as a model gets them, and the place in them whose residue is predicted."""
 
 
 def log_probabilities(
@@ -32,14 +32,14 @@ def log_probabilities(
         model: with an LM head.
         sequence: residues.
         sites: places in `sequence`, from 0.
-        hidden: the model sees `<mask>` at the site it is asked for, in a pass of its own; else the residue, all sites
+        hidden: the model sees `<mask>` at the site that is predicted, in a pass of its own; else the residue, all sites
             of a window in one pass.
         window: see `score`.
     """
     tokens = encode(sequence)
     views = [_view(tokens, site, window, hidden) for site in sites]
     if hidden or len(sequence) > window:
-        return _asked(model, views, "sites")
+        return _rows_of(model, views, "sites")
     if not views:
         return np.empty((0, len(RESIDUES)), np.float32)
     return _log_p(model, [tokens], [np.array([place for _, place in views])])
@@ -56,7 +56,7 @@ def _view(tokens: npt.NDArray[np.uint8], site: int, window: int, hidden: bool) -
     return seen, place
 
 
-def _asked(model: ESM2, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
+def _rows_of(model: ESM2, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
     """Compute one row a view, in packs of about TOKENS, side by side on a CPU."""
     groups = list(_groups(views))
     device = next(model.parameters()).device
