@@ -16,6 +16,7 @@ from torch import nn
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.data.batching.loader import FIXED, Example, Examples, Labels
 from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tables import shown
 from esmshard.errors import InputError
 from esmshard.model.config import EsmConfig
 from esmshard.model.weights.open_weights import Weights
@@ -41,7 +42,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss is a sum and a count: divided once, by the count over all ranks and micro-batches of a step."""
+    """A loss as a sum and a count. The sum is divided once, by the count over all ranks and micro-batches of a step."""
 
     sum: torch.Tensor
     """Scalar, carries the gradient."""
@@ -68,7 +69,7 @@ class Inputs:
 
 
 class Task(ABC):
-    """One kind of fine-tuning: what is asked of the model, how the answer is scored, and what is known of the labels.
+    """One kind of fine-tuning: what the head computes, how its output is scored, and the facts about the labels.
 
     A task must have `columns`, `head`, `inputs`, `loss` and `score`; the rest has defaults, which suit a task that
     needs no labels and says one number of each protein. Objects hold settings and facts, and nothing else.
@@ -85,16 +86,16 @@ class Task(ABC):
     @property
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
-        """The metrics worth a column in the final table; the first one is the headline."""
+        """The metrics that get a column in the final table. The first one is the headline."""
 
     @property
     def lower_is_better(self) -> bool:
-        """Of the headline: true for errors and perplexities."""
+        """Whether a lower headline is better, as for errors and perplexities."""
         return False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the numbers of a protein or residue are that `predict` gives: targets, classes, amino acids. Empty for
+        """Names of the numbers that `predict` gives for a protein or residue: targets, classes, amino acids. Empty for
         pair maps.
         """
         return ("value",)
@@ -106,22 +107,22 @@ class Task(ABC):
 
     @property
     def one_of_names(self) -> bool:
-        """Whether these are probabilities of classes of which one is right."""
+        """Whether the numbers are probabilities of classes of which one is right."""
         return False
 
     @property
     def baseline_records(self) -> int:
-        """How many training examples the baselines learn from at most."""
+        """The largest number of training examples that the baselines learn from."""
         return BASELINE_RECORDS
 
     @property
     def of_base(self) -> tuple[str, ...]:
-        """Names of the baselines that ask the model before the first step."""
+        """Names of the baselines that use the model before the first step."""
         return ()
 
     @property
     def keeps_ids(self) -> bool:
-        """Whether the ids of training and validation records are to go with the model."""
+        """Whether the ids of training and validation records are kept with the model."""
         return False
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> Labels | None:
@@ -132,63 +133,67 @@ class Task(ABC):
         return None
 
     def learn(self, train: Examples) -> Self:
-        """This task with the facts of the training labels. `InputError` for labels that nothing can be learned from."""
+        """Return this task with the facts of the training labels. `InputError` if nothing can be learned from the
+        labels.
+        """
         return self
 
     @abstractmethod
     def head(self, config: EsmConfig) -> nn.Module:
-        """A new head: `head(x_TD, batch) -> list of N outputs`, a tensor for each record, on any device.
+        """Make a new head: `head(x_TD, batch)` returns a list of N outputs, one tensor a record, on any device.
 
         A head with a method `attention(batch)` gets what that returns, an object with a method
         `add(layer, sequence, q_THK, k_THK)`, as a third argument, after each layer has called `add`; see
         `esmshard.model.attention` for what is given to it. A head with `reads_logits` gets the logits of the language
-        model that the batch asks for, float [P, V].
+        model that the batch names (`TokenBatch.logits_at_P`), float [P, V].
         """
 
     def head_parameters(self, config: EsmConfig) -> int:
-        """How many parameters `head` makes; nothing is allocated."""
+        """Return the number of parameters of `head`. Nothing is allocated."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.head(config).parameters())
 
     def start(self, head: nn.Module, found: Weights) -> str | None:
-        """Give a new head the values that the language model has for it, if any. Returns a sentence on what it was."""
+        """Give a new head the values that the language model has for it, if any, and return a sentence about them."""
         return None
 
     @abstractmethod
     def inputs(self, example: Example) -> Inputs:
-        """What the model sees of one example, and what the head should say of it.
+        """Return what the model sees of one example, and the target of the head.
 
         Random choices are drawn from `example.draw`.
         """
 
     def question(self, example: Example) -> Inputs:
-        """What the model sees of a record without labels, for a prediction: its sequence. The target is empty."""
+        """Return what the model sees of a record without labels: its sequence. The target is empty."""
         return Inputs(example.tokens, np.empty(0, np.float32))
 
     @abstractmethod
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Sum and count over the records of a batch."""
+        """Return sum and count over the records of a batch."""
 
     @abstractmethod
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
-        """What each record adds to the metrics. A record's row never depends on the others."""
+        """Return what each record adds to the metrics. A record's row never depends on the others."""
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """The metrics of a set of records, `columns` among them; NaN where undefined. The default is means of rows."""
+        """Return the metrics of a set of records, `columns` among them; NaN where undefined. The default is means of
+        rows.
+        """
         from esmshard.tasks.metrics import means  # which takes Row from here
 
         return means(rows, self.columns)
 
     def prepared(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """All rows of a split, as `summary` reads thousands of resamples of them the fastest."""
+        """Return all rows of a split in the form in which `summary` reads thousands of resamples of them fastest."""
         return rows
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """The head's output of one record as a user reads it: probabilities, or values in the unit of the labels."""
+        """Convert the head's output of one record for the user: probabilities, or values in the unit of the labels."""
         return output
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
-        """What the baselines learn from training examples, as arrays by name; kept with the model.
+        """Fit the baselines to training examples, and return them as arrays by name, which are kept with the model.
 
         Args:
             train: some examples of the training split.
@@ -197,13 +202,15 @@ class Task(ABC):
         return {}
 
     def look_ahead(self, data: Examples, base: "FineTuner") -> None:
-        """Called with a split before `baseline_outputs` is asked for each of its examples."""
+        """Prepare the outputs of the baselines for a split. Called before `baseline_outputs` is called for each of its
+        examples.
+        """
         return
 
     def baseline_outputs(
         self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
-        """What each baseline says of one record: like an output of the head, or its row itself.
+        """Return the output of each baseline for one record: an array like an output of the head, or the row itself.
 
         Args:
             example: the record.
@@ -213,7 +220,7 @@ class Task(ABC):
         return {}
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
-        """Fit a linear head with scikit-learn on what the frozen model says of training examples.
+        """Fit a linear head with scikit-learn to the frozen model's representations of training examples.
 
         Raises:
             InputError: the task, or its head, has no such fit.
@@ -222,7 +229,7 @@ class Task(ABC):
 
 
 def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
-    """Pack what the model sees."""
+    """Pack the tokens that the model sees."""
     first = inputs[0]
     if first.wild_type is not None:
         options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
@@ -256,7 +263,7 @@ def head_outputs(
         x_TD: representations of the last layer.
         batch: the records.
         attention: what `attention_reader` returned, after the forward pass of the trunk.
-        logits_PV: the logits of the language model that the batch asks for.
+        logits_PV: the logits of the language model at `TokenBatch.logits_at_P`.
     """
     beside = logits_PV if getattr(head, "reads_logits", False) else attention
     outputs = head(x_TD, batch) if beside is None else head(x_TD, batch, beside)
@@ -271,14 +278,32 @@ def regression_loss(output: torch.Tensor, target: torch.Tensor, loss: str) -> Lo
     return LossSum(errors, known.sum())
 
 
+def require_two_values(path: Path, name: str, values: npt.NDArray[Any], unit: str) -> None:
+    """Refuse a target that has one value, or none, in training.
+
+    Args:
+        path: the training data.
+        name: the target.
+        values: the values of the target that are known.
+        unit: what has a value: `record` or `variant`.
+    """
+    distinct = np.unique(values)
+    if len(distinct) < 2:
+        what = f"is {distinct[0]:g} for every {unit} that has one" if len(distinct) else "has no value"
+        raise InputError(
+            f"{path}: the target {shown(name)} {what} in training, so that nothing can be learned; give other values, "
+            "or leave it out of data.target"
+        )
+
+
 def _draw(example: Example) -> int:
-    """A number that follows from seed, epoch and id, and is another one than that of crops and hidden residues."""
+    """Return a number that follows from seed, epoch and id, and differs from those of crops and hidden residues."""
     digest = hashlib.sha256(f"dropout:{example.draw}:{example.id}".encode()).digest()
     return int.from_bytes(digest[:4], "little", signed=True)
 
 
 def on_device_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Targets or weights of the host, on the device of a head's output.
+    """Move targets or weights from the host to the device of a head's output.
 
     The host does not wait for a GPU that is still busy with the forward pass: CUDA has taken the numbers out of
     ordinary memory when the call returns. Other devices do not promise that, so that there it waits.

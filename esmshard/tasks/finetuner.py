@@ -27,13 +27,13 @@ from esmshard.tasks.registry import UnknownTask, new_task, settings_of
 
 
 class LanguageModelHead(nn.Module):
-    """Stands for the head that the language model has already. No parameters of its own."""
+    """A module in the place of a head, for tasks that use the language model's own head. It has no parameters."""
 
 
 class FineTuner(nn.Module):
-    """Trunk and task head as one module, so that one FSDP root holds both. `forward` gives one tensor a record.
+    """Trunk and task head as one module, so that one FSDP root holds both. `forward` returns one tensor a record.
 
-    The head's output; with the language model's own head, the logits that a batch asks for (`TokenBatch.logits_at_P`).
+    The head's output; with the language model's own head, the logits at `TokenBatch.logits_at_P`.
     """
 
     def __init__(self, trunk: ESM2, head: nn.Module) -> None:
@@ -46,11 +46,11 @@ class FineTuner(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """What `esmshard.sharding` shards."""
+        """The layers that `esmshard.sharding` shards."""
         return self.trunk.layers
 
     def forward(self, batch: TokenBatch) -> list[torch.Tensor]:
-        """N outputs, fp32, whatever the precision of the arithmetic."""
+        """Return N outputs in fp32, whatever the precision of the arithmetic."""
         attention = attention_reader(self.head, batch)
         on_attention = None if attention is None else attention.add
         layers, logits_PV = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=on_attention)
@@ -60,7 +60,7 @@ class FineTuner(nn.Module):
 
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
-        """What the head says of some examples, on the device of the weights."""
+        """Return the outputs of the head for some examples, computed on the device of the weights."""
         dtype = self.trunk.embed_tokens.weight.dtype
         # A head keeps fp32 weights; where those of the trunk are shorter, autocast brings the two together.
         mixed = nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
@@ -69,14 +69,14 @@ class FineTuner(nn.Module):
 
     @torch.no_grad()
     def representations(self, tokens: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.float32]]:
-        """Last-layer representations [L, D] of the residues of some encoded sequences."""
+        """Return the last-layer representations [L, D] of the residues of some encoded sequences."""
         batch = pack(tokens).to(self.device)
         x_TD = self.trunk(batch).representations[self.trunk.config.n_layers].float()
         return [x_LD.cpu().numpy() for x_LD in batch.residues(x_TD)]
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.trunk.embed_tokens.weight.device
 
     @property
@@ -85,7 +85,8 @@ class FineTuner(nn.Module):
         return isinstance(self.head, LanguageModelHead)
 
     def adapt(self, settings: AdaptSettings, seed: int) -> None:
-        """Say what learns: the head, and of the trunk what the recipe's `adapt` section asks for.
+        """Choose the parameters that learn: the head, and the parts of the trunk that the recipe's `adapt` section
+        names.
 
         What no output depends on never does: contact regression, and the LM head (all but the tied embedding) of tasks
         that ask for no logits.
@@ -108,8 +109,8 @@ class FineTuner(nn.Module):
             _freeze(trunk, part)
 
     def rows_of(self, found: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
-        """Reads rows of this module's tensors by name: the trunk's out of `found`, the head's out of `head`; a LoRA's
-        are drawn.
+        """Return a function that reads rows of this module's tensors by name: the trunk's from `found`, the head's from
+        `head`; those of a LoRA are drawn.
         """
         state = head.state_dict()
 
@@ -124,7 +125,7 @@ class FineTuner(nn.Module):
 
 
 def _freeze(trunk: ESM2, part: str) -> None:
-    """One entry of `adapt.freeze`. `UsageError` if the model has not so many layers."""
+    """Freeze the parameters that one entry of `adapt.freeze` names. `UsageError` if the model has fewer layers."""
     if part == "embedding":
         frozen = [p for n, p in trunk.named_parameters() if n.startswith("embed_")]
     elif part == "biases":
@@ -152,7 +153,7 @@ class FineTuned:
 
 
 def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
-    """A model directory that `consolidate` wrote, head included, in evaluation mode.
+    """Open a model directory that `consolidate` wrote, head included, in evaluation mode.
 
     Raises `InputError` for a model without a fine-tuned head.
     """
@@ -186,13 +187,13 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
 
 
 def load_base(recipe: Recipe, task: Task, device: torch.device | None = None) -> FineTuner:
-    """The model as it was before the first step of a run: its base weights under a new head of the same seed."""
+    """Open the model as it was before the first step of a run: its base weights under a new head of the same seed."""
     found = initial_weights(recipe)
     return _assemble(found, new_head(recipe, task, found)[0], device or open_weights.default_device())
 
 
 def initial_weights(recipe: Recipe) -> Weights:
-    """The weights that a recipe starts from. `InputError` if `init` does not go with `model.name`."""
+    """Open the weights that a recipe starts from. `InputError` if `init` does not go with `model.name`."""
     name = recipe.model.name
     if recipe.init == "random":
         if name in SIZES:
@@ -202,8 +203,8 @@ def initial_weights(recipe: Recipe) -> Weights:
 
 
 def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str | None]:
-    """A new head, drawn from the recipe's seed whatever happened to the random state before; and what it starts from,
-    in a sentence, where the model has something for it.
+    """Make a new head, drawn from the recipe's seed whatever the random state is. Also return a sentence about its
+    start values, if the model has some.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)

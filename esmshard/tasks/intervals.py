@@ -39,9 +39,9 @@ class Interval:
 
 
 def draws(n: int, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
-    """Numbers of n records drawn with replacement, int64 [n], resample by resample. The same for the same n and seed,
-    so that methods which were scored on the same records are resampled alike, and their differences are paired. None
-    of fewer than LEAST records.
+    """Yield resamples of n records drawn with replacement, int64 [n] each; none for fewer than LEAST records. They are
+    the same for the same n and seed, so that methods scored on the same records are resampled alike and their
+    differences are paired.
     """
     if n < LEAST:
         return
@@ -56,7 +56,7 @@ def bootstrap(
     seed: int = 0,
     block_N: npt.NDArray[np.int64] | None = None,
 ) -> dict[str, list[float]]:
-    """Each metric of the rows themselves, first, and of each resample of them.
+    """Compute each metric of the rows themselves, first, and of each resample of them.
 
     Args:
         summary: metrics of some rows.
@@ -69,7 +69,7 @@ def bootstrap(
 
 
 def block_draws(n: int, block_N: npt.NDArray[np.int64] | None, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
-    """The same as `draws`, of whole blocks of records: int64, about n of them, resample by resample."""
+    """Yield resamples as `draws` does, but of whole blocks of records: int64, about n of them."""
     if block_N is None:
         yield from draws(n, seed)
         return
@@ -82,12 +82,14 @@ def block_draws(n: int, block_N: npt.NDArray[np.int64] | None, seed: int = 0) ->
 
 
 def count_units(n: int, block_N: npt.NDArray[np.int64] | None) -> int:
-    """Independent observations among n records: the records, or their blocks but for block -1, which is a wild type."""
+    """Count the independent observations among n records: the records, or their blocks without block -1, which is a
+    wild type.
+    """
     return n if block_N is None else len(np.unique(block_N[block_N >= 0]))
 
 
 def interval(values: Sequence[float], metric: str = "") -> Interval:
-    """Of what `bootstrap` found for a metric. Resamples without a value are left out.
+    """Compute the interval of a metric from the values of `bootstrap`. Resamples without a value are left out.
 
     The percentile interval. Of a metric in BIASED, and of any whose own value lies outside its percentile interval, the
     basic bootstrap interval: the percentiles reflected at the value, which corrects the bias of the resamples (Davison
@@ -103,7 +105,9 @@ def interval(values: Sequence[float], metric: str = "") -> Interval:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "") -> Interval:
-    """Paired: both from `bootstrap` over the same records with the same seed. No interval if one of them has none."""
+    """Compute the interval of a paired difference of two results of `bootstrap` over the same records with the same
+    seed. There is no interval if one of them has none.
+    """
     return _limits([a - b for a, b in zip(ours, theirs, strict=False)], reflected=metric in BIASED)
 
 

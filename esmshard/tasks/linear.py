@@ -29,13 +29,13 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Linear:
-    """O outputs of F features."""
+    """A linear model with O outputs of F features."""
 
     weight_OF: Array
     bias_O: Array
 
     def __call__(self, x_F: npt.NDArray[np.floating]) -> Array:
-        """[..., F] to [..., O]."""
+        """Convert [..., F] to [..., O]."""
         return (x_F.astype(np.float64) @ self.weight_OF.T.astype(np.float64) + self.bias_O).astype(np.float32)
 
     @torch.no_grad()
@@ -45,19 +45,19 @@ class Linear:
         layer.bias.copy_(torch.from_numpy(self.bias_O))
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """To be kept, for `kept`."""
+        """Return the arrays that are kept with a model, for `kept`."""
         return {f"{name}.weight": self.weight_OF, f"{name}.bias": self.bias_O}
 
 
 def kept(known: dict[str, npt.NDArray[Any]] | Any, name: str) -> Linear | None:
-    """The model of this name among kept arrays, if it is there."""
+    """Return the model of this name among kept arrays, or None."""
     return Linear(known[f"{name}.weight"], known[f"{name}.bias"]) if f"{name}.weight" in known else None
 
 
 def fit_numbers(
     x_NF: npt.NDArray[np.floating], y_NT: npt.NDArray[np.floating], light_F: npt.NDArray[np.floating] | None = None
 ) -> Linear:
-    """Ridge regression for each target on the examples that have it, the penalty chosen by leave-one-out error.
+    """Fit ridge regression for each target to the examples that have it. The penalty is chosen by leave-one-out error.
 
     A target with fewer than two different values is predicted by its mean; without any value, by 0.
 
@@ -100,7 +100,7 @@ def fit_classes(
     weight_C: npt.NDArray[np.floating] | None = None,
     seed: int = 0,
 ) -> Linear:
-    """Multinomial logistic regression; of two classes, the first has the logit 0.
+    """Fit multinomial logistic regression. For two classes, the first has the logit 0.
 
     Args:
         x_NF: features.
@@ -130,7 +130,8 @@ def fit_labels(
     weight_C: npt.NDArray[np.floating] | None = None,
     seed: int = 0,
 ) -> Linear:
-    """Logistic regression for each of C labels. All have the penalty that suits the label nearest to one half best.
+    """Fit logistic regression for each of C labels. All labels have the penalty that is best for the label nearest to
+    one half.
 
     Args:
         x_NF: features.
@@ -155,11 +156,11 @@ def fit_labels(
 def _standardise(
     x_NF: npt.NDArray[np.floating], light_F: npt.NDArray[np.floating] | None = None
 ) -> tuple[Array, Callable[..., Linear]]:
-    """Features of mean 0 and deviation 1 (times `light_F`), and what turns a model of them into one of the features
-    themselves.
+    """Scale features to mean 0 and deviation 1 (times `light_F`). Also return a function that converts a model of them
+    to one of the features themselves.
     """
     mean_F, scale_F = x_NF.mean(0, dtype=np.float64), x_NF.std(0, dtype=np.float64)
-    scale_F[scale_F <= 1e-6 * np.abs(mean_F) + 1e-12] = np.inf  # a constant feature tells nothing
+    scale_F[scale_F <= 1e-6 * np.abs(mean_F) + 1e-12] = np.inf  # a constant feature has no information
     if light_F is not None:
         scale_F = scale_F / light_F
 
@@ -182,7 +183,7 @@ def _logistic(x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: npt.NDArray[n
 
 
 def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: npt.NDArray[np.floating], seed: int) -> float:
-    """The C of the lowest log loss under cross-validation, in folds that have the classes in equal shares.
+    """Return the C of the lowest log loss under cross-validation, in folds that have the classes in equal shares.
 
     The first example of each class is never held out, so that every fold knows every class.
     """

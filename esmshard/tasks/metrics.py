@@ -1,7 +1,7 @@
 """Metrics that several tasks share. Undefined is NaN, never 0.
 
-What a bootstrap asks for thousands of times is pooled from counts, which a record's row holds: confusion matrices,
-calibration bins; and from ranks among all records, which `ranked` adds to the rows.
+A bootstrap computes metrics thousands of times. They are therefore pooled from counts in the rows of the records
+(confusion matrices, calibration bins), and from ranks among all records, which `ranked` adds to the rows.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ THRESHOLDS = np.arange(101) / 100
 
 
 def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
-    """Mean over the records that have a value, of each column."""
+    """Compute the mean of each column over the records that have a value."""
     x_NC = np.array([[row[column] for column in columns] for row in rows], dtype=np.float64)
     known_NC = ~np.isnan(x_NC)
     with np.errstate(invalid="ignore"):
@@ -28,8 +28,8 @@ def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
 
 
 def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
-    """Which records a column of the final table comes from, bool [N]: those that have a value of it, or of the target
-    that it is about. All of them where nothing in a row says so.
+    """Return the records that a column of the final table comes from, bool [N]: those that have a value of it, or of
+    the target that it is about. All records are returned if nothing in a row says so.
     """
     keys = (column, column.removesuffix(" per protein"), f"target{column.removeprefix('Spearman')}", "target")
     key = next((key for key in keys if isinstance(rows[0].get(key), float)), None)
@@ -39,20 +39,21 @@ def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
 
 
 def mean(values: npt.NDArray[np.float64]) -> float:
-    """Mean of what is known, NaN where nothing is."""
+    """Compute the mean of the known values; NaN if none is known."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else np.nan
 
 
 def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
-    """Sum of an array over the rows."""
+    """Sum an array over the rows."""
     every = np.concatenate([np.asarray(row[key]) for row in rows])  # three times as fast as stacking
     return np.asarray(every.reshape(len(rows), *np.shape(rows[0][key])).sum(0, dtype=np.float64))
 
 
 def ranked(rows: Sequence[Row], *keys: str) -> list[Row]:
-    """Rows with `KEY ranks` beside each array `KEY`, int32 of its shape: the place of each value among the different
-    values of all the rows, from 0. Metrics of ranks are the same of these, and nothing has to be sorted for a resample.
+    """Add `KEY ranks` beside each array `KEY`, int32 of its shape: the place of each value among the different values
+    of all the rows, from 0. Metrics of ranks have the same value for these places, and nothing has to be sorted for a
+    resample.
 
     Of an array in which a value is NaN, as a model says that has diverged, there are no ranks.
     """
@@ -70,7 +71,7 @@ def ranked(rows: Sequence[Row], *keys: str) -> list[Row]:
 
 
 def joined(rows: Sequence[Row], key: str) -> npt.NDArray[Any]:
-    """The values of all rows in one line: their ranks, if all rows have them (see `ranked`), else themselves."""
+    """Join the values of all rows: their ranks, if all rows have them (see `ranked`), else the values themselves."""
     of_rank = f"{key} ranks"
     return np.concatenate([np.ravel(row[of_rank if of_rank in rows[0] else key]) for row in rows])
 
@@ -79,7 +80,7 @@ def joined(rows: Sequence[Row], key: str) -> npt.NDArray[Any]:
 
 
 def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float:
-    """Correlation; NaN for fewer than two values, or if all values of one are the same."""
+    """Compute the correlation; NaN for fewer than two values, or if all values of one are the same."""
     if len(a_N) < 2 or a_N.min() == a_N.max() or b_N.min() == b_N.max():
         return np.nan
     a_N, b_N = a_N - a_N.mean(), b_N - b_N.mean()
@@ -88,14 +89,14 @@ def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float
 
 
 def spearman(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float:
-    """Correlation of ranks; equal values share the mean of their ranks. NaN as for `pearson`."""
+    """Compute the correlation of ranks; equal values share the mean of their ranks. NaN as for `pearson`."""
     from scipy.stats import rankdata
 
     return pearson(rankdata(a_N), rankdata(b_N)) if len(a_N) else np.nan
 
 
 def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Spearman, Pearson, RMSE and R2 of the values whose target is known.
+    """Compute Spearman, Pearson, RMSE and R2 of the values whose target is known.
 
     R2 is 1 - sum of squared errors / sum of squared deviations from these targets' own mean, so that it may be
     negative.
@@ -116,14 +117,14 @@ NUMBER_COLUMNS = ("Spearman", "Pearson", "RMSE", "R2")
 
 
 def number_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Of targets of these names. Several have different units, and no RMSE in common."""
+    """Return the columns for targets of these names. Several targets have different units, and no common RMSE."""
     return NUMBER_COLUMNS if len(names) < 2 else ("Spearman", "Pearson", "R2", *(f"Spearman {name}" for name in names))
 
 
 def number_row(
     predicted_T: npt.NDArray[np.floating], target_T: npt.NDArray[np.floating], names: Sequence[str]
 ) -> dict[str, float | npt.NDArray[np.float64]]:
-    """What a record adds to `number_summary`: predicted and true values, by name where there are several."""
+    """Return what a record adds to `number_summary`: predicted and true values, by name for several targets."""
     row: dict[str, float | npt.NDArray[np.float64]] = {}
     for t, name in enumerate(names):
         of = f" {name}" if len(names) > 1 else ""
@@ -132,7 +133,7 @@ def number_row(
 
 
 def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
-    """`of_numbers` over records; of several targets their mean, and each one's."""
+    """Compute `of_numbers` over records; for several targets the mean, and the value of each."""
     values_2NT = np.stack([np.asarray(row["values"]) for row in rows], axis=1)
     each = [of_numbers(values_2NT[0, :, t], values_2NT[1, :, t]) for t in range(len(names))]
     found = {c: mean(np.array([one[c] for one in each])) for c in NUMBER_COLUMNS}
@@ -143,7 +144,7 @@ def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float
 
 
 def pooled_spearman(rows: Sequence[Row], a: str, b: str) -> float:
-    """`spearman` of two arrays of all rows together; in linear time if they are `ranked`."""
+    """Compute `spearman` of two arrays of all rows together, in linear time if they are `ranked`."""
     a_M, b_M = joined(rows, a), joined(rows, b)
     if a_M.dtype != np.int32 or b_M.dtype != np.int32:
         return np.nan if np.isnan(a_M).any() or np.isnan(b_M).any() else spearman(a_M, b_M)
@@ -156,7 +157,7 @@ def pooled_spearman(rows: Sequence[Row], a: str, b: str) -> float:
 
 
 def _ranks(place_M: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.float64], float]:
-    """Mean rank of each place, less the mean of all, and the sum of the squares of those that occur."""
+    """Return the mean rank of each place, less the mean of all, and the sum of the squares of those that occur."""
     counts = np.bincount(place_M)
     ranks = np.cumsum(counts) - (counts - 1) / 2 - (len(place_M) + 1) / 2
     return ranks, float(counts @ ranks**2)
@@ -166,12 +167,12 @@ def _ranks(place_M: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.float64], flo
 
 
 def confusion(target_M: npt.NDArray[np.int64], predicted_M: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
-    """How often class i was taken for class j, [n, n]."""
+    """Count how often class i was taken for class j, [n, n]."""
     return np.bincount(target_M * n + predicted_M, minlength=n * n).reshape(n, n)
 
 
 def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Accuracy, MCC and macro-F1 from counts of (target, predicted).
+    """Compute accuracy, MCC and macro-F1 from counts of (target, predicted).
 
     MCC is that of several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006), and 0 where all targets or
     all predictions are of one class. Macro-F1 is the mean over the classes that occur among either.
@@ -192,14 +193,16 @@ def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
 def f1(
     right_C: npt.NDArray[np.float64], predicted_C: npt.NDArray[np.float64], target_C: npt.NDArray[np.float64]
 ) -> float:
-    """Mean of the F1 scores of the classes that occur among predictions or targets."""
+    """Compute the mean of the F1 scores of the classes that occur among predictions or targets."""
     both_C = predicted_C + target_C
     occurs = both_C > 0
     return float((2 * right_C[occurs] / both_C[occurs]).mean()) if occurs.any() else np.nan
 
 
 def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """For `calibration_error`: predictions, sum of their confidence, and how many were right, of each bin."""
+    """Count predictions for `calibration_error`: for each bin their number, the sum of their confidence, and how many
+    are right.
+    """
     confidence_M = np.nan_to_num(confidence_M)  # of a model whose weights are lost
     bin_M = np.minimum((confidence_M * CALIBRATION_BINS).astype(np.int64), CALIBRATION_BINS - 1)
     weights = (None, confidence_M, correct_M)
@@ -207,7 +210,9 @@ def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[n
 
 
 def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
-    """Expected calibration error (ECE): the distance of confidence and accuracy, over bins as their predictions."""
+    """Compute the expected calibration error (ECE): the distance of confidence and accuracy, over bins weighted by
+    their predictions.
+    """
     count_B, confidence_B, right_B = bins_3B
     return float(np.abs(confidence_B - right_B).sum() / count_B.sum()) if count_B.any() else np.nan
 
@@ -216,8 +221,8 @@ def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
 
 
 def pooled_ranking(rows: Sequence[Row], score: str, truth: str) -> dict[str, float]:
-    """AUROC and AUPRC of an array of scores and one of truths of all rows together; in linear time if the scores are
-    `ranked`.
+    """Compute AUROC and AUPRC of an array of scores and one of truths of all rows together, in linear time if the
+    scores are `ranked`.
     """
     score_M, truth_M = joined(rows, score), joined(rows, truth).astype(bool)
     if score_M.dtype != np.int32:
@@ -227,7 +232,7 @@ def pooled_ranking(rows: Sequence[Row], score: str, truth: str) -> dict[str, flo
 
 
 def of_scores(score_N: npt.NDArray[np.floating], truth_N: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """AUROC and AUPRC. NaN if a score is: those have no order."""
+    """Compute AUROC and AUPRC. They are NaN if a score is NaN, because such scores have no order."""
     if np.isnan(score_N).any():
         return {"AUROC": np.nan, "AUPRC": np.nan}
     values, place_N = np.unique(score_N, return_inverse=True)
@@ -236,7 +241,8 @@ def of_scores(score_N: npt.NDArray[np.floating], truth_N: npt.NDArray[np.bool_])
 
 
 def of_ranking(false_B: npt.NDArray[np.int64], true_B: npt.NDArray[np.int64]) -> dict[str, float]:
-    """AUROC and AUPRC (average precision) from how many negatives and positives have each score, the lowest first.
+    """Compute AUROC and AUPRC (average precision) from the numbers of negatives and positives that have each score, the
+    lowest first.
 
     NaN without positives, and AUROC without negatives.
     """
@@ -256,7 +262,7 @@ def of_ranking(false_B: npt.NDArray[np.int64], true_B: npt.NDArray[np.int64]) ->
 
 
 def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """What one protein adds to `fmax`, [4, thresholds]: its precision, 1 if it has one, its recall, and 1.
+    """Return what one protein adds to `fmax`, [4, thresholds]: its precision, 1 if it has one, its recall, and 1.
 
     Labels from the threshold on are predicted. A protein without any prediction has no precision, and one that has no
     label at all adds nothing: CAFA scores annotated proteins.
@@ -273,7 +279,8 @@ def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.
 
 
 def fmax(terms: npt.NDArray[np.float64]) -> float:
-    """Protein-centric Fmax of CAFA (Radivojac et al. 2013, doi:10.1038/nmeth.2340), from the sum of `fmax_terms`.
+    """Compute protein-centric Fmax of CAFA (Radivojac et al. 2013, doi:10.1038/nmeth.2340) from the sum of
+    `fmax_terms`.
 
     Precision is averaged over the proteins that have a prediction at the threshold, recall over all.
     """

@@ -78,11 +78,11 @@ class MlmTask(Task):
     of_base = (BEFORE,)
 
     def head(self, config: EsmConfig) -> nn.Module:
-        """The language model's own: its matrix is the token embedding's."""
+        """Make no head of its own: the matrix of the language model's head is the token embedding's."""
         return LanguageModelHead()
 
     def inputs(self, example: Example) -> Inputs:
-        """See `corrupt`. Target: the residues that were chosen, int64 [P].
+        """Hide residues (see `corrupt`). The target is the residues that were chosen, int64 [P].
 
         Another choice each epoch; outside training always the same one, whatever the recipe's seed.
         """
@@ -90,11 +90,11 @@ class MlmTask(Task):
         return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P)
 
     def question(self, example: Example) -> Inputs:
-        """The whole sequence, nothing hidden, and every residue asked for."""
+        """Return the whole sequence with nothing hidden; logits are computed for every residue."""
         return Inputs(example.tokens, np.empty(0, np.int64), np.arange(1, len(example.tokens) - 1))
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Cross-entropy over the 33 tokens, summed over the residues chosen, and their number."""
+        """Compute cross-entropy over the 33 tokens, summed over the residues chosen, and their number."""
         logits_PV = torch.cat(list(outputs))
         target_P = on_device_of(torch.cat(list(targets)), logits_PV)
         # Of no residue the sum is 0 and still has its graph.
@@ -104,7 +104,9 @@ class MlmTask(Task):
         )
 
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[np.int64]]) -> list[Row]:
-        """Perplexity and accuracy of each record, NaN without a residue chosen, and the sums that they come from."""
+        """Compute perplexity and accuracy of each record, NaN if no residue is chosen, and the sums that they come
+        from.
+        """
         rows: list[Row] = []
         for logits_PV, target_P in zip(outputs, targets, strict=True):
             nll, correct = -_log_softmax(logits_PV)[np.arange(len(target_P)), target_P], logits_PV.argmax(1) == target_P
@@ -113,18 +115,20 @@ class MlmTask(Task):
         return rows
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Over all residues chosen, so that a long protein counts for more: e to the power of their mean loss."""
+        """Compute metrics over all residues chosen, so that a long protein counts for more: perplexity is e to the
+        power of their mean loss.
+        """
         return _metrics(*(sum(map(itemgetter(name), rows)) for name in SUMS))
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Probability of each of the 20 standard amino acids, of all tokens only these, at each residue: float32
-        [L, 20], columns in the order of `vocab.STANDARD`. From the sequence as it is, nothing hidden: the "wild-type
-        marginals" of Meier et al. 2021 (doi:10.1101/2021.07.09.450648).
+        """Return the probability of each of the 20 standard amino acids, of all tokens only these, at each residue:
+        float32 [L, 20], columns in the order of `vocab.STANDARD`. The sequence is seen as it is, with nothing hidden:
+        the "wild-type marginals" of Meier et al. 2021 (doi:10.1101/2021.07.09.450648).
         """
         return np.exp(_log_softmax(output[:, AMINO_ACIDS])).astype(np.float32)
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
-        """Log frequencies of the amino acids in the training records, each counted once more than it is there."""
+        """Compute log frequencies of the amino acids in the training records, with each count raised by one."""
         tokens = np.concatenate([example.tokens for example in train])
         counts = np.bincount(tokens, minlength=VOCAB_SIZE)[AMINO_ACIDS] + 1
         logits_V = np.full(VOCAB_SIZE, NEVER, np.float32)

@@ -77,8 +77,8 @@ def registered() -> Registered:
 
 
 def traits(name: object) -> "type[TaskSettings]":
-    """The settings class of a task that a file names. Of a name that nothing registers here, the base, whose traits are
-    the cautious ones.
+    """Return the settings class of a task that a file names. For a name that nothing registers here it is the base
+    class, whose traits are the cautious ones.
     """
     from esmshard.recipe.task_section import TaskSettings
 
@@ -86,7 +86,7 @@ def traits(name: object) -> "type[TaskSettings]":
 
 
 def settings_of(section: Any) -> "TaskSettings":
-    """The settings in the task section of a recorded recipe.
+    """Return the settings in the task section of a recorded recipe.
 
     Raises:
         InputError: no installed package has the task, or what has it cannot be used.
@@ -104,18 +104,18 @@ def settings_of(section: Any) -> "TaskSettings":
 
 
 def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
-    """The task of some settings, with what it knows of its training labels."""
+    """Make the task of some settings, with the facts of its training labels."""
     made: Task = _load(settings.task)(settings, facts)
     return made
 
 
 def head_of(settings: "TaskSettings", facts: "Facts", config: "EsmConfig") -> "nn.Module":
-    """A new head of a task, on a model of these numbers."""
+    """Make a new head of a task, on a model of these numbers."""
     return new_task(settings, facts).head(config)
 
 
 def _load(place: str) -> Any:
-    """The class that `module:Class` names."""
+    """Import the class that `module:Class` names."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 

@@ -69,33 +69,33 @@ def left() -> list[str]:
 
 @contextmanager
 def interrupted_after(pieces: int) -> Iterator[list[int]]:
-    """`ingest` stops before it reads another piece. Gives the pieces that were asked for."""
-    read, asked = ingestion.read_piece, []
+    """`ingest` stops before it reads another piece. Gives the pieces that were requested."""
+    read, requested = ingestion.read_piece, []
 
     def stop(work: Path, plan: dict[str, Any], fastas: list[Path], number: int, *rest: Any) -> int:
-        asked.append(number)
-        if len(asked) > pieces:
+        requested.append(number)
+        if len(requested) > pieces:
             raise KeyboardInterrupt
         return read(work, plan, fastas, number, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ingestion, "read_piece", stop)
-        yield asked
+        yield requested
 
 
 @pytest.mark.parametrize("done", [0, 1, 3])
 def test_finished_pieces_are_not_read_again(fasta: Path, done: int) -> None:
     whole = content(ingest([fasta], Path("whole")).path)
     said: list[str] = []
-    with interrupted_after(done) as asked, pytest.raises(KeyboardInterrupt):
+    with interrupted_after(done) as requested, pytest.raises(KeyboardInterrupt):
         ingest([fasta], Path("out"), say=said.append)
-    assert asked == list(range(done + 1))
+    assert requested == list(range(done + 1))
     finished = {path: path.stat().st_ino for path in Path("out.partial").glob("piece-*/tokens-*")}
     assert sorted(path.parent.name for path in finished) == [f"piece-{k:05d}" for k in range(done)]
     assert left() == ["out.partial", "whole"]
-    with interrupted_after(100) as asked:
+    with interrupted_after(100) as requested:
         store = ingest([fasta], Path("out"), say=said.append)
-    assert asked == list(range(done, 4))
+    assert requested == list(range(done, 4))
     assert said == [GOING_ON]
     assert content(store.path) == whole
     for path, inode in finished.items():
@@ -152,17 +152,17 @@ def test_pieces_that_have_become_a_store_are_not_read_again(fasta: Path, monkeyp
         patch.setattr(ingestion, "without_duplicates", stop)
         with pytest.raises(KeyboardInterrupt):
             ingest([fasta], Path("out"))
-    with interrupted_after(100) as asked:
+    with interrupted_after(100) as requested:
         assert len(ingest([fasta], Path("out"))) == 5
-    assert asked == []
+    assert requested == []
 
 
 def test_an_interrupted_ingest_into_the_cache_goes_on(fasta: Path) -> None:
     with interrupted_after(2), pytest.raises(KeyboardInterrupt):
         cached(fasta)
-    with interrupted_after(100) as asked:
+    with interrupted_after(100) as requested:
         assert cached(fasta).find("d") == 4
-    assert asked == [2, 3]
+    assert requested == [2, 3]
 
 
 class Crash(BaseException):
@@ -316,9 +316,9 @@ def test_a_killed_process_is_gone_on_with(fasta: Path) -> None:
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     assert left() == ["out.partial", "whole"]
-    with interrupted_after(100) as asked:
+    with interrupted_after(100) as requested:
         assert content(ingest([fasta], Path("out")).path) == whole
-    assert asked == [2, 3]
+    assert requested == [2, 3]
 
 
 class DyingPool:
@@ -349,9 +349,9 @@ def test_a_worker_that_is_killed_costs_its_piece_only(fasta: Path, monkeypatch: 
         patch.setattr(ingestion, "ProcessPoolExecutor", DyingPool)
         with pytest.raises(ChildProcessError, match="a worker process was killed, perhaps because memory ran out; run"):
             ingest([fasta], Path("out"), workers=2)
-    with interrupted_after(100) as asked:
+    with interrupted_after(100) as requested:
         ingest([fasta], Path("out"))
-    assert asked == [1]
+    assert requested == [1]
 
 
 def test_a_full_disk_is_an_error_and_never_a_short_store(fasta: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,7 +373,7 @@ def test_a_store_written_as_fasta_is_the_same_store(
             found = [(stores[k].description(n), decode(stores[k].residues(n))) for n in range(len(stores[k]))]
             text = "".join(f">{header}\n{sequence}\n" for header, sequence in found)
             assert len(found) == len(records)
-            assert k == 0 or not [told for told in stores[k].notices if "part of the id" not in told]  # no edit
+            assert k == 0 or not [one for one in stores[k].notices if "part of the id" not in one]  # no edit
     for one, other in itertools.pairwise(stores):
         assert b"".join(one.residues(n).tobytes() for n in range(len(one))) == b"".join(
             other.residues(n).tobytes() for n in range(len(other))

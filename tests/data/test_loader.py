@@ -1,4 +1,4 @@
-"""Examples and their crops. The label of a residue is its number, so a label tells where a crop was taken."""
+"""Examples and their crops. The label of a residue is its number, so a label shows where a crop was taken."""
 
 import random
 from pathlib import Path

@@ -115,7 +115,7 @@ def mixed(random: np.random.Generator) -> tuple[np.ndarray, int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_has_more_tokens_than_it_may(seed: int) -> None:
-    """Among the plans are those of which the steps could only be told one by one to fit: few records in a step."""
+    """Among the plans are those of which the steps had to be checked one by one: few records in a step."""
     random = np.random.default_rng(seed)
     for _ in range(25):
         tokens, most = mixed(random)
@@ -268,7 +268,7 @@ def test_a_step_far_away_costs_no_walk() -> None:
         ([51, 50, 50], 100, 2),
         ([34, 34, 34, 34, 34], 100, 3),
         ([33, 33, 33, 1], 100, 1),
-        ([300, 10], 100, 4),  # counted in tokens: such a record is refused before anybody asks
+        ([300, 10], 100, 4),  # counted in tokens: such a record is refused before
     ],
 )
 def test_fewest_bins(tokens: list[int], most: int, bins: int) -> None:

@@ -122,4 +122,4 @@ def test_marks_that_are_not_used_are_told() -> None:
     assert open_split(mixed, "valid", None).notices == []
     store = open_split(mixed, "train", None).store
     assert isinstance(store, TokenStore)
-    assert marked_otherwise("test", Path("x.fasta"), store) == "2 say train and 2 say valid"  # as evaluate tells
+    assert marked_otherwise("test", Path("x.fasta"), store) == "2 say train and 2 say valid"  # as `evaluate` prints

@@ -68,7 +68,7 @@ def batch_of(*lengths: int) -> TokenBatch:
 
 
 def backward(tuner: FineTuner, batch: TokenBatch) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
-    """Outputs, and the gradients of a loss that tells all pairs apart."""
+    """Outputs, and the gradients of a loss that weights all pairs differently."""
     outputs = tuner(batch)
     weight = [torch.rand(o.shape, generator=torch.Generator().manual_seed(len(o))) for o in outputs]
     torch.stack([(o.sigmoid() * w).mean() for o, w in zip(outputs, weight, strict=True)]).sum().backward()

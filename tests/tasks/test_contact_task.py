@@ -115,14 +115,14 @@ class Split:
     path = Path("train.fasta")
 
     def __init__(self, *targets: torch.Tensor) -> None:
-        self.asked: list[int] = []
+        self.read: list[int] = []
         self._targets = targets
 
     def __len__(self) -> int:
         return len(self._targets)
 
     def get(self, n: int) -> Example:
-        self.asked.append(n)
+        self.read.append(n)
         return Example(str(n), encode("M" * len(self._targets[n])), {"cb": self._targets[n].numpy()})
 
 
@@ -130,7 +130,7 @@ def test_training_needs_a_contact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact_task, "contact_labels", lambda labels_LL: labels_LL)
     split = Split(labels(9), labels(9, (0, 5)), labels(9, (1, 7)), labels(9, (0, 6)))
     assert TASK.learn(split) is TASK  # type: ignore[arg-type]
-    assert split.asked == [0, 1, 2], "it looks no further than the first contact"
+    assert split.read == [0, 1, 2], "it looks no further than the first contact"
     with pytest.raises(InputError, match=r"^train.fasta: no record has a contact, .* 8 A; give structures"):
         TASK.learn(Split(labels(9), labels(9, (0, 5)), labels(9, (0, 6), unresolved=(6,))))  # type: ignore[arg-type]
 

@@ -129,7 +129,7 @@ def test_a_choice_follows_from_seed_epoch_and_id_alone() -> None:
     first = seen("0:0", "a")
     others = [seen("0:1", "a"), seen("1:0", "a"), seen("0:0", "b"), seen("fixed", "a")]
     assert all(other != first for other in others)
-    torch.manual_seed(3)  # nothing global is asked
+    torch.manual_seed(3)  # no global state is used
     assert seen("0:0", "a") == first
     # The same for ever: a change would make perplexities of old and new runs differ.
     assert TASK.inputs(example("MKTAYIAKQRQISFVKSHFS", "fixed", "P1")).logits_at.tolist() == [8, 11, 13]

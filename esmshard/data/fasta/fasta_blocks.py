@@ -8,6 +8,7 @@ The id is the first word of the header; `>` alone gets `seqnum000000004`, its li
 """
 
 import codecs
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -78,18 +79,13 @@ class Block:
 
 
 def _unknown(path: Path, rules: Rules) -> int:
-    """Count the records that `on_unknown=drop` would leave out in the first COUNTED bytes. Called
-    only before an error.
-    """
+    """Count the records that `on_unknown=drop` would leave out of the first COUNTED bytes. Called before an error."""
     if path == STDIN:  # Standard input cannot be read again.
         return 0
-    edits = Edits()
-    reader = _Reader(path, edits, replace(rules, on_unknown="drop", long="full", max_length=None))
-    with suppress(OSError, InputError), open_source(path) as stream:
-        for at, chunk in reader.chunks(stream, 0, None):
-            reader.block(at, chunk, None)
-            if at > COUNTED:
-                break
+    edits, lenient = Edits(), replace(rules, on_unknown="drop", long="full", max_length=None)
+    with suppress(InputError):
+        for _ in itertools.takewhile(lambda block: block.at <= COUNTED, read_blocks(path, edits, lenient)):
+            pass
     return edits.counts.get(LEFT_OUT, 0)
 
 

@@ -90,7 +90,7 @@ def _clashes(path: Path, rules: Rules) -> int:
     found: set[bytes] = set()
     if path == STDIN:
         return 0
-    with suppress(OSError, InputError):
+    with suppress(InputError):
         for block in read_blocks(path, Edits(), rules, stop=COUNTED if is_plain(path) else None):
             pieces = block.tokens.split(bytes([EOS]))
             for name, tokens in zip(block.ids, pieces, strict=False):

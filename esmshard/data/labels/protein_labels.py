@@ -83,9 +83,14 @@ def protein_labels(
     """
     edits = Edits()
     columns = _columns(table, columns)
-    rows = (
-        _header_rows(store, fasta, kind, columns, edits) if table is None else _table_rows(table, kind, columns, edits)
-    )
+    if table is None:
+        texts, where = _header_texts(store, fasta, columns, edits), lambda n: f"{fasta}: record {shown(store.id(n))}"
+        rows = _rows(kind, columns, texts, len(store), where, edits)
+    elif kind == "number":
+        rows = _number_rows(columns, _table_numbers(table, columns))
+    else:
+        texts = zip(*map(table.column, columns), strict=True)
+        rows = _rows(kind, columns, texts, len(table), table.where, edits)
     rows.values.flags.writeable = False
     if table is None:
         lacks = " or ".join(f"{key}=" for key in columns[:3])
@@ -147,49 +152,33 @@ def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
     return columns
 
 
-def _header_rows(store: TokenStore, fasta: Path, kind: Kind, keys: Sequence[str], edits: Edits) -> _Rows:
-    """Read the labels in the headers of all records."""
-    texts, where = _header_texts(store, fasta, keys, edits), _where_in(store, fasta)
-    if kind == "number":
-        return _number_rows(keys, _numbers(texts, len(store), keys, where))
-    return _class_rows(texts, len(store), kind, keys, where, edits)
-
-
-def _table_rows(table: Table, kind: Kind, columns: Sequence[str], edits: Edits) -> _Rows:
-    """Read the labels in all rows of a table."""
-    if kind == "number":
-        return _number_rows(columns, _table_numbers(table, columns))
-    texts = zip(*map(table.column, columns), strict=True)
-    return _class_rows(texts, len(table), kind, columns, table.where, edits)
-
-
 def _number_rows(columns: Sequence[str], values_RT: npt.NDArray[np.float32]) -> _Rows:
     """Make the labels of R rows from their numbers; a row with at least one number has a label."""
     labelled_R = np.asarray(np.isfinite(values_RT).any(axis=1))
     return _Rows("number", tuple(columns), values_RT, np.zeros((0, 2), dtype=np.int64), labelled_R)
 
 
-def _class_rows(
-    texts: Iterable[Sequence[str]],
-    count: int,
+def _rows(
     kind: Kind,
     columns: Sequence[str],
+    texts: Iterable[Sequence[str]],
+    count: int,
     where: Callable[[int], str],
     edits: Edits,
 ) -> _Rows:
-    """Make the labels of `count` rows from one column of class names, or from several columns of 0 and 1."""
+    """Make the labels of `count` rows from texts: numbers, one column of class names, or several columns of 0 and 1."""
+    if kind == "number":
+        return _number_rows(columns, _numbers(texts, count, columns, where))
     if len(columns) > 1:
         values, spans_R2, labelled_R = _flags(texts, count, columns, where)
         return _Rows(kind, tuple(columns), values, spans_R2, labelled_R)
     names, values, spans_R2 = _classes((text for (text,) in texts), count, kind, where, edits)
     labelled_R = spans_R2[:, 0] < spans_R2[:, 1]
     if kind == "class":
-        values, spans_R2 = _one_each(values, labelled_R), spans_R2[:0]
+        one_R = np.full(count, -1, dtype=np.int64)  # the one class of each row, -1 where it has none
+        one_R[labelled_R] = values
+        values, spans_R2 = one_R, spans_R2[:0]
     return _Rows(kind, names, values, spans_R2, labelled_R)
-
-
-def _where_in(store: TokenStore, fasta: Path) -> Callable[[int], str]:
-    return lambda n: f"{fasta}: record {shown(store.id(n))}"
 
 
 def _header_texts(store: TokenStore, fasta: Path, keys: Sequence[str], edits: Edits) -> Iterator[tuple[str, ...]]:
@@ -280,10 +269,3 @@ def _classes(
     place = {name: k for k, name in enumerate(names)}
     values = np.array([place[name] for name in number_of], dtype=np.int64)[np.array(codes, dtype=np.int64)]
     return names, values, np.stack([ends_R[:-1], ends_R[1:]], axis=1)
-
-
-def _one_each(values: npt.NDArray[np.int64], labelled_R: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return the one class of each row, int64 [R], -1 where it has none."""
-    one_R = np.full(len(labelled_R), -1, dtype=np.int64)
-    one_R[labelled_R] = values
-    return one_R

@@ -35,7 +35,7 @@ _WORDS = len(STANDARD) ** K
 _CODE = np.full(256, -1, dtype=np.int32)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(len(STANDARD))
 _BLOCK = 200_000
-"""Training residues that are compared at a time; with their pairs they take about 150 MB."""
+"""Training residues that are compared at a time."""
 _INDEXED = 10_000_000
 """Most residues of the other sets that are compared: their 5-mers take about 300 MB while they are sorted."""
 _SAMPLE = 500

@@ -59,7 +59,7 @@ Cb = Literal["virtual", "real"]
 
 @dataclass(frozen=True)
 class Chain:
-    """One protein chain."""
+    """A protein chain."""
 
     id: str
     sequence: str
@@ -76,10 +76,10 @@ def read_chains(
     min_plddt: float | None = None,
     edits: Edits | None = None,
 ) -> list[Chain]:
-    """Protein chains of one PDB or mmCIF file, plain or compressed, by the rules above.
+    """Read the protein chains of one PDB or mmCIF file, plain or compressed, by the rules above.
 
     Args:
-        path: the file; its ending tells the format.
+        path: the file; its ending decides the format.
         chains: the author's names of the chains to read, all of them kept; by default every protein chain, and of
             those with one sequence the first.
         cb: `virtual` places Cb by ideal geometry from N, CA and C, glycine's too, as the contact notebook of fair-esm
@@ -111,7 +111,7 @@ def read_chains(
     for chain in proteins:
         if chains is not None and chain.name not in chains:
             continue
-        # Two polymers may share the author's chain name; the file's own name for each tells them apart.
+        # Two polymers may share the author's chain name; the file has a name of its own for each.
         parts = [name, chain.name, chain.label] if names.count(chain.name) > 1 else [name, chain.name]
         chain_id = "_".join(part for part in parts if part)
         if not re.fullmatch("[!-~]*", chain.name + chain.label):
@@ -130,7 +130,7 @@ def read_chains(
 
 
 def chain_prefix(path: Path) -> str:
-    """The entry in chain ids: the file name in lower case without its endings, `_` for spaces.
+    """Return the entry in chain ids: the file name in lower case without its endings, with `_` for spaces.
 
     Raises:
         InputError: if the name has characters that no id can have.
@@ -144,7 +144,7 @@ def chain_prefix(path: Path) -> str:
 def virtual_cb(
     n_L3: npt.NDArray[np.float64], ca_L3: npt.NDArray[np.float64], c_L3: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Cb by ideal geometry: 1.522 A from CA, angle 1.927 to N, dihedral -2.143 to C (radians), [L, 3].
+    """Place Cb by ideal geometry: 1.522 A from CA, angle 1.927 to N, dihedral -2.143 to C (radians), [L, 3].
 
     It is `extend(C, N, CA, 1.522, 1.927, -2.143)` of the contact notebook of fair-esm. NaN where an atom is missing or
     the three lie on a line.
@@ -169,7 +169,7 @@ def _unit(x_L3: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _is_protein(chain: FileChain, letters: dict[str, str]) -> bool:
-    """By the kind of polymer where the file says it, else by what most residues of the sequence are."""
+    """Return whether a chain is a protein: by the kind of polymer if the file has it, else by most of its residues."""
     if chain.kind is not None:
         return chain.kind.lower().startswith("polypeptide")
     if chain.listed is not None:
@@ -178,7 +178,7 @@ def _is_protein(chain: FileChain, letters: dict[str, str]) -> bool:
 
 
 def _in_peptide(residue: Residue, letters: dict[str, str]) -> bool:
-    """An amino acid by its name or by its atoms; water and most ligands are neither."""
+    """Return whether a residue is an amino acid by its name or by its atoms; water and most ligands are neither."""
     return residue.name in letters or {"N", "CA", "C"} <= {atom.name for atom in residue.atoms}
 
 
@@ -244,7 +244,7 @@ def _altered(residues: list[Residue]) -> int:
 
 
 def _conformer(residue: Residue) -> tuple[str, dict[str, Atom]]:
-    """Name and atoms at the alternative location of highest occupancy, one for the whole residue."""
+    """Return name and atoms at the alternative location of highest occupancy, one for the whole residue."""
     best: Atom | None = None
     for atom in residue.atoms:
         if atom.altloc and (best is None or atom.occupancy > best.occupancy):
@@ -269,7 +269,9 @@ def _check_names(
     letters: dict[str, str],
     about: Edits,
 ) -> None:
-    """A few differences are known errors or variants of an entry; many mean that it is another sequence."""
+    """Refuse a chain with many other residues than its sequence. A few differences are known errors or variants of an
+    entry, and are counted.
+    """
     assert chain.listed is not None
     differ = sum(
         _symbol(name, letters) != _symbol(chain.listed[place], letters)
@@ -284,7 +286,7 @@ def _check_names(
 
 
 def _symbol(name: str, letters: dict[str, str]) -> str:
-    """What two names have in common: the letter of a known residue, the name of an unknown one."""
+    """Return what equal residues have in common: the letter of a known residue, the name of an unknown one."""
     letter = letters.get(name, "X")
     return name if letter == "X" else letter
 
@@ -296,7 +298,7 @@ def _align(
     chosen: list[tuple[str, dict[str, Atom]]],
     letters: dict[str, str],
 ) -> list[int]:
-    """See `align_to_listed`."""
+    """Return the place of each residue in the listed sequence; see `align_to_listed`."""
     assert chain.listed is not None
     observed = [_symbol(name, letters) for name, _ in chosen]
     listed = [_symbol(name, letters) for name in chain.listed]
@@ -312,7 +314,9 @@ def _align(
 
 
 def _step(k: int, residues: list[Residue], chosen: list[tuple[str, dict[str, Atom]]]) -> int:
-    """Places from residue k - 1 to residue k: 1 over a peptide bond, else as their numbers say."""
+    """Return the number of places from residue k - 1 to residue k: 1 over a peptide bond, else the difference of their
+    numbers.
+    """
     c, n = chosen[k - 1][1].get("C"), chosen[k][1].get("N")
     if c and n and sum((a - b) ** 2 for a, b in zip(c.xyz, n.xyz, strict=True)) < BONDED**2:
         return 1

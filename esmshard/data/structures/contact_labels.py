@@ -11,12 +11,12 @@ UNDEFINED = -1
 
 
 def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
-    """Contacts of one chain: int8 [L, L], 1 contact, 0 none, -1 undefined.
+    """Compute the contacts of one chain, int8 [L, L]: 1 for a contact, 0 for none, -1 where undefined.
 
     Args:
         cb_L3: Cb coordinates in Angstrom; a residue without coordinates is NaN, and all its pairs are undefined.
 
-    The diagonal tells which residues are resolved: 1 with coordinates, -1 without. Loss and metrics leave out pairs
+    The diagonal shows which residues are resolved: 1 with coordinates, -1 without. Loss and metrics leave out pairs
     nearer than `MIN_SEPARATION`.
 
     >>> contact_labels(np.array([[0, 0, 0], [7.9, 0, 0], [8, 0, 0], [np.nan, 0, 0]], dtype=np.float32))[0].tolist()

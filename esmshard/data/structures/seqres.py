@@ -17,7 +17,8 @@ LARGEST = 10**8
 def align_to_listed(
     observed: Sequence[str], listed: Sequence[str], steps: Sequence[int], first: int | None
 ) -> list[int]:
-    """Place of each observed residue in the listed sequence, ascending. All find one; ends may hang over for free.
+    """Return the place of each observed residue in the listed sequence, ascending. Every residue gets a place;
+    unresolved ends cost nothing.
 
     Letters alone leave open where in a repeat the unresolved residues are, so each residue is tried first where a step
     from the one before leads to: 1 over a peptide bond, else the difference of their numbers.

@@ -27,7 +27,7 @@ ENDINGS = ".pdb, .ent, .cif or .mmcif, plain or with .gz, .bz2, .xz or .zst"
 
 
 class Atom(NamedTuple):
-    """One backbone atom as written."""
+    """A backbone atom as written in the file."""
 
     name: str
     altloc: str
@@ -41,7 +41,7 @@ class Atom(NamedTuple):
 
 @dataclass
 class Residue:
-    """The atoms of one place in the chain; of several alternatives perhaps."""
+    """The atoms of one place in the chain. There may be alternative residues at that place."""
 
     name: str
     """Of its first atom."""
@@ -50,13 +50,13 @@ class Residue:
     hetero: bool
     """HETATM: a modified residue, a ligand or water."""
     place: int | None = None
-    """Index into the listed sequence, where the file tells."""
+    """Index into the listed sequence, if the file has one."""
     atoms: list[Atom] = field(default_factory=list)
     twice: int = 0
     """Atoms left out because the same one was there before."""
 
     def add(self, atom: Atom) -> None:
-        """Take an atom unless it is there already."""
+        """Add an atom unless it is there already."""
         if any(a.name == atom.name and a.altloc == atom.altloc for a in self.atoms):
             self.twice += 1
         else:
@@ -65,7 +65,7 @@ class Residue:
 
 @dataclass
 class FileChain:
-    """One chain of the first model, in file order."""
+    """A chain of the first model, in file order."""
 
     name: str
     """The author's; may be empty."""
@@ -89,12 +89,12 @@ class Entry:
 
 
 def is_structure_name(name: str) -> bool:
-    """Whether a file name has one of `ENDINGS`."""
+    """Return whether a file name has one of `ENDINGS`."""
     return _ENDING.search(name) is not None
 
 
 def entry_name(path: Path) -> str:
-    """The file name without its endings.
+    """Return the file name without its endings.
 
     >>> entry_name(Path("set/1ABC.pdb.gz"))
     '1ABC'
@@ -139,7 +139,9 @@ def _text(path: Path) -> str:
 
 
 def _atom(path: Path, where: str, row: int, names: tuple[str, str, str], texts: Sequence[str]) -> Atom:
-    """An atom from its name, alternative location and residue name, and x, y, z, occupancy and B-factor as written."""
+    """Make an atom from its name, alternative location and residue name, and from x, y, z, occupancy and B-factor as
+    written.
+    """
     values = []
     for text, what in zip(texts, ("coordinate", "coordinate", "coordinate", "occupancy", "B-factor"), strict=True):
         try:
@@ -219,7 +221,7 @@ CATEGORIES = (
 
 
 def _tables(text: str) -> Tables:
-    """The tables of the first data block."""
+    """Return the tables of the first data block."""
     block = gemmi.cif.read_string(text)[0]
     tables = {name: block.get_mmcif_category(f"{name}.") for name in CATEGORIES}
     # None for `?`, False for `.`
@@ -227,7 +229,7 @@ def _tables(text: str) -> Tables:
 
 
 class _AtomSite:
-    """The table `_atom_site` of a file, of which every column has the same number of rows."""
+    """The table `_atom_site` of a file. Every column has the same number of rows."""
 
     def __init__(self, path: Path, columns: dict[str, list[str]]) -> None:
         self._path, self._columns = path, columns
@@ -236,7 +238,7 @@ class _AtomSite:
             raise InputError(f"{path}: has no _atom_site table; an mmCIF file with coordinates is expected")
 
     def column(self, *items: str, needed: bool = False) -> Sequence[str]:
-        """The first of these columns that the file has; empty strings where it has none of them."""
+        """Return the first of these columns that the file has, and empty strings if it has none of them."""
         for item in items:
             if item in self._columns:
                 return self._columns[item]
@@ -245,7 +247,7 @@ class _AtomSite:
         return [""] * self._count
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Number of each row, from 1, and what `_mmcif` reads of it."""
+        """Yield for each row its number, from 1, and the columns that `_mmcif` reads."""
         return zip(
             range(1, self._count + 1),
             self.column("pdbx_PDB_model_num"),
@@ -269,7 +271,7 @@ class _AtomSite:
 
 @dataclass(frozen=True)
 class _Entities:
-    """What an mmCIF file says about the molecules that its chains are copies of."""
+    """The molecules of an mmCIF file, whose copies are the chains."""
 
     listed: dict[str, list[str]]
     """Residue names by entity; empty where the file lists no sequence."""
@@ -278,7 +280,7 @@ class _Entities:
     """Entity by `label_asym_id`."""
 
     def chain(self, author: str, asym: str) -> FileChain | None:
-        """A new chain; None where the file lists sequences, but none for this chain."""
+        """Make a new chain. None if the file lists sequences, but none for this chain."""
         entity = self.of_chain[asym]
         if self.listed and entity not in self.listed:
             return None
@@ -335,7 +337,7 @@ def _mmcif(path: Path, tables: Tables) -> Entry:
 
 
 def _place(path: Path, row: int, seq: str, length: int) -> int:
-    """Index into a listed sequence of this length, from `label_seq_id`."""
+    """Convert `label_seq_id` to an index into a listed sequence of this length."""
     place = _plain_int(seq)
     if place is None or not 1 <= place <= length:
         raise InputError(
@@ -346,7 +348,7 @@ def _place(path: Path, row: int, seq: str, length: int) -> int:
 
 
 def _listed(path: Path, table: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Residue names by entity. Of alternatives at one place (`hetero`) the first counts."""
+    """Return the residue names of each entity. Of alternatives at one place (`hetero`) the first counts."""
     names: dict[str, dict[int, str]] = {}
     columns = [table.get(item, []) for item in ("entity_id", "num", "mon_id")]
     if len({len(values) for values in columns}) != 1:
@@ -363,7 +365,9 @@ def _listed(path: Path, table: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _parents(tables: Tables) -> dict[str, str]:
-    """From the dictionary of components, and from the table that is mmCIF's MODRES."""
+    """Return the parents of modified residues, from the dictionary of components and from the table that is mmCIF's
+    MODRES.
+    """
     components, modified = tables["_chem_comp"], tables["_pdbx_struct_mod_residue"]
     pairs = [
         *zip(modified.get("label_comp_id", ()), modified.get("parent_comp_id", ()), strict=False),

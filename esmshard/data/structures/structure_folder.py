@@ -30,14 +30,17 @@ MANY = 100
 
 
 def holds_structures(path: Path) -> bool:
-    """Whether a data path means structures: a directory that is no token store, or a file with the ending of one."""
+    """Return whether a data path means structures: a directory that is no token store, or a file with the ending of
+    one.
+    """
     return not is_store(path) if path.is_dir() else is_structure_name(path.name)
 
 
 def cached_split(source: Path) -> Path:
-    """The FASTA file of a directory of structures, or of one file, made on first use and kept in the user's cache.
+    """Return the FASTA file of a directory of structures, or of one file. It is made on first use and kept in the
+    user's cache.
 
-    Its `.npz` lies beside it; `notices` tells what was changed. The key is the path and the names and
+    Its `.npz` lies beside it; `notices` returns what was changed. The key is the path and the names and
     `files.state` of all files, so a changed directory is read anew. Processes that ask at the same time wait for
     the one that reads.
 
@@ -70,7 +73,7 @@ def cached_split(source: Path) -> Path:
 
 
 def notices(fasta: Path) -> list[str]:
-    """What was changed and left out when `cached_split` made this file, one sentence each."""
+    """Return what was changed and left out when `cached_split` made this file, one sentence each."""
     found: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
     return found
 
@@ -151,7 +154,7 @@ def to_split(
 
 
 def _files(source: Path, edits: Edits) -> list[Path]:
-    """The structure files that a path means, by name."""
+    """Return the structure files that a path means, sorted by name."""
     if not source.is_dir():
         if not source.exists():
             raise InputError(f"{source}: no such file or directory")
@@ -175,7 +178,7 @@ def _files(source: Path, edits: Edits) -> list[Path]:
 
 
 def _stored(path: Path, chain: Chain) -> npt.NDArray[np.uint16]:
-    """Coordinates in 0.1 A from the chain's own corner, [L, 3]."""
+    """Return the coordinates in 0.1 A from the chain's own corner, uint16 [L, 3]."""
     cb_L3 = chain.cb_L3.astype(np.float64)
     cb_dA_L3 = np.rint((cb_L3 - np.nanmin(cb_L3, axis=0)) * 10)
     widest = np.nanmax(cb_dA_L3)

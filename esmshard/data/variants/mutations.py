@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -162,12 +162,7 @@ class _Policies:
     replicates: Replicates
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("on_unusable", Refusal),
-            ("on_stop", Refusal),
-            ("on_synonymous", Synonymous),
-            ("replicates", Replicates),
-        ):
+        for name, kind in get_type_hints(_Policies).items():
             value, choices = getattr(self, name), get_args(kind)
             if value not in choices:
                 raise UsageError(f"{name} is {value!r}; it is one of {', '.join(choices)}")

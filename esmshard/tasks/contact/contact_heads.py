@@ -33,16 +33,16 @@ class AttentionHead(nn.Module):
         nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
     def attention(self, batch: TokenBatch) -> ContactAccumulators:
-        """What takes up the queries and keys of a batch."""
+        """Return the object that takes the queries and keys of a batch."""
         return ContactAccumulators(len(batch), self.regression.weight, self.regression.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, given: ContactAccumulators) -> list[torch.Tensor]:
-        """Symmetric logits [L, L] of each record."""
+        """Return symmetric logits [L, L] of each record."""
         return [logits_1LL[0] + _nothing(x_TD) for logits_1LL in given.logits()]
 
 
 def _nothing(x_TD: torch.Tensor) -> torch.Tensor:
-    """0, with a gradient of zeros for all of x_TD.
+    """Return 0, with a gradient of zeros for all of x_TD.
 
     The regression reads the last layer's queries and keys and not its output. Without a gradient there, FSDP would not
     gather that layer for the backward pass, and its last matrices would have no optimizer state.
@@ -51,7 +51,7 @@ def _nothing(x_TD: torch.Tensor) -> torch.Tensor:
 
 
 class PairBlock(nn.Module):
-    """Residual block over a pair map: normalise over the map, gelu, 3x3 convolution, twice."""
+    """A residual block over a pair map: normalise over the map, gelu, 3x3 convolution, twice."""
 
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
@@ -62,12 +62,14 @@ class PairBlock(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, z_1CLL: torch.Tensor) -> torch.Tensor:
-        """[1, C, L, L] to the same."""
+        """Return a map of the same shape, [1, C, L, L]."""
         h_1CLL = self.conv1(F.gelu(self.norm1(z_1CLL)))
         return z_1CLL + self.conv2(F.gelu(self.norm2(h_1CLL)))  # type: ignore[no-any-return]
 
     def add_to(self, z_1CLL: torch.Tensor, work_1CLL: torch.Tensor) -> None:
-        """The same in place, a band of rows at a time and without gradients: no third map is ever there."""
+        """Compute the same in place, a band of rows at a time and without gradients, so that there is never a third
+        map.
+        """
         for rows, found in _convolved(z_1CLL, self.norm1, self.conv1):
             work_1CLL[:, :, rows] = found
         for rows, found in _convolved(work_1CLL, self.norm2, self.conv2):
@@ -75,14 +77,14 @@ class PairBlock(nn.Module):
 
 
 def _bands(z_1CLL: torch.Tensor) -> list[slice]:
-    """Rows of a map, as many at a time as have BAND_NUMBERS numbers."""
+    """Return the rows of a map in bands of at most BAND_NUMBERS numbers."""
     channels, length = z_1CLL.shape[1:3]
     most = max(1, BAND_NUMBERS // (channels * length))
     return [slice(start, min(start + most, length)) for start in range(0, length, most)]
 
 
 def _convolved(x_1CLL: torch.Tensor, norm: nn.InstanceNorm2d, conv: nn.Conv2d) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows of `conv(gelu(norm(x)))`, band by band. The statistics are those of the whole map, in fp32."""
+    """Yield the rows of `conv(gelu(norm(x)))`, band by band. The statistics are those of the whole map, in fp32."""
     n, halo = x_1CLL[0, 0].numel(), conv.dilation[0]
     bands = _bands(x_1CLL)
     mean_C = torch.stack([x_1CLL[0, :, rows].float().sum((1, 2)) for rows in bands]).sum(0) / n
@@ -135,7 +137,7 @@ class PairwiseHead(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, maps: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """Symmetric logits [L, L] of each record."""
+        """Return symmetric logits [L, L] of each record."""
         x_TD = self.norm(x_TD)
         left, right = batch.residues(self.left(x_TD)), batch.residues(self.right(x_TD))
         return [
@@ -166,7 +168,7 @@ class PairwiseHead(nn.Module):
     def _pairs(
         self, left_CL: torch.Tensor, right_CL: torch.Tensor, maps_ALL: torch.Tensor | None, rows: slice
     ) -> torch.Tensor:
-        """Some rows of the network's input, [1, C, R, L]."""
+        """Return some rows of the network's input, [1, C, R, L]."""
         place_L = torch.arange(left_CL.shape[1], device=left_CL.device)
         separation_RL = (place_L[rows, None] - place_L[None, :]).abs().clamp(max=MAX_SEPARATION)
         z_CRL = left_CL[:, rows, None] * right_CL[:, None, :] + right_CL[:, rows, None] * left_CL[:, None, :]
@@ -195,19 +197,19 @@ class BothHead(nn.Module):
         nn.init.zeros_(self.pairwise.out.bias)  # type: ignore[arg-type]
 
     def attention(self, batch: TokenBatch) -> ContactAccumulators:
-        """What takes up the queries and keys of a batch."""
+        """Return the object that takes the queries and keys of a batch."""
         weight_AC = torch.cat([self.regression.weight, self.mix])
         return ContactAccumulators(len(batch), weight_AC, F.pad(self.regression.bias, (0, MAPS)))
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, given: ContactAccumulators) -> list[torch.Tensor]:
-        """Symmetric logits [L, L] of each record."""
+        """Return symmetric logits [L, L] of each record."""
         maps = given.logits()
         products = self.pairwise(x_TD, batch, maps)
         return [maps_ALL[0] + logits_LL for maps_ALL, logits_LL in zip(maps, products, strict=True)]
 
 
 def new_head(settings: ContactSettings, config: EsmConfig) -> nn.Module:
-    """The head that a recipe asks for."""
+    """Make the head that a recipe names."""
     if settings.head == "attention":
         return AttentionHead(config.n_layers * config.n_heads)
     if settings.head == "both":

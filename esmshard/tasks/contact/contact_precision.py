@@ -29,12 +29,12 @@ CUTS = {"P@L": 1, "P@L/2": 2, "P@L/5": 5}
 
 
 def resolved(labels_LL: npt.NDArray[np.int8]) -> int:
-    """Residues with coordinates."""
+    """Count the residues with coordinates."""
     return int((labels_LL.diagonal() >= 0).sum())
 
 
 def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """(i, j) of the labelled pairs i < j in one of RANGES."""
+    """Return (i, j) of the labelled pairs i < j in one of RANGES."""
     low, high = RANGES[name]
     i, j = np.triu_indices(len(labels_LL), low)
     keep = (labels_LL[i, j] >= 0) & (j - i < high)
@@ -42,7 +42,8 @@ def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray
 
 
 def contact_precision(scores_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
-    """Metrics of one protein: `long P@L`, `long P@L/2`, ... for each of RANGES, and `AUPRC` over all valid pairs.
+    """Compute the metrics of one protein: `long P@L`, `long P@L/2`, ... for each of RANGES, and `AUPRC` over all valid
+    pairs.
 
     Args:
         scores_LL: any score, higher is more likely a contact; the upper triangle is read.
@@ -68,7 +69,7 @@ def contact_precision(scores_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray
 
 
 def base_rate(labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
-    """What a random order is expected to reach: the share of contacts among the valid pairs of each range."""
+    """Compute what a random order is expected to reach: the share of contacts among the valid pairs of each range."""
     n_resolved = resolved(labels_LL)
     row: dict[str, float] = {}
     for name in RANGES:
@@ -81,8 +82,8 @@ def base_rate(labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
 
 
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
-    """Valid pairs by their predicted probability of a contact; see `metrics.calibration`. Without any pair if a logit
-    is NaN.
+    """Count the valid pairs by their predicted probability of a contact (see `metrics.calibration`). No pair is counted
+    if a logit is NaN.
     """
     i, j = valid_pairs(labels_LL, "all")
     if np.isnan(logits_LL[i, j]).any():

@@ -43,11 +43,11 @@ class ContactTask(Task):
     of_base = ("unsupervised head", BEFORE)
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> CoordinateLabels:
-        """Coordinates from the `.npz` beside the FASTA file."""
+        """Read coordinates from the `.npz` beside the FASTA file."""
         return CoordinateLabels(fasta, store)
 
     def learn(self, train: Examples) -> Self:
-        """Nothing but that there is something to learn. `InputError` if no record has a contact."""
+        """Check that there is something to learn. `InputError` if no record has a contact."""
         for n in range(len(train)):
             target_LL = self.inputs(train.get(n)).target
             if (target_LL[valid_pairs(target_LL, "all")] == 1).any():
@@ -58,19 +58,19 @@ class ContactTask(Task):
         )
 
     def head(self, config: EsmConfig) -> nn.Module:
-        """See `contact_heads`."""
+        """Make the head; see `contact_heads`."""
         return contact_heads.new_head(self.settings, config)
 
     def start(self, head: nn.Module, found: Weights) -> str | None:
-        """A contact head of the same shape goes on; else see `contact_heads.start`."""
+        """Continue from a contact head of the same shape; else see `contact_heads.start`."""
         return contact_heads.start(head, found)
 
     def inputs(self, example: Example) -> Inputs:
-        """Target: int8 [L, L]: 1 contact, 0 none, -1 undefined (see `contact_labels`)."""
+        """Return the target int8 [L, L]: 1 for a contact, 0 for none, -1 where undefined (see `contact_labels`)."""
         return Inputs(example.tokens, contact_labels(example.labels["cb"]))
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Binary cross-entropy, averaged over the valid pairs of each protein, summed over proteins.
+        """Compute binary cross-entropy, averaged over the valid pairs of each protein and summed over proteins.
 
         The mean within a protein keeps long ones, whose pairs grow with the square, from deciding everything. The count
         is the number of proteins that have a valid pair.
@@ -88,15 +88,15 @@ class ContactTask(Task):
         return LossSum(total, count)
 
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[np.int8]]) -> list[Row]:
-        """See `contact_precision`; and `calibration`, of probabilities over the valid pairs."""
+        """Compute `contact_precision`, and `calibration` of the probabilities of the valid pairs."""
         return [
             {**contact_precision(logits_LL, labels_LL), "calibration": calibration(logits_LL, labels_LL)}
             for logits_LL, labels_LL in zip(outputs, targets, strict=True)
         ]
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Means over proteins; and `ECE`, the expected calibration error over the pairs of all of them, where there are
-        probabilities.
+        """Compute means over proteins, and if there are probabilities `ECE`, the expected calibration error over all
+        pairs.
         """
         found = metrics.means(rows, [column for column in rows[0] if column != "calibration"])
         if "calibration" in rows[0]:
@@ -104,7 +104,7 @@ class ContactTask(Task):
         return found
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Probabilities, float32 [L, L], symmetric."""
+        """Return symmetric probabilities, float32 [L, L]."""
         return (1 / (1 + np.exp(-output.astype(np.float64)))).astype(np.float32)
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:

@@ -30,7 +30,7 @@ MOST_NUMBERS = 40_000_000
 def fit(
     trunk: ESM2, examples: Sequence[Example], labels: Sequence[npt.NDArray[np.int8]], seed: int
 ) -> tuple[npt.NDArray[np.float32], float]:
-    """Weight of each map [C], layer-major, and bias, as `contact_head.regression` has them.
+    """Fit the weight of each map [C], layer-major, and the bias, in the order of `contact_head.regression`.
 
     Where all pairs of the 20 proteins are more than MOST_NUMBERS features, all contacts are taken and as many of the
     other pairs, at random, as there is room for; each of these then counts for several, so that the expected loss, and
@@ -65,8 +65,8 @@ def fit(
 
 
 def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> list[int]:
-    """At most 20 examples with both contacts and other pairs, in random order, those of at most PREFERRED residues
-    before longer ones. `InputError` if there is none.
+    """Choose at most 20 examples with both contacts and other pairs, in random order. Those of at most PREFERRED
+    residues come before longer ones. `InputError` if there is none.
     """
     order = sorted(rng.permutation(len(labels)), key=lambda n: len(labels[n]) > PREFERRED)
     chosen: list[int] = []
@@ -84,7 +84,7 @@ def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> 
 def thin(
     contacts_P: npt.NDArray[np.bool_], n_maps: int, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """Which pairs to fit, bool [P], and for how many each of them stands, fp64 [P]."""
+    """Choose the pairs to fit, bool [P], and the number of pairs that each of them stands for, fp64 [P]."""
     keep, weights = np.ones(len(contacts_P), dtype=bool), np.ones(len(contacts_P))
     room = max(MOST_NUMBERS // n_maps - int(contacts_P.sum()), int(contacts_P.sum()))
     others = np.flatnonzero(~contacts_P)
@@ -98,7 +98,7 @@ def thin(
 def pair_features(
     trunk: ESM2, tokens: npt.NDArray[np.uint8], i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.float32]:
-    """What the regression sees of some pairs of one protein, fp32 [P, C]; maps of one layer are in memory at a time."""
+    """Return the features of some pairs of one protein, fp32 [P, C]. Maps of one layer are in memory at a time."""
     device = trunk.embed_tokens.weight.device
     rows, columns = torch.from_numpy(i).to(device), torch.from_numpy(j).to(device)
     found: list[npt.NDArray[np.float32]] = []
@@ -114,7 +114,7 @@ def pair_features(
 def logits(
     trunk: ESM2, tokens: npt.NDArray[np.uint8], weight_C: npt.NDArray[np.float32], bias: float
 ) -> npt.NDArray[np.float32]:
-    """What the regression says of one protein, fp32 [L, L]."""
+    """Return the logits of the regression for one protein, fp32 [L, L]."""
     device = trunk.embed_tokens.weight.device
     sums = ContactAccumulators(1, torch.from_numpy(weight_C)[None].to(device), torch.tensor([bias], device=device))
     trunk(pack([tokens]).to(device), layers=(), on_attention=sums.add)

@@ -16,7 +16,7 @@ from esmshard.errors import InputError, NotANumber
 
 @contextmanager
 def words_are_classes(kind: str) -> Iterator[None]:
-    """Point from labels that are no numbers to the kind of task whose labels are names; to be left with an error.
+    """Point from labels that are no numbers to the kind of task whose labels are names.
 
     Raises:
         NotANumber: with the sentence of one that was raised inside, and this.
@@ -30,7 +30,8 @@ def words_are_classes(kind: str) -> Iterator[None]:
 
 
 def known_classes(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:
-    """The same labels with the classes of the training split, or, of that split, with those that its records have.
+    """Return the same labels with the classes of the training split. For the training split itself, these are the
+    classes of its records.
 
     A table may hold other proteins, whose classes do not matter.
 
@@ -85,18 +86,18 @@ def check_counts(path: Path, names: Sequence[str], counts: npt.NDArray[np.int64]
 
 
 def class_weights(counts: npt.NDArray[np.integer], balance: float) -> npt.NDArray[np.float64]:
-    """Frequency to the power of -balance, of mean 1 over the training labels, [C]."""
+    """Return the weight of each class, [C]: frequency to the power of -balance, of mean 1 over the training labels."""
     share_C = counts / counts.sum()
     weight_C = share_C**-balance
     return np.asarray(weight_C / (share_C * weight_C).sum())
 
 
 def logits_of_shares(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
-    """Logits that say of everything how frequent each class is, [C]."""
+    """Return the logits whose probabilities are the frequencies of the classes, [C]."""
     return np.asarray(np.log(counts / counts.sum()), dtype=np.float32)
 
 
 def softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Probabilities of the classes, along the last dimension."""
+    """Return the probabilities of the classes, along the last dimension."""
     powers = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
     return np.asarray(powers / powers.sum(-1, keepdims=True), dtype=np.float32)

@@ -58,7 +58,7 @@ class ResidueHead(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-        """[L, O] of each record."""
+        """Return [L, O] for each record."""
         draw_T = of_tokens(batch)
         x_TD = self.dropout(self.norm(x_TD), draw_T)
         if self.conv is None:
@@ -81,8 +81,8 @@ class ResidueTask(Task):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The first one: accuracy over residues, called Q3, Q8 and so on; of two classes, one of which is mostly rare,
-        MCC; of numbers, Spearman over residues.
+        """The metrics of the table. The first one is accuracy over residues, called Q3, Q8 and so on; for two classes,
+        one of which is mostly rare, MCC; for numbers, Spearman over residues.
         """
         if self.settings.kind == "number":
             return ("Spearman", "Spearman per protein", "RMSE")
@@ -93,16 +93,16 @@ class ResidueTask(Task):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The letters of each class; `value` for a number."""
+        """The letters of each class, or `value` for a number."""
         return self._classes() if self.settings.kind == "class" else ("value",)
 
     @property
     def one_of_names(self) -> bool:
-        """Of classes."""
+        """Whether the numbers are probabilities of classes of which one is right."""
         return self.settings.kind == "class"
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ResidueLabels:
-        """From a table, a label FASTA, an `.npz` or the headers of the FASTA file; see `residue_labels`."""
+        """Read labels from a table, a label FASTA, an `.npz` or the headers of the FASTA file; see `residue_labels`."""
         source, target = label_source(fasta, data), data.target or (None,)
         if len(target) > 1:
             raise UsageError(f"data.target: residues have one label, not {len(target)}; name one")
@@ -121,7 +121,7 @@ class ResidueTask(Task):
             )
 
     def learn(self, train: Examples) -> Self:
-        """The classes and how many training residues have each; or mean and deviation of the numbers."""
+        """Learn the classes and the number of training residues of each, or mean and deviation of the numbers."""
         if not len(train):
             raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
         assert isinstance(train.labels, ResidueLabels)
@@ -146,7 +146,7 @@ class ResidueTask(Task):
         return type(self)(self.settings, {"mean": mean, "std": std})
 
     def head(self, config: EsmConfig) -> nn.Module:
-        """See `ResidueHead`. It starts at the mean, or the shares, of the training labels."""
+        """Make a `ResidueHead`. It starts at the mean, or the shares, of the training labels."""
         prior = self._prior()
         head = ResidueHead(config.dim, self.settings.hidden, len(prior), self.settings.dropout)
         with torch.no_grad():
@@ -154,7 +154,7 @@ class ResidueTask(Task):
         return head
 
     def inputs(self, example: Example) -> Inputs:
-        """Target: int64 [L], -1 where undefined; or float32 [L], standardised, NaN where undefined."""
+        """Return the target: int64 [L], -1 where undefined; or float32 [L], standardised, NaN where undefined."""
         target_L = example.labels["target"]
         if self.settings.kind == "number":
             scaled = (target_L.astype(np.float64) - self.facts["mean"]) / self.facts["std"]
@@ -163,7 +163,7 @@ class ResidueTask(Task):
         return Inputs(example.tokens, np.where(target_L >= 0, class_of[target_L], -1))
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Weighted cross-entropy, or squared error in standard deviations, over all labelled residues alike.
+        """Compute weighted cross-entropy, or squared error in standard deviations, over all labelled residues alike.
 
         Not averaged within proteins first: the metrics are pooled over residues, as the field reports them, and each
         residue of a long protein says as much as one of a short one. The count is the sum of the weights.
@@ -177,12 +177,12 @@ class ResidueTask(Task):
         return LossSum(total, (weight_C[target_M.clamp(min=0)] * (target_M >= 0)).sum())
 
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
-        """Each protein's own accuracy or Spearman, and counts for the metrics over all residues."""
+        """Compute each protein's own accuracy or Spearman, and counts for the metrics over all residues."""
         row = self._number_row if self.settings.kind == "number" else self._class_row
         return [row(output, target) for output, target in zip(outputs, targets, strict=True)]
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Pooled over residues, but for the means over proteins."""
+        """Compute metrics pooled over residues, and the means over proteins."""
         if self.settings.kind == "number":
             square, count = metrics.total(rows, "square")
             return {
@@ -200,19 +200,19 @@ class ResidueTask(Task):
         return found
 
     def prepared(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows with the ranks that Spearman, or AUROC and AUPRC, of all residues are made of."""
+        """Add the ranks from which Spearman, or AUROC and AUPRC, of all residues are computed."""
         if self.settings.kind == "number":
             return metrics.ranked(rows, "predicted", "truth")
         return metrics.ranked(rows, "score") if len(self.names) == 2 else list(rows)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Probabilities, float32 [L, C]; or numbers in the unit of the labels, float32 [L]."""
+        """Return probabilities, float32 [L, C], or numbers in the unit of the labels, float32 [L]."""
         if self.settings.kind == "class":
             return softmax(output)
         return np.asarray(output[:, 0].astype(np.float64) * self.facts["std"] + self.facts["mean"], dtype=np.float32)
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
-        """Linear fits on the protein's length, on the neighbourhood of each residue, and on the frozen model's
+        """Fit linear models to the protein's length, to the neighbourhood of each residue, and to the frozen model's
         representation of it.
         """
         found: dict[str, npt.NDArray[Any]] = {}
@@ -240,7 +240,7 @@ class ResidueTask(Task):
         return found
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
-        """Ridge or logistic regression on what the head's LayerNorm makes of the representations."""
+        """Fit ridge or logistic regression to the head's LayerNorm of the representations."""
         assert isinstance(head, ResidueHead)
 
         def normed(example: Example) -> npt.NDArray[np.floating]:
@@ -254,11 +254,11 @@ class ResidueTask(Task):
             self._fit(x_MF, target_M, seed).copy_to(head.out)
 
     def _classes(self) -> tuple[str, ...]:
-        """Letters of each class, as far as they are known."""
+        """Return the letters of each class, as far as they are known."""
         return tuple(self.facts.get("classes", self.settings.classes or ()))
 
     def _prior(self) -> npt.NDArray[np.float32]:
-        """The output that says what the training labels are on the whole."""
+        """Return the output that predicts the mean, or the frequencies, of the training labels."""
         if self.settings.kind == "number":
             return np.zeros(1, dtype=np.float32)
         return logits_of_shares(np.array(self.facts["counts"]))
@@ -269,7 +269,7 @@ class ResidueTask(Task):
     def _gather(
         self, train: Sequence[Example], features: Callable[[Example], npt.NDArray[np.floating]]
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Features [M, F] and targets [M] of labelled residues of some examples, evenly spread over all of them."""
+        """Gather features [M, F] and targets [M] of labelled residues of some examples, evenly spread."""
         targets = [self.inputs(example).target for example in train]
         known = [t >= 0 if self.settings.kind == "class" else ~np.isnan(t) for t in targets]
         step = max(1, -(-sum(int(k.sum()) for k in known) // MOST_RESIDUES))
@@ -320,12 +320,12 @@ class ResidueTask(Task):
 
 
 def _class_of(classes: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Class of each letter, the letters of all classes being in a row."""
+    """Return the class of each letter, if the letters of all classes stand in a row."""
     return np.repeat(np.arange(len(classes)), [len(letters) for letters in classes])
 
 
 def _features(name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.floating]:
-    """What a baseline sees of each residue, [L, F]."""
+    """Return what a baseline sees of each residue, [L, F]."""
     if name == "frozen embedding":
         assert base is not None
         return base.representations([example.tokens])[0]

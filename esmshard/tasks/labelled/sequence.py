@@ -21,7 +21,7 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.dropout import RecordDropout
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of, regression_loss
+from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.labelled.classes import (
     check_counts,
     class_weights,
@@ -59,7 +59,7 @@ class SequenceHead(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-        """[T] or [C] of each record."""
+        """Return [T] or [C] for each record."""
         mean_ND = torch.stack([x_LD.mean(0) for x_LD in batch.residues(x_TD)])
         h_ND = self.dropout(self.norm(mean_ND), batch.draw_N)
         if self.hidden is not None:
@@ -79,8 +79,8 @@ class SequenceTask(Task):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The first one: Spearman, of several targets their mean; MCC, which naming the most frequent class does not
-        raise, of one class; Fmax of several labels.
+        """The metrics of the table. The first one is Spearman (of several targets their mean); for one class MCC, which
+        naming the most frequent class does not raise; for several labels Fmax.
         """
         if self.settings.kind == "multilabel":
             return ("Fmax", "AUPRC", "macro-F1")
@@ -91,16 +91,16 @@ class SequenceTask(Task):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the targets, or of the classes."""
+        """The names of the targets, or of the classes."""
         return tuple(self.facts.get("targets" if self.settings.kind == "number" else "classes", ()))
 
     @property
     def one_of_names(self) -> bool:
-        """Of one class."""
+        """Whether the numbers are probabilities of classes of which one is right."""
         return self.settings.kind == "class"
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ProteinLabels:
-        """From a table, or the headers of the FASTA file; see `protein_labels`."""
+        """Read labels from a table, or from the headers of the FASTA file; see `protein_labels`."""
         if data.mask is not None:
             raise UsageError("data.mask: is for labels of residues (task residue); remove it")
         source = label_source(fasta, data)
@@ -127,7 +127,7 @@ class SequenceTask(Task):
         return found
 
     def learn(self, train: Examples) -> Self:
-        """Mean and deviation of each target, or the count of each class, over training examples."""
+        """Learn mean and deviation of each target, or the count of each class, over training examples."""
         if not len(train):
             raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
         assert isinstance(train.labels, ProteinLabels)
@@ -137,13 +137,7 @@ class SequenceTask(Task):
         if kind == "number":
             known_NT = ~np.isnan(found)
             for t, name in enumerate(names):
-                values = np.unique(found[known_NT[:, t], t])
-                if len(values) < 2:
-                    what = f"is {values[0]:g} for every record that has one" if len(values) else "has no value"
-                    raise InputError(
-                        f"{train.path}: the target {shown(name)} {what} in training, so that nothing can be learned; "
-                        "give other labels, or leave it out of data.target"
-                    )
+                require_two_values(train.path, name, found[known_NT[:, t], t], "record")
             mean_T, std_T = (of(found, 0, dtype=np.float64).tolist() for of in (np.nanmean, np.nanstd))
             facts = {"targets": list(names), "mean": mean_T, "std": std_T}
         else:
@@ -164,7 +158,7 @@ class SequenceTask(Task):
         return type(self)(self.settings, facts)
 
     def head(self, config: EsmConfig) -> nn.Module:
-        """See `SequenceHead`. It starts at the mean, or the shares, of the training labels."""
+        """Make a `SequenceHead`. It starts at the mean, or the shares, of the training labels."""
         hidden = config.dim if self.settings.hidden is None else self.settings.hidden
         prior = self._prior()
         head = SequenceHead(config.dim, hidden, len(prior), self.settings.dropout)
@@ -173,15 +167,15 @@ class SequenceTask(Task):
         return head
 
     def inputs(self, example: Example) -> Inputs:
-        """Target: float32 [T], standardised, NaN where missing; int64 []; or float32 [C] of 0 and 1."""
+        """Return the target: float32 [T], standardised, NaN where missing; int64 []; or float32 [C] of 0 and 1."""
         target = example.labels["target"]
         if self.settings.kind == "number":
             target = ((target - np.array(self.facts["mean"])) / np.array(self.facts["std"])).astype(np.float32)
         return Inputs(example.tokens, np.array(target))  # a copy, which may be written to, as torch wants it
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Squared error or Huber loss over the values there are, in standard deviations; weighted cross-entropy over
-        the weights of the records; or binary cross-entropy over all labels.
+        """Compute squared errors or Huber losses of the known values, in standard deviations; weighted cross-entropy
+        over the weights of the records; or binary cross-entropy over all labels.
         """
         output, settings = torch.stack(list(outputs)), self.settings
         target = on_device_of(torch.stack(list(targets)), output)
@@ -194,14 +188,16 @@ class SequenceTask(Task):
         return LossSum(total, torch.full((), float(target.numel()), device=output.device))
 
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
-        """Predicted and true values, or what the metrics of classes need of a record."""
+        """Return predicted and true values, or what the metrics of classes need of a record."""
         rows: dict[str, Callable[[Any, Any], Row]]
         rows = {"number": self._number_row, "class": _class_row, "multilabel": _labels_row}
         row = rows[self.settings.kind]
         return [row(output, target) for output, target in zip(outputs, targets, strict=True)]
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Over records. Of several targets also each one's, and of the means those that are known."""
+        """Compute metrics over records. For several targets they are given for each target too, and the means are over
+        the known ones.
+        """
         if self.settings.kind == "class":
             return _of_classes(rows, len(self.names))
         if self.settings.kind == "multilabel":
@@ -209,18 +205,18 @@ class SequenceTask(Task):
         return metrics.number_summary(rows, self.names)
 
     def prepared(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows with the ranks that AUPRC of several labels is made of."""
+        """Add the ranks from which AUPRC of several labels is computed."""
         return metrics.ranked(rows, "score") if self.settings.kind == "multilabel" else list(rows)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Numbers in the unit of the labels, float32 [T]; or probabilities, float32 [C]."""
+        """Return numbers in the unit of the labels, float32 [T], or probabilities, float32 [C]."""
         if self.settings.kind == "number":
             mean_T, std_T = np.array(self.facts["mean"]), np.array(self.facts["std"])
             return np.asarray(output.astype(np.float64) * std_T + mean_T, dtype=np.float32)
         return softmax(output) if self.settings.kind == "class" else _sigmoid(output)
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
-        """Linear fits on length, amino-acid composition, and the mean of the frozen model's representations."""
+        """Fit linear models to length, amino-acid composition, and the mean of the frozen model's representations."""
         targets = np.stack([self.inputs(example).target for example in train])
         found: dict[str, npt.NDArray[Any]] = {}
         for name in ("length", "composition", "frozen embedding"):
@@ -244,7 +240,7 @@ class SequenceTask(Task):
         return found
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
-        """Ridge or logistic regression on what the head's LayerNorm makes of the mean representation."""
+        """Fit ridge or logistic regression to the head's LayerNorm of the mean representation."""
         assert isinstance(head, SequenceHead)
         targets = np.stack([self.inputs(example).target for example in train])
         x_ND = torch.from_numpy(np.stack([_features("frozen embedding", example, base) for example in train]))
@@ -253,7 +249,7 @@ class SequenceTask(Task):
             self._fit(normed_ND.cpu().numpy(), targets, seed).copy_to(head.out)
 
     def _prior(self) -> npt.NDArray[np.float32]:
-        """The output that says what the training labels are on the whole."""
+        """Return the output that predicts the mean, or the frequencies, of the training labels."""
         if self.settings.kind == "number":
             return np.zeros(len(self.names), dtype=np.float32)
         counts = np.array(self.facts["counts"])
@@ -263,7 +259,7 @@ class SequenceTask(Task):
         return np.asarray(np.log(share_C / (1 - share_C)), dtype=np.float32)
 
     def _weights(self) -> npt.NDArray[np.float64]:
-        """Of a class; of `multilabel`, of the proteins that have the label."""
+        """Return the weight of each class; for `multilabel`, the weight of the proteins that have the label."""
         counts = np.array(self.facts["counts"])
         if self.settings.kind == "class":
             return class_weights(counts, self.settings.balance)
@@ -335,7 +331,7 @@ def _sigmoid(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _features(name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.float64]:
-    """What a baseline sees of a protein, [F]."""
+    """Return what a baseline sees of a protein, [F]."""
     residues = example.tokens[1:-1]
     if name == "length":
         return np.array([len(residues), np.log(len(residues))])

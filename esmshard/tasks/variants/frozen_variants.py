@@ -30,7 +30,7 @@ FEWEST = 64
 def frozen(
     base: "FineTuner", wild_type: npt.NDArray[np.uint8], variants: Sequence[npt.NDArray[np.uint8]], pool: Pool
 ) -> npt.NDArray[np.float32]:
-    """The vectors of `VariantHead` without its LayerNorm and without probabilities, float32 [N, F].
+    """Compute the vectors of `VariantHead` without its LayerNorm and without probabilities, float32 [N, F].
 
     They are kept in the cache directory, under what the model says of the wild type, so that the runs of a
     cross-validation compute them once. (A file that cannot be read is made anew.)
@@ -74,7 +74,9 @@ def frozen(
 
 
 def seen_by(head: VariantHead, base: "FineTuner", inputs: Sequence[Inputs]) -> npt.NDArray[np.float32]:
-    """What the layers of a linear head see of some variants, [N, F], and the zero-shot score as the last column."""
+    """Compute what the layers of a linear head see of some variants, [N, F], with the zero-shot score as the last
+    column.
+    """
     with torch.no_grad():
         batch = batch_of(inputs).to(base.device)
         said = base.trunk(batch, logits_at=batch.logits_at_P)
@@ -95,7 +97,7 @@ def _read(path: Path) -> dict[bytes, npt.NDArray[np.float32]]:
 
 
 def _write(path: Path, known: dict[bytes, npt.NDArray[np.float32]]) -> None:
-    """Whole or not at all: other runs read it meanwhile."""
+    """Write the whole file or nothing, because other runs read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tokens = np.stack([np.frombuffer(name, np.uint8) for name in known])
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -20,33 +20,33 @@ TOKENS = 4096
 _LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
 
 View = tuple[npt.NDArray[np.uint8], int]
-"""Tokens as a model gets them, and the place in them at which it is asked."""
+"""Tokens as a model gets them, and the place in them whose residue is predicted."""
 
 
 def log_probabilities(
     model: ESM2, sequence: str, sites: Sequence[int], *, hidden: bool = True, window: int = WINDOW
 ) -> npt.NDArray[np.float32]:
-    """Logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
+    """Compute the logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
 
     Args:
         model: with an LM head.
         sequence: residues.
         sites: places in `sequence`, from 0.
-        hidden: the model sees `<mask>` at the site it is asked for, in a pass of its own; else the residue, all sites
+        hidden: the model sees `<mask>` at the site that is predicted, in a pass of its own; else the residue, all sites
             of a window in one pass.
         window: see `score`.
     """
     tokens = encode(sequence)
     views = [_view(tokens, site, window, hidden) for site in sites]
     if hidden or len(sequence) > window:
-        return _asked(model, views, "sites")
+        return _rows_of(model, views, "sites")
     if not views:
         return np.empty((0, len(RESIDUES)), np.float32)
     return _log_p(model, [tokens], [np.array([place for _, place in views])])
 
 
 def _view(tokens: npt.NDArray[np.uint8], site: int, window: int, hidden: bool) -> View:
-    """What the model sees of a protein when it is asked for a site."""
+    """Return what the model sees of a protein when a site is predicted."""
     residues = tokens[1:-1]
     start = min(max(site - window // 2, 0), max(len(residues) - window, 0))
     seen = np.concatenate([tokens[:1], residues[start : start + window], tokens[-1:]])
@@ -56,8 +56,8 @@ def _view(tokens: npt.NDArray[np.uint8], site: int, window: int, hidden: bool) -
     return seen, place
 
 
-def _asked(model: ESM2, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
-    """One row a view, in packs of about TOKENS; side by side on a CPU."""
+def _rows_of(model: ESM2, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
+    """Compute one row a view, in packs of about TOKENS, side by side on a CPU."""
     groups = list(_groups(views))
     device = next(model.parameters()).device
     found: list[npt.NDArray[np.float32]] = []

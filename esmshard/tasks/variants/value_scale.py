@@ -12,8 +12,8 @@ KNOTS = 200
 
 @dataclass(frozen=True)
 class Scale:
-    """Mean 0 and deviation 1 over the training values: of themselves (`none`), their logarithms, or the normal scores
-    of their ranks.
+    """A scale of mean 0 and deviation 1 over the training values themselves (`none`), their logarithms (`log`), or the
+    normal scores of their ranks (`rank`).
     """
 
     kind: str
@@ -25,14 +25,14 @@ class Scale:
     """Their normal scores, ascending."""
 
     def to(self, value: float) -> float:
-        """From the unit of the table; NaN stays NaN."""
+        """Convert from the unit of the table; NaN stays NaN."""
         if self.kind == "rank":
             return _interpolate(value, self.values, self.scores, 1 / self.deviation)
         return (float(np.log(value) if self.kind == "log" else value) - self.mean) / self.deviation
 
     def back(self, score: float) -> float:
-        """Into the unit of the table. Beyond the training values a rank scale goes on as a straight line, so that the
-        best of a list do not all get the same value.
+        """Convert into the unit of the table. Beyond the training values a rank scale continues as a straight line, so
+        that the best of a list do not all get the same value.
         """
         if self.kind == "rank":
             return _interpolate(score, self.scores, self.values, self.deviation)
@@ -40,12 +40,12 @@ class Scale:
         return float(np.exp(value)) if self.kind == "log" else value
 
     def as_json(self) -> dict[str, Any]:
-        """What `Scale(**...)` takes."""
+        """Return the arguments of `Scale(**...)`."""
         return asdict(self)
 
 
 def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
-    """The scale of training values, two different ones at least, all known.
+    """Fit a scale to training values, which are all known and at least two of which differ.
 
     >>> fit_scale(np.array([1.0, 3.0]), "none").to(5.0)
     3.0
@@ -64,6 +64,6 @@ def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
 
 
 def _interpolate(x: float, xs: tuple[float, ...], ys: tuple[float, ...], slope: float) -> float:
-    """Linear between the points, and with that slope beyond them."""
+    """Interpolate linearly between the points, and continue with that slope beyond them."""
     inside = float(np.interp(x, xs, ys))
     return inside + slope * (min(x - xs[0], 0.0) + max(x - xs[-1], 0.0))

@@ -25,7 +25,8 @@ substitutions deviate by 2 to 4 and explain a part of it, so that a new head ran
 
 
 class VariantHead(nn.Module):
-    """Of each changed residue a vector, one or two linear layers; summed over the changes of a variant.
+    """A head that makes a vector of each changed residue, applies one or two linear layers, and sums over the changes
+    of a variant.
 
     The sum makes changes additive as far as the trunk, which sees all of them at once (but for `wild_type`), has not
     changed their vectors; the wild type is where the sum is empty. The vector, by `pool`:
@@ -63,7 +64,7 @@ class VariantHead(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """[T] of each variant."""
+        """Return [T] for each variant."""
         draw_M = batch.draw_N if self.pool == "mean" else of_changes(batch)
         h_NF = self.features(self.norm(x_TD), batch, logits_MV, partial(self._hidden, draw_M=draw_M))
         out_NT = self.out(self.hidden_dropout(h_NF, batch.draw_N))
@@ -82,7 +83,9 @@ class VariantHead(nn.Module):
         logits_MV: torch.Tensor | None,
         each: Callable[[torch.Tensor], torch.Tensor] = lambda x_MF: x_MF,
     ) -> torch.Tensor:
-        """What is seen of each variant, [N, F]; `each` is applied to the vector of a change before these add up."""
+        """Return what is seen of each variant, [N, F]. `each` is applied to the vector of a change before these are
+        summed.
+        """
         if self.pool == "mean":
             residues = batch.residues(x_TD)[: batch.n_records]
             return each(torch.stack([x_LD.mean(0) for x_LD in residues]))
@@ -100,14 +103,14 @@ class VariantHead(nn.Module):
 
 
 def width(dim: int, pool: Pool, *, zero_shot: bool) -> int:
-    """Of the vector of a change."""
+    """Return the width of the vector of a change."""
     if pool in ("difference", "mean"):
         return dim
     return dim * (1 if pool == "wild_type" else 2) + 2 * VOCAB_SIZE + (len(STANDARD) if zero_shot else 0)
 
 
 def log_odds(logits_MV: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Sum over the changes of each variant of log p(mutant) - log p(wild type), float32 [N]: wild-type marginals.
+    """Sum log p(mutant) - log p(wild type) over the changes of each variant, float32 [N]: wild-type marginals.
 
     Only of changes between two of the 20 amino acids: any of them is far likelier than X or U, whatever it does there.
     """

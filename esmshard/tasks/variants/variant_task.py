@@ -19,7 +19,7 @@ from esmshard.model.config import EsmConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss
+from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.linear import fit_numbers, kept
 from esmshard.tasks.variants.frozen_variants import PACKED, frozen, seen_by
 from esmshard.tasks.variants.marginals import log_probabilities
@@ -67,23 +67,23 @@ class VariantTask(Task):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The first one is Spearman, of several targets their mean."""
+        """The metrics of the table. The first one is Spearman, of several targets their mean."""
         return metrics.number_columns(self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the targets."""
+        """The names of the targets."""
         return tuple(self.facts.get("targets", ()))
 
     def labels(self, fasta: Path, _store: TokenStore, _data: DataSettings) -> VariantLabels:
-        """Variants have theirs in the table that they come from."""
+        """Refuse a FASTA file, because the values of variants stand in a table."""
         raise InputError(
             f"{fasta}: the model is of variants, whose values stand in a table; `esmshard predict MODEL TABLE` "
             "predicts them, and finetune tests on folds of its own table"
         )
 
     def learn(self, train: Examples) -> Self:
-        """The scale of each target over training variants."""
+        """Fit the scale of each target to training variants."""
         assert isinstance(train.labels, VariantLabels)
         labels = train.labels
         y_NT = np.stack([train.get(n).labels["target"] for n in range(len(train))]).astype(np.float64)
@@ -91,12 +91,7 @@ class VariantTask(Task):
         scales = []
         for name, y_N in zip(labels.names, y_NT.T, strict=True):
             known = y_N[~np.isnan(y_N)]
-            if len(values := np.unique(known)) < 2:
-                what = f"is {values[0]:g} for every variant that has one" if len(values) else "has no value"
-                raise InputError(
-                    f"{train.path}: the target {shown(name)} {what} in training, so that nothing can be learned; give "
-                    "other values, or leave it out of data.target"
-                )
+            require_two_values(train.path, name, known, "variant")
             scales.append(fit_scale(known, kind))
         facts = {
             "targets": list(labels.names),
@@ -110,12 +105,12 @@ class VariantTask(Task):
         return type(self)(self.settings, facts)
 
     def head(self, config: EsmConfig) -> nn.Module:
-        """See `VariantHead`."""
+        """Make a `VariantHead`."""
         s = self.settings
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
 
     def start(self, head: nn.Module, found: Weights) -> None:
-        """Nothing but the model's own score, which needs an LM head.
+        """Check that the model has an LM head, if its zero-shot score is a part of the head.
 
         Raises:
             InputError: the model has none.
@@ -127,13 +122,13 @@ class VariantTask(Task):
             )
 
     def inputs(self, example: Example) -> Inputs:
-        """The variant and the wild type; the target is [2, T]: standardised, and as measured."""
+        """Return the variant and the wild type. The target is [2, T]: standardised, and as measured."""
         y_T = example.labels["target"].astype(np.float64)
         scaled = [scale.to(y) for scale, y in zip(self._scales, y_T, strict=True)]
         return self._seen(example, np.array([scaled, y_T], dtype=np.float32))
 
     def question(self, example: Example) -> Inputs:
-        """The same without values."""
+        """Return the variant and the wild type, without values."""
         if len(example.tokens) != len(self._tokens):
             raise InputError(
                 f"record {shown(example.id)} has {len(example.tokens) - 2:,} residues, and the wild type that the "
@@ -152,7 +147,7 @@ class VariantTask(Task):
         )
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Over the targets that are known."""
+        """Compute the loss over the targets that are known."""
         output = torch.stack(list(outputs))
         target = on_device_of(torch.stack([one[0] for one in targets]), output)
         if self.settings.loss != "ranking":
@@ -161,22 +156,24 @@ class VariantTask(Task):
         return LossSum((_ordinal(output, target) * known).sum(), known.sum())
 
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
-        """Predicted and measured values."""
+        """Return predicted and measured values."""
         return [
             metrics.number_row(self.predict(output), target[1], self.names)
             for output, target in zip(outputs, targets, strict=True)
         ]
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Over variants. Of several targets also each one's, and of the means those that are known."""
+        """Compute metrics over variants. For several targets they are given for each target too, and the means are over
+        the known ones.
+        """
         return metrics.number_summary(rows, self.names)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """In the unit of the targets, float32 [T]."""
+        """Convert to the unit of the targets, float32 [T]."""
         return np.array([scale.back(z) for scale, z in zip(self._scales, output, strict=True)], dtype=np.float32)
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
-        """Ridge regressions, and what the base model expects at every residue of the wild type."""
+        """Fit ridge regressions, and compute what the base model expects at every residue of the wild type."""
         scaled_NT = np.stack([self.inputs(example).target[0] for example in train])
         found: dict[str, npt.NDArray[Any]] = {}
         tokens_NL = np.stack([example.tokens for example in train])
@@ -217,11 +214,11 @@ class VariantTask(Task):
         return found
 
     def look_ahead(self, data: Examples, base: "FineTuner") -> None:
-        """Ask the frozen model for all variants that `baseline_outputs` will be called with, in packs."""
+        """Compute the frozen model's vectors of all variants of a split, in packs."""
         self._frozen([data.get(n) for n in range(len(data))], base)
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
-        """Ridge regression on what a linear head sees of the frozen model, its score included."""
+        """Fit ridge regression to what a linear head sees of the frozen model, its score included."""
         assert isinstance(head, VariantHead)
         inputs = [self.inputs(example) for example in train]
         seen, each = head.out.in_features, max(1, PACKED // len(self._tokens))
@@ -234,8 +231,8 @@ class VariantTask(Task):
                 head.zero_shot.copy_(torch.from_numpy(model.weight_OF[:, seen]))
 
     def _zero_shot(self, example: Example, log_p_LA: npt.NDArray[np.float32]) -> float:
-        """Masked marginals: sum over the changes of log p(mutant) - log p(wild type), where both are of the 20 amino
-        acids: of others, such as X, the model says nothing that compares.
+        """Sum log p(mutant) - log p(wild type) over the changes between two of the 20 amino acids (masked marginals).
+        For others, such as X, the model has no comparable probability.
         """
         mutant, wild = decode(example.tokens[1:-1]), self.wild_type
         changed = (np.flatnonzero(example.tokens != self._tokens) - 1).tolist()
@@ -243,28 +240,30 @@ class VariantTask(Task):
         return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
 
     def _frozen(self, examples: Sequence[Example], base: "FineTuner") -> npt.NDArray[np.float32]:
-        """What the frozen model says of variants, [N, F]: with pool `mean` the mean over residues, else the vector of
-        pool `sites`, without probabilities, which is the strongest of them for a linear model.
+        """Return the frozen model's vectors of variants, [N, F]: with pool `mean` the mean over residues, else the
+        vector of pool `sites` without probabilities, which is the best of them for a linear model.
         """
         pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
         return frozen(base, self._tokens, [example.tokens for example in examples], pool)
 
 
 def _letters_seen(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Places and tokens, [F, 2], that some of the variants have and some have not: of all others nothing is learned."""
+    """Return the places and tokens, [F, 2], that some of the variants have and some have not. Nothing is learned from
+    all others.
+    """
     places = np.flatnonzero((tokens_NL != tokens_NL[0]).any(0))
     found = [(place, token) for place in places.tolist() for token in np.unique(tokens_NL[:, place]).tolist()]
     return np.array(found, dtype=np.int64).reshape(-1, 2)
 
 
 def _one_hot(tokens_L: npt.NDArray[np.uint8], seen_F2: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Which of the letters stand in their places, float32 [F]."""
+    """Return which of the letters stand in their places, float32 [F]."""
     return np.asarray(tokens_L[seen_F2[:, 0]] == seen_F2[:, 1], dtype=np.float32)
 
 
 def _ordinal(output_NT: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
-    """All-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]: on which side of each of THRESHOLDS
-    quantiles a value lies, by logistic loss.
+    """Compute the all-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]: a logistic loss of the
+    side of each of THRESHOLDS quantiles on which a value lies.
 
     It sees the order of the values only, as losses over pairs do (Bradley-Terry, RankNet). Those depend on which
     records share a micro-batch, so that a step would be another one on another number of processes.
