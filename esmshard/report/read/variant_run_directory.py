@@ -45,8 +45,8 @@ class Pooled:
     """The differences fine-tuned minus each baseline."""
     of_each_seed: dict[str, list[Number]]
     verdict: str
-    resamples: int | None = None
-    """The number of bootstrap resamples; None for a run of an earlier version, which does not record it."""
+    resamples: int
+    """The number of bootstrap resamples."""
 
     def __post_init__(self) -> None:
         if not {MAIN, *self.differences} <= self.metrics.keys():
@@ -119,7 +119,7 @@ class CrossValidated:
     recipe: Recipe | None
     """The recipe; None if this version cannot use it."""
     given: GivenTable | None
-    """The user's table; None for runs of an earlier version, which do not record it."""
+    """The user's table; None until the runs are taken together, like `pooled`."""
     pooled: Pooled | None
     runs: Mapping[str, Left | None]
     tested: Tested | None

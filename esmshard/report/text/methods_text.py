@@ -192,8 +192,6 @@ def _testing(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     unplaced = found.given.variants_in_no_set if found.given is not None else None
     if folds and data.split in _SPLITS:
         left_out = f"; left out: {count_text(unplaced, 'variant')} with changes in several folds" if unplaced else ""
-        if unplaced is None and data.split != "random":
-            left_out = "; those that change positions of several folds were left out"
         count = f"{pooled.variants:,} variants" if pooled else "Variants"
         yield (
             f"{count} were divided into {_worded(folds)} folds {_SPLITS[data.split]}{left_out}. Each fold was the test "
@@ -222,10 +220,8 @@ def _testing(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
 
 def _table(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     """Yield sentences on the changes in the user's table."""
-    given, tested = found.given, found.tested
+    given = found.given
     if given is None:
-        if tested is not None and recipe.data.replicates == "mean" and tested.rows_tested > len(tested.mutations):
-            yield "Values of a variant that was measured several times were averaged."
         return
     if given.rows_left_out:
         yield f"{given.rows_left_out:,} of {count_text(given.rows, 'row')} of the table could not be used."
@@ -262,11 +258,10 @@ def _baselines(found: CrossValidated, recipe: Recipe, pooled: Pooled) -> Iterato
 
 
 def _statistics(pooled: Pooled, targets: int) -> Iterator[str]:
-    draws = "" if pooled.resamples is None else f"{pooled.resamples:,} "
     averaged = ", averaged over the targets" if targets > 1 else ""
     intervals = (
-        f"Intervals are 95% percentile intervals of a bootstrap of {draws}resamples of positions, and those of "
-        "differences are paired."
+        f"Intervals are 95% percentile intervals of a bootstrap of {pooled.resamples:,} resamples of positions, and "
+        "those of differences are paired."
     )
     if math.isnan(pooled.metrics[MAIN].low):
         intervals = f"There are no intervals: {count_text(pooled.positions, 'position')} are too few for a bootstrap."

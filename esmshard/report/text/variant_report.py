@@ -122,7 +122,7 @@ def table(found: CrossValidated) -> Section:
     """Return the changes made to the user's table before training."""
     section, given = ("table", "The table of variants"), found.given
     if given is None:
-        return Section(*section, missing=f"{SUMMARY} of this version of esmshard does not say what was done to it.")
+        return Section(*section, missing=f"{SUMMARY} does not say what was done to it; {AGAIN}.")
     read = (
         f"{given.path}: {count_text(given.rows, 'row')}, of which {given.rows_left_out:,} could not be used; "
         f"{OUT_OF_FOLD} has them all, with the reason for each."

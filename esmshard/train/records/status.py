@@ -107,9 +107,8 @@ def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
 def as_written(out: Path) -> Status | None:
     """Read the file without a look at the lease. `InputError` if the file is damaged."""
     try:
-        # files of version 0.1 lack `idle`
-        return TypeAdapter(Status).validate_python({"idle": 0, **read_json(out / NAME)}, strict=True)
+        return TypeAdapter(Status).validate_python(read_json(out / NAME), strict=True)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):
+    except ValueError:
         raise InputError(f"{out / NAME}: damaged; remove it, the run itself does not read it") from None
