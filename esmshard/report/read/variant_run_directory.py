@@ -15,7 +15,7 @@ from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.errors import InputError
 from esmshard.recipe.sections import Recipe
-from esmshard.report.read.run_directory import Left, Values, intervals, json_object, number, read
+from esmshard.report.read.run_directory import RunFiles, Values, intervals, json_object, number, read
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.registry import traits
 from esmshard.train.experiments.cross_validation import CURVE
@@ -121,7 +121,7 @@ class CrossValidated:
     given: GivenTable | None
     """The user's table; None until the runs are taken together, like `pooled`."""
     pooled: Pooled | None
-    runs: Mapping[str, Left | None]
+    runs: Mapping[str, RunFiles | None]
     tested: Tested | None
     ranked: Ranked | None
     curve: Curve | None

@@ -9,7 +9,7 @@ import numpy as np
 from esmshard.model.config import STARTER
 from esmshard.model.weights.hub import RELEASED
 from esmshard.recipe.sections import Recipe
-from esmshard.report.read.run_directory import Left
+from esmshard.report.read.run_directory import RunFiles
 from esmshard.report.read.variant_run_directory import CrossValidated, Pooled
 from esmshard.report.text.page_parts import count_text
 from esmshard.tasks.variants.variant_settings import VariantSettings
@@ -161,16 +161,16 @@ def _steps(found: CrossValidated, recipe: Recipe) -> str:
     return f"{steps} steps of up to {count_text(most, 'variant')}{often}"
 
 
-def _done(run: Left) -> int:
+def _done(run: RunFiles) -> int:
     """Return the number of optimizer steps of a run."""
     return int(np.nanmax(run.steps["step"])) if len(run.steps["step"]) else 0
 
 
-def _planned(run: Left) -> int | None:
+def _planned(run: RunFiles) -> int | None:
     return run.recipe.train.steps if run.recipe is not None else None
 
 
-def _best_steps(known: Sequence[Left]) -> str:
+def _best_steps(known: Sequence[RunFiles]) -> str:
     """Describe the steps from which the runs took their models."""
     steps = [int(run.evaluation.raw["step"]) for run in known if run.evaluation is not None]
     return f" (step {_range(steps)})" if steps else ""
@@ -279,12 +279,12 @@ def _versions(found: CrossValidated) -> str:
     return f"Computed with {_listed(used)}." if used else ""
 
 
-def _known(found: CrossValidated) -> list[Left]:
+def _known(found: CrossValidated) -> list[RunFiles]:
     """Return the runs whose directories exist."""
     return [run for run in found.runs.values() if run is not None]
 
 
-def _trained(run: Left) -> int:
+def _trained(run: RunFiles) -> int:
     """Return the number of training variants of a run; 0 if unknown."""
     found = run.versions.get("data", {}).get("train", {}).get("records")
     return found if isinstance(found, int) else 0
