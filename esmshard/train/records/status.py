@@ -19,7 +19,7 @@ NAME = "status.json"
 State = Literal["running", "preempted", "done", "failed"]
 
 
-class Progress(TypedDict):
+class ReportedState(TypedDict):
     """The part of the file that a run knows. Times are seconds since 1970."""
 
     state: State
@@ -41,7 +41,7 @@ class Progress(TypedDict):
     """The start of this attempt."""
 
 
-class Status(Progress):
+class Status(ReportedState):
     """The content of the file."""
 
     job: str | None
@@ -51,7 +51,7 @@ class Status(Progress):
     updated: float
 
 
-def write(out: Path, **known: Unpack[Progress]) -> None:
+def write(out: Path, **known: Unpack[ReportedState]) -> None:
     """Replace the status of a run in one operation, so that a crash leaves the old file. First rank only."""
     here = {"job": job_id(), "launch": _launch(), "host": socket.gethostname(), "updated": time.time()}
     replace_json(out / NAME, {**known, **here})
