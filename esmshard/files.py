@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import IO, Any
 
 MAX_JSON_BYTES = 256 * 2**20
-"""Size of a JSON file above which none is read. The longest of ours, plans of embeddings, have some 10 MiB."""
+"""The largest JSON file that is read, in bytes. Our longest files, plans of embeddings, have some 10 MiB."""
 MAX_JSON_DEPTH = 60
-"""How many lists and objects of a JSON file may lie in one another. Ours have less than ten."""
+"""The depth to which lists and objects of a JSON file may be nested. Our files have less than ten levels."""
 MAX_DIGITS = 100
-"""Of a whole number in a JSON file: the state of a random generator has 39. More than 308 digits fit no float."""
+"""The most digits of a whole number in a JSON file. The state of a random generator has 39; a float holds 308."""
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The text of a file in UTF-8.
+    """Read a text file in UTF-8.
 
     Args:
-        path: of a regular file: a device or a pipe may never come to an end.
-        most_bytes: a larger file is refused, and not read.
+        path: a regular file. Reading a device or a pipe might never end.
+        most_bytes: the size above which a file is refused and not read.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no regular file, too large, or not UTF-8.
+        OSError: the file cannot be read.
+        ValueError: the file is not a regular file, is too large, or is not UTF-8.
     """
     about = path.stat()  # before it is opened: opening a pipe waits for whoever writes into it
     if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # reading a directory says what it is
@@ -41,21 +41,21 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. The one place where files of JSON are read.
+    """Read a JSON file. Every JSON file is read here.
 
     Raises:
-        OSError: it cannot be read; `FileNotFoundError` if it is missing.
-        ValueError: it is not JSON, or beyond the bounds of `parse_json`.
+        OSError: the file cannot be read; `FileNotFoundError` if it is missing.
+        ValueError: the file is not JSON, or exceeds the bounds of `parse_json`.
     """
     return parse_json(read_text(path, MAX_JSON_BYTES))
 
 
 def parse_json(text: str) -> Any:
-    r"""What a text of JSON says, such as a line of `metrics.jsonl`.
+    r"""Parse a text of JSON, such as a line of `metrics.jsonl`.
 
     Raises:
-        ValueError: it is not JSON, nested deeper than `MAX_JSON_DEPTH`, or holds a number of more than `MAX_DIGITS`
-            digits, a NUL, or half of a surrogate pair, which no file of UTF-8 can hold.
+        ValueError: the text is not JSON, is nested deeper than `MAX_JSON_DEPTH`, or holds a number of more than
+            `MAX_DIGITS` digits, a NUL, or half of a surrogate pair, which no file of UTF-8 can hold.
 
     >>> parse_json('{"step": 1}')
     {'step': 1}
@@ -249,25 +249,25 @@ def size_text(count: float) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, as hexadecimal digits."""
+    """Return the sha256 of a file in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def state(path: Path) -> tuple[int, int, int, int]:
-    """What tells whether a file is still the one that was read: number, size, and times of writing and of change in ns.
+    """Return what changes when a file is replaced or altered: inode, size, and times of writing and of change in ns.
 
-    A file that was altered and given its old time again has another time of change.
+    The time of change shows an alteration even if the time of writing was set back.
     """
     about = path.stat()
     return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
 def remembered_sha256(path: Path) -> str:
-    """The same, remembered in the user's cache by path and `state`.
+    """Return the sha256 of a file, and remember it in the user's cache by path and `state`.
 
-    A model of 60 GB is then read once, and not by each process that opens it. Whoever must notice what somebody changed
-    on the disk itself calls `sha256`.
+    So a model of 60 GB is read once, and not by each process that opens it. Call `sha256` to notice a change that left
+    the `state` as it was, such as damage on the disk.
     """
     name = f"{path.resolve()}/{state(path)}"
     known = cache_directory() / "hashes" / hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -289,19 +289,19 @@ def remembered_sha256(path: Path) -> str:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """How a file that is meant for others names the place of another one: no absolute path, and nobody's home.
+    """Return the path of a model for a file that is shared: not absolute, and without anybody's home.
 
     Args:
-        path: of a model; a name without directories, such as that of a released model, stays as it is.
-        directory: in which the file lies that names it.
+        path: the path of a model. A relative path or a name, such as that of a released model, stays as it is.
+        directory: the directory of the file that will hold the path.
 
     Returns:
-        The path relative to `directory`, beginning with `./` or `../`. Where the two have only the root or the
-        directory of all homes in common, `./NAME`, and whoever has the file says where it lies.
+        The path relative to `directory`, beginning with `./` or `../`; `./NAME` if the two have only the root or the
+        directory of all homes in common.
     """
     if not Path(path).is_absolute():
         return path
-    here = os.path.abspath(directory)  # noqa: PTH100  # not resolve(): what a link leads to is not told
+    here = os.path.abspath(directory)  # noqa: PTH100  # resolve() would show where a link leads
     common = Path(os.path.commonpath([path, here]))
     if common == Path(common.anchor) or common in Path.home().parents:
         return f"./{Path(path).name}"
@@ -310,12 +310,12 @@ def shared_place(path: str, directory: Path) -> str:
 
 
 def found_place(name: str, directory: Path) -> str:
-    """The path that `shared_place` named; any other name as it is."""
+    """Return the path for a result of `shared_place`; any other name stays as it is."""
     return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
 
 
 def cache_directory() -> Path:
-    """Where stores, hashes and the like are kept between runs."""
+    """Return the directory in which stores, hashes and similar files are kept between runs."""
     if "ESMSHARD_CACHE" in os.environ:
         return Path(os.environ["ESMSHARD_CACHE"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "esmshard"

@@ -100,19 +100,19 @@ def _account(checkpoint: Path, config: EsmConfig, settings: AdaptSettings, sizes
             wanted = add_lora(ESM2(config).layers, *settings.lora)
     trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
     others = ("bias", "lm_head.dense.weight", "lm_head.layer_norm.weight")[: 3 if settings.method == "head" else 1]
-    refuse(
-        checkpoint,
-        lacks=wanted.keys() - trunk.keys(),
-        holds_besides_what_learned={n for n in trunk.keys() - wanted.keys() if not n.endswith(others)},
-        holds_in_another_shape={n for n in trunk if trunk[n] != (wanted.get(n) or whole.get(n))},
-    )
+    problems = {
+        "lacks": wanted.keys() - trunk.keys(),
+        "holds besides what learned": {n for n in trunk.keys() - wanted.keys() if not n.endswith(others)},
+        "holds in another shape": {n for n in trunk if trunk[n] != (wanted.get(n) or whole.get(n))},
+    }
+    refuse(checkpoint, problems)
 
 
-def refuse(checkpoint: Path, **problems: Set[str]) -> None:
-    """Raise `InputError` for the first problem that some tensors have, and name these tensors."""
+def refuse(checkpoint: Path, problems: Mapping[str, Set[str]]) -> None:
+    """Raise `InputError` for the first problem that has tensors, and name these tensors."""
     for problem, names in problems.items():
         if names:
             raise InputError(
-                f"{checkpoint}: {problem.replace('_', ' ')} {open_weights.some(sorted(names))}; it is no checkpoint of "
-                "its recipe, take another"
+                f"{checkpoint}: {problem} {open_weights.some(sorted(names))}; it is no checkpoint of its recipe, take "
+                "another"
             )

@@ -1,7 +1,7 @@
 """The model card: `README.md` beside a model, as the Hugging Face hub shows it.
 
-It says what is known and names what is not. A model is never called ESM-2 because of its shape: only weights that were
-asked for by a released name are.
+The card contains known facts, and names unknown ones. A model is never called ESM-2 because of its shape, but only if
+the recipe names released weights.
 """
 
 import html
@@ -29,19 +29,19 @@ CITATION = """\
 
 
 def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
-    """Write `README.md` to a model directory, in place of the one that is there, in one go.
+    """Write `README.md` to a model directory. An existing file is replaced in one operation.
 
     Args:
-        directory: holds the model.
-        about: its `esmshard.json`.
-        evaluation: its `evaluation.json`; without it the card says that the model has not been scored.
+        directory: the directory of the model.
+        about: the content of its `esmshard.json`.
+        evaluation: the content of its `evaluation.json`; without it the card says that the model has not been scored.
     """
     replace_text(directory / "README.md", text(directory, about, evaluation))
     sync_directory(directory)
 
 
 def text(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
-    """The card. Of paths the last part only: where data lay on somebody's machine is nobody's business."""
+    """Return the text of the card. Paths are shortened to their last part, since the card is shared."""
     recipe, fair_esm = about["recipe"], not (directory / "config.json").is_file()
     parts = [
         _front_matter(recipe, fair_esm),
@@ -59,13 +59,13 @@ def text(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any
 
 
 def _released(recipe: Mapping[str, Any]) -> str | None:
-    """The released model that it was made from, as far as that is known."""
+    """Return the name of the released model that it was fine-tuned from; None for another base."""
     name = recipe["model"]["name"]
     return name if recipe["init"] == "pretrained" and name in RELEASED else None
 
 
 def _front_matter(recipe: Mapping[str, Any], fair_esm: bool) -> str:
-    """What the hub reads. YAML, of which JSON is a part."""
+    """Return the YAML that the hub reads. JSON is a part of YAML."""
     found: dict[str, Any] = {}
     if base := _released(recipe):
         found |= {"license": "mit", "base_model": RELEASED[base], "base_model_relation": "finetune"}
@@ -263,13 +263,13 @@ def _made(about: Mapping[str, Any], fair_esm: bool) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table. Cells are what `_text` or `_code` gives back, or our own words."""
+    """Return a Markdown table. Cells are results of `_text` or `_code`, or our own words."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in line) + " |" for line in lines)
 
 
 def _text(value: object) -> str:
-    r"""What a user or a file says, in the text of the card, where its HTML and Markdown mean nothing.
+    r"""Escape HTML and Markdown in a text of a user or a file.
 
     >>> print(_text("my <b>run</b> [1] *two_words*"))
     my &lt;b&gt;run&lt;/b&gt; \[1\] \*two_words\*
@@ -279,7 +279,7 @@ def _text(value: object) -> str:
 
 
 def _code(value: object) -> str:
-    """The same between backticks, unless it holds HTML, from which not every reader of Markdown keeps away there."""
+    """Put a text between backticks, or escape it if it holds HTML, which some readers of Markdown show even there."""
     shown = " ".join(str(value).replace("`", "'").split())
     return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
 
@@ -289,5 +289,5 @@ def _pair(betas: Sequence[float]) -> str:
 
 
 def _name(given: str) -> str:
-    """A path without the directories it lies in; `sample:...` and names of models as they are."""
+    """Return the last part of a path. `sample:...` and names of models stay as they are."""
     return given if given.startswith("sample:") else os.path.basename(given.rstrip("/")) or given  # noqa: PTH119

@@ -300,12 +300,12 @@ def _account(checkpoint: Path, config: EsmConfig, sizes: Mapping[str, torch.Size
     """Check that every tensor of the trunk exists once, and no other: names of wrappers are not names of the model."""
     wanted = {name: size for name, size in open_weights.shapes(config).items() if name != TIED}
     trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
-    adapted.refuse(
-        checkpoint,
-        lacks=wanted.keys() - trunk.keys(),
-        holds_besides_the_model=trunk.keys() - wanted.keys(),
-        holds_in_another_shape={n for n in wanted.keys() & trunk.keys() if wanted[n] != trunk[n]},
-    )
+    problems = {
+        "lacks": wanted.keys() - trunk.keys(),
+        "holds besides the model": trunk.keys() - wanted.keys(),
+        "holds in another shape": {n for n in wanted.keys() & trunk.keys() if wanted[n] != trunk[n]},
+    }
+    adapted.refuse(checkpoint, problems)
 
 
 def _head_of(opened: Opened, source: Path | str, new_head: NewHead | None) -> Callable[[], nn.Module] | None:

@@ -98,6 +98,7 @@ def evaluation(**changes: Any) -> dict[str, Any]:
         "records": 12,
         "columns": ["long P@L", "AUPRC"],
         "lower_is_better": False,
+        "verdict": "Fine-tuning beat the best baseline, separation prior.",
         "without_value": {"long P@L": 0, "AUPRC": 2},
         "interval": "95% percentile bootstrap over records",
         "metrics": {
@@ -193,7 +194,15 @@ def make(
         with open(run / "per_protein.csv", "w", newline="") as file:
             csv.writer(file).writerows(table)
     if state is not None:
-        words = {"state": state, "step": 20, "steps": 40, "attempt": 1, "exit_code": None, "message": "as it was"}
+        words = {
+            "state": state,
+            "step": 20,
+            "steps": 40,
+            "attempt": 1,
+            "idle": 0,
+            "exit_code": None,
+            "message": "as it was",
+        }
         times = {"started": 1000.0, "updated": 1100.0}
         places = {"checkpoint": None, "job": None, "launch": None, "host": "h"}
         (run / "status.json").write_text(json.dumps(words | times | places))

@@ -320,8 +320,6 @@ def test_the_verdict_comes_first(tmp_path: Path) -> None:
     top = page(make(tmp_path / "run", whole(), evaluation(verdict=said))).text[""]
     assert said in top
     assert top.index(said) < top.index("Done; step")
-    older = page(make(tmp_path / "older", whole(), evaluation())).text[""]
-    assert "Fine-tuning beat the best baseline, separation prior: long P@L 0.100 against 0.040" in older
 
 
 @words

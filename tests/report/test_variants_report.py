@@ -267,19 +267,6 @@ def test_what_was_done_to_the_table(done: Page, tmp_path: Path, drawn: dict[str,
     assert "How far to trust them: Fine-tuning was not clearly apart" in words(done, "ranked")
 
 
-def test_runs_of_earlier_versions_do_not_say_it(tmp_path: Path, drawn: dict[str, Any]) -> None:
-    run = cross_validated(tmp_path / "v")
-    summary = json.loads((run / "summary.json").read_text())
-    del summary["table"], summary["pooled"]["resamples"]
-    (run / "summary.json").write_text(json.dumps(summary))
-    found = page(run)
-    assert "does not say what was done to it" in found.text["table"]
-    text = words(found, "methods")
-    assert "Values of a variant that was measured several times were averaged." in text
-    assert "are in one fold; those that change positions of several folds were left out." in text
-    assert "bootstrap of resamples of positions" in text
-
-
 def test_a_split_without_folds(tmp_path: Path) -> None:
     recipe = RECIPE.replace("folds: 3, fold: 0", "split: mutations, train_max: 2")
     found = read_variants(cross_validated(tmp_path / "v", recipe, folds=None))
@@ -342,13 +329,14 @@ def test_parts_that_are_missing(tmp_path: Path, drawn: dict[str, Any]) -> None:
     for name in ("learning_curve.json", "variants.csv", "ranked.csv", "seed-3-fold-0/recipe.yaml"):
         (run / name).unlink()
     summary = json.loads((run / "summary.json").read_text())
-    del summary["pooled"], summary["verdict"]
+    del summary["pooled"], summary["table"], summary["verdict"]
     summary["recipe"]["data"]["folded"] = 1  # of a later version
     (run / "summary.json").write_text(json.dumps(summary))
     found = page(run)
     assert list(found.text)[1:] == SECTIONS
     assert "The runs have not been taken together" in found.text[""]
     assert "has no pooled results" in found.text["compared"]
+    assert "does not say what was done to it" in found.text["table"]
     assert "learning_curve.json is missing" in found.text["curve"]
     for section in ("predictions", "map", "positions"):
         assert "variants.csv" in found.text[section]

@@ -138,14 +138,6 @@ def test_a_damaged_one_is_one_sentence(tmp_path: Path, text: str) -> None:
         read(tmp_path)
 
 
-def test_a_file_without_idle_starts_is_read(tmp_path: Path) -> None:
-    write(tmp_path, **RUNNING | {"state": "preempted"})
-    known = json.loads((tmp_path / "status.json").read_text())
-    del known["idle"]
-    (tmp_path / "status.json").write_text(json.dumps(known))
-    assert found(tmp_path)["idle"] == 0
-
-
 def test_text_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     replace_text(path, "old, and longer")

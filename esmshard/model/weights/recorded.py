@@ -18,7 +18,8 @@ def entries(digests: Mapping[str, str]) -> dict[str, Any]:
     Args:
         digests: sha256 of each file, by name, in the order in which the files were written.
     """
-    return {"weights_sha256": _all_of(list(digests.values())), "files": dict(digests)}
+    together = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
+    return {"weights_sha256": together, "files": dict(digests)}
 
 
 def altered(files: Sequence[Path], digest: Callable[[Path], str] = remembered_sha256) -> str | None:
@@ -34,13 +35,12 @@ def altered(files: Sequence[Path], digest: Callable[[Path], str] = remembered_sh
     for folder in dict.fromkeys(file.parent for file in files):
         here = [file for file in files if file.parent == folder]
         known = _recorded(folder)
-        if not known:
+        if isinstance(known.get("files"), dict):
+            wrong = [file for file in here if known["files"].get(file.name) != digest(file)]
+        elif isinstance(known.get("weights_sha256"), str):  # The starter's record has the hash of its only file.
+            wrong = here[:1] if known["weights_sha256"] != digest(here[0]) else []
+        else:
             continue
-        found = [digest(file) for file in here]
-        if "files" in known:
-            wrong = [file for file, own in zip(here, found, strict=True) if known["files"].get(file.name) != own]
-        else:  # Earlier versions recorded one hash for all files, or that of the first.
-            wrong = here[:1] if known["weights_sha256"] not in (_all_of(found), found[0]) else []
         if wrong:
             return (
                 f"{wrong[0]}: is not the file that {folder / ABOUT} records (its sha256 is another), so that the model "
@@ -67,16 +67,4 @@ def _recorded(folder: Path) -> dict[str, Any]:
         about = read_json(folder / ABOUT)
     except (OSError, ValueError):
         return {}
-    if not isinstance(about, dict):
-        return {}
-    if isinstance(about.get("files"), dict):
-        return {"files": about["files"]}
-    return {"weights_sha256": about["weights_sha256"]} if isinstance(about.get("weights_sha256"), str) else {}
-
-
-def _all_of(digests: Sequence[str]) -> str:
-    """Return one sha256 for several files."""
-    try:
-        return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
-    except ValueError:
-        return ""
+    return about if isinstance(about, dict) else {}

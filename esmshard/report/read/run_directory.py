@@ -63,8 +63,8 @@ class Headline:
 
 
 @dataclass(frozen=True)
-class Left:
-    """The content of a run's directory. Missing files are None, or empty."""
+class RunFiles:
+    """The content of a run directory. Missing files are None, or empty."""
 
     path: Path
     recipe: Recipe | None
@@ -90,7 +90,7 @@ class Left:
         return self.recipe.task.name if self.recipe is not None else ""
 
 
-def read(run: Path) -> Left:
+def read(run: Path) -> RunFiles:
     """Read a run directory.
 
     Raises:
@@ -115,7 +115,7 @@ def read(run: Path) -> Left:
     except (KeyError, TypeError):
         raise InputError(f"{run / METRICS}: damaged (an event without its numbers); the run cannot be shown") from None
     evaluation = _evaluation(run / "evaluation.json")
-    return Left(
+    return RunFiles(
         path=run,
         recipe=recipe,
         recipe_text=recipe_text,

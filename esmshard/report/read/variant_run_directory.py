@@ -15,7 +15,7 @@ from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.errors import InputError
 from esmshard.recipe.sections import Recipe
-from esmshard.report.read.run_directory import Left, Values, intervals, json_object, number, read
+from esmshard.report.read.run_directory import RunFiles, Values, intervals, json_object, number, read
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.registry import traits
 from esmshard.train.experiments.cross_validation import CURVE
@@ -45,8 +45,8 @@ class Pooled:
     """The differences fine-tuned minus each baseline."""
     of_each_seed: dict[str, list[Number]]
     verdict: str
-    resamples: int | None = None
-    """The number of bootstrap resamples; None for a run of an earlier version, which does not record it."""
+    resamples: int
+    """The number of bootstrap resamples."""
 
     def __post_init__(self) -> None:
         if not {MAIN, *self.differences} <= self.metrics.keys():
@@ -119,9 +119,9 @@ class CrossValidated:
     recipe: Recipe | None
     """The recipe; None if this version cannot use it."""
     given: GivenTable | None
-    """The user's table; None for runs of an earlier version, which do not record it."""
+    """The user's table; None until the runs are taken together, like `pooled`."""
     pooled: Pooled | None
-    runs: Mapping[str, Left | None]
+    runs: Mapping[str, RunFiles | None]
     tested: Tested | None
     ranked: Ranked | None
     curve: Curve | None

@@ -13,7 +13,7 @@ from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.files import replace_text
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file
-from esmshard.report.read.run_directory import Left, json_object, read
+from esmshard.report.read.run_directory import RunFiles, json_object, read
 from esmshard.report.read.variant_run_directory import is_cross_validated, read_variants
 from esmshard.report.text import scores, training, variant_report
 from esmshard.report.text.page_parts import PageTable, Section, memory_text, range_text, value_text
@@ -47,10 +47,10 @@ def report(run: Path, out: Path | None = None) -> Path:
             states = [variant_report.verdict(several)]
             sections = [section(several) for section in variant_report.SECTIONS]
         else:
-            left = read(run)
-            about, facts = _about(left), _facts(left)
-            states = [text for text in (scores.verdict(left), _state(left)) if text]
-            sections = [part(left) for part in SECTIONS]
+            found = read(run)
+            about, facts = _about(found), _facts(found)
+            states = [text for text in (scores.verdict(found), _state(found)) if text]
+            sections = [part(found) for part in SECTIONS]
     hidden = Places(run, *_named(run))
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(
@@ -86,54 +86,54 @@ def _paths(found: object) -> Iterator[str]:
             yield from _paths(part)
 
 
-def _about(left: Left) -> str:
+def _about(run: RunFiles) -> str:
     """Describe model, task and data in a line."""
-    if left.recipe is None:
-        return f"Task {left.task or 'unknown'}."
-    recipe = left.recipe
+    if run.recipe is None:
+        return f"Task {run.task or 'unknown'}."
+    recipe = run.recipe
     return f"Task {recipe.task.name}, model {recipe.model.name} ({recipe.init}), adaptation {recipe.adapt.method}."
 
 
-def _state(left: Left) -> str:
-    if left.status is None:
+def _state(run: RunFiles) -> str:
+    if run.status is None:
         return "There is no status.json: how the run ended is not known."
-    found = left.status
+    found = run.status
     words = {"done": "Done", "running": "Still running when this page was made", "preempted": "Preempted"}
     state = words.get(found["state"], "Failed")
     return f"{state}; step {found['step']:,} of {found['steps']:,}: {found['message'].rstrip('.')}."
 
 
-def _facts(left: Left) -> list[tuple[str, str, str]]:
+def _facts(run: RunFiles) -> list[tuple[str, str, str]]:
     """Return the numbers on top of the page: name, value and explanation."""
-    facts, steps, head, tested = [], left.steps, left.headline, left.evaluation
+    facts, steps, head, tested = [], run.steps, run.headline, run.evaluation
     if tested is not None and head is not None:
         ours = tested.metrics[tested.main][head.name]
         of = f"{tested.raw['records']:,} {tested.raw['split']} records"
         facts.append((head.name, value_text(ours.value), f"{range_text(ours)}, {of}"))
-        if (name := scores.strongest(left)) is not None:
+        if (name := scores.strongest(run)) is not None:
             gain = tested.differences[name][head.name]
             how = comparison(gain, lower_is_better=bool(head.lower_is_better))
             note = f"{range_text(gain)}, {how} the best baseline"
             facts.append((f"against {name}", value_text(gain.value, "+"), note))
-    elif head is not None and (best := training.best(left)) is not None:
+    elif head is not None and (best := training.best(run)) is not None:
         facts.append((f"best validation {head.name}", value_text(best[1]), f"at step {best[0]:,}; not tested yet"))
     if len(steps["step"]):
         seen = rate(float(np.nansum(steps["residues"])))
         facts.append(("steps", f"{int(np.nanmax(steps['step'])):,}", f"{seen} residues seen"))
-    if math.isfinite(speed := training.speed(left)):
+    if math.isfinite(speed := training.speed(run)):
         facts.append(("speed", rate(speed), "residues/s over all steps"))
     if np.isfinite(steps["peak_memory_bytes"]).any():
         facts.append(("memory", memory_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
-    if left.goodput["goodput"] is not None:
-        note = f"{goodput.share(left.goodput)} of it in steps that count"
-        facts.append(("time", duration(left.goodput["allocated_s"]), note))
+    if run.goodput["goodput"] is not None:
+        note = f"{goodput.share(run.goodput)} of it in steps that count"
+        facts.append(("time", duration(run.goodput["allocated_s"]), note))
     return facts
 
 
-def _data(left: Left) -> Section:
-    splits: Mapping[str, Mapping[str, Any]] = left.versions.get("data", {})
+def _data(run: RunFiles) -> Section:
+    splits: Mapping[str, Mapping[str, Any]] = run.versions.get("data", {})
     leakage = (
-        [str(s).removeprefix("leakage: ") for s in left.evaluation.raw.get("leakage", ())] if left.evaluation else []
+        [str(s).removeprefix("leakage: ") for s in run.evaluation.raw.get("leakage", ())] if run.evaluation else []
     )
     texts = leakage or ["What the splits share has not been recorded: evaluation.json has no leakage check."]
     changed = dict.fromkeys(str(notice) for s in splits.values() for notice in s.get("notices", ()))
@@ -154,44 +154,44 @@ def _data(left: Left) -> Section:
     return Section("data", "Data and leakage", texts, tables=tables)
 
 
-def _versions(left: Left) -> Section:
-    facts = [[name, str(value)] for name, value in left.versions.items() if not isinstance(value, dict | list)]
+def _versions(run: RunFiles) -> Section:
+    facts = [[name, str(value)] for name, value in run.versions.items() if not isinstance(value, dict | list)]
     if not facts:
         return Section("versions", "Versions", missing="versions.json is missing.")
     return Section("versions", "Versions", tables=[PageTable(["", ""], facts)])
 
 
-def _recipe(left: Left) -> Section:
-    if left.recipe_text is None:
+def _recipe(run: RunFiles) -> Section:
+    if run.recipe_text is None:
         return Section("recipe", "Recipe", missing="recipe.yaml is missing.")
     texts = ["With every key resolved, as recipe.yaml holds it."]
-    if left.recipe_problem is not None:
-        texts.append(f"This version of esmshard cannot use it: {left.recipe_problem}")
-    return Section("recipe", "Recipe", texts, code=left.recipe_text)
+    if run.recipe_problem is not None:
+        texts.append(f"This version of esmshard cannot use it: {run.recipe_problem}")
+    return Section("recipe", "Recipe", texts, code=run.recipe_text)
 
 
 def _count(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else "-"
 
 
-def _reproduce(left: Left) -> Section:
+def _reproduce(run: RunFiles) -> Section:
     section = ("reproduce", "Command to reproduce")
-    if left.recipe_text is None and left.evaluation is not None and left.evaluation.raw.get("model"):
-        raw = left.evaluation.raw
+    if run.recipe_text is None and run.evaluation is not None and run.evaluation.raw.get("model"):
+        raw = run.evaluation.raw
         labels = ["--labels", str(raw["labels"])] if raw.get("labels") else []
-        out = f"{left.path.absolute()}-again"
+        out = f"{run.path.absolute()}-again"
         command = ["esmshard", "evaluate", str(raw["model"]), str(raw["data"]), *labels, "-o", out]
         return Section(*section, ["The test of a model that is there already."], code=shlex.join(command))
-    if left.recipe_text is None:
+    if run.recipe_text is None:
         return Section(*section, missing="recipe.yaml is missing, so there is none.")
-    run = Path(left.path.resolve().name)
-    processes = left.versions.get("processes", 1)
+    directory = Path(run.path.resolve().name)
+    processes = run.versions.get("processes", 1)
     nproc = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
-    commands = [["esmshard", "finetune", str(run / "recipe.yaml"), *nproc, f"out={run}-again"]]
-    if left.evaluation is not None and left.evaluation.raw.get("data"):
-        data, out = str(left.evaluation.raw["data"]), f"{run}-test"
+    commands = [["esmshard", "finetune", str(directory / "recipe.yaml"), *nproc, f"out={directory}-again"]]
+    if run.evaluation is not None and run.evaluation.raw.get("data"):
+        data, out = str(run.evaluation.raw["data"]), f"{directory}-test"
         data = data if data.startswith("sample:") else Path(data).name
-        commands.append(["esmshard", "evaluate", str(run / "model"), data, "-o", out])
+        commands.append(["esmshard", "evaluate", str(directory / "model"), data, "-o", out])
     text = (
         "Training again, and the test alone, from the directory in which that of the run lies. Files are named here "
         "without their directories; recipe.yaml has them. The same versions, data and number of processes give the "
@@ -200,7 +200,7 @@ def _reproduce(left: Left) -> Section:
     return Section(*section, [text], code="\n".join(map(shlex.join, commands)))
 
 
-SECTIONS: Sequence[Callable[[Left], Section]] = (
+SECTIONS: Sequence[Callable[[RunFiles], Section]] = (
     scores.metrics,
     training.curves,
     scores.predictions,

@@ -9,7 +9,7 @@ import numpy as np
 from esmshard.model.config import STARTER
 from esmshard.model.weights.hub import RELEASED
 from esmshard.recipe.sections import Recipe
-from esmshard.report.read.run_directory import Left
+from esmshard.report.read.run_directory import RunFiles
 from esmshard.report.read.variant_run_directory import CrossValidated, Pooled
 from esmshard.report.text.page_parts import count_text
 from esmshard.tasks.variants.variant_settings import VariantSettings
@@ -161,16 +161,16 @@ def _steps(found: CrossValidated, recipe: Recipe) -> str:
     return f"{steps} steps of up to {count_text(most, 'variant')}{often}"
 
 
-def _done(run: Left) -> int:
+def _done(run: RunFiles) -> int:
     """Return the number of optimizer steps of a run."""
     return int(np.nanmax(run.steps["step"])) if len(run.steps["step"]) else 0
 
 
-def _planned(run: Left) -> int | None:
+def _planned(run: RunFiles) -> int | None:
     return run.recipe.train.steps if run.recipe is not None else None
 
 
-def _best_steps(known: Sequence[Left]) -> str:
+def _best_steps(known: Sequence[RunFiles]) -> str:
     """Describe the steps from which the runs took their models."""
     steps = [int(run.evaluation.raw["step"]) for run in known if run.evaluation is not None]
     return f" (step {_range(steps)})" if steps else ""
@@ -192,8 +192,6 @@ def _testing(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     unplaced = found.given.variants_in_no_set if found.given is not None else None
     if folds and data.split in _SPLITS:
         left_out = f"; left out: {count_text(unplaced, 'variant')} with changes in several folds" if unplaced else ""
-        if unplaced is None and data.split != "random":
-            left_out = "; those that change positions of several folds were left out"
         count = f"{pooled.variants:,} variants" if pooled else "Variants"
         yield (
             f"{count} were divided into {_worded(folds)} folds {_SPLITS[data.split]}{left_out}. Each fold was the test "
@@ -222,10 +220,8 @@ def _testing(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
 
 def _table(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     """Yield sentences on the changes in the user's table."""
-    given, tested = found.given, found.tested
+    given = found.given
     if given is None:
-        if tested is not None and recipe.data.replicates == "mean" and tested.rows_tested > len(tested.mutations):
-            yield "Values of a variant that was measured several times were averaged."
         return
     if given.rows_left_out:
         yield f"{given.rows_left_out:,} of {count_text(given.rows, 'row')} of the table could not be used."
@@ -262,11 +258,10 @@ def _baselines(found: CrossValidated, recipe: Recipe, pooled: Pooled) -> Iterato
 
 
 def _statistics(pooled: Pooled, targets: int) -> Iterator[str]:
-    draws = "" if pooled.resamples is None else f"{pooled.resamples:,} "
     averaged = ", averaged over the targets" if targets > 1 else ""
     intervals = (
-        f"Intervals are 95% percentile intervals of a bootstrap of {draws}resamples of positions, and those of "
-        "differences are paired."
+        f"Intervals are 95% percentile intervals of a bootstrap of {pooled.resamples:,} resamples of positions, and "
+        "those of differences are paired."
     )
     if math.isnan(pooled.metrics[MAIN].low):
         intervals = f"There are no intervals: {count_text(pooled.positions, 'position')} are too few for a bootstrap."
@@ -284,12 +279,12 @@ def _versions(found: CrossValidated) -> str:
     return f"Computed with {_listed(used)}." if used else ""
 
 
-def _known(found: CrossValidated) -> list[Left]:
+def _known(found: CrossValidated) -> list[RunFiles]:
     """Return the runs whose directories exist."""
     return [run for run in found.runs.values() if run is not None]
 
 
-def _trained(run: Left) -> int:
+def _trained(run: RunFiles) -> int:
     """Return the number of training variants of a run; 0 if unknown."""
     found = run.versions.get("data", {}).get("train", {}).get("records")
     return found if isinstance(found, int) else 0

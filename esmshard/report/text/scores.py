@@ -13,7 +13,7 @@ from esmshard.data.splits.recipe_splits import open_split, open_tested
 from esmshard.errors import InputError
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
-from esmshard.report.read.run_directory import Evaluation, Headline, Left, Values, number
+from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, memory_text, value_text
 from esmshard.tasks.base import BEFORE
 from esmshard.tasks.finetuner import load_finetuned
@@ -30,10 +30,10 @@ MOST_TARGETS = 6
 """The most numbers of a protein that get a chart each."""
 
 
-def metrics(left: Left) -> Section:
+def metrics(run: RunFiles) -> Section:
     """Return every metric of the model and its baselines, and the model's gains."""
     section = ("metrics", "Metrics and baselines")
-    found, head = left.evaluation, left.headline
+    found, head = run.evaluation, run.headline
     if found is None or head is None:
         return Section(*section, missing="The model has not been tested yet: there is no evaluation.json.")
     raw, columns, main = found.raw, found.raw["columns"], found.main
@@ -75,23 +75,17 @@ def methods_figure(metric: str, of: Mapping[str, Interval], main: str) -> Figure
     return Figure(caption, charts.chart("methods", draw, 0.9 + 0.3 * len(of)))
 
 
-def strongest(left: Left) -> str | None:
+def strongest(run: RunFiles) -> str | None:
     """Return the baseline with the best headline metric."""
-    if left.evaluation is None or left.headline is None:
+    if run.evaluation is None or run.headline is None:
         return None
-    head = left.headline
-    return verdicts.strongest(*_headlines(left.evaluation, head), lower_is_better=bool(head.lower_is_better))
+    head = run.headline
+    return verdicts.strongest(*_headlines(run.evaluation, head), lower_is_better=bool(head.lower_is_better))
 
 
-def verdict(left: Left) -> str | None:
+def verdict(run: RunFiles) -> str | None:
     """Return a sentence: whether fine-tuning beat the strongest baseline; None before the model is tested."""
-    found, head = left.evaluation, left.headline
-    if found is None or head is None:
-        return None
-    if said := found.raw.get("verdict"):
-        return str(said)
-    basis = f"paired over {found.raw['records']:,} records"  # an earlier version, which wrote no sentence
-    return verdicts.verdict(head.name, *_headlines(found, head), basis, lower_is_better=bool(head.lower_is_better))
+    return run.evaluation.raw.get("verdict") if run.evaluation is not None else None
 
 
 def _headlines(found: Evaluation, head: Headline) -> tuple[dict[str, Interval], dict[str, Interval]]:
@@ -103,14 +97,14 @@ def _headlines(found: Evaluation, head: Headline) -> tuple[dict[str, Interval], 
     return every, gains
 
 
-def predictions(left: Left) -> Section:
+def predictions(run: RunFiles) -> Section:
     """Return the predictions in the task's form: contact maps, measured against predicted, confusion of classes."""
     section = ("predictions", "Predictions")
-    if left.evaluation is None:
+    if run.evaluation is None:
         return Section(*section, missing="There are none before the model is tested.")
-    maps, said = _maps(left) if traits(left.task).predicts_contacts else ([], "")
-    figures = [*maps, *_numbers(left)]
-    if found := left.evaluation.raw.get("confusion"):
+    maps, said = _maps(run) if traits(run.task).predicts_contacts else ([], "")
+    figures = [*maps, *_numbers(run)]
+    if found := run.evaluation.raw.get("confusion"):
         classes, counts_CC = [str(c) for c in found["classes"]], np.array(found["counts"], dtype=np.float64)
 
         def draw(axes: Any) -> None:
@@ -130,17 +124,17 @@ def predictions(left: Left) -> Section:
     return Section(*section, [said] if said else [], figures)
 
 
-def _maps(left: Left) -> tuple[list[Figure], str]:
+def _maps(run: RunFiles) -> tuple[list[Figure], str]:
     """Return contact maps of the best, median and worst test protein with a caption, or why there are none."""
-    table, name = left.proteins, "long P@L"
+    table, name = run.proteins, "long P@L"
     if table is None or name not in table.columns:
         return [], f"No contact maps: per_protein.csv with {name} is missing."
-    raw: Mapping[str, Any] = left.evaluation.raw if left.evaluation else {}
-    model = left.path / "model"
+    raw: Mapping[str, Any] = run.evaluation.raw if run.evaluation else {}
+    model = run.path / "model"
     if not model.is_dir() and raw.get("model"):  # `evaluate` leaves the model where it is
         model = Path(str(raw["model"]))
     weights = list(model.glob("*.safetensors"))
-    recipe = left.recipe or (_recipe_of(raw["recipe"]) if left.recipe_text is None and raw else None)
+    recipe = run.recipe or (_recipe_of(raw["recipe"]) if run.recipe_text is None and raw else None)
     if recipe is None or not weights:
         why = "recipe.yaml cannot be used" if weights else f"the model is not in {model}"
         return [], f"No contact maps: {why}."
@@ -158,11 +152,11 @@ def _maps(left: Left) -> tuple[list[Figure], str]:
         found = load_finetuned(str(model), torch.device("cpu"))
         if raw and found.about.get("weights_sha256") != raw.get("weights_sha256"):
             return [], "No contact maps: the model directory holds other weights than those that were tested."
-        if left.recipe is not None:
+        if run.recipe is not None:
             data = open_split(recipe, "test", found.task.labels)
         else:
             data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels)
-        recorded = left.versions.get("data", {}).get("test", {}).get("tokens_sha256")
+        recorded = run.versions.get("data", {}).get("test", {}).get("tokens_sha256")
         recorded = recorded or raw.get("tokens_sha256", data.digest)
         places = {data.id(n): n for n in range(len(data))}
         if recorded != data.digest or any(table.ids[n] not in places for n in chosen):
@@ -193,13 +187,13 @@ def _recipe_of(raw: object) -> Recipe | None:
         return None
 
 
-def _numbers(left: Left) -> list[Figure]:
+def _numbers(run: RunFiles) -> list[Figure]:
     """Draw predicted against measured values of whole proteins."""
 
     def caption(name: str, x_N: Values, y_N: Values) -> str:
         return f"Predicted against measured {name}, in the unit of the labels: one dot a protein, {len(x_N):,} of them."
 
-    return measured_figures(_pairs(left), caption)
+    return measured_figures(_pairs(run), caption)
 
 
 def measured_figures(
@@ -226,10 +220,10 @@ def measured_figures(
     return figures
 
 
-def _pairs(left: Left) -> list[tuple[str, Values, Values]]:
+def _pairs(run: RunFiles) -> list[tuple[str, Values, Values]]:
     """Return name, target and prediction of each number of a whole protein; empty for other tasks."""
-    columns = left.proteins.columns if left.proteins else {}
-    names = left.evaluation.raw.get("facts", {}).get("targets", []) if left.evaluation else []
+    columns = run.proteins.columns if run.proteins else {}
+    names = run.evaluation.raw.get("facts", {}).get("targets", []) if run.evaluation else []
     keys = [(str(name), f" {name}" if len(names) > 1 else "") for name in names]
     return [
         (name, columns[f"target{of}"], columns[f"prediction{of}"])
@@ -238,16 +232,16 @@ def _pairs(left: Left) -> list[tuple[str, Values, Values]]:
     ]
 
 
-def lengths(left: Left) -> Section:
+def lengths(run: RunFiles) -> Section:
     """Return the scores of single proteins, by length and as a distribution."""
     section = ("length", "Score by protein")
-    score = _score(left)
-    if left.proteins is None or score is None:
-        why = "per_protein.csv is missing" if left.proteins is None else "no protein has a score of its own"
+    score = _score(run)
+    if run.proteins is None or score is None:
+        why = "per_protein.csv is missing" if run.proteins is None else "no protein has a score of its own"
         return Section(*section, missing=f"Nothing to draw: {why}.")
     name, score_N = score
-    known = np.isfinite(score_N) & np.isfinite(left.proteins.length_N)
-    score_N, length_N = score_N[known], left.proteins.length_N[known]
+    known = np.isfinite(score_N) & np.isfinite(run.proteins.length_N)
+    score_N, length_N = score_N[known], run.proteins.length_N[known]
 
     def draw(axes: Any) -> None:
         charts.by_length(axes, length_N, score_N)
@@ -271,31 +265,31 @@ def lengths(left: Left) -> Section:
     return Section(*section, texts, figures)
 
 
-def _score(left: Left) -> tuple[str, Values] | None:
+def _score(run: RunFiles) -> tuple[str, Values] | None:
     """Return the name and the values of a score of single proteins.
 
     It is the first metric that single proteins have, whether the class is right, or the error of the first number.
     """
-    if left.proteins is None:
+    if run.proteins is None:
         return None
-    columns = left.proteins.columns
-    for name in left.evaluation.raw["columns"] if left.evaluation else ():
+    columns = run.proteins.columns
+    for name in run.evaluation.raw["columns"] if run.evaluation else ():
         if name in columns:
             return name, columns[name]
     if {"correct", "confidence"} <= columns.keys():
         return "right (1) or wrong (0)", columns["correct"]
-    for name, target_N, prediction_N in _pairs(left):
+    for name, target_N, prediction_N in _pairs(run):
         if np.isfinite(error_N := np.abs(prediction_N - target_N)).any():
             return f"absolute error of {name}", error_N
     return None
 
 
-def calibration(left: Left) -> Section:
+def calibration(run: RunFiles) -> Section:
     """Return how well probabilities match the observed shares."""
     section = ("calibration", "Calibration")
-    found = left.evaluation.raw.get("calibration") if left.evaluation else None
+    found = run.evaluation.raw.get("calibration") if run.evaluation else None
     if not found:
-        why = "This task says no probabilities that could be checked." if left.evaluation else "Not tested yet."
+        why = "This task says no probabilities that could be checked." if run.evaluation else "Not tested yet."
         return Section(*section, missing=why)
     count, confidence, accuracy = (
         np.array([number(v) for v in found[name]]) for name in ("count", "confidence", "accuracy")

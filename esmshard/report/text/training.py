@@ -7,7 +7,7 @@ import numpy as np
 
 from esmshard.progress import duration, rate
 from esmshard.report.draw import charts
-from esmshard.report.read.run_directory import Left, Values, number
+from esmshard.report.read.run_directory import RunFiles, Values, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, count_text, memory_text, value_text
 from esmshard.train.records import goodput
 from esmshard.train.records.attempt import METRICS
@@ -16,12 +16,12 @@ MOST_ATTEMPTS = 50
 """The number of latest attempts in the table."""
 
 
-def curves(left: Left) -> Section:
+def curves(run: RunFiles) -> Section:
     """Draw loss, main metric, learning rate and gradient norm over steps."""
-    steps, valid = left.steps, left.validations
+    steps, valid = run.steps, run.validations
     section = ("curves", "Learning curves")
     if not len(steps["step"]) and not valid:
-        return Section(*section, missing=_no_step(left))
+        return Section(*section, missing=_no_step(run))
     valid_step = np.array([number(line["step"]) for line in valid])
     valid_loss = np.array([number(line.get("loss")) for line in valid])
     averaged = ""
@@ -43,9 +43,9 @@ def curves(left: Left) -> Section:
             charts.chart("loss", loss),
         )
     ]
-    if left.headline is not None and valid:
-        figures.append(_validation(left, valid_step))
-    clip = f"; a longer one is scaled to {left.recipe.optim.clip:g}" if left.recipe is not None else ""
+    if run.headline is not None and valid:
+        figures.append(_validation(run, valid_step))
+    clip = f"; a longer one is scaled to {run.recipe.optim.clip:g}" if run.recipe is not None else ""
     for name, title, caption in (
         ("lr", "learning rate", "Learning rate of the language model at each step."),
         ("grad_norm", "gradient norm", f"Norm of the gradient before clipping{clip}."),
@@ -66,10 +66,10 @@ def curves(left: Left) -> Section:
     return Section(*section, texts, figures)
 
 
-def _validation(left: Left, valid_step: Values) -> Figure:
-    assert left.headline is not None
-    name, lower = left.headline.name, left.headline.lower_is_better
-    values, top = np.array([number(line.get(name)) for line in left.validations]), best(left)
+def _validation(run: RunFiles, valid_step: Values) -> Figure:
+    assert run.headline is not None
+    name, lower = run.headline.name, run.headline.lower_is_better
+    values, top = np.array([number(line.get(name)) for line in run.validations]), best(run)
 
     def draw(axes: Any) -> None:
         charts.curve(axes, valid_step, values, charts.ORANGE)
@@ -81,31 +81,31 @@ def _validation(left: Left, valid_step: Values) -> Figure:
     if lower is not None:
         caption += f"; {'lower' if lower else 'higher'} is better"
     caption += f". Best (star): {value_text(top[1])} at step {top[0]:,}." if top is not None else "."
-    if left.evaluation is not None:
-        caption += f" The model that was tested is that of step {left.evaluation.raw['step']:,}."
+    if run.evaluation is not None:
+        caption += f" The model that was tested is that of step {run.evaluation.raw['step']:,}."
     return Figure(caption, charts.chart("valid", draw))
 
 
-def _no_step(left: Left) -> str:
-    return f"{METRICS} has no step{'' if left.evaluation is not None else ' yet'}."
+def _no_step(run: RunFiles) -> str:
+    return f"{METRICS} has no step{'' if run.evaluation is not None else ' yet'}."
 
 
-def best(left: Left) -> tuple[int, float] | None:
+def best(run: RunFiles) -> tuple[int, float] | None:
     """Return step and value of the best validation, the first among equals. None if the better direction is unknown."""
-    if left.headline is None or left.headline.lower_is_better is None:
+    if run.headline is None or run.headline.lower_is_better is None:
         return None
-    found = [(int(line["step"]), number(line.get(left.headline.name))) for line in left.validations]
+    found = [(int(line["step"]), number(line.get(run.headline.name))) for line in run.validations]
     known = [pair for pair in found if math.isfinite(pair[1])]
-    sign = -1 if left.headline.lower_is_better else 1
+    sign = -1 if run.headline.lower_is_better else 1
     return max(known, key=lambda pair: sign * pair[1], default=None)
 
 
-def throughput(left: Left) -> Section:
+def throughput(run: RunFiles) -> Section:
     """Draw residues per second, and memory."""
     section = ("speed", "Throughput and memory")
-    steps = left.steps
+    steps = run.steps
     if not np.isfinite(steps["residues_per_s"]).any():
-        return Section(*section, missing=_no_step(left))
+        return Section(*section, missing=_no_step(run))
 
     def fast(axes: Any) -> None:
         charts.curve(axes, steps["step"], steps["residues_per_s"])
@@ -115,7 +115,7 @@ def throughput(left: Left) -> Section:
     figures = [
         Figure(
             f"Residues a second that were trained on, all processes together, padding not counted; "
-            f"{rate(speed(left))} over all steps.",
+            f"{rate(speed(run))} over all steps.",
             charts.chart("speed", fast),
         )
     ]
@@ -140,25 +140,25 @@ def throughput(left: Left) -> Section:
     return Section(*section, texts, figures)
 
 
-def speed(left: Left) -> float:
+def speed(run: RunFiles) -> float:
     """Return residues per second over all steps."""
-    known = np.isfinite(left.steps["residues"]) & np.isfinite(left.steps["step_s"])
-    seconds = float(left.steps["step_s"][known].sum())
-    return float(left.steps["residues"][known].sum()) / seconds if seconds else math.nan
+    known = np.isfinite(run.steps["residues"]) & np.isfinite(run.steps["step_s"])
+    seconds = float(run.steps["step_s"][known].sum())
+    return float(run.steps["residues"][known].sum()) / seconds if seconds else math.nan
 
 
-def time(left: Left) -> Section:
+def time(run: RunFiles) -> Section:
     """Return goodput, the use of the remaining time, and the attempts."""
-    section, spent = ("time", "Time"), left.goodput
+    section, spent = ("time", "Time"), run.goodput
     if not spent["attempts"]:
         return Section(*section, missing=f"{METRICS} does not tell when the run was started.")
-    begun = [event for event in left.events if event["event"] == "attempt"]
+    begun = [event for event in run.events if event["event"] == "attempt"]
     parts = {
         "steps that count": spent["useful_s"],
         "steps lost": spent["lost_s"],
         "start, before a step": sum(event["time"] - event["started"] for event in begun),
         "waiting for checkpoints": float(
-            np.nansum([number(event.get("stall_s")) for event in left.events if event["event"] == "checkpoint"])
+            np.nansum([number(event.get("stall_s")) for event in run.events if event["event"] == "checkpoint"])
         ),
     }
     parts["validation, test, other"] = max(0.0, spent["allocated_s"] - sum(parts.values()))
@@ -180,13 +180,13 @@ def time(left: Left) -> Section:
     figure = Figure("What the time went into, all attempts together.", charts.chart("time", draw, height=2.2))
     note = "Each start of the run." if spent["attempts"] <= MOST_ATTEMPTS else f"The last {MOST_ATTEMPTS} starts."
     head = ["attempt", "went on from step", "steps lost before", "time to first step", "ended as"]
-    return Section(*section, texts, [figure], [PageTable(head, _attempts(left)[-MOST_ATTEMPTS:], note)])
+    return Section(*section, texts, [figure], [PageTable(head, _attempts(run)[-MOST_ATTEMPTS:], note)])
 
 
-def _attempts(left: Left) -> list[list[str]]:
+def _attempts(run: RunFiles) -> list[list[str]]:
     """Return a row of the table for each attempt."""
     rows: list[list[str]] = []
-    for event in left.events:
+    for event in run.events:
         if event["event"] == "attempt":
             known = (event["attempt"], event.get("from_step", 0), event["steps_lost"])
             rows.append([*(f"{n:,}" for n in known), "-", "-"])

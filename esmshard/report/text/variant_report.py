@@ -10,7 +10,7 @@ from typing import Any
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.recipe import recipe_file
 from esmshard.report.draw import charts
-from esmshard.report.read.run_directory import Left, Values, number
+from esmshard.report.read.run_directory import RunFiles, Values, number
 from esmshard.report.read.variant_run_directory import AGAIN, RANKED, CrossValidated
 from esmshard.report.text import methods_text, variant_maps
 from esmshard.report.text.page_parts import (
@@ -122,7 +122,7 @@ def table(found: CrossValidated) -> Section:
     """Return the changes made to the user's table before training."""
     section, given = ("table", "The table of variants"), found.given
     if given is None:
-        return Section(*section, missing=f"{SUMMARY} of this version of esmshard does not say what was done to it.")
+        return Section(*section, missing=f"{SUMMARY} does not say what was done to it; {AGAIN}.")
     read = (
         f"{given.path}: {count_text(given.rows, 'row')}, of which {given.rows_left_out:,} could not be used; "
         f"{OUT_OF_FOLD} has them all, with the reason for each."
@@ -158,28 +158,28 @@ def predictions(found: CrossValidated) -> Section:
 def curve(found: CrossValidated) -> Section:
     """Draw Spearman against the number of training variants."""
     section = ("curve", "Learning curve")
-    left = found.curve
-    if left is None:
+    data = found.curve
+    if data is None:
         return Section(*section, missing=f"None was made: {CURVE} is missing.")
-    if not left.points:
+    if not data.points:
         return Section(*section, missing=f"{CURVE} has no points.")
-    methods = list(dict.fromkeys(name for _, rows in left.points for name in rows))
+    methods = list(dict.fromkeys(name for _, rows in data.points for name in rows))
 
     def draw(axes: Any) -> None:
-        charts.learning_curve(axes, left.points, methods)
+        charts.learning_curve(axes, data.points, methods)
         charts.name_axes(axes, "training variants", "Spearman")
 
-    fold = f"fold {left.fold} (counted from 0)" if found.raw.get("folds") else "the test set"
-    texts = [f"Every point is tested on the same {left.tested_on:,} variants: {fold}, seed {left.seed}."]
-    rows = [[name, *(cell(rows.get(name)) for _, rows in left.points)] for name in methods]
+    fold = f"fold {data.fold} (counted from 0)" if found.raw.get("folds") else "the test set"
+    texts = [f"Every point is tested on the same {data.tested_on:,} variants: {fold}, seed {data.seed}."]
+    rows = [[name, *(cell(rows.get(name)) for _, rows in data.points)] for name in methods]
     tables = [
         PageTable(
-            ["training variants", *(f"{size:,}" for size, _ in left.points)],
+            ["training variants", *(f"{size:,}" for size, _ in data.points)],
             rows,
             "Spearman, and its 95% interval below it.",
         )
     ]
-    if never := [n for n in methods if not any(n in r and math.isfinite(r[n].value) for _, r in left.points)]:
+    if never := [n for n in methods if not any(n in r and math.isfinite(r[n].value) for _, r in data.points)]:
         texts.append(f"Not drawn, as it is undefined for every number of them: {', '.join(never)}.")
     caption = "Spearman against the number of training variants, with 95% intervals."
     return Section(
@@ -190,20 +190,20 @@ def curve(found: CrossValidated) -> Section:
 def ranked(found: CrossValidated) -> Section:
     """Return the top of the ranked list."""
     section = ("ranked", "Best predicted substitutions")
-    left = found.ranked
-    if left is None:
+    ranking = found.ranked
+    if ranking is None:
         return Section(*section, missing=f"{RANKED} is missing; {AGAIN}.")
-    columns = list(left.rows[0]) if left.rows else []
+    columns = list(ranking.rows[0]) if ranking.rows else []
     keys = [k for k in columns if k.split(" ")[0] in ("prediction", "sd")]
     named = [k for k in ("mutant", "mutant in table") if k in columns]
     rows = [
         [row["rank"], *(row[k] for k in named), *(unit_text(number(row.get(key))) for key in (*keys, "measured"))]
-        for row in left.rows[:BEST]
+        for row in ranking.rows[:BEST]
     ]
     target = found.targets[0]
     lower = target in found.facts.get("lower_is_better", ())
     texts = [
-        f"The first {len(rows)} of {len(left.rows):,} single substitutions, by {target}: "
+        f"The first {len(rows)} of {len(ranking.rows):,} single substitutions, by {target}: "
         f"{'lower' if lower else 'higher'} is better. Prediction and standard deviation (sd) are over the models of "
         f"all runs. All are in {RANKED}."
     ]
@@ -233,7 +233,7 @@ def runs(found: CrossValidated) -> Section:
     return Section("runs", "Runs", [text], tables=[PageTable(head, rows, note)])
 
 
-def _run(run: Left | None, columns: Sequence[str]) -> list[str]:
+def _run(run: RunFiles | None, columns: Sequence[str]) -> list[str]:
     if run is None:
         return ["missing", *["-"] * (3 + len(columns))]
     state, tested = run.status["state"] if run.status else "unknown", run.evaluation

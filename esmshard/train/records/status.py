@@ -19,7 +19,7 @@ NAME = "status.json"
 State = Literal["running", "preempted", "done", "failed"]
 
 
-class Progress(TypedDict):
+class ReportedState(TypedDict):
     """The part of the file that a run knows. Times are seconds since 1970."""
 
     state: State
@@ -41,7 +41,7 @@ class Progress(TypedDict):
     """The start of this attempt."""
 
 
-class Status(Progress):
+class Status(ReportedState):
     """The content of the file."""
 
     job: str | None
@@ -51,7 +51,7 @@ class Status(Progress):
     updated: float
 
 
-def write(out: Path, **known: Unpack[Progress]) -> None:
+def write(out: Path, **known: Unpack[ReportedState]) -> None:
     """Replace the status of a run in one operation, so that a crash leaves the old file. First rank only."""
     here = {"job": job_id(), "launch": _launch(), "host": socket.gethostname(), "updated": time.time()}
     replace_json(out / NAME, {**known, **here})
@@ -107,9 +107,8 @@ def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
 def as_written(out: Path) -> Status | None:
     """Read the file without a look at the lease. `InputError` if the file is damaged."""
     try:
-        # files of version 0.1 lack `idle`
-        return TypeAdapter(Status).validate_python({"idle": 0, **read_json(out / NAME)}, strict=True)
+        return TypeAdapter(Status).validate_python(read_json(out / NAME), strict=True)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):
+    except ValueError:
         raise InputError(f"{out / NAME}: damaged; remove it, the run itself does not read it") from None
