@@ -29,9 +29,9 @@ class ComparedModel(NamedTuple):
     """Tensors to be compared."""
 
     source: Source
-    """Answers to every name of the trunk, also of a part that the model does not have and nobody looks at."""
+    """Reads a tensor for every name of the trunk, also of a part that the model lacks and no comparison uses."""
     names: frozenset[str]
-    """Of all tensors that it has, without the tied `lm_head.weight`."""
+    """The names of all tensors of the model, without the tied `lm_head.weight`."""
     head: Callable[[], nn.Module] | None
     """Makes the module that the tensors under `head.` belong to, if it is known."""
 
@@ -91,7 +91,7 @@ def compare(
 def _outputs(
     config: EsmConfig, model: ComparedModel, seen: Callable[[str, torch.Tensor], None]
 ) -> dict[str, torch.Tensor]:
-    """What a model says of two proteins that are always the same."""
+    """Return the outputs of a model for two fixed proteins."""
     with torch.no_grad():
         trunk = streamed(config, model.source, lambda name, tensor: seen(name, tensor) if name in model.names else None)
         head = _head(model, seen)

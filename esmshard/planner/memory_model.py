@@ -141,7 +141,7 @@ class LayerBytes:
     kept: int
     """Bytes kept from the forward to the backward pass."""
     again: int
-    """With checkpointing, further bytes while the layer is recomputed: those that are not kept."""
+    """Further bytes while a checkpointed layer is recomputed, namely the bytes that are not kept."""
     passing: int
     """Further bytes while the backward pass of the layer runs: gradients of intermediate results."""
 

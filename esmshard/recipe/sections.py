@@ -198,8 +198,9 @@ class ParallelSettings(Settings):
     group_size: int | None = Field(None, ge=2, le=MOST_PROCESSES)
     """Processes that share one copy of the weights under `hybrid_shard`; by default those of one machine."""
     layers: After = None
-    """What happens to the layers' gathered weights after the forward pass, if not as the strategy says: `full_shard`
-    frees them, `shard_grad_op` keeps them, a number N keeps them sharded over groups of N processes (ZeRO++).
+    """The treatment of the layers' gathered weights after the forward pass, if it differs from the strategy:
+    `full_shard` frees them, `shard_grad_op` keeps them, a number N keeps them sharded over groups of N processes
+    (ZeRO++).
     """
     last_layer: After = None
     """The same for the last layer, which the backward pass needs first. By default as in `layers`."""
@@ -261,7 +262,7 @@ class Recipe(Settings):
     model_config = ConfigDict(defer_build=True)  # tasks of other packages are looked for when a recipe is read
 
     task: AnyTask
-    """What is learned, and the head that learns it (docs/tasks.md)."""
+    """The task, its head and its options (docs/tasks.md)."""
     model: ModelSettings
     init: Literal["pretrained", "random"] = "pretrained"
     """`pretrained` reads the weights of `model.name`; `random` starts the same architecture from random weights."""
@@ -273,7 +274,7 @@ class Recipe(Settings):
     parallel: ParallelSettings = ParallelSettings()  # type: ignore[call-arg]
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
     track: Trackers = Field((), strict=False)
-    """Where metrics are shown in addition to metrics.jsonl: `tensorboard` (files in `out`/tensorboard), `wandb`
+    """The trackers that show metrics in addition to metrics.jsonl: `tensorboard` (files in `out`/tensorboard), `wandb`
     (Weights & Biases, configured by its own environment variables). See docs/watching.md.
     """
     out: str

@@ -1,1 +1,1 @@
-"""What a model can learn: the registry of tasks, their base, heads, losses and metrics."""
+"""The tasks that a model can learn: their registry, base class, heads, losses and metrics."""

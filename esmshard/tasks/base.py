@@ -33,11 +33,11 @@ BASELINE_RECORDS = 2000
 at any size."""
 
 Row = Mapping[str, float | npt.NDArray[Any]]
-"""What one record adds to the metrics. Numbers (NaN where undefined) become columns of `per_protein.csv`; arrays, such
-as counts of classes, are there for `Task.summary` only."""
+"""The contribution of one record to the metrics. Numbers (NaN if undefined) become columns of `per_protein.csv`;
+arrays, such as counts of classes, are for `Task.summary` only."""
 
 Facts = Mapping[str, Any]
-"""What a task knows of its training labels, as JSON: names of classes, means. Kept with the model."""
+"""The facts of a task about its training labels, as JSON: names of classes, means. They are kept with the model."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class LossSum:
     """A loss as a sum and a count. The sum is divided once, by the count over all ranks and micro-batches of a step."""
 
     sum: torch.Tensor
-    """Scalar, carries the gradient."""
+    """A scalar with a gradient."""
     count: torch.Tensor
-    """Scalar, how many terms the sum has. May be 0."""
+    """A scalar: the number of terms of the sum, which may be 0."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class Inputs:
     tokens: npt.NDArray[np.uint8]
     """`<cls> ... <eos>`, uint8 [L + 2]."""
     target: npt.NDArray[Any]
-    """What the head should say."""
+    """The output that the head should have."""
     logits_at: npt.NDArray[np.int64] | None = None
-    """Places in `tokens` at which logits of the language model are wanted; None where the head does not ask for any."""
+    """The positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
     wild_type: npt.NDArray[np.uint8] | None = None
-    """Of a variant, tokens of the protein, the same for all inputs of a batch: they are packed once for all of them."""
+    """For a variant, the tokens of the wild type. They are the same for all inputs of a batch, and packed once."""
     wild_type_logits: bool = False
-    """Whether logits are wanted there, at the changed residues."""
+    """Whether the head needs logits of the wild type at the changed residues."""
     wild_type_alone: bool = False
-    """Whether it is all that the model sees."""
+    """Whether the wild type is the only input of the model."""
 
 
 class Task(ABC):

@@ -42,7 +42,7 @@ class FineTuner(nn.Module):
         self.head = head
         self._drawn: Mapping[str, WeightReader] = {}
         self.remembered: dict[str, Any] = {}
-        """What a task keeps of a frozen model, so as not to ask it twice."""
+        """Outputs of a frozen model that a task keeps, so that they are not computed twice."""
 
     @property
     def layers(self) -> nn.ModuleList:

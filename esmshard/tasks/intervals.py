@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 RESAMPLES = 2000
-"""Of the records, with replacement."""
+"""The number of resamples of the records, with replacement."""
 LEAST = 10
 """Records, or blocks of them, from which on there is an interval. Resamples of fewer repeat the same few values, and
 their percentiles are too narrow (Hesterberg 2015, doi:10.1080/00031305.2015.1089789): of two records they may have no

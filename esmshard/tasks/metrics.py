@@ -13,9 +13,9 @@ import numpy.typing as npt
 from esmshard.tasks.base import Row
 
 CALIBRATION_BINS = 15
-"""Of equal width in confidence, as in Guo et al. 2017 (arXiv:1706.04599)."""
+"""The number of bins of equal width in confidence, as in Guo et al. 2017 (arXiv:1706.04599)."""
 THRESHOLDS = np.arange(101) / 100
-"""Of Fmax: 0, .01, ..., 1."""
+"""The thresholds of Fmax: 0, .01, ..., 1."""
 
 
 def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:

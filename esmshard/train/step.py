@@ -35,7 +35,7 @@ class StepResult:
     ranks: list[list[float]]
     """`Watch.numbers` of each rank; empty without a `Watch`."""
     asked: int
-    """Not 0 if any rank was asked to stop."""
+    """The reason to stop, if any rank was asked to stop; else 0."""
 
 
 @dataclass

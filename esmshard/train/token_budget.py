@@ -32,7 +32,7 @@ def _explained(advice: Callable[[], str]) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise InputError(f"out of memory{advice()}") from None
+        raise InputError(advice()) from None
 
 
 def out_of_memory_in_steps(
@@ -64,7 +64,7 @@ def out_of_memory_in_steps(
                 "share the model among more GPUs (--nproc) or set parallel.cpu_offload=true, and go on with --resume "
                 "auto; or start again with a lower data.max_length and --overwrite"
             )
-        return f": micro-batches of {tokens} tokens do not fit; {fix}"
+        return f"out of memory: micro-batches of {tokens} tokens do not fit; {fix}"
 
     return _explained(advice)
 
@@ -83,7 +83,7 @@ def out_of_memory_in_evaluation(recipe: Recipe, device: torch.device) -> Abstrac
                 f"; or score it without a GPU: `export CUDA_VISIBLE_DEVICES=`, `esmshard consolidate {out} -o {model} "
                 f"--overwrite`, `esmshard evaluate {model} {recipe.data.test}{labels} -o {out}`"
             )
-        return f" in the evaluation on {device}; {kept}; {fix}"
+        return f"out of memory in the evaluation on {device}; {kept}; {fix}"
 
     return _explained(advice)
 
@@ -92,7 +92,7 @@ def out_of_memory_of_model(device: torch.device) -> AbstractContextManager[None]
     """Turn an out-of-memory error before the first step into a message."""
     return _explained(
         lambda: (
-            f": weights and optimizer state of the model do not fit on {device}; set adapt.method=lora or "
+            f"out of memory: weights and optimizer state of the model do not fit on {device}; set adapt.method=lora or "
             "parallel.cpu_offload=true, or share the model among more GPUs (--nproc)"
         )
     )

@@ -114,7 +114,7 @@ class Examples:
         self.name, self.path, self.store = name, path, store
         self._digest = digest
         self.notices = [*store.notices, *getattr(labels, "notices", ())]
-        """What was changed or left out while reading, one sentence each."""
+        """Sentences about data that were changed or left out while reading."""
         self.labels = labels
         """Labels of all records of the store."""
         self._seed = seed

@@ -67,7 +67,7 @@ class Block:
     chunk: bytes
     """The text of the block."""
     origin: npt.NDArray[np.int64] | None = None
-    """For each record, its number among the records of the text, int64 [N]. None if every record of the text was kept
+    """The number of each record among the records of the text, int64 [N]. None if every record of the text was kept
     once.
     """
 

@@ -43,8 +43,8 @@ class Rules:
     """Rules that say what a reader may change. Every change is counted."""
 
     on_unknown: Literal["error", "mask", "drop"] = "error"
-    """What happens to a symbol that is no residue: refuse it, read it as `<mask>`, or drop its record. A record without
-    residues is dropped by `drop` and refused otherwise.
+    """The treatment of a symbol that is no residue: refuse it, read it as `<mask>`, or drop its record. A record
+    without residues is dropped by `drop` and refused otherwise.
     """
     a3m: bool = False
     """Whether the file is an alignment in A3M format, whose lower-case letters and `.` are insertions and are removed.
@@ -52,14 +52,14 @@ class Rules:
     keep_gaps: bool = False
     """Whether to keep `-` (and `.`, but not in A3M files) as the gap tokens of the alphabet."""
     long: Literal["full", "crop", "window", "skip", "error"] = "full"
-    """What happens to a sequence over `max_length`. `full` keeps it. `crop` keeps one window, whose start is drawn from
-    the id; the header gets `residues=FIRST-LAST`. `window` makes as few windows as cover the sequence, evenly spread,
-    each a record named `ID/FIRST-LAST`. `skip` leaves the record out; `error` refuses it.
+    """The treatment of a sequence over `max_length`. `full` keeps it. `crop` keeps one window, whose start is drawn
+    from the id; the header gets `residues=FIRST-LAST`. `window` makes as few windows as cover the sequence, evenly
+    spread, each a record named `ID/FIRST-LAST`. `skip` leaves the record out; `error` refuses it.
     """
     max_length: int | None = None
     """Most residues of a sequence. Only `long` uses it."""
     on_nucleotides: Literal["error", "keep"] = "error"
-    """What happens to records that together look like DNA or RNA (`esmshard.data.fasta.nucleotides`): refuse them, or
+    """The treatment of records that together look like DNA or RNA (`esmshard.data.fasta.nucleotides`): refuse them, or
     keep them as proteins.
     """
 

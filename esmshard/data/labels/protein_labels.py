@@ -40,7 +40,7 @@ class ProteinLabels:
     labelled_N: npt.NDArray[np.bool_]
     """Whether each record has a label, bool [N]: false only for a record that was left out."""
     notices: list[str]
-    """What was changed or left out, one sentence each."""
+    """Sentences about labels that were changed or left out."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
         """Return `target` of record n: float32 [T], int64 [], or float32 [C] of 0 and 1, as `kind` says."""

@@ -49,7 +49,7 @@ class ResidueLabels:
     offsets: npt.NDArray[np.int64]
     """Record n has values[offsets[n] : offsets[n + 1]], int64 [N + 1]."""
     notices: list[str]
-    """What was changed or left out, one sentence each."""
+    """Sentences about labels that were changed or left out."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
         """Return `target` of record n: int8 [L], or float32 [L]. Read-only."""

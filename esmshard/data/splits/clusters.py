@@ -28,7 +28,7 @@ class Clusters:
     source: str
     """Source of the clusters: the file, or the program with its version and options."""
     notices: list[str]
-    """What was joined or ignored, one sentence each."""
+    """Sentences about clusters that were joined or ignored."""
 
 
 def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:

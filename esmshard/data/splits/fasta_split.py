@@ -33,7 +33,7 @@ class FastaRecords:
     """
 
     sizes = ("records", "residues", "clusters")
-    """What `count` counts. Clusters are the last, if there are any."""
+    """The names of the counts in `count`. Clusters are the last, if there are any."""
 
     def __init__(self, source: Path, sets: Path | None = None) -> None:
         self.source, self._store = source, cached(source)

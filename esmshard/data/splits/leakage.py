@@ -1,4 +1,5 @@
-"""What a test set shares with the training set: identical sequences, close relatives, or positions of variants.
+"""The records that a test set shares with the training set: identical sequences, close relatives, or positions of
+variants.
 
 Two kinds of data are distinguished.
 
@@ -77,7 +78,7 @@ class ComparedRecords:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What one set shares with the training set."""
+    """The counts of records that one set shares with the training set."""
 
     records: int
     identical: int

@@ -33,7 +33,7 @@ class VariantRows:
     """
 
     sizes = ("variants", "positions")
-    """What `count` counts: rows, and the positions that they change."""
+    """The names of the counts in `count`: rows, and the positions that they change."""
 
     def __init__(
         self, source: Path, wild_type: Path, mutant: str | None, targets: Sequence[str] | None, offset: int

@@ -20,7 +20,7 @@ _EDGES = np.array([0, 32, 64, 128, 192, 256, 384, 512, 768, 1023, 2048, 4096, 81
 
 @dataclass
 class Shard:
-    """What the manifest says about one shard: a file of tokens and a file of headers."""
+    """The entry of the manifest for one shard: a file of tokens and a file of headers."""
 
     records: int = 0
     tokens: int = 0

@@ -52,7 +52,7 @@ class TokenStore:
             if self.manifest["sha256"].keys() != sizes.keys():
                 raise ValueError("its manifest lacks hashes")
             self.notices: list[str] = self.manifest["notices"]
-            """What was changed when the source was read, one sentence each."""
+            """Sentences about data that were changed when the source was read."""
             found = {name: (path / name).stat().st_size for name in sizes}
             self.offsets, self.header_offsets, self.keys, self.rows = (
                 _array(path / name, dtypes) for name, dtypes in ARRAYS.items()

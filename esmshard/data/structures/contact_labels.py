@@ -1,4 +1,4 @@
-"""From coordinates to contacts."""
+"""Contacts, computed from coordinates."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,4 +1,4 @@
-"""Which residues of SEQRES the residues with atoms are. mmCIF says it; PDB leaves it to an alignment.
+"""The match of residues with atoms to residues of SEQRES. mmCIF states it; for PDB an alignment finds it.
 
 The alignments of gemmi and Biopython do not know residue numbers. Where unresolved residues lie in a repeat or in a tag
 at the chain's end, they often choose a place that the numbers exclude.

@@ -1,4 +1,4 @@
-"""What a PDB or mmCIF file says about its chains: listed sequences and backbone atoms. `chains` decides what they mean.
+"""The chains of a PDB or mmCIF file: listed sequences and backbone atoms. `chains` interprets them.
 
 gemmi splits mmCIF into its tables. The rows of `_atom_site` are read here, because gemmi's own model of a structure
 merges two polymers of one author chain name, and takes the whole sequence from entries with an `_entity` table only.
@@ -44,7 +44,7 @@ class Residue:
     """The atoms of one place in the chain. There may be alternative residues at that place."""
 
     name: str
-    """Of its first atom."""
+    """The residue name of the first atom."""
     number: int | None
     """Author's residue number; None where it is no plain number."""
     hetero: bool

@@ -24,9 +24,9 @@ from esmshard.files import cache_directory, read_json, state
 from esmshard.progress import Progress
 
 VERSION = 1
-"""Of the rules by which structures become a split. A new one makes everything be read anew."""
+"""The version of the rules by which structures become a split. After a change, all structures are read again."""
 MANY = 100
-"""Files. With fewer, no progress is shown."""
+"""The number of files from which on progress is shown."""
 
 
 def holds_structures(path: Path) -> bool:

@@ -154,7 +154,7 @@ def read_variants(
 
 @dataclass(frozen=True)
 class _Policies:
-    """What happens to rows that cannot be used, or that come twice; see `read_variants`."""
+    """The treatment of rows that cannot be used, or that occur twice; see `read_variants`."""
 
     on_unusable: Refusal
     on_stop: Refusal

@@ -58,7 +58,7 @@ class Weights:
 
     @property
     def notices(self) -> list[str]:
-        """What a user should know about this file, one sentence each."""
+        """Sentences that the user should read about this file."""
         found = [f"{self.source}: has no {part}; what it says is random" for part in self.absent]
         return found + [f"{self.source}: its {part} is of another task and left out" for part in self.left_out]
 

@@ -22,9 +22,9 @@ PROTEINS = 20
 C = 0.15
 """Inverse strength of the L1 penalty; chosen by the authors on 20 further proteins."""
 PREFERRED = 256
-"""Residues: a longer protein is taken only where there are not enough others, for pairs grow with the square."""
+"""Residues. A longer protein is used only if there are too few others, because pairs grow with the square."""
 MOST_NUMBERS = 40_000_000
-"""Of features. liblinear makes about 36 bytes of each (fp32, then two copies of 16 bytes): 1.4 GB at most."""
+"""The most numbers of features. liblinear needs about 36 bytes for each (fp32, then two copies of 16 bytes): 1.4 GB."""
 
 
 def fit(

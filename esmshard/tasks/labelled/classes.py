@@ -1,4 +1,6 @@
-"""What tasks with classes know of their training labels: how many there are of each, and what follows from it."""
+"""Facts about training labels that are classes: the count of each class, and weights and baselines that follow from
+it.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 WINDOW = 7
 """One-hot baseline: residues on either side."""
 BASELINES = ("length", "one-hot window", "frozen embedding")
-"""What linear models are fitted on."""
+"""The baselines: features to which a linear model is fitted."""
 MOST_RESIDUES = 50_000
-"""On which baselines and probes are fitted, evenly spread over those of the training examples that are given."""
+"""The most residues to which baselines and probes are fitted. They are spread evenly over the training examples."""
 _CODE = np.full(256, -1, dtype=np.int64)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(20)
 

@@ -1,4 +1,6 @@
-"""What a frozen model says of variants, for linear models; computed once for all folds and seeds of a table."""
+"""Features of variants from a frozen model, for linear models. They are computed once for all folds and seeds of a
+table.
+"""
 
 import hashlib
 import tempfile

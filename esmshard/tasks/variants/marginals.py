@@ -1,4 +1,4 @@
-"""What a language model expects at the residues of a protein, hidden one at a time or seen."""
+"""The probabilities of a language model at the residues of a protein, which are masked one at a time or visible."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,7 @@ from esmshard.vocab import MASK, RESIDUES, encode
 WINDOW = 1022
 """Residues that ESM-2 saw at once in training."""
 TOKENS = 4096
-"""Of a pack: more do not go faster on a CPU, and take memory."""
+"""The tokens of a pack. Larger packs are no faster on a CPU, and need more memory."""
 
 _LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 KNOTS = 200
-"""Of a rank scale: places at which values and normal scores are kept, and between which they are interpolated."""
+"""The number of pairs of value and normal score that a rank scale keeps. It interpolates between them."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Scale:
     mean: float
     deviation: float
     values: tuple[float, ...] = ()
-    """Of `rank`: some training values, ascending."""
+    """For `rank`, some training values in ascending order."""
     scores: tuple[float, ...] = ()
-    """Their normal scores, ascending."""
+    """The normal scores of these values."""
 
     def to(self, value: float) -> float:
         """Convert from the unit of the table; NaN stays NaN."""

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
 
 THRESHOLDS, SHARPNESS = 15, 2.0
-"""Of the ranking loss: quantiles that divide the training values, and the slope of the logistic function at each, in
-standard deviations of normal scores."""
+"""For the ranking loss, the number of quantiles that divide the training values, and the slope of the logistic function
+at each quantile, in standard deviations of normal scores."""
 ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
 """The baselines."""
 LIGHT = 10.0
