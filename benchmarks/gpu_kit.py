@@ -254,7 +254,7 @@ def collect(work: Path, request: Request) -> tuple[list[Package], dict[str, Any]
     (work / "wheels").mkdir()
     index = WheelIndex(None, (f"torch=={request.torch}",))
     own = own_wheel(fetched)
-    say(f"asking pip what esmshard {__version__} needs for {request.target.words()}")
+    say(f"asking pip for the packages of esmshard {__version__} for {request.target.words()}")
     resolved = wheelhouse.resolve(own, EXTRAS, request.target, index)
     packages = {str(canonicalize_name(package.name)): package for package in [package_of(own), *resolved]}
     roots = [Requirement(f"esmshard[{','.join(EXTRAS)}]"), Requirement("pip")]

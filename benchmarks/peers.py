@@ -181,7 +181,7 @@ def embed_padded(
     groups: Sequence[Sequence[int]],
     device: torch.device,
 ) -> Variant:
-    """In padded batches."""
+    """Embed in padded batches."""
     batches = [(padded(tokens, group, device), [len(tokens[n]) for n in group]) for group in groups]
 
     @torch.no_grad()
@@ -248,7 +248,7 @@ def train_transformers(
     *,
     autocast: bool = False,
 ) -> Variant:
-    """In padded batches; logits at every token, as the library computes them."""
+    """Train in padded batches with logits at every token, as the library computes them."""
     masked, chosen = corrupt(tokens)
     work = []
     for group in groups:

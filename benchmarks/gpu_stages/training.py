@@ -48,7 +48,7 @@ class Trained:
     tokens: int
     """The tokens of a step, without padding."""
     residues: int
-    """Of a step."""
+    """The residues of a step."""
     flops: float
     """The FLOPs of a step, forward and backward. Recomputation for the sake of memory does not count."""
     ceiling: float

@@ -15,7 +15,7 @@ class Failure(NamedTuple):
 
     id: str
     length: int
-    """Number of residues."""
+    """The number of residues."""
     reason: str
     """Why the record failed, as a clause for users."""
 

@@ -23,7 +23,7 @@ from esmshard.checkpoint.atomic_directory import lives
 from esmshard.errors import InputError, UsageError
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
-"""Most rows, and most numbers, of a row group of a Parquet file."""
+"""The most rows, and most numbers, of a row group of a Parquet file."""
 
 
 class Writer(ABC):
