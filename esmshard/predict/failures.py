@@ -17,7 +17,7 @@ class Failure(NamedTuple):
     length: int
     """The number of residues."""
     reason: str
-    """Why the record failed, as a clause for users."""
+    """The reason of the failure, as a clause for users."""
 
 
 def failures_file(out: Path) -> Path:

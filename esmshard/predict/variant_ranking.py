@@ -47,7 +47,7 @@ class RankingRequest:
     mutations: list[tuple[Mutation, ...]]
     """The mutations of each variant, without synonymous changes."""
     not_ranked: list[str]
-    """For each row after the variants, why it is not ranked."""
+    """The reason why each row after the variants is not ranked."""
     values_N: npt.NDArray[np.float64] | None
     """The measured values of the first target, if the table has this column; NaN where a cell has none."""
     offset: int
@@ -158,7 +158,7 @@ class _ModelPredictions:
     wild_type: float
     """The mean over the models of the wild type's first target, for comparison with the variants."""
     sign: float
-    """-1 if lower values of the first target are better, else 1."""
+    """The sign of better values of the first target: -1 if lower values are better, else 1."""
 
     @property
     def mean_N(self) -> npt.NDArray[np.float32]:
@@ -185,7 +185,7 @@ class _Rows:
     order: npt.NDArray[np.int64]
     """The numbers of the ranked variants, in the order of their rows."""
     not_ranked: list[str]
-    """For each row after the variants, why it has no rank."""
+    """The reason why each row after the variants has no rank."""
     new: dict[str, list[str]]
     """The new columns of all these rows."""
     facts: dict[str, Any]

@@ -95,7 +95,7 @@ class Certificate:
     """The comparisons of a model, their sequences, and the quantities that were not compared."""
 
     facts: dict[str, Any]
-    """Model, device and versions; see `as_json`."""
+    """The model, the device and the versions; see `as_json`."""
     comparisons: list[Comparison] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
     """The quantities that were not compared, one sentence each."""

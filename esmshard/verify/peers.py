@@ -48,7 +48,7 @@ class Outputs:
 
 
 class AbsentError(Exception):
-    """A peer cannot be compared with. The error has the reason and the fix."""
+    """No comparison with a peer is possible. The error has the reason and the fix."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason, fix)
@@ -62,7 +62,7 @@ class Peer:
     name: str
     """The name of the library, with its version."""
     run: Callable[[Sequence[Record]], Iterator[tuple[int, Outputs]]]
-    """Yields the number of each record and the peer's outputs for it, each record once, in any order."""
+    """A function that yields the number and the outputs of each record, each record once, in any order."""
 
 
 def fair_esm(found: Weights, device: torch.device) -> Peer:
@@ -144,7 +144,7 @@ def transformers(found: Weights, device: torch.device) -> Peer:
 
 
 MakePeer = Callable[[Weights, torch.device], Peer]
-"""Makes a peer, or raises `AbsentError` if the peer cannot be compared with."""
+"""A function that makes a peer, or raises `AbsentError` if no comparison with it is possible."""
 PEERS: dict[str, MakePeer] = {"fair-esm": fair_esm, "transformers": transformers}
 
 
