@@ -39,7 +39,7 @@ FIXED_LENGTH = 286
 SHORT_LENGTHS = (20, 40)
 """The residues of the many sequences for the measurement of memory: 30 on average."""
 NEW_SHARE = 10
-"""In the second run with --reuse, every tenth sequence is new."""
+"""The step from one new sequence to the next in the second run with --reuse: every tenth sequence is new."""
 
 Rows = tuple[list[str], npt.NDArray[np.float32]]
 """The ids, and the embeddings [N, D]."""
@@ -73,7 +73,7 @@ class Bench:
         self.folder, self.rounds, self.threads = folder, rounds, threads
         self.out, self._note = folder / "out", folder / "note.json"
         self.one = write_fasta(folder / "one.fasta", texts([FIXED_LENGTH], 99))
-        """Write a file with one sequence. The time that a command takes for this file is its start-up."""
+        """A file with one sequence. The time that a command takes for this file is its start-up."""
 
     def fasta(self, lengths: Iterable[int], seed: int = 1) -> Path:
         """Write sequences of these lengths."""
@@ -121,7 +121,7 @@ class Program:
     arguments: Callable[[Path], list[object]]
     """The command for a FASTA file."""
     result: Callable[[], bool]
-    """Returns whether there is a first result: a finished part, a `.pt` file, or a row."""
+    """A function that returns whether there is a first result: a finished part, a `.pt` file, or a row."""
     read: Callable[[], Rows]
 
 

@@ -1,4 +1,4 @@
-"""The GPU that is measured: what it is, how it is clocked, and whether anything is in the way of measuring it."""
+"""The GPU that is measured: its name and clocks, and obstacles to a measurement."""
 
 import json
 import subprocess
@@ -12,10 +12,10 @@ from esmshard.cluster.doctor.findings import Unanswered, ask, gib
 from esmshard.cluster.doctor.gpus import parse_processes
 
 TAKEN = 2 * 2**30
-"""Bytes. A GPU of which more is taken before a stage begins is in use: figures from it would be of two programs."""
+"""The bytes of a GPU in use from which on another program uses it. Figures would then be those of two programs."""
 
 LOOKS = 5
-"""How often a GPU that is in use is looked at before that is believed."""
+"""The number of checks before a GPU counts as used by another program."""
 
 _QUESTION = """
 import json, warnings
@@ -34,9 +34,9 @@ _FIXED = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,ecc.mode.curre
 
 
 def obstacle() -> str | None:
-    """Why nothing can be measured on the GPU, in one sentence with what to do; None if nothing is in the way.
+    """Return why the GPU cannot be measured, in one sentence with a fix; None if it can.
 
-    A process of its own asks torch, for this one must hold no memory of the GPU while the stages run.
+    A separate process asks torch, because this process must use no memory of the GPU while the stages run.
     """
     for _ in range(LOOKS):
         done = subprocess.run([sys.executable, "-c", _QUESTION], capture_output=True, text=True, check=False)
@@ -46,16 +46,16 @@ def obstacle() -> str | None:
         found = json.loads(done.stdout.splitlines()[-1])
         if "free" not in found or found["total"] - found["free"] <= TAKEN:
             break
-        time.sleep(2)  # a process that was killed keeps its memory for a moment
+        time.sleep(2)  # a killed process keeps its memory for a moment
     return judged(found, processes())
 
 
 def judged(found: dict[str, Any], running: str) -> str | None:
-    """What `obstacle` makes of torch's answers.
+    """Return the result of `obstacle` for the answers of torch.
 
     Args:
         found: `torch`, `built` (CUDA version or None), and either `error` or `free` and `total` bytes.
-        running: the programs on the GPU, for people; may be empty.
+        running: the programs on the GPU, as a text for users; may be empty.
     """
     error = found.get("error", "")
     if found["built"] is None:
@@ -81,14 +81,14 @@ def judged(found: dict[str, Any], running: str) -> str | None:
 
 
 def processes() -> str:
-    """Programs on the GPUs as the driver names them, for people; empty where it does not say."""
+    """Return the programs on the GPUs by the driver's names, as a text for users; empty if the driver has no names."""
     query = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
     found = parse_processes(_smi(query, "--format=csv,noheader,nounits"))
     return ", ".join(one for several in found.values() for one in several)
 
 
 def about(device: torch.device) -> dict[str, str]:
-    """Facts about a GPU that do not change while it is measured; none about the CPU."""
+    """Return facts about a GPU that stay the same during a measurement; empty for the CPU."""
     if device.type != "cuda":
         return {}
     known = torch.cuda.get_device_properties(device)
@@ -102,7 +102,7 @@ def about(device: torch.device) -> dict[str, str]:
 
 
 def clocks(device: torch.device) -> str:
-    """Clocks, temperature and power at this moment; empty for the CPU and where the driver does not say."""
+    """Return the present clocks, temperature and power; empty for the CPU, and if the driver does not have them."""
     if device.type != "cuda":
         return ""
     values = [value.strip() for value in _of_gpu(_CLOCKS).split(",")]
@@ -113,14 +113,14 @@ def clocks(device: torch.device) -> str:
 
 
 def _of_gpu(fields: str) -> str:
-    """What the driver says of the GPU that torch computes on, separated by commas; empty without an answer."""
+    """Return facts of the driver about torch's GPU, separated by commas; empty without an answer."""
     query = (f"--query-gpu={fields}", "--format=csv,noheader")
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
     return (_smi(*query, f"--id=GPU-{uuid}") or _smi(*query)).split("\n", 1)[0]
 
 
 def _smi(*arguments: str) -> str:
-    """What nvidia-smi answers; empty if it is not there or fails."""
+    """Return the output of nvidia-smi; empty if it is not installed or fails."""
     try:
         answer = ask(["nvidia-smi", *arguments])
     except Unanswered:

@@ -1,15 +1,15 @@
-"""Install the GPU kit in which this file lies, on a machine without network.
+"""Install the GPU kit that contains this file, on a machine without network.
 
     python3.12 install.py                        # makes .venv beside this file
     python3.12 install.py VENV                   # makes VENV
-    python3.12 install.py VENV --source CLONE    # what runs is CLONE/esmshard, not the esmshard of the kit
+    python3.12 install.py VENV --source CLONE    # CLONE/esmshard is used, not the esmshard of the kit
 
 Run it with the Python of the machine that has torch. VENV is a new virtual environment with the packages of the kit;
-torch and everything else that this Python has stay where they are, and VENV sees them. Nothing is downloaded, and
-nothing outside VENV changes. `make gpu-kit` writes the kit, and calls this file install.py in it.
+torch and the other packages of this Python stay where they are, and VENV uses them. Nothing is downloaded, and
+nothing outside VENV changes. `make gpu-kit` writes the kit, in which this file is called install.py.
 """
 
-# A wrong Python is told so, which it is only if it can read this file: the syntax is that of Python 3.7.
+# The syntax is that of Python 3.7, so that an old Python can read this file and print that it is too old.
 from __future__ import annotations
 
 import argparse
@@ -40,18 +40,18 @@ print(f"torch {torch.__version__}, {os.path.dirname(torch.__file__)}")
 print(f"CUDA: {cuda}")
 print(f"esmshard {esmshard.__version__}, {os.path.dirname(esmshard.__file__)}")
 """
-"""What runs, asked of the new environment."""
+"""A program that prints the versions in the new environment."""
 
 
 class Refusal(Exception):
-    """The reason why nothing was installed, in one sentence, with something to do about it."""
+    """Nothing was installed. The message is one sentence with the reason and a fix."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check the machine and the kit, install, and print what runs; the exit code."""
+    """Check the machine and the kit, install, and print the versions. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("venv", nargs="?", metavar="VENV", default=str(KIT / ".venv"), help="directory to make")
-    parser.add_argument("--source", metavar="DIR", help="a clone, whose esmshard/ is to run instead of the kit's")
+    parser.add_argument("--source", metavar="DIR", help="a clone, whose esmshard/ is used instead of the kit's")
     args = parser.parse_args(arguments)
     try:
         kit = read_kit()
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         torch = torch_directory(kit)
         check_expected(kit)
         source = source_directory(args.source)
-        venv = Path(os.path.abspath(args.venv))  # noqa: PTH100  # links stay what they are
+        venv = Path(os.path.abspath(args.venv))  # noqa: PTH100  # symbolic links are kept
         check_place(venv, kit)
         check_wheels(kit)
         report = install(venv, kit, torch, source)
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_kit() -> dict[str, Any]:
-    """What kit.json says."""
+    """Return the content of kit.json."""
     path = KIT / "kit.json"
     if not path.is_file():
         raise Refusal(f"{path} is missing; make a kit with `make gpu-kit`, unpack it, and run the install.py inside")
@@ -93,7 +93,7 @@ def read_kit() -> dict[str, Any]:
 
 
 def check_machine(kit: dict[str, Any]) -> None:
-    """Refuse another Python, processor or C library than the wheels are for."""
+    """Refuse a machine whose Python, processor or C library does not fit the wheels."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if running != kit["python"]:
         raise Refusal(
@@ -115,7 +115,7 @@ def check_machine(kit: dict[str, Any]) -> None:
 
 
 def torch_directory(kit: dict[str, Any]) -> str:
-    """The directory that holds the machine's torch, which must be new enough."""
+    """Return the directory of the machine's torch. The torch must be new enough."""
     least = kit["torch_at_least"]
     try:
         found = importlib.util.find_spec("torch")
@@ -138,7 +138,7 @@ def torch_directory(kit: dict[str, Any]) -> str:
 
 
 def check_expected(kit: dict[str, Any]) -> None:
-    """Refuse if a package is missing that the kit leaves out because the machine was said to have it."""
+    """Refuse a machine that lacks a package which the kit leaves out, because the machine was expected to have it."""
     installed = {_canonical(str(one.metadata["Name"])) for one in importlib.metadata.distributions()}
     missing = [name for name in kit["expected"] if name not in installed]
     if missing:
@@ -149,7 +149,7 @@ def check_expected(kit: dict[str, Any]) -> None:
 
 
 def source_directory(asked: str | None) -> str | None:
-    """The absolute path of a clone."""
+    """Return the absolute path of a clone."""
     if asked is None:
         return None
     source = os.path.abspath(asked)  # noqa: PTH100
@@ -159,7 +159,7 @@ def source_directory(asked: str | None) -> str | None:
 
 
 def check_place(venv: Path, kit: dict[str, Any]) -> None:
-    """Refuse a VENV that exists, or for which there is no room."""
+    """Refuse a VENV that exists already, or for which there is no room."""
     if os.path.lexists(str(venv)):
         raise Refusal(
             f"{venv} exists already; remove it (rm -r {shlex.quote(str(venv))}), or name another directory: "
@@ -175,7 +175,7 @@ def check_place(venv: Path, kit: dict[str, Any]) -> None:
 
 
 def check_wheels(kit: dict[str, Any]) -> None:
-    """Refuse wheels that are missing, or that are not those of the kit."""
+    """Refuse a kit with missing or changed wheels."""
     for name, announced in kit["wheels"].items():
         path = KIT / "wheels" / name
         if not path.is_file():
@@ -187,11 +187,11 @@ def check_wheels(kit: dict[str, Any]) -> None:
 
 
 def install(venv: Path, kit: dict[str, Any], torch: str, source: str | None) -> str:
-    """Make VENV, install the wheels in it, and say what runs. VENV is removed again if anything fails."""
+    """Make VENV, install the wheels in it, and return the versions. If a step fails, remove VENV."""
     try:
         _make(venv, kit)
         (packages,) = venv.glob("lib/python*/site-packages")
-        # Only now: pip leaves out what it finds in the same version outside of VENV.
+        # This comes after pip, because pip does not install packages that it finds outside of VENV in the same version.
         lines = [f"import site; site.addsitedir({place!a})" for place in machine_directories(torch)]
         (packages / "packages_of_the_machine.pth").write_text("\n".join([*lines, ""]), encoding="utf-8")
         if source is not None:
@@ -209,7 +209,7 @@ def install(venv: Path, kit: dict[str, Any], torch: str, source: str | None) -> 
                 f"what was installed does not run ({_last_line(done.stderr, done.returncode)}); look whether "
                 f"`{sys.executable} -c 'import torch'` works on this machine"
             )
-        (venv / ".ready").touch()  # The Makefile makes VENV anew without it.
+        (venv / ".ready").touch()  # Without this file, the Makefile would make VENV again.
     except BaseException:
         shutil.rmtree(str(venv), ignore_errors=True)
         raise
@@ -217,16 +217,16 @@ def install(venv: Path, kit: dict[str, Any], torch: str, source: str | None) -> 
 
 
 def machine_directories(torch: str) -> list[str]:
-    """Directories with packages of the running Python, in its own order; the one that holds torch is among them.
+    """Return the directories with packages of the running Python, in Python's order, including that of torch.
 
-    The running Python may be a virtual environment, of which another one sees nothing by `--system-site-packages`.
+    The running Python may be a virtual environment. `--system-site-packages` would not give access to its packages.
     """
     found = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
     return list(dict.fromkeys(found if torch in found else [torch, *found]))
 
 
 def _make(venv: Path, kit: dict[str, Any]) -> None:
-    """A virtual environment with the wheels of the kit."""
+    """Make a virtual environment with the wheels of the kit."""
     try:
         from venv import EnvBuilder
     except ImportError:
@@ -241,7 +241,7 @@ def _make(venv: Path, kit: dict[str, Any]) -> None:
             "install.py DIRECTORY"
         ) from None
     wheels = [os.path.join("wheels", name) for name in kit["wheels"]]  # noqa: PTH118
-    # pip runs from its own wheel: VENV has none. No setting of pip on this machine may change what it does.
+    # pip runs from its own wheel, because VENV has no pip. The machine's settings of pip must have no effect.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     command = [str(venv / "bin" / "python"), "-I", os.path.join("wheels", kit["pip"], "pip")]  # noqa: PTH118
     command += ["install", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--quiet"]
@@ -262,7 +262,7 @@ def _make(venv: Path, kit: dict[str, Any]) -> None:
 
 
 def _again() -> str:
-    """What to do about a kit that is not whole."""
+    """Return the fix for an incomplete kit."""
     return "copy the archive to this machine again and unpack it: `tar -xf gpu-kit.tar.xz`"
 
 
@@ -273,7 +273,7 @@ def _last_line(text: str, code: int) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of a version, the leading two: (2, 11) of 2.11.0a0+git."""
+    """Return the first two numbers of a version: (2, 11) for 2.11.0a0+git."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 

@@ -1,28 +1,28 @@
-"""Make one archive with everything that a machine with a GPU, but without network, lacks to run `gpu.py`.
+"""Make one archive with everything that a machine with a GPU, but without network, needs to run `gpu.py`.
 
     make gpu-kit                                                    # build/gpu-kit.tar.xz
     make gpu-kit ARGUMENTS='--overwrite --has packages.txt'         # the machine has these packages already
     python benchmarks/gpu_kit.py kit.tar.xz --starter starter-data  # with the data that data/starter/build.py wrote
 
-On the machine, where Python and torch are:
+On the machine, which has Python and torch:
 
     tar -xf gpu-kit.tar.xz        # without the program xz: python3.12 -m tarfile -e gpu-kit.tar.xz
     python3.12 gpu-kit/install.py
     cd gpu-kit && .venv/bin/python benchmarks/gpu.py --out build/gpu
 
-`packages.txt` is what `pip list --format freeze` says on the machine; a name without a version is trusted. What it
-names is left out, unless another package asks for a different version. Always left out are torch, what only torch
-needs, packages that only transfer files over a network, and the test suites of numpy, scipy and scikit-learn. In the
-archive:
+`packages.txt` is the output of `pip list --format freeze` on the machine. A name without a version always fits. These
+packages are left out, unless another package requires a different version. Always left out are torch, packages that
+only torch needs, packages that only transfer files over a network, and the test suites of numpy, scipy and
+scikit-learn. The archive has these files:
 
-    gpu-kit/install.py     installs, as `gpu_install.py` beside this file says
-    gpu-kit/kit.json       what the kit is for, and the sha256 of each wheel
+    gpu-kit/install.py     the program `gpu_install.py` beside this file
+    gpu-kit/kit.json       the machine that the kit is for, and the sha256 of each wheel
     gpu-kit/wheels/        esmshard, pip, and the packages
-    gpu-kit/benchmarks/ tests/ recipes/ data/ Makefile ...   a checkout to work in, without esmshard/
-    gpu-kit/starter-data/  with --starter
+    gpu-kit/benchmarks/ tests/ recipes/ data/ Makefile ...   a checkout without esmshard/
+    gpu-kit/starter-data/  only with --starter
 
-pip decides and downloads, under the user's own configuration. Wheels and training data are stored again without their
-own compression, so that the archive's, which is stronger and sees all of them at once, has something to work on.
+pip chooses and downloads, under the user's own configuration. Wheels and training data are stored again without their
+own compression, so that the archive can compress all of them together, and better.
 """
 
 import argparse
@@ -61,15 +61,15 @@ from esmshard.progress import say
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP = "gpu-kit"
-"""The one directory in the archive."""
+"""The only directory at the top of the archive."""
 EXTRAS = ("gpu",)
-"""Groups of optional packages that the proof needs."""
+"""The extras that the GPU tests need."""
 ALWAYS = frozenset({"esmshard", "pip"})
-"""Packages that travel whatever the machine has: what is to be proved, and what installs it."""
+"""The packages that are always included: esmshard, and pip for its installation."""
 TRANSFER = frozenset({"hf-xet"})
-"""Packages that only transfer files over a network: 3 MiB. huggingface_hub asks for hf-xet, and works without it."""
+"""The packages that only transfer files over a network: 3 MiB. huggingface_hub requires hf-xet, and works without."""
 WITHOUT_TESTS = frozenset({"numpy", "scipy", "scikit_learn"})
-"""Wheels whose test suites are left out: 6 MiB, and nothing else in them imports these. (Of h5py that is not true.)"""
+"""The wheels whose test suites are left out, 6 MiB. Their other modules do not import the tests; those of h5py do."""
 CHECKOUT = (
     "Makefile",
     "pyproject.toml",
@@ -85,46 +85,54 @@ CHECKOUT = (
 )
 NOT_IN_CHECKOUT = "benchmarks/results/"
 STARTER = ("chains.fasta", "chains.npz", "valid_chains.fasta", "valid_chains.npz", "sequences.fasta.gz")
-"""Files that data/starter/build.py writes."""
+"""The files that data/starter/build.py writes."""
 DICTIONARY = 128 * 2**20
-"""Bytes that the compression looks back; unpacking takes as much memory. The wheels are larger together."""
+"""The bytes of the compression's dictionary. Unpacking takes as much memory. All wheels together are larger."""
 DOWNLOADS = 4
-"""Wheels that are downloaded at the same time."""
+"""The number of wheels that are downloaded at the same time."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the kit is for."""
+    """The request for a kit."""
 
     target: Target
     torch: str
-    """Version that the machine has."""
+    """The version of torch on the machine."""
     has: Mapping[str, str | None]
-    """Versions by canonical name of what else the machine has; None where it was not said."""
+    """The versions of other packages on the machine, by canonical name; None for an unknown version."""
     starter: Path | None
     limit: float
-    """MiB that the archive may have."""
+    """The largest size of the archive, in MiB."""
     preset: int
-    """Effort of the compression, 0 to 9."""
+    """The effort of the compression, 0 to 9."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the kit and say how large it is; the exit code."""
+    """Make the kit and print its size. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, metavar="ARCHIVE", help="file to write, such as gpu-kit.tar.xz")
     parser.add_argument("--overwrite", action="store_true", help="replace ARCHIVE if it exists")
-    parser.add_argument("--python", default="3.12", metavar="VERSION", help="of the machine (default: %(default)s)")
+    parser.add_argument(
+        "--python", default="3.12", metavar="VERSION", help="Python of the machine (default: %(default)s)"
+    )
     parser.add_argument(
         "--platform",
         default="manylinux_2_28_x86_64",
         metavar="NAME",
-        help="of the machine: glibc and processor, or `here` (default: %(default)s)",
+        help="glibc and processor of the machine, or `here` (default: %(default)s)",
     )
-    parser.add_argument("--torch", default="2.11.0", metavar="VERSION", help="on the machine (default: %(default)s)")
-    parser.add_argument("--has", type=Path, metavar="FILE", help="what else the machine has, as `name==version` lines")
-    parser.add_argument("--starter", type=Path, metavar="DIR", help="training data of the starter model, to take along")
+    parser.add_argument(
+        "--torch", default="2.11.0", metavar="VERSION", help="torch on the machine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--has", type=Path, metavar="FILE", help="other packages of the machine, as `name==version` lines"
+    )
+    parser.add_argument("--starter", type=Path, metavar="DIR", help="training data of the starter model to include")
     parser.add_argument("--limit", type=float, default=60.0, metavar="MIB", help="largest archive (default: 60)")
-    parser.add_argument("--preset", type=int, default=6, choices=range(10), metavar="0-9", help="effort (default: 6)")
+    parser.add_argument(
+        "--preset", type=int, default=6, choices=range(10), metavar="0-9", help="effort of the compression (default: 6)"
+    )
     args = parser.parse_args(arguments)
     try:
         if os.path.lexists(args.output) and not args.overwrite:
@@ -141,10 +149,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    """What was asked for.
+    """Return the request of the command line.
 
     Raises:
-        UsageError: with one sentence for each thing that is wrong.
+        UsageError: with one sentence for each problem.
     """
     problems = []
     if not re.fullmatch(r"3\.\d{1,2}", args.python):
@@ -167,17 +175,17 @@ def request_of(args: argparse.Namespace) -> Request:
 
 
 def read_has(path: Path) -> dict[str, str | None]:
-    """Versions by canonical name from a file of `name==version` and `name` lines, as pip writes it.
+    """Return versions by canonical name from a file of `name==version` and `name` lines, as pip writes it.
 
-    A package whose version cannot be compared (those of a Linux distribution have such) is left out, and travels.
+    If a version cannot be compared, as in Linux distributions, the package is left out, so that the kit includes it.
 
     Raises:
-        UsageError: a line names no package.
+        UsageError: if a line names no package.
     """
     found: dict[str, str | None] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         text = line.split(" #")[0].strip()
-        if not text or text.startswith(("#", "-")):  # A comment, or an option such as -e, which pip freeze writes.
+        if not text or text.startswith(("#", "-")):  # This is a comment, or an option such as -e of pip freeze.
             continue
         match = re.fullmatch(r"([A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?)(?:\s*={2,3}\s*(\S+)|\s*@\s*\S+)?", text)
         if match is None:
@@ -194,10 +202,10 @@ def build(output: Path, request: Request) -> str:
     """Make the archive.
 
     Returns:
-        What was made and how to use it, for people.
+        A text on what was made and how to use it.
 
     Raises:
-        InputError: a wheel cannot be had, or the archive is too large.
+        InputError: if a wheel cannot be obtained, or the archive is too large.
     """
     begun = time.monotonic()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +216,7 @@ def build(output: Path, request: Request) -> str:
         largest = sorted(work.glob("fetched/*.whl"), key=lambda wheel: -wheel.stat().st_size)
         kept = [stored(wheel, work / "wheels") for wheel in sorted(largest, key=_order)]
         kit["wheels"] = {wheel.name: sha256(wheel) for wheel in kept}
-        # A tenth covers what scripts, directories and the last block of each file take.
+        # A tenth covers scripts, directories and the last block of each file.
         kit["installed_bytes"] = sum(wheel.stat().st_size for wheel in kept) * 11 // 10
         (work / "kit.json").write_text(json.dumps(kit, indent=1) + "\n", encoding="utf-8")
         say(f"compressing {len(kept)} wheels")
@@ -239,14 +247,14 @@ def collect(work: Path, request: Request) -> tuple[list[Package], dict[str, Any]
     """Fetch all wheels into `work/fetched`.
 
     Returns:
-        The packages besides esmshard, and what kit.json says but for the sums of the wheels.
+        The packages without esmshard, and the content of kit.json without the checksums of the wheels.
     """
     fetched = work / "fetched"
     fetched.mkdir()
     (work / "wheels").mkdir()
     index = WheelIndex(None, (f"torch=={request.torch}",))
     own = own_wheel(fetched)
-    say(f"asking pip what esmshard {__version__} needs for {request.target.words()}")
+    say(f"asking pip for the packages of esmshard {__version__} for {request.target.words()}")
     resolved = wheelhouse.resolve(own, EXTRAS, request.target, index)
     packages = {str(canonicalize_name(package.name)): package for package in [package_of(own), *resolved]}
     roots = [Requirement(f"esmshard[{','.join(EXTRAS)}]"), Requirement("pip")]
@@ -275,7 +283,7 @@ def collect(work: Path, request: Request) -> tuple[list[Package], dict[str, Any]
 
 
 def package_of(wheel: Path) -> Package:
-    """What a wheel says of itself."""
+    """Return the metadata of a wheel."""
     name, version = wheel.name.split("-")[:2]
     with zipfile.ZipFile(wheel) as archive:
         meta = PathDistribution(zipfile.Path(archive, f"{name}-{version}.dist-info/"))
@@ -288,20 +296,20 @@ def divided(
     has: Mapping[str, str | None],
     environment: dict[str, str],
 ) -> tuple[set[str], dict[str, str | None]]:
-    """What must travel, and what the machine is expected to have.
+    """Return the packages of the kit, and the packages that the machine is expected to have.
 
-    A package of the machine is left out if its version is good for everything that asks for it, in the kit or of the
-    machine. What it needs itself the machine has too, but for packages behind an extra that is asked for: these need
-    not be installed with it. torch is taken for granted, with all that it needs; what only transfers files is left out.
+    A package of the machine is left out if its version fits all packages that require it, in the kit or on the
+    machine. The machine has the package's own requirements, too, except those of a requested extra, which may not
+    be installed. torch and its requirements are expected; packages that only transfer files are left out.
 
     Args:
-        packages: what pip would install, by canonical name; all that is asked for is among them.
-        roots: what is needed in the first place.
-        has: versions by canonical name; None is good for everything.
-        environment: values of environment markers.
+        packages: the packages that pip would install, by canonical name; they include all requirements.
+        roots: the first requirements.
+        has: versions by canonical name; None fits always.
+        environment: the values of environment markers.
 
     Returns:
-        Canonical names, and versions by canonical name.
+        The canonical names, and the versions by canonical name.
     """
     never = {"torch", *TRANSFER}
     trusted = {name: version for name, version in has.items() if name in packages and name not in ALWAYS | never}
@@ -319,7 +327,7 @@ def divided(
 
 
 def revision() -> dict[str, Any]:
-    """The git commit that the kit is of, and whether files differ from it; nothing without git."""
+    """Return the git commit of the kit, and whether files differ from it; empty without git."""
     commit = _git("rev-parse", "HEAD")
     if not _is_clone() or commit is None:
         return {}
@@ -327,7 +335,7 @@ def revision() -> dict[str, Any]:
 
 
 def checkout_files() -> list[str]:
-    """Paths below the root of the clone: what git knows, or would add; without git all files but caches."""
+    """Return paths below the root of the clone: files that git knows or would add; without git all files but caches."""
     listed = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *CHECKOUT)
     if _is_clone() and listed is not None:
         names = set(listed.split("\0")) - {""}
@@ -343,7 +351,7 @@ def _is_clone() -> bool:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says; None where there is no git, or it knows nothing of this directory."""
+    """Return the output of git; None if there is no git, or this directory is in no repository."""
     if shutil.which("git") is None:
         return None
     command = ["git", "-C", str(ROOT), *arguments]
@@ -352,18 +360,18 @@ def _git(*arguments: str) -> str | None:
 
 
 def _order(wheel: Path) -> tuple[bool, bool, int]:
-    """Sort esmshard first, beside the files of the clone that it has too, and shared libraries last, the largest first.
+    """Return a sort key: esmshard first, beside equal files of the clone, and shared libraries last, the largest first.
 
-    Alike ones must not lie further apart than the compression looks back.
+    Similar files must not be further apart than the compression's dictionary is long.
     """
     return not wheel.name.startswith("esmshard-"), not wheel.name.endswith("-none-any.whl"), -wheel.stat().st_size
 
 
 def stored(archive: Path, into: Path) -> Path:
-    """The same zip archive without compression: a wheel, or arrays of numpy.
+    """Copy a zip archive, a wheel or arrays of numpy, without compression.
 
-    Its members have the same names, contents, times and modes, in the same order. Only some wheels lose their test
-    suites, and the lines of RECORD about them.
+    The members have the same names, contents, times and modes, in the same order. Only some wheels lose their test
+    suites, and the lines of RECORD for these.
     """
     copy = into / archive.name
     strip = archive.name.split("-")[0] in WITHOUT_TESTS
@@ -382,7 +390,7 @@ def stored(archive: Path, into: Path) -> Path:
 
 
 def starter_files(directory: Path, into: Path) -> Iterator[Path]:
-    """The training data of the starter model, with the same contents, not compressed."""
+    """Copy the training data of the starter model without compression."""
     for path in (directory / name for name in STARTER):
         if path.suffix == ".npz":
             yield stored(path, into)
@@ -395,7 +403,7 @@ def starter_files(directory: Path, into: Path) -> Iterator[Path]:
 
 
 def members(work: Path, wheels: list[Path], starter: Path | None) -> Iterator[tuple[str, Path]]:
-    """Names in the archive, below its directory, and the files."""
+    """Return the names in the archive, below its directory, and the files."""
     yield "install.py", Path(__file__).with_name("gpu_install.py")
     yield "kit.json", work / "kit.json"
     for path in starter_files(starter, work) if starter else ():
@@ -411,7 +419,9 @@ def write_archive(path: Path, files: Iterator[tuple[str, Path]], request: Reques
     filters: list[dict[str, Any]] = [
         {"id": lzma.FILTER_LZMA2, "preset": request.preset, "dict_size": DICTIONARY},
     ]
-    if request.target.machine == "x86_64":  # Addresses of calls are made absolute, so that equal ones look alike.
+    if (
+        request.target.machine == "x86_64"
+    ):  # Addresses of calls are made absolute, so that equal calls have equal bytes.
         filters.insert(0, {"id": lzma.FILTER_X86})
     with (
         lzma.open(path, "wb", format=lzma.FORMAT_XZ, filters=filters) as compressed,

@@ -1,4 +1,4 @@
-"""How fast sequences become batches: ingestion, epoch plans, random reads. `python benchmarks/ingest.py --help`."""
+"""Measures the speed of ingestion, epoch plans and random reads. `python benchmarks/ingest.py --help`."""
 
 import argparse
 import gzip
@@ -23,21 +23,21 @@ from esmshard.data.store.store_index import Shard, write_index
 from esmshard.data.store.token_store import header_shard, keys, token_shard
 
 PEER_RECORDS = 4000
-"""The Python peers read this many records of the same file: their speed does not depend on it, their patience does."""
+"""The records of the file that the Python peers read. Their speed does not depend on this number."""
 ESMSHARD = [sys.executable, "-m", "esmshard", "ingest"]
-# UniProt's composition of the 20 amino acids, in per cent.
+# The composition of UniProt by the 20 amino acids, in per cent.
 COMPOSITION = {"L": 9.7, "A": 8.3, "G": 7.1, "V": 6.9, "E": 6.2, "S": 6.6, "I": 5.9, "K": 5.8, "R": 5.5, "D": 5.5}
 COMPOSITION |= {"T": 5.4, "P": 4.7, "N": 4.1, "Q": 3.9, "F": 3.9, "Y": 2.9, "M": 2.4, "H": 2.3, "C": 1.4, "W": 1.1}
 
 
 def protein_lengths(count: int) -> np.ndarray:
-    """Lognormal, median 270, mean about 330, clipped to 20 to 1,022; int32 [count]."""
+    """Draw lengths, int32 [count]: lognormal, median 270, mean about 330, clipped to 20 to 1,022."""
     rng = np.random.default_rng(0)
     return np.clip(270 * np.exp(0.65 * rng.standard_normal(count, dtype=np.float32)), 20, 1022).astype(np.int32)
 
 
 def write_fasta(path: Path, count: int) -> int:
-    """A file like UniRef's, 60 letters a line; the number of residues."""
+    """Write a file like those of UniRef, with 60 letters on each line. Return the number of residues."""
     rng = np.random.default_rng(1)
     letters = np.frombuffer("".join(COMPOSITION).encode(), np.uint8)
     shares = np.array(list(COMPOSITION.values())) / sum(COMPOSITION.values())
@@ -56,7 +56,7 @@ def write_fasta(path: Path, count: int) -> int:
 
 
 def head(fasta: Path, out: Path, count: int) -> int:
-    """The first records of a file; their residues."""
+    """Copy the first records of a file. Return their residues."""
     seen = residues = 0
     with open(fasta, "rb") as source, open(out, "wb") as file:
         for line in source:
@@ -69,8 +69,8 @@ def head(fasta: Path, out: Path, count: int) -> int:
 
 
 def timed(command: list[str]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a whole command, start-up included; of several processes the largest peak."""
-    # Started by a small process: a command's peak counts from what its starter held.
+    """Return seconds and peak resident bytes of a whole command with its start-up. The largest process counts."""
+    # A small process starts the command, because the peak of a command includes the memory of its starter.
     script = (
         "import sys, time, subprocess, resource\n"
         "began = time.perf_counter(); subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)\n"
@@ -81,7 +81,7 @@ def timed(command: list[str]) -> tuple[float, int]:
     return float(seconds), int(kilobytes) * 1024
 
 
-# The Python peers: parse, tokenize, write the tokens. Imports are not timed.
+# The Python peers parse, tokenize and write the tokens. Imports are not timed.
 FAIR_ESM = """
 import sys, time, esm, numpy
 alphabet = esm.data.Alphabet.from_architecture("ESM-1b")
@@ -107,7 +107,7 @@ print(time.perf_counter() - began)
 
 
 def peer(script: str, *arguments: Path) -> float:
-    """Seconds that a peer reports."""
+    """Return the seconds that a peer reports."""
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)], check=True, capture_output=True, text=True
     )
@@ -115,7 +115,7 @@ def peer(script: str, *arguments: Path) -> float:
 
 
 def ingestion(directory: Path, count: int, rounds: int, peers: bool) -> tuple[list[str], dict[str, list[float]]]:
-    """A table of one file size: MB/s of FASTA text, residues/s, ratio to ours within the turn, peak memory; seconds."""
+    """Return a table for one file size: MB/s of FASTA text, residues/s, ratio to esmshard in the turn, peak memory."""
     fasta, packed = directory / f"{count}.fasta", directory / f"{count}.fasta.gz"
     residues = write_fasta(fasta, count)
     with open(fasta, "rb") as source, gzip.open(packed, "wb", compresslevel=6) as file:
@@ -133,7 +133,7 @@ def ingestion(directory: Path, count: int, rounds: int, peers: bool) -> tuple[li
         commands = {name: command for name, command in commands.items() if "seqkit" not in name}
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     memory: dict[str, int] = dict.fromkeys(commands, 0)
-    for turn in range(rounds + 1):  # the first one warms the file cache
+    for turn in range(rounds + 1):  # the first run brings the file into the cache
         for name, command in commands.items():
             shutil.rmtree(store, ignore_errors=True)
             text.unlink(missing_ok=True)
@@ -181,7 +181,7 @@ def ingestion(directory: Path, count: int, rounds: int, peers: bool) -> tuple[li
 
 
 def plan(count: int, global_tokens: int) -> dict[str, float]:
-    """Plan one epoch, in this process: seconds and peak memory above the lengths."""
+    """Plan one epoch in this process. Return the seconds, and the peak memory above the lengths."""
     lengths = protein_lengths(count) + np.int32(2)
     before = measure.peak_above(lambda: lambda: None, torch.device("cpu"))
     result: dict[str, float] = {"records": count, "global_tokens": global_tokens, "before": before}
@@ -211,7 +211,7 @@ def plan(count: int, global_tokens: int) -> dict[str, float]:
 
 
 def reads(directory: Path, count: int) -> dict[str, float]:
-    """Open a store of that many records and read some at random. Its shards are holes: only the index is real."""
+    """Open a store with this number of records, and read some at random. The shards are empty; the index is real."""
     path = directory / "large"
     path.mkdir()
     lengths = protein_lengths(count)
@@ -252,7 +252,7 @@ def reads(directory: Path, count: int) -> dict[str, float]:
 
 
 def figures(title: str, found: dict[str, float]) -> list[str]:
-    """A table of two columns."""
+    """Return a table of two columns."""
     cells = [
         f"| {name} | {value:,.4g} |" if value < 1e4 else f"| {name} | {value:,.0f} |" for name, value in found.items()
     ]
@@ -260,15 +260,15 @@ def figures(title: str, found: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
-    """Parse, measure, print, store."""
+    """Parse, measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--counts", nargs="*", type=int, default=[200_000, 2_000_000], help="sequences of the FASTA files"
+        "--counts", nargs="*", type=int, default=[200_000, 2_000_000], help="numbers of sequences of the FASTA files"
     )
     parser.add_argument(
-        "--records", type=int, default=60_000_000, help="of the epoch plan and of the store that is opened"
+        "--records", type=int, default=60_000_000, help="records of the epoch plan, and of the store that is opened"
     )
-    parser.add_argument("--global-tokens", type=int, default=1 << 20, help="of the epoch plan")
+    parser.add_argument("--global-tokens", type=int, default=1 << 20, help="ranks of the epoch plan")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=measure.RESULTS)
     parser.add_argument("--only-plan", action="store_true", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""How everything here is measured: variants take turns, ratios are formed within a turn. See METHOD.md."""
+"""The method of all measurements: variants take turns, and ratios are formed within a turn. See METHOD.md."""
 
 import gc
 import json
@@ -19,10 +19,10 @@ import torch
 from esmshard.planner.machines import data_sheet
 
 CEILING_SECONDS = 1.0
-"""Of matrix products before each run: long enough that a processor's short-lived top speed is over."""
+"""The seconds of matrix products before each run. After them a processor has left its short-lived top speed."""
 
 GO_ON = False
-"""Whether a variant that fails, perhaps for want of memory, becomes a note under the table of the others."""
+"""Whether a variant that fails, perhaps for lack of memory, becomes a note under the table of the others."""
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,38 +34,38 @@ class Row:
     name: str
     seconds: list[float] = field(default_factory=list)
     ceiling: list[float] = field(default_factory=list)
-    """FLOP/s of a large matrix product, measured right before each run."""
+    """The FLOP/s of a large matrix product, measured right before each run."""
     memory_bytes: int | None = None
-    """Peak above what was held before the run."""
+    """The peak memory above the memory before the run, in bytes."""
 
 
 @dataclass
 class Table:
-    """One workload: the first variant is ours, ratios are how much slower the others are."""
+    """One workload. The first variant is esmshard's; the ratios are the times of the others over its time."""
 
     title: str
     residues: int
     gemm_flops: float
-    """Of the linear layers; an exact count, forward only unless the title says training."""
+    """The exact FLOPs of the linear layers: forward only, or with backward if the title says training."""
     attention_flops: float
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
 
     def ratios(self, row: Row) -> list[float]:
-        """Turn by turn: the other's time over ours."""
+        """Return the other variant's time over ours, turn by turn."""
         return [theirs / ours for ours, theirs in zip(self.rows[0].seconds, row.seconds, strict=True)]
 
     def speed(self) -> float:
-        """FLOP/s of the matrix product: the median of all its runs, which were spread over all turns."""
+        """The FLOP/s of the matrix product: the median of all its runs, which are spread over all turns."""
         return statistics.median(c for row in self.rows for c in row.ceiling)
 
     def share(self, row: Row) -> float:
-        """FLOP/s of the model over that of the matrix product."""
+        """Return the FLOP/s of the model over those of the matrix product."""
         return (self.gemm_flops + self.attention_flops) / statistics.median(row.seconds) / self.speed()
 
 
 def clock(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -76,7 +76,7 @@ def clock(function: Callable[[], object], device: torch.device) -> float:
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product: 2,048 wide on the CPU, 8,192 on a GPU."""
+    """Return the FLOP/s of a square matrix product: 2,048 wide on the CPU, 8,192 on a GPU."""
     n = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     times: list[float] = []
@@ -94,9 +94,9 @@ def take_turns(
     *,
     together: bool = True,
 ) -> list[Any]:
-    """Make every variant, run it once to warm up, then `rounds` times in turns; what the warm-up runs returned.
+    """Make every variant, run it once to warm up, then `rounds` times in turns. Return the results of the warm-up runs.
 
-    With `together=False` a variant is made, run and dropped before the next one is made.
+    With `together=False` each variant is made, run and deleted before the next one is made.
     """
     outputs: list[Any] = []
     made: list[tuple[Row, Callable[[], Any]]] = []
@@ -110,7 +110,7 @@ def take_turns(
             if not together:
                 _turns(table, [(row, function)], rounds, device, dtype)
         except Exception as error:
-            if not GO_ON or not table.rows:  # without the first, which is ours, there is nothing to compare with
+            if not GO_ON or not table.rows:  # the first variant is esmshard's; without it there is no comparison
                 raise
             reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         if reason:
@@ -143,7 +143,7 @@ def _turns(
             if device.type != "cuda":
                 row.seconds.append(clock(function, device))
                 continue
-            # A GPU's allocator forgets its peak at once, so no process of its own is needed.
+            # The allocator of a GPU can reset its peak, so no separate process is needed.
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             row.seconds.append(clock(function, device))
@@ -152,19 +152,19 @@ def _turns(
 
 
 def memory_in_own_process(arguments: list[str]) -> int:
-    """Peak bytes above the loaded model: a process of its own, since a peak of the process can only rise."""
+    """Return the peak bytes above the loaded model, in a separate process, because the peak of a process only rises."""
     script = Path(__file__).with_name("model.py")
     done = subprocess.run([sys.executable, str(script), *arguments], check=True, capture_output=True, text=True)
     return int(done.stdout.split()[-1])
 
 
 def peak_above(prepare: Callable[[], Callable[[], object]]) -> int:
-    """Peak bytes of a call above what was held before it, on the CPU; `prepare` loads the model and makes a small first
-    call.
+    """Return the peak bytes of a call above the memory before it, on the CPU. `prepare` loads the model and makes a
+    small first call.
     """
     function = prepare()
     gc.collect()
-    # Linux lets a process forget its peak, so that loading a model does not hide what the call needs.
+    # Linux lets a process reset its peak, so that the loading of a model does not hide the memory of the call.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status("VmRSS")
     function()
@@ -179,7 +179,7 @@ def _status(key: str) -> int:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Hardware and versions."""
+    """Return hardware and versions."""
     packages = ("torch", "esmshard", "fair-esm", "transformers", "numpy", "faesm", "esm-efficient", "flash-attn")
     found: dict[str, Any] = {
         "date": date.today().isoformat(),
@@ -205,13 +205,13 @@ def _cpu_name() -> str:
 
 
 def half_flops(about: Mapping[str, Any]) -> float | None:
-    """Dense bf16 FLOP/s in the data sheet of the device of `facts`; None for a device without one."""
+    """Return the dense bf16 FLOP/s in the data sheet of the device of `facts`; None for an unknown device."""
     gpu = data_sheet(str(about["device"]))
     return gpu.half_flops if gpu else None
 
 
 def markdown(tables: list[Table], about: Mapping[str, Any], command: str) -> str:
-    """The tables as they are printed and stored."""
+    """Return the tables as Markdown."""
     lines = [f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
     sheet = half_flops(about)
     for table in tables:

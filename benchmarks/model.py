@@ -1,4 +1,4 @@
-"""How fast the model is, beside fair-esm and `transformers`, in one run. `python benchmarks/model.py --help`."""
+"""Measures the speed of the model, fair-esm and `transformers` in one run. `python benchmarks/model.py --help`."""
 
 import argparse
 import sys
@@ -21,12 +21,12 @@ from esmshard.vocab import encode
 WORK = ("embed", "mlm", "contacts", "fixed", "variants")
 FIXED_LENGTH = 286
 VARIANTS_EACH = 14
-"""Variants of a step: 4,032 tokens."""
+"""The variants of a step: 4,032 tokens."""
 CONTACT_LENGTHS = (256, 512, 1000)
 
 
 class Bench:
-    """The variants of every workload on one device, each made when it is asked for."""
+    """The variants of every workload on one device. Each is made when it is requested."""
 
     def __init__(
         self, device: torch.device, count: int, fixed: int = 0, contact_lengths: tuple[int, ...] = CONTACT_LENGTHS
@@ -34,15 +34,15 @@ class Bench:
         self.device, self.count, self.contact_lengths = device, count, contact_lengths
         self.cuda = device.type == "cuda"
         self.compiled = self.cuda
-        """Whether to measure the compiled model, too. On the CPU it does not pay."""
+        """Whether to measure the compiled model, too. On the CPU, compilation gives no speed."""
         self.fixed_turn = fixed or (2000 if self.cuda else 56)
-        """Proteins of one length in a turn."""
+        """The proteins of one length in a turn."""
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.budget = 16384 if self.cuda else 4096
-        """Tokens of a batch; 4,096 is fair-esm's default."""
+        """The tokens of a batch; 4,096 is fair-esm's default."""
 
     def embed(self, name: str) -> dict[str, Callable[[], Variant]]:
-        """Mean embeddings of `count` proteins."""
+        """Return the variants that compute mean embeddings of `count` proteins."""
         tokens, device, dtype = sequences(protein_lengths(self.count)), self.device, self.dtype
 
         def esmshard(compiled: bool = False) -> Variant:
@@ -71,14 +71,14 @@ class Bench:
         if self.cuda:
             if find_spec("faesm"):
                 found["FAESM, sorted"] = faesm
-        else:  # its rotary embedding does not work in bf16
+        else:  # fair-esm's rotary embedding does not work in bf16
             found["fair-esm, extract.py"] = fair_esm
         found["transformers SDPA, sorted"] = lambda: transformers(peers.by_length_padded(tokens, self.budget))
         found["transformers SDPA, file order"] = lambda: transformers(in_file_order(tokens))
         return found
 
     def mlm(self, name: str) -> dict[str, Callable[[], Variant]]:
-        """One pass over `count` proteins, an AdamW step a batch."""
+        """Return the variants that train once on `count` proteins, with an AdamW step for each batch."""
         tokens, device = sequences(protein_lengths(self.count)), self.device
 
         def esmshard(*, checkpointing: bool = False, compiled: bool = False) -> Variant:
@@ -102,7 +102,7 @@ class Bench:
         return found
 
     def contacts(self, name: str, length: int) -> dict[str, Callable[[], Variant]]:
-        """The contact map of one protein."""
+        """Return the variants that compute the contact map of one protein."""
         tokens = sequences([length])[0]
         return {
             "esmshard": lambda: peers.contacts_ours(peers.ours(name, self.device, self.dtype), tokens, self.device),
@@ -110,7 +110,7 @@ class Bench:
         }
 
     def fixed(self, name: str) -> dict[str, Callable[[], Variant]]:
-        """Mean embeddings of proteins of one length: nobody pads."""
+        """Return the variants that compute mean embeddings of proteins of one length, which need no padding."""
         tokens, device, dtype = sequences([FIXED_LENGTH] * self.fixed_turn), self.device, self.dtype
 
         def transformers() -> Variant:
@@ -123,7 +123,7 @@ class Bench:
         }
 
     def variants(self, name: str) -> dict[str, Callable[[], Variant]]:
-        """Training on variants of one protein, an AdamW step for VARIANTS_EACH of them."""
+        """Return the variants that train on variants of one protein, with an AdamW step for VARIANTS_EACH of them."""
         device, wild_type = self.device, sequences([FIXED_LENGTH])[0]
         tokens = []
         for n in range(2 * VARIANTS_EACH):
@@ -148,7 +148,7 @@ class Bench:
 
 
 def tables_of(bench: Bench, work: str, name: str, model: str, rounds: int) -> list[Table]:
-    """Measure one workload of one model: a key of SIZES, and what to call it."""
+    """Measure one workload of one model, which is a key of SIZES with its title."""
     config = SIZES[name]
     if work == "contacts":
         tables = []
@@ -187,7 +187,7 @@ def tables_of(bench: Bench, work: str, name: str, model: str, rounds: int) -> li
         gemm, attention = flops(config, lengths)
         title = f"MLM training, {model}, {bench.count} proteins"
         table = Table(title, sum(lengths), 3 * gemm, 3 * attention, rows=[])
-        # Five copies of a large model with its optimizer do not fit on a GPU, whose clock is steady anyway.
+        # Five copies of a large model with its optimizer do not fit on a GPU. The clock of a GPU is steady.
         outputs = measure.take_turns(table, bench.mlm(name), rounds, bench.device, bench.dtype, together=not bench.cuda)
         outputs = [torch.tensor(sum(losses)) for losses in outputs]
         outputs = [loss / outputs[0] for loss in outputs]
@@ -200,7 +200,7 @@ def _worst(outputs: list[torch.Tensor]) -> float:
 
 
 def peak(bench: Bench, work: str, model: str, variant: str, length: int) -> int:
-    """Peak memory of one variant in this process; the first, small call loads what libraries load late."""
+    """Return the peak memory of one variant in this process. A small first call lets libraries finish their loading."""
     name = SHORT[model]
 
     def prepare() -> Variant:
@@ -212,14 +212,16 @@ def peak(bench: Bench, work: str, model: str, variant: str, length: int) -> int:
 
 
 def main() -> None:
-    """Parse, measure, print, store."""
+    """Parse, measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--models", nargs="+", choices=SHORT, help="8M 35M on the CPU, 150M 650M 3B on a GPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each workload")
-    parser.add_argument("--count", type=int, help="proteins; 100 on the CPU, 2000 on a GPU")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks, which need a process each")
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns of each workload")
+    parser.add_argument("--count", type=int, help="number of proteins; 100 on the CPU, 2000 on a GPU")
+    parser.add_argument(
+        "--no-memory", action="store_true", help="leave out the memory peaks, each of which needs a process"
+    )
     parser.add_argument("--out", type=Path, default=measure.RESULTS)
     parser.add_argument("--peak", nargs=2, metavar=("VARIANT", "LENGTH"), help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Peak memory of real training steps on CPU ranks, beside which `esmshard.planner.memory_model` is checked.
+"""Measures the peak memory of real training steps on CPU ranks, to check `esmshard.planner.memory_model`.
 
 `measure` starts its own ranks, each a process of one thread that trains on synthetic proteins. The peak is the kernel's
-high-water mark of resident memory (VmHWM) above what the process held before the model was made; glibc is told to give
-every block over 64 KiB back at once, so that the mark counts live memory and not what the allocator keeps.
+high-water mark of resident memory (VmHWM) above the memory before the model was made. glibc is set to return every
+block over 64 KiB at once, so that the mark counts live memory and not the cache of the allocator.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from esmshard.train.step import train_step
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 TASK = ContactSettings(name="contact", channels=4, blocks=0)
-"""A head so small that the trunk is what is measured."""
+"""A head so small that the figures are those of the trunk."""
 FULL = AdaptSettings()  # type: ignore[call-arg]
 
 
@@ -49,16 +49,16 @@ def measure(
     micro_batches: int = 1,
     adapt: AdaptSettings = FULL,
 ) -> list[int]:
-    """Bytes of each rank at the peak of a training step, imports not counted.
+    """Return the bytes of each rank at the peak of a training step, without imports.
 
     Args:
-        model_name: of SIZES; weights are random.
-        layout: how it lies over the ranks, which are started here.
-        tokens: of a micro-batch on each rank.
-        steps: of training; the largest peak counts. Optimizer state is there from the second one on.
-        length: tokens of each protein.
-        micro_batches: of a step.
-        adapt: what of the model learns.
+        model_name: a key of SIZES; the weights are random.
+        layout: the division over the ranks, which this function starts.
+        tokens: the tokens of a micro-batch on each rank.
+        steps: the training steps; the largest peak counts. The optimizer state exists from the second step on.
+        length: the tokens of each protein.
+        micro_batches: the micro-batches of a step.
+        adapt: the trained part of the model.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -86,12 +86,12 @@ def measure(
 
 
 def numbers(model_name: str, adapt: AdaptSettings = FULL) -> memory_model.ModelNumbers:
-    """Of the model that `measure` trains."""
+    """Return the sizes of the model that `measure` trains."""
     return memory_model.of_model(_meta(SIZES[model_name], adapt), SIZES[model_name].dim, SIZES[model_name].n_heads)
 
 
 def head_bytes(tokens: int, length: int = 256) -> int:
-    """What the head of `measure` keeps of a micro-batch."""
+    """Return the bytes that the head of `measure` keeps for a micro-batch."""
     return tokens // length * TASK.head_bytes(length)
 
 
@@ -106,7 +106,7 @@ def _rank(
     model_name: str, adapt: AdaptSettings, layout: Layout, tokens: int, steps: int, length: int, micro_batches: int
 ) -> int:
     with world(alone_too=layout.cpu_offload) as ranks:
-        # Pages of libraries that are read on first use, and the buffers of connections, are there afterwards.
+        # After this, library pages that are read at their first use, and buffers of connections, are in memory.
         _train(SIZES["nano"], adapt, layout, 4 * length, 2, length, micro_batches, ranks)
         gc.collect()
         before = _resident("VmRSS")
@@ -131,7 +131,7 @@ def _train(
     def rows_of(name: str, rows: slice) -> torch.Tensor:
         if name.endswith("inv_freq"):
             return inverse_frequencies(config.head_dim)[rows]
-        # The values do not matter, but all ranks must read the same ones.
+        # Any values serve, but all ranks must read the same values.
         generator = torch.Generator().manual_seed(0)
         return torch.zeros(len(range(*rows.indices(shapes[name][0]))), *shapes[name][1:]).normal_(
             0, 0.02, generator=generator
@@ -141,7 +141,7 @@ def _train(
     optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-4, fused=True)
     peak = 0
     for _ in range(steps):
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # this resets the high-water mark
         work = [(batch, targets, False)] * micro_batches
         train_step(model, new_task(TASK, {}), optimizer, work, 1.0, ranks, layout)
         peak = max(peak, _resident("VmHWM"))
@@ -156,7 +156,7 @@ def _batch(tokens: int, length: int) -> TokenBatch:
 
 
 def _resident(key: str) -> int:
-    """VmRSS or VmHWM of this process, bytes."""
+    """Return VmRSS or VmHWM of this process, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
@@ -164,7 +164,7 @@ def _resident(key: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """One rank of `measure`: its peak goes to the standard output."""
+    """Run one rank of `measure`, and print its peak to the standard output."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", required=True)
     name, adapt, layout, *rest = json.loads(parser.parse_args(argv).rank)

@@ -1,7 +1,7 @@
-"""The same work by esmshard and by the others: each variant is a function that does it all once.
+"""The same work in esmshard and in other libraries. Each variant is a function that does all the work once.
 
-Sequences are token arrays made beforehand; tokenizing is not part of what is timed. All have the same weights, copied
-from ours.
+Sequences are token arrays that are made beforehand, so tokenizing is not timed. All variants have the same weights,
+copied from esmshard.
 """
 
 import argparse
@@ -44,33 +44,33 @@ CPU = torch.device("cpu")
 
 
 def sequences(lengths: Sequence[int], seed: int = 0) -> list[Tokens]:
-    """Random residues of these lengths, as tokens."""
+    """Return random residues of these lengths, as tokens."""
     rng = np.random.default_rng(seed)
     residues = np.array([TOKENS.index(letter) for letter in STANDARD], dtype=np.uint8)
     return [np.concatenate([[0], rng.choice(residues, n), [2]]).astype(np.uint8) for n in lengths]
 
 
 def protein_lengths(count: int, seed: int = 0) -> list[int]:
-    """Lognormal, median 270 and mean 330, clipped to 20 to 1,022: near those of UniRef50."""
+    """Draw lengths near those of UniRef50: lognormal, median 270 and mean 330, clipped to 20 to 1,022."""
     rng = np.random.default_rng(seed)
     sigma = np.sqrt(2 * np.log(330 / 270))
     return [int(n) for n in np.clip(rng.lognormal(np.log(270), sigma, count), 20, 1022)]
 
 
 def flops(config: EsmConfig, lengths: Sequence[int]) -> tuple[float, float]:
-    """Forward FLOPs of the linear layers of the trunk, and of attention, `<cls>` and `<eos>` included."""
+    """Return the forward FLOPs of the linear layers of the trunk, and of attention, with `<cls>` and `<eos>`."""
     tokens = np.array(lengths, dtype=np.float64) + 2
     gemm = config.n_layers * 24 * config.dim**2 * tokens.sum()
     return float(gemm), float(config.n_layers * 4 * config.dim * (tokens**2).sum())
 
 
 def ours(name: str, device: torch.device, dtype: torch.dtype) -> ESM2:
-    """Random weights of a published shape, in evaluation mode."""
+    """Make a model of a published shape with random weights, in evaluation mode."""
     return random_models.trunk(name, device, dtype)
 
 
 def fair_esm(name: str, device: torch.device = CPU) -> Any:
-    """fair-esm's model with the same weights, fp32."""
+    """Make fair-esm's model with the same weights, fp32."""
     from esm.pretrained import load_model_and_alphabet_local
 
     with tempfile.TemporaryDirectory() as scratch, torch.serialization.safe_globals([argparse.Namespace]):
@@ -80,7 +80,7 @@ def fair_esm(name: str, device: torch.device = CPU) -> Any:
 
 
 def transformers(name: str, device: torch.device, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """`EsmForMaskedLM` with the same weights, in evaluation mode."""
+    """Make `EsmForMaskedLM` with the same weights, in evaluation mode."""
     from transformers import EsmConfig, EsmForMaskedLM
 
     settings = {key: value for key, value in transformers_config(SIZES[name]).items() if key != "model_type"}
@@ -89,7 +89,7 @@ def transformers(name: str, device: torch.device, dtype: torch.dtype, attention:
         model = EsmForMaskedLM._from_config(EsmConfig(**settings), attn_implementation=attention, dtype=dtype)
     given = {to_transformers(key): value for key, value in ours(name, device, dtype).state_dict().items()}
     missing, unexpected = model.load_state_dict(given, strict=False)
-    # Rotary tables are computed, positions are rotary, and the pooler is not used.
+    # The model computes rotary tables, has no learned positions, and does not use the pooler.
     left = [key for key in [*missing, *unexpected] if not re.search(r"inv_freq|position_|pooler", key)]
     if left:
         raise RuntimeError(f"transformers names these weights in another way: {', '.join(left[:5])}")
@@ -97,7 +97,7 @@ def transformers(name: str, device: torch.device, dtype: torch.dtype, attention:
 
 
 def faesm(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """FAESM with the same weights; needs `pip install faesm` and a transformers below 5."""
+    """Make FAESM's model with the same weights. It needs `pip install faesm` and a transformers below 5."""
     from faesm.esm import FAEsmForMaskedLM
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -115,7 +115,7 @@ def _as_source(model: ESM2) -> tuple[dict[str, torch.Size], export.Source]:
 
 
 def best_fit(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
-    """Members of packs of at most `most` tokens, best fit in the order given: training must not sort."""
+    """Return the members of packs of at most `most` tokens: best fit in the given order, for training cannot sort."""
     packs: list[list[int]] = []
     room: list[int] = []
     for n, one in enumerate(tokens):
@@ -131,7 +131,7 @@ def best_fit(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
 
 
 def by_length_padded(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
-    """Sorted by length; a batch's size times its longest is at most `most`: fair-esm's and the usual way."""
+    """Return batches sorted by length, as in fair-esm and most programs: size times longest is at most `most`."""
     groups: list[list[int]] = [[]]
     for n in sorted(range(len(tokens)), key=lambda n: len(tokens[n])):
         if groups[-1] and (len(groups[-1]) + 1) * len(tokens[n]) > most:
@@ -141,12 +141,12 @@ def by_length_padded(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
 
 
 def in_file_order(tokens: Sequence[Tokens]) -> list[list[int]]:
-    """Eight at a time, as they come: what a default DataLoader does."""
+    """Return batches of eight in the order of the input, like a default DataLoader."""
     return [list(range(n, min(n + FILE_ORDER_BATCH, len(tokens)))) for n in range(0, len(tokens), FILE_ORDER_BATCH)]
 
 
 def padded(tokens: Sequence[Tokens], members: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [B, longest], `<pad>` behind."""
+    """Return a batch as int64 [B, longest], with `<pad>` at the end."""
     block = np.full((len(members), max(len(tokens[n]) for n in members)), PAD, dtype=np.int64)
     for row, n in enumerate(members):
         block[row, : len(tokens[n])] = tokens[n]
@@ -157,7 +157,7 @@ def padded(tokens: Sequence[Tokens], members: Sequence[int], device: torch.devic
 
 
 def embed_ours(model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.device) -> Variant:
-    """As `esmshard embed` does it: packs by length, on the CPU a core each."""
+    """Embed as `esmshard embed` does: packs by length, on the CPU one pack on each core."""
     groups = list(by_length([len(t) for t in tokens], most // packs_at_once(device)))
     batches = [pack([tokens[n] for n in group]).to(device) for group in groups]
     layer = model.config.n_layers
@@ -170,7 +170,7 @@ def embed_ours(model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.d
 
 
 def _as_given(groups: Iterable[Iterable[int]], rows: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Rows of all groups as one [N, D], in the order of the sequences."""
+    """Return the rows of all groups as one [N, D], in the order of the sequences."""
     by_number = dict(zip(chain.from_iterable(groups), rows, strict=True))
     return torch.stack([by_number[n] for n in range(len(by_number))]).cpu()
 
@@ -181,7 +181,7 @@ def embed_padded(
     groups: Sequence[Sequence[int]],
     device: torch.device,
 ) -> Variant:
-    """In padded batches."""
+    """Embed in padded batches."""
     batches = [(padded(tokens, group, device), [len(tokens[n]) for n in group]) for group in groups]
 
     @torch.no_grad()
@@ -196,18 +196,18 @@ def embed_padded(
 
 
 def forward_fair_esm(model: Any, block: torch.Tensor) -> torch.Tensor:
-    """As `scripts/extract.py` calls it: logits are computed too."""
+    """Call fair-esm as `scripts/extract.py` does, which computes logits, too."""
     layer = model.num_layers
     return model(block, repr_layers=[layer], return_contacts=False)["representations"][layer]
 
 
 def forward_transformers(model: Any, block: torch.Tensor) -> torch.Tensor:
-    """The trunk alone, as its users would."""
+    """Call only the trunk of transformers, as its users do."""
     return model.esm(input_ids=block, attention_mask=(block != PAD).long()).last_hidden_state
 
 
 def forward_faesm(model: Any, block: torch.Tensor) -> torch.Tensor:
-    """Its only entry point computes logits too."""
+    """Call FAESM by its only entry point, which computes logits, too."""
     return model(block, attention_mask=(block != PAD).long())["last_hidden_state"]
 
 
@@ -215,14 +215,14 @@ def forward_faesm(model: Any, block: torch.Tensor) -> torch.Tensor:
 
 
 def corrupt(tokens: Sequence[Tokens], seed: int = 1) -> tuple[list[Tokens], list[npt.NDArray[np.bool_]]]:
-    """15% of the residues become `<mask>`."""
+    """Replace 15% of the residues by `<mask>`."""
     rng = np.random.default_rng(seed)
     chosen = [(rng.random(len(one)) < 0.15) & (np.arange(len(one)) % (len(one) - 1) != 0) for one in tokens]
     return [np.where(mask, MASK, one).astype(np.uint8) for one, mask in zip(tokens, chosen, strict=True)], chosen
 
 
 def train_ours(model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.device, layout: Layout) -> Variant:
-    """Laid out as the main job does it on one device; LM logits at the masked residues only."""
+    """Train esmshard as the main command does on one device, with LM logits at the masked residues only."""
     model.contact_head.requires_grad_(False)
     shard(model, layout, World(0, 1, device, None))
     masked, chosen = corrupt(tokens)
@@ -248,7 +248,7 @@ def train_transformers(
     *,
     autocast: bool = False,
 ) -> Variant:
-    """In padded batches; logits at every token, as the library computes them."""
+    """Train in padded batches with logits at every token, as the library computes them."""
     masked, chosen = corrupt(tokens)
     work = []
     for group in groups:
@@ -274,7 +274,7 @@ def _trainer(model: torch.nn.Module, losses: Sequence[Variant], device: torch.de
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 value = loss()
             value.backward()
-            optimizer.step()  # with learning rate 0: all its work, and every turn sees the same weights
+            optimizer.step()  # learning rate 0: all work is done, and every turn has the same weights
             totals.append(float(value.detach()))
         return totals
 
@@ -287,7 +287,7 @@ def _trainer(model: torch.nn.Module, losses: Sequence[Variant], device: torch.de
 def train_variants_ours(
     model: ESM2, tokens: Sequence[Tokens], wild_type: Tokens, each: int, device: torch.device, pool: Pool
 ) -> Variant:
-    """The trunk with the head for variants; an AdamW step for `each` variants."""
+    """Train the trunk with the head for variants, with an AdamW step for `each` variants."""
     torch.manual_seed(0)
     head = VariantHead(model.config.dim, 0, np.ones(1, np.float32), pool, 0.0, zero_shot=False)
     torch.nn.init.ones_(head.out.weight)
@@ -306,7 +306,7 @@ def train_variants_ours(
 
 
 def train_variants_transformers(model: Any, tokens: Sequence[Tokens], each: int, device: torch.device) -> Variant:
-    """The trunk, the mean over residues, LayerNorm and a linear layer, in the same batches; nothing is padded."""
+    """Train trunk, mean over residues, LayerNorm and a linear layer, in the same batches without padding."""
     dim = model.config.hidden_size
     trunk, norm, out = model.esm, torch.nn.LayerNorm(dim).to(device), torch.nn.Linear(dim, 1).to(device)
     torch.nn.init.ones_(out.weight)
@@ -331,13 +331,13 @@ def _targets(count: int, device: torch.device) -> torch.Tensor:
 
 
 def contacts_ours(model: ESM2, tokens: Tokens, device: torch.device) -> Variant:
-    """Maps streamed."""
+    """Compute contacts from attention maps one by one."""
     batch = pack([tokens]).to(device)
     return lambda: _quiet(lambda: predict_contacts(model, batch)[0])
 
 
 def contacts_fair_esm(model: Any, tokens: Tokens, device: torch.device) -> Variant:
-    """Maps stacked."""
+    """Compute contacts from the stack of all attention maps."""
     block = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
     return lambda: _quiet(lambda: model.predict_contacts(block)[0])
 

@@ -1,4 +1,4 @@
-"""A command and the processes it starts, watched from outside: time, first result on disk, peak memory. Linux only."""
+"""Watches a command and its processes from outside: time, first result on disk, peak memory. Linux only."""
 
 import os
 import subprocess
@@ -10,36 +10,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 POLL_SECONDS = 0.05
-"""Between two looks. A look reads a few files of /proc: under 1% of a core."""
+"""The seconds between two checks. A check reads a few files of /proc, which takes under 1% of a core."""
 
 
 @dataclass
 class Peak:
-    """Of one process, bytes."""
+    """The peak memory of one process, in bytes."""
 
     resident: int = 0
-    """The kernel's high-water mark, pages of mapped files included."""
+    """The kernel's high-water mark, with pages of mapped files."""
     anonymous: int = 0
-    """Seen at a look: without pages of files, which the kernel may drop at any time."""
+    """The largest value of a check, without pages of files, which the kernel may drop at any time."""
 
 
 @dataclass
 class Watched:
-    """What a command cost."""
+    """The time and the memory of a command."""
 
     seconds: float = 0.0
-    """From the start of the process to its end."""
+    """The seconds from the start of the process to its end."""
     first_result: float = float("nan")
-    """Seconds until the first result was on disk."""
+    """The seconds until the first result was on disk."""
     tree: int = 0
-    """Peak resident bytes of all its processes together; pages that they share count in each."""
+    """The peak resident bytes of all processes together. Shared pages count in each process."""
     main: Peak = field(default_factory=Peak)
     workers: dict[int, Peak] = field(default_factory=dict)
-    """By process id."""
+    """The peaks by process id."""
 
     @property
     def worker(self) -> Peak:
-        """Of the largest worker; zeros if there was none."""
+        """The peak of the largest worker; zeros if there was no worker."""
         every = self.workers.values()
         return Peak(max((p.resident for p in every), default=0), max((p.anonymous for p in every), default=0))
 
@@ -48,12 +48,12 @@ def watch(command: Sequence[str], threads: int, result: Callable[[], bool] = lam
     """Run a command to its end.
 
     Args:
-        command: and its arguments.
-        threads: of OpenMP, for it and its processes.
-        result: whether there is a result on disk; not asked again after it was.
+        command: the command with its arguments.
+        threads: the threads of OpenMP, for the command and its processes.
+        result: returns whether there is a result on disk; not called again after it has returned True.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: if the command failed, with the end of its output.
     """
     found, seen = Watched(), False
     with tempfile.TemporaryFile("w+") as said:
@@ -75,7 +75,7 @@ def watch(command: Sequence[str], threads: int, result: Callable[[], bool] = lam
             said.seek(0)
             print(said.read()[-4000:], file=sys.stderr)
             raise RuntimeError(f"{' '.join(command)} failed; what it said stands above")
-    if not seen and result():  # between two looks
+    if not seen and result():  # the process ended between two checks
         found.first_result = found.seconds
     found.tree = max(found.tree, found.main.resident)
     return found
@@ -97,14 +97,14 @@ def _tree(pid: int) -> Iterator[int]:
     try:
         threads = Path(f"/proc/{pid}/task").iterdir()
         children = [(thread / "children").read_text(encoding="ascii") for thread in threads]
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return
     for child in " ".join(children).split():
         yield from _tree(int(child))
 
 
 def _status(pid: int) -> dict[str, int]:
-    """Bytes by the names of /proc/PID/status; empty for a process that has ended."""
+    """Return bytes by the names of /proc/PID/status; empty for a process that has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

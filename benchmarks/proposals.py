@@ -1,11 +1,11 @@
-"""What `esmshard predict --propose` chooses, beside other choices, where every candidate was measured.
+"""Compares the choice of `esmshard predict --propose` with other choices, on data where all candidates were measured.
 
     python benchmarks/proposals.py TABLE.csv WILD_TYPE.fasta [--target activity] > results.md
 
-Of the single substitutions of a table 300 are drawn to learn from, 20 times. Five ridge regressions, each without the
-positions of one fold, stand for the models of a run: they see the wild type's representation at the position (by the
-frozen starter) and both letters, as the head `wild_type` does without training its trunk. All other substitutions are
-candidates, 24 of which are chosen. It takes about a minute on one core.
+From the single substitutions of a table 300 are drawn for training, 20 times. Five ridge regressions, each without the
+positions of one fold, represent the models of a run. Their inputs are the wild type's representation at the position
+(by the frozen starter) and both letters, like those of the head `wild_type` with a frozen trunk. All other
+substitutions are candidates, of which 24 are chosen. This takes about a minute on one core.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from esmshard.vocab import STANDARD, encode
 
 DRAWS, TRAINED_ON, FOLDS, CHOSEN = 20, 300, 5, 24
 PENALTY = 1.0
-"""Of the ridge regressions."""
+"""The penalty of the ridge regressions."""
 HEAD = (
     *("choice", "mean", "best", "in the best tenth", "positions", "wild-type residues", "mutant residues"),
     *("most of one wild-type residue", "most of one mutant residue"),
@@ -33,7 +33,7 @@ HEAD = (
 
 
 def main() -> None:
-    """Read the table, choose in all ways, print a table in Markdown."""
+    """Read the table, choose in all ways, and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path)
     parser.add_argument("wild_type", type=Path)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def features(wild_type: str, mutations: list[Mutation]) -> np.ndarray:
-    """[N, F]: what is there in the wild type, and both letters."""
+    """Return [N, F]: the wild type's representation at the position, and both letters."""
     trunk = open_weights.build(open_weights.read("starter"), torch.device("cpu")).eval()
     with torch.no_grad():
         x_LD = trunk(pack([encode(wild_type)])).representations[trunk.config.n_layers][1:-1].float().numpy()
@@ -85,7 +85,7 @@ def features(wild_type: str, mutations: list[Mutation]) -> np.ndarray:
 def models(
     seen_NF: np.ndarray, value_N: np.ndarray, positions: list[int], train: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Predictions of all variants, [FOLDS, N], each by a model that has not seen one fold of the trained positions."""
+    """Return predictions of all variants, [FOLDS, N], each by a model trained without one fold of the positions."""
     at_N = np.array(positions)
     fold = {position: n % FOLDS for n, position in enumerate(rng.permutation(sorted(set(at_N[train].tolist()))))}
     fold_T = np.array([fold[position] for position in at_N[train]])
@@ -100,7 +100,7 @@ def models(
 
 
 def facts(value_N: np.ndarray, mutations: list[Mutation], chosen: list[int]) -> list[float]:
-    """The columns after the first, of one batch."""
+    """Return the columns after the first one for one batch."""
     value_C = value_N[chosen]
     wild, mutant = Counter(m.wild for m in mutations), Counter(m.mutant for m in mutations)
     numbers = [value_C.mean(), value_C.max(), (value_C >= np.quantile(value_N, 0.9)).mean()]

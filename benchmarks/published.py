@@ -1,7 +1,7 @@
-"""Training runs that others have published, and what `cost` says of them. No torch.
+"""Training runs that others have published, and their predictions by `cost`. No torch.
 
-The same shares of `cost` for all. What differs from run to run is the machine, the shape, the batch, and how many
-element-wise passes the implementation makes: counted from its source, not fitted.
+The shares of `cost` are the same for all runs. Machine, shape, batch, and the number of element-wise passes of the
+implementation differ. The passes are counted in the source code, and not fitted.
 """
 
 from dataclasses import dataclass
@@ -29,21 +29,21 @@ class Run:
     name: str
     source: str
     measure: str
-    """`mfu`, or `tokens`: real tokens a second and GPU."""
+    """The unit: `mfu`, or `tokens` for tokens without padding per second and GPU."""
     published: float
     numbers: ModelNumbers
     layout: Layout
     work: Work
     machines: Machines
     counted_flops: float | None = None
-    """FLOPs of one token, forward and backward, as the publisher counts them for the MFU; None for ours."""
+    """The FLOPs of one token, forward and backward, in the publisher's count for the MFU; None for our count."""
 
     def cost(self) -> Cost:
-        """As `cost` reckons it."""
+        """Return the cost of a step by `esmshard.planner.cost`."""
         return cost(self.numbers, self.layout, self.work, self.machines)
 
     def predicted(self) -> float:
-        """The figure, by our model."""
+        """Return the figure that our cost model predicts."""
         found = self.cost()
         if self.measure == "tokens":
             return found.tokens_per_second
@@ -52,12 +52,12 @@ class Run:
         return found.tokens_per_second * self.counted_flops / self.machines.gpu.half_flops
 
     def error(self) -> float:
-        """Relative, of the prediction."""
+        """Return the relative error of the prediction."""
         return self.predicted() / self.published - 1
 
 
 def esm2(n_layers: int, dim: int, n_heads: int) -> ModelNumbers:
-    """ESM-2 with its LM head, trained whole."""
+    """Return ESM-2 with its LM head, with all weights trained."""
     layer, root = 12 * dim * dim + 13 * dim, dim * dim + 38 * dim + 33
     return ModelNumbers(
         n_layers=n_layers,
@@ -89,7 +89,7 @@ RUNS: tuple[Run, ...] = (
         0.606,
         esm2(36, 2560, 40),
         # Megatron's distributed optimizer: each GPU has all weights and updates its share of them. With one micro-batch
-        # a step that is the traffic of shard_grad_op. Gradients are reduced in bf16.
+        # for each step this is the traffic of shard_grad_op. Gradients are reduced in bf16.
         Layout(
             strategy="shard_grad_op",
             world_size=256,
@@ -99,7 +99,7 @@ RUNS: tuple[Run, ...] = (
             precision="bf16",
             reduce_dtype="bf16",
         ),
-        # 1,024 tokens a sequence, 16 of them a GPU (not published; what an 80 GB card holds). Padding counts, too.
+        # Each GPU has 16 sequences of 1,024 tokens, which an 80 GB card can hold (not published). Padding counts.
         Work(tokens=16 * 1024, attended=1024, passes=FUSED_PASSES),
         Machines(GPUS["A100-80GB"], 8, 32),
     ),
@@ -109,10 +109,10 @@ RUNS: tuple[Run, ...] = (
         "tokens",
         1630,
         esm2(48, 5120, 40),
-        # Checkpointing is not published. Their performance test takes 12 sequences a GPU. Our layer would keep 98 GB of
-        # them; `transformers`' gelu keeps 8 vectors on top of our 16, which is 147 GB and more than there is.
+        # Checkpointing is not published. Their performance test has 12 sequences on a GPU. Our layer would keep 98 GB
+        # of them; `transformers`' gelu keeps 8 vectors in addition to our 16: 147 GB, more than the card has.
         Layout(world_size=8, group=8, precision="bf16", activation_checkpointing="full"),
-        # Two and a half times the speed by packing alone: 1 in 2.5 places holds a residue. Attention runs unpadded.
+        # Packing alone gives 2.5 times the speed: 1 in 2.5 places has a residue. Attention runs without padding.
         Work(tokens=12 * 1024, attended=400, real=0.4, passes=TRANSFORMERS_PASSES),
         Machines(GPUS["H200-141GB"], 8),
     ),
@@ -123,7 +123,7 @@ RUNS: tuple[Run, ...] = (
         0.582,
         LLAMA3_8B,
         Layout(world_size=64, group=64, precision="bf16", activation_checkpointing="selective"),
-        # One sequence of 8,192; a causal token attends to half. Every second matrix product is computed again. Each
+        # One sequence has 8,192 tokens; a causal token attends to half. Every second matrix product is recomputed. Each
         # token has 128,256 logits, in bf16 and in fp32.
         Work(
             tokens=8192,
@@ -134,7 +134,7 @@ RUNS: tuple[Run, ...] = (
             head_products=128_256 * 4096,
         ),
         Machines(GPUS["A100-80GB"], 8, 8),
-        # As its train.py does: 6 for each parameter, all 8.03 billion of them, and attention as if it were not causal.
+        # As in its train.py: 6 for each of the 8.03 billion parameters, and attention as if it were not causal.
         counted_flops=6 * 8.03e9 + 12 * 32 * 4096 * 8192,
     ),
 )

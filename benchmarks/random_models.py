@@ -1,4 +1,4 @@
-"""Models of the published shapes with random weights, made where they are used: speed does not depend on the values.
+"""Models of the published shapes with random weights, made on the device: speed does not depend on the values.
 
 Drawing 15 billion numbers on one CPU core and copying them takes minutes; a GPU draws them in seconds.
 """
@@ -13,12 +13,12 @@ from esmshard.tasks.finetuner import FineTuner
 
 SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
 SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D", "15B": "esm2_t48_15B_UR50D"}
-"""Names of the published sizes, as people say them, and as SIZES has them."""
+"""The short names of the published sizes, and their keys in SIZES."""
 DEVIATION = 0.02
 
 
 def trunk(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> ESM2:
-    """A random ESM-2 in evaluation mode. In another precision it has the same numbers, rounded."""
+    """Make a random ESM-2 in evaluation mode. In another precision it has the same numbers, rounded."""
     with torch.device("meta"):
         model = ESM2(SIZES[name])
     fill(model, device, dtype)
@@ -27,12 +27,12 @@ def trunk(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -
 
 @torch.no_grad()
 def fill(model: ESM2 | FineTuner, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """Give a model on the meta device random weights; the same ones each time on the same kind of device.
+    """Give a model on the meta device random weights. They are the same each time on the same kind of device.
 
     Args:
-        model: laid out on one device.
-        device: of the weights.
-        dtype: of the weights. Each is drawn in fp32, one tensor at a time.
+        model: a model for one device.
+        device: the device of the weights.
+        dtype: the dtype of the weights. They are drawn in fp32, one tensor at a time.
     """
     esm = model.trunk if isinstance(model, FineTuner) else model
     model.to(dtype).to_empty(device=device)

@@ -1,8 +1,7 @@
-"""Memory per rank and step time of every way to shard, loading, and what the planner makes of it.
+"""Measures memory per rank and step time of every strategy, and loading, beside the estimates of the planner.
 
 Everything is measured on CPU ranks of this machine; `gpu.py`, stage `large`, measures every option on one GPU. The
-projection to clusters that nobody here has comes from `esmshard.planner.cost`, after it has been held against
-published runs.
+projection to larger clusters comes from `esmshard.planner.cost`, whose estimates are compared with published runs.
 """
 
 import argparse
@@ -55,13 +54,13 @@ Table = list[list[str]]
 
 
 def laid(world_size: int, **settings: Any) -> Layout:
-    """Of a recipe's `parallel` section on CPU ranks, two of them a machine."""
+    """Return the layout of a recipe's `parallel` section on CPU ranks, with two ranks on each machine."""
     parallel = ParallelSettings.model_validate(settings)
     return layout(parallel, world_size, 2, "fp32")
 
 
 def memory(model: str, tokens: int, sizes: Sequence[int]) -> Table:
-    """Measured peaks of every strategy beside the planner's."""
+    """Compare measured peaks of every strategy with those of the planner."""
     table = [["ranks", "layout", "measured, MiB (largest rank)", "planned, MiB", "planned / measured", "peak at"]]
     numbers = peaks.numbers(SHORT[model])
     for size in sizes:
@@ -80,7 +79,7 @@ def memory(model: str, tokens: int, sizes: Sequence[int]) -> Table:
 
 
 def checkpointing(model: str, tokens: int) -> Table:
-    """Memory that a forward pass leaves for the backward one, with and without checkpointing, in one process."""
+    """Measure the memory that a forward pass leaves for the backward pass, with and without checkpointing."""
     table = [["activation_checkpointing", "kept for the backward pass, MiB", "none / this", "planned, MiB"]]
     first = 0.0
     for mode in ("none", "selective", "full"):
@@ -95,7 +94,7 @@ def checkpointing(model: str, tokens: int) -> Table:
 
 
 def steps(model: str, tokens: int, rounds: int) -> Table:
-    """Seconds of a step of the same records, in turns: one process with all threads, and ranks that share them."""
+    """Measure seconds of a step on the same records in turns: a process with all threads, and ranks that share them."""
     threads = os.cpu_count() or 1
     variants: dict[str, tuple[Layout, int]] = {f"1 process, {threads} threads": (laid(1), threads)}
     for size in (2, 4):
@@ -118,7 +117,7 @@ def steps(model: str, tokens: int, rounds: int) -> Table:
 
 
 def loading(models: Sequence[str], size: int) -> Table:
-    """Peak memory of a rank while it loads its share from a model on disk, above what it held before."""
+    """Measure the peak memory of a rank that loads its share from a model on disk, above the memory before."""
     table = [["model", "ranks", "share, MiB", "largest layer, MiB", "peak, MiB", "peak / (share + layer)", "s"]]
     for model in models:
         config = SIZES[SHORT[model]]
@@ -135,7 +134,7 @@ def loading(models: Sequence[str], size: int) -> Table:
 
 
 def write_random(folder: Path, config: EsmConfig) -> None:
-    """A model of random weights, fp32, as `consolidate` writes it."""
+    """Write a model of random weights, fp32, as `consolidate` does."""
     base = open_weights.fresh(config, 0)
     write_transformers(folder, config, open_weights.shapes(config), lambda names: {name: base[name] for name in names})
 
@@ -158,7 +157,7 @@ def fake(model: str, sizes: Iterable[tuple[int, dict[str, Any]]]) -> Table:
 
 
 def published() -> Table:
-    """The cost model beside runs that others have published."""
+    """Compare the cost model with runs that others have published."""
     table = [["run", "published", "reckoned", "off by"]]
     for run in RUNS:
         digits = ",.0f" if run.published > 1 else ".1%"
@@ -168,7 +167,7 @@ def published() -> Table:
 
 
 def projection() -> Table:
-    """Steps of 16,384 tokens a GPU on machines of 8 H100, 400 Gbit/s a GPU; the fastest layout that fits each."""
+    """Estimate steps of 16,384 tokens for each GPU on machines of 8 H100, 400 Gbit/s each, with the fastest layout."""
     table = [["model", "GPUs", "layout", "GiB a GPU", "tokens/s a GPU", "MFU", "exposed", "of 8 GPUs' speed"]]
     attended, tokens = 400.0, 16384
     for model in ("650M", "3B", "15B"):
@@ -194,7 +193,7 @@ def projection() -> Table:
 
 
 def ranks_of(what: str, work: list[Any], size: int, threads: int, *, whole: bool = False) -> list[Any]:
-    """Start ranks of this script; what each printed last, or its first number only."""
+    """Start ranks of this script. Return the last output of each, or its first number only."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -217,7 +216,7 @@ def ranks_of(what: str, work: list[Any], size: int, threads: int, *, whole: bool
 
 
 def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
-    """Median seconds of a real step. The contact task's small head is on top."""
+    """Return the median seconds of a real step. The model has the small head of the contact task."""
     config, settings = SIZES[name], Layout(**how)
     with world(alone_too=settings.cpu_offload) as ranks:
         model = peaks._meta(config, peaks.FULL)
@@ -239,16 +238,16 @@ def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
 
 
 def seeded(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """The same new head on every rank."""
+    """Make the same new head on every rank."""
     torch.manual_seed(0)
     return make()
 
 
 def forward_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
-    """Bytes that are there after a forward pass and were not before it."""
+    """Return the bytes after a forward pass above the bytes before it."""
     model = ESM2(SIZES[name])
     shard(model, Layout(**how), World(0, 1, torch.device("cpu"), None))
-    model(peaks._batch(512, 256))  # pages of libraries that are read on first use
+    model(peaks._batch(512, 256))  # this reads library pages that are loaded at their first use
     batch = peaks._batch(tokens, 256)
     gc.collect()
     before = measure._status("VmRSS")
@@ -259,7 +258,7 @@ def forward_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
 
 
 def load_rank(folder: str) -> list[float]:
-    """Seconds, bytes of this rank's share, and its peak above what it held before."""
+    """Return the seconds, the bytes of this rank's share, and its peak above the memory before."""
     with world() as ranks:
         found = open_weights.read(folder)
         with torch.device("meta"):
@@ -275,7 +274,7 @@ def load_rank(folder: str) -> list[float]:
 
 
 def fake_rank(name: str, size: int, settings: dict[str, Any]) -> list[float]:
-    """Groups, parameters held, parameters in all, seconds."""
+    """Return the number of groups, this rank's parameters, all parameters, and the seconds."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -293,7 +292,7 @@ def fake_rank(name: str, size: int, settings: dict[str, Any]) -> list[float]:
 
 
 def markdown(title: str, table: Table) -> str:
-    """A table under its title."""
+    """Return a table under its title."""
     head, *rows = table
     lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
@@ -307,7 +306,7 @@ FAKE = [
 
 
 def run(args: argparse.Namespace) -> list[tuple[str, Table]]:
-    """The tables of the works that were asked for."""
+    """Return the tables of the requested measurements."""
     found: list[tuple[str, Table]] = []
     for model in args.models:
         if "memory" in args.work:

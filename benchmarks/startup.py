@@ -1,4 +1,4 @@
-"""How long `esmshard --help` takes, beside an interpreter that does nothing. `python benchmarks/startup.py --help`."""
+"""Measures the time of `esmshard --help` beside an empty interpreter. `python benchmarks/startup.py --help`."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ import measure
 import torch
 
 ASKED = 0.5
-"""Seconds on an idle machine."""
+"""The bound in seconds, on an idle machine."""
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "esmshard --help": ["-m", "esmshard", "--help"],
@@ -23,7 +23,9 @@ COMMANDS = {
 def main() -> None:
     """Time each command as a whole process, turn by turn, and store the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each command, after one that warms up")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="number of turns of each command, after one turn to warm up"
+    )
     parser.add_argument("--out", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}

@@ -1,4 +1,4 @@
-"""Stage `correct`: the tests that need a GPU, each file in a process of its own."""
+"""Stage `correct`: the tests that need a GPU, each file in its own process."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ TESTS = Path(__file__).resolve().parents[2] / "tests" / "gpu"
 
 
 def _tests(context: Context, name: str, files: Sequence[Path]) -> Found:
-    """Run some files of tests in one process, and make a table of what came out."""
+    """Run some files of tests in one process, and make a table of the results."""
     report = context.scratch / f"{name}.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *map(str, files), "-p", "no:cacheprovider"]
     environment = {**os.environ, "ESMSHARD_REHEARSAL": "1" if context.rehearsal else "0"}
@@ -41,7 +41,7 @@ def _tests(context: Context, name: str, files: Sequence[Path]) -> Found:
 
 
 def _outcome(case: ET.Element) -> tuple[str, str]:
-    """How a test ended, and the first line of why."""
+    """Return the result of a test, and the first line of its reason."""
     for kind, word in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
         if (found := case.find(kind)) is not None:
             lines = (found.get("message") or found.text or "").strip().splitlines()
@@ -61,16 +61,16 @@ SECONDS = {
     "layers": 15.0,
     "compiled": 60.0,
 }
-"""Files of tests, the most valuable first, with the seconds that each is expected to take."""
+"""The files of tests, the most valuable first, with the expected seconds of each."""
 EVERY = "all"
 OTHERS = 45.0
-"""Expected of a file that is not among these."""
+"""The expected seconds of any other file."""
 
 
 def _parts() -> tuple[Part, ...]:
     found = {file.stem.removeprefix("test_"): file for file in sorted(TESTS.glob("test_*.py"))}
     names = [*(name for name in SECONDS if name in found), *(name for name in found if name not in SECONDS)]
-    # In a rehearsal one process takes all files: nothing there can take the others down, and each start takes seconds.
+    # In a rehearsal one process runs all files: no test can end the others, and each start takes seconds.
     every = Part(EVERY, 0.0, functools.partial(_tests, name=EVERY, files=list(found.values())), when="rehearsal")
 
     def alone(name: str) -> Part:

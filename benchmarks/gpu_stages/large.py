@@ -1,4 +1,4 @@
-"""Stage `large`: 3B and 15B on one GPU, and the memory of every option beside what `esmshard plan` says."""
+"""Stage `large`: 3B and 15B on one GPU, and the memory of every option beside the estimate of `esmshard plan`."""
 
 import functools
 import json
@@ -28,11 +28,11 @@ from gpu_stages.stage import GIB, Context, FailedError, Figure, Found, Part, Sta
 
 LORA = AdaptSettings(method="lora")  # type: ignore[call-arg]
 OFF = 0.10
-"""Share by which the planned memory may miss the measured one."""
+"""The largest relative error of the planned memory."""
 
 
 def _steps(context: Context, short: str, layout: Layout, tokens: int, steps: int, **more: Any) -> training.Trained:
-    """Train a model of a size for some steps, on proteins up to the longest that ESM-2 has seen."""
+    """Train a model of a size for some steps, on proteins up to the longest in the training of ESM-2."""
     tokens, longest = context.amount(tokens, 256), context.amount(1022, 60)
     return training.train(
         context.model(short), context.device, layout, tokens=tokens, steps=steps, longest=longest, **more
@@ -42,7 +42,7 @@ def _steps(context: Context, short: str, layout: Layout, tokens: int, steps: int
 def _trained(
     context: Context, short: str, adapt: AdaptSettings, layout: Layout, tokens: int, least: float | None
 ) -> Found:
-    """Train a few steps; speed, utilisation, and memory beside the planner's."""
+    """Train a few steps, and report speed, utilisation, and memory beside the planner's estimate."""
     found = _steps(context, short, layout, tokens, context.amount(5, 2), adapt=adapt)
     figures = {
         "training": Figure(found.tokens / found.second, "tokens/s"),
@@ -64,7 +64,7 @@ def _trained(
 
 
 def _options(context: Context, short: str, tokens: int) -> Found:
-    """Every option of `parallel`, and LoRA and several micro-batches, on one device."""
+    """Measure every option of `parallel`, LoRA, and several micro-batches, on one device."""
     plain = Layout(precision=context.precision)
     whole: dict[str, Any] = {"adapt": training.FULL, "micro_batches": 1}
     variants: dict[str, tuple[Layout, dict[str, Any]]] = {
@@ -116,7 +116,7 @@ def _options(context: Context, short: str, tokens: int) -> Found:
 
 
 def _judged(off: dict[str, float], found: Found) -> Found:
-    """The result, or its failure if the planner missed a measured peak by too much."""
+    """Return the result, or raise its failure if the error of a planned peak is too large."""
     wrong = [f"{name} {by:+.0%}".strip() for name, by in off.items() if abs(by) > OFF]
     if wrong:
         raise FailedError(f"planned memory is off by more than {OFF:.0%}: {', '.join(wrong)}", found)
@@ -124,7 +124,7 @@ def _judged(off: dict[str, float], found: Found) -> Found:
 
 
 def _embedded(context: Context, short: str) -> Found:
-    """Means of random proteins by a model whose weights were drawn on the device."""
+    """Compute mean embeddings of random proteins, by a model whose weights were drawn on the device."""
     name = context.model(short)
     esm = random_models.trunk(name, context.device, context.dtype)
     lengths = peers.protein_lengths(context.amount(300, 4))
@@ -149,7 +149,7 @@ def _embedded(context: Context, short: str) -> Found:
 
 
 def _from_file(context: Context, short: str) -> Found:
-    """`esmshard embed` with a large model on disk, one file a layer, as released models are cut."""
+    """Run `esmshard embed` with a large model on disk, with one file for each layer, like released models."""
     folder = context.scratch / "large-model"
     name = context.model(short)
     began = time.perf_counter()
@@ -175,7 +175,7 @@ def _from_file(context: Context, short: str) -> Found:
 
 @torch.no_grad()
 def write_in_layers(folder: Path, name: str, device: torch.device) -> int:
-    """A random model in bf16 as `transformers` has it, a file for each layer and one for the rest; its bytes."""
+    """Write a random model in bf16 in the layout of `transformers`, with a file for each layer. Return its bytes."""
     config = SIZES[name]
     folder.mkdir()
     groups: dict[str, dict[str, torch.Size]] = {}

@@ -1,4 +1,4 @@
-"""Stage `profile`: where the time of training steps and of embedding goes, kernel by kernel."""
+"""Stage `profile`: the time of each kernel in training steps and in embedding."""
 
 import functools
 import re
@@ -20,9 +20,9 @@ from gpu_stages.stage import Context, Figure, Found, Part, Stage, table
 
 STEPS = 10
 LISTED = 25
-"""Kernels that the table names; the rest is one line."""
+"""The number of kernels in the table; all others are one line."""
 
-# What a kernel is for, by its name; the first pattern that fits counts.
+# The purpose of a kernel by patterns of its name; the first pattern that fits counts.
 KINDS = {
     "attention": r"flash|fmha|varlen|scaled_dot_product|softmax",
     "matrix product": r"gemm|cutlass|nvjet|xmma|cublas|aten::(mm|addmm|bmm|linear|matmul)|mkl",
@@ -35,7 +35,7 @@ OTHER = "element by element, and the rest"
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel is for.
+    """Return the purpose of a kernel.
 
     >>> kind_of("void cutlass::Kernel2<...gemm...>"), kind_of("vectorized_elementwise_kernel<4, GeluCUDA>")
     ('matrix product', 'element by element, and the rest')
@@ -44,12 +44,12 @@ def kind_of(kernel: str) -> str:
 
 
 def _profiled(context: Context, work: Callable[[], object], steps: int, stem: str) -> Found:
-    """Record some calls, and make tables of the kernels."""
+    """Record some calls, and make tables of their kernels."""
     for _ in range(2):
         work()
     on_gpu = context.device.type == "cuda"
-    # Operators of the host are left out: to record them takes the host as long as to run them, and the idle time of the
-    # device would be the profiler's. A second, short recording has them, for the picture.
+    # Operators of the host are not recorded. Recording them takes as long as running them, and would make the device
+    # idle. A second, short recording has them, for the picture.
     found = _recorded(work, steps, ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU)
     trace = context.out / f"{stem}.trace.json.gz"
     both = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -94,7 +94,7 @@ def _profiled(context: Context, work: Callable[[], object], steps: int, stem: st
 
 
 def _recorded(work: Callable[[], object], steps: int, *activities: ProfilerActivity) -> profile:
-    """Some calls under the profiler; all kernels have ended when it stops."""
+    """Run some calls under the profiler. All kernels have ended when it stops."""
     wait = torch.cuda.synchronize if ProfilerActivity.CUDA in activities else lambda: None
     wait()
     with profile(activities=activities) as found:
@@ -119,7 +119,7 @@ def _training(context: Context, compiled: bool) -> Found:
 
 
 def _embedding(context: Context) -> Found:
-    """Packs as `embed` makes them, one after the other, with the mean of each protein copied to the host."""
+    """Compute packs like those of `embed`, one after the other, and copy the mean of each protein to the host."""
     esm = random_models.trunk(context.model("650M"), context.device, context.dtype)
     tokens = peers.sequences(peers.protein_lengths(context.amount(500, 4)))
     most = context.amount(16384, 512)

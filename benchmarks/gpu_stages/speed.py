@@ -12,10 +12,10 @@ from gpu_stages.stage import Context, Figure, Found, Part, Stage
 
 ROUNDS = 3
 
-# Proteins of a turn: a turn of ours lasts about three seconds on an H200, but for the smallest model.
+# The proteins of a turn: esmshard needs about three seconds on an H200, except for the smallest model.
 COUNTS = {"8M": 8000, "150M": 4000, "650M": 1600, "3B": 400}
 TARGETS = {("650M", "embed"): 0.50, ("650M", "mlm"): 0.45, ("3B", "mlm"): 0.45}
-"""Least model FLOPs utilisation, of the measured matrix product."""
+"""The target of the model FLOPs utilisation, as a share of the measured matrix product."""
 
 
 def _bench(context: Context, short: str, work: str) -> model.Bench:
@@ -27,7 +27,7 @@ def _bench(context: Context, short: str, work: str) -> model.Bench:
 
 
 def _measured(context: Context, short: str, work: str) -> Found:
-    """Tables of one workload of one model, and what they come down to."""
+    """The tables of one workload of one model, and their summary."""
     bench = _bench(context, short, work)
     name = context.model(short)
     tables = model.tables_of(bench, work, name, short, context.amount(ROUNDS, 1))
@@ -41,7 +41,7 @@ def _measured(context: Context, short: str, work: str) -> Found:
 
 
 def _figures(table: measure.Table, target: float | None, sheet: float | None) -> dict[str, Figure]:
-    """Speed, utilisation and memory of ours, and how much slower the others are."""
+    """Return speed, utilisation and memory of esmshard, and the ratios of the others."""
     ours, contacts = table.rows[0], "contact map" in table.title
     figures: dict[str, Figure] = {}
     for row in table.rows:
@@ -70,7 +70,7 @@ def _figures(table: measure.Table, target: float | None, sheet: float | None) ->
 
 def _part(short: str, work: str, words: str, seconds: float) -> Part:
     parameters = SIZES[model.SHORT[short]].n_parameters
-    # Four copies in half precision for embedding; for training one in fp32 with gradients and both moments.
+    # Embedding has four copies in half precision; training has one in fp32 with gradients and both moments.
     memory = parameters * (16 if work == "mlm" else 10) + 8 * 2**30
     run = functools.partial(_measured, short=short, work=work)
     return Part(f"{words}, {short}", seconds, run, memory=memory, when="always" if short == "650M" else "gpu")

@@ -1,8 +1,8 @@
-"""What a stage is, and how its parts are run one after the other and written down.
+"""The stages of the GPU benchmarks: their parts, the run of the parts one after the other, and the record of results.
 
-A stage is a list of parts. A part is one measurement with a result of its own. After each part the stage's JSON and
-Markdown are written anew, so that whatever ends the process leaves everything that was measured before. A second run
-over the same directory goes on with the parts that have no result yet.
+A stage is a list of parts. A part is one measurement with its own result. After each part the stage's JSON and Markdown
+are written again, so that no result is lost if the process ends. A second run over the same directory continues with
+the parts that have no result yet.
 """
 
 import gc
@@ -24,17 +24,17 @@ from random_models import SHORT
 from esmshard.model.trunk import TransformerLayer
 
 REHEARSED = "nano"
-"""The model that stands for all others in a rehearsal."""
+"""The model that is used for all models in a rehearsal."""
 GIB = 2**30
 
 State = Literal["running", "done", "failed", "not run"]
 
 LOST = 3
-"""Exit code of a stage whose CUDA context is lost: the stage is started again and goes on with the next part."""
+"""The exit code of a stage whose CUDA context is lost. The stage is started again and continues with the next part."""
 
 
 class FailedError(Exception):
-    """A part was measured, and what came out is wrong. `found` is kept beside the reason."""
+    """A part was measured, and its result is wrong. `found` is kept beside the reason."""
 
     def __init__(self, reason: str, found: "Found") -> None:
         super().__init__(reason)
@@ -42,26 +42,26 @@ class FailedError(Exception):
 
 
 class NotRunError(Exception):
-    """A part cannot be run on this machine; the message is one sentence that says why."""
+    """A part cannot be run on this machine. The message is one sentence with the reason."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that the summary shows."""
+    """One number of the summary."""
 
     value: float
     unit: str = ""
-    """`%` shows a share as per cent; any other unit stands behind the number."""
+    """The unit: `%` shows a share as per cent; any other unit is printed after the number."""
     least: float | None = None
-    """Target: the value should be at least this."""
+    """The target that the value should not be below."""
     most: float | None = None
-    """Target: the value should be at most this."""
+    """The target that the value should not be above."""
 
     def __str__(self) -> str:
         return _number(self.value, self.unit)
 
     def target(self) -> str:
-        """The target in words, and whether it is reached; empty without one."""
+        """Return the target in words, and whether it is reached; empty without a target."""
         words = []
         if self.least is not None:
             words.append(f"at least {_number(self.least, self.unit)}: {'yes' if self.value >= self.least else 'no'}")
@@ -81,49 +81,49 @@ class Found:
     """The result of a part."""
 
     text: str
-    """Markdown: tables and sentences, without a heading."""
+    """The Markdown text: tables and sentences, without a heading."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """Numbers for the summary, by what they are."""
+    """The numbers for the summary, by their names."""
     data: Any = None
-    """Every single measurement, as JSON can hold it."""
+    """All measurements, in a form for JSON."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the parts of a stage may use."""
+    """The environment in which parts of a stage run."""
 
     device: torch.device
     rehearsal: bool
-    """Whether this is the CPU rehearsal, with tiny models and amounts."""
+    """Whether this is the CPU rehearsal, with tiny models and little data."""
     out: Path
-    """Directory of the results, for files besides."""
+    """The directory of the results, for additional files."""
     scratch: Path
     """A directory that is removed when the stage ends."""
     deadline: float
-    """When the stage has to be over, in seconds since 1970."""
+    """The time at which the stage must end, in seconds since 1970."""
     starter_data: Path | None = None
-    """Directory that `data/starter/build.py` has written."""
+    """The directory that `data/starter/build.py` has written."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the arithmetic: bf16 on a GPU, fp32 on the CPU, where bf16 is slow."""
+        """The precision of the arithmetic: bf16 on a GPU; fp32 on the CPU, because bf16 is slow there."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property
     def precision(self) -> Literal["bf16", "fp32"]:
-        """The same as a recipe calls it."""
+        """The precision of the arithmetic, by its name in recipes."""
         return "bf16" if self.device.type == "cuda" else "fp32"
 
     def model(self, short: str) -> str:
-        """The key of SIZES that a short name such as 650M stands for."""
+        """Return the key of SIZES for a short name such as 650M."""
         return REHEARSED if self.rehearsal else SHORT[short]
 
     def amount(self, real: int, rehearsed: int) -> int:
-        """A size: of the real run, or of the rehearsal."""
+        """Return the size for a real run, or the size for a rehearsal."""
         return rehearsed if self.rehearsal else real
 
     def seconds_left(self) -> float:
-        """Until the stage has to be over."""
+        """Return the seconds until the stage must end."""
         return self.deadline - time.time()
 
 
@@ -133,38 +133,38 @@ class Part:
 
     name: str
     seconds: float
-    """How long it is expected to take on an H200. It is not begun if less time is left, and ended after three times
+    """The expected seconds on an H200. The part is not begun if less time is left, and is ended after three times
     as long."""
     run: Callable[[Context], Found]
     memory: float = 0.0
-    """Bytes of the GPU that have to be free."""
+    """The bytes of the GPU that must be free."""
     disk: float = 0.0
-    """Bytes that have to be free in the scratch directory."""
+    """The bytes that must be free in the scratch directory."""
     when: Literal["always", "gpu", "rehearsal"] = "always"
-    """`gpu` leaves it out of a rehearsal, where another part runs the same code; `rehearsal` is such a part."""
+    """`gpu` is for a part that a rehearsal leaves out, since a part with `rehearsal` runs the same code."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Measurements that belong together, the most valuable first."""
+    """A group of measurements, the most valuable first."""
 
     name: str
     about: str
-    """One sentence."""
+    """A description in one sentence."""
     parts: tuple[Part, ...]
 
     def chosen(self, *, rehearsal: bool) -> list[Part]:
-        """The parts that are run on a GPU, or in a rehearsal."""
+        """Return the parts that run on a GPU, or in a rehearsal."""
         return [part for part in self.parts if part.when in ("always", "rehearsal" if rehearsal else "gpu")]
 
     @property
     def seconds(self) -> float:
-        """How long all parts are expected to take on an H200."""
+        """The expected seconds of all parts on an H200."""
         return sum(part.seconds for part in self.chosen(rehearsal=False))
 
 
 class Record:
-    """The JSON and Markdown files of one stage, read again if an earlier run has left them."""
+    """The JSON and Markdown files of one stage. Files of an earlier run are read again."""
 
     def __init__(self, out: Path, stage: str, *, rehearsal: bool) -> None:
         kind = "gpu-rehearsal" if rehearsal else "gpu"
@@ -174,37 +174,37 @@ class Record:
         self.reload()
 
     def reload(self) -> None:
-        """Read what the process of the stage has written; without a file, nothing changes."""
+        """Read the file that the process of the stage has written. Without a file, nothing changes."""
         if self.path.is_file():
             self.content = json.loads(self.path.read_text(encoding="utf-8"))
 
     def forget_running(self) -> None:
-        """Forget the part that was running when an earlier command was killed."""
+        """Remove the state of the part that was running when an earlier command was killed."""
         if (part := self.running()) is not None:
             del self.parts[part]
             self.write()
 
     @property
     def parts(self) -> dict[str, dict[str, Any]]:
-        """What is known of each part that was looked at, by name."""
+        """The recorded facts of each part so far, by name."""
         parts: dict[str, dict[str, Any]] = self.content["parts"]
         return parts
 
     def state(self, part: str) -> State | None:
-        """How a part stands; None if it was never looked at."""
+        """Return the state of a part; None if it has no record."""
         return self.parts[part]["state"] if part in self.parts else None
 
     def running(self) -> str | None:
-        """The part that was begun and has not ended."""
+        """Return the part that was begun and has not ended."""
         return next((name for name, entry in self.parts.items() if entry["state"] == "running"), None)
 
     def note(self, part: str, state: State, **more: Any) -> None:
-        """Write how a part stands, at once."""
+        """Write the state of a part at once."""
         self.parts[part] = {"state": state, "time": time.strftime("%Y-%m-%d %H:%M:%S"), **more}
         self.write()
 
     def write(self) -> None:
-        """Both files, each replaced as a whole."""
+        """Write both files, and replace each as a whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for path, text in (
             (self.path, json.dumps(self.content, indent=1) + "\n"),
@@ -237,22 +237,22 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table, and an empty one."""
+    """Return the lines of a Markdown table, and an empty line."""
     found = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return [*found, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
 def run_stage(stage: Stage, context: Context, record: Record, command: str) -> int:
-    """Run the parts of a stage that have no result yet; the exit code of the process that it runs in.
+    """Run the parts of a stage that have no result yet. Return the exit code for this process.
 
     Args:
-        stage: to run.
+        stage: the stage to run.
         context: see `Context`.
-        record: of this stage; written after each part.
-        command: to note beside the results.
+        record: the record of this stage; it is written after each part.
+        command: the command that is recorded with the results.
 
     Returns:
-        0 when each part was run, failed or was left out; LOST when the CUDA context is lost.
+        0 if each part was run, failed or was left out; LOST if the CUDA context is lost.
     """
     record.content["about"] = {**measure.facts(context.device), **gpu_device.about(context.device)}
     record.content["command"] = command
@@ -272,7 +272,7 @@ def run_stage(stage: Stage, context: Context, record: Record, command: str) -> i
 
 
 def _why_not(part: Part, context: Context) -> str:
-    """Why a part is not begun, in one sentence; empty if nothing is in its way."""
+    """Return why a part cannot begin, in one sentence; empty if it can."""
     left = context.seconds_left()
     if not context.rehearsal and part.seconds > left:
         return f"it needs about {part.seconds:.0f} s, and {max(0.0, left):.0f} s are left; run this stage again"
@@ -286,7 +286,7 @@ def _why_not(part: Part, context: Context) -> str:
 
 
 def _run_part(stage: Stage, part: Part, context: Context, record: Record) -> bool:
-    """Run one part and note how it ended; whether the process can go on."""
+    """Run one part and record its state. Return whether the process can continue."""
     began, before = time.time(), gpu_device.clocks(context.device)
     found, reason, lost = None, "", False
     state: State = "done"
@@ -314,7 +314,7 @@ def _run_part(stage: Stage, part: Part, context: Context, record: Record) -> boo
 
 
 def _context_is_lost(device: torch.device) -> bool:
-    """Whether nothing more can be computed in this process: after an illegal access each call fails."""
+    """Return whether this process cannot compute any more: after an illegal access each call fails."""
     if device.type != "cuda":
         return False
     try:
@@ -325,9 +325,9 @@ def _context_is_lost(device: torch.device) -> bool:
 
 
 def _free(device: torch.device) -> None:
-    """Give back what a part has left in caches, so that the next one has the whole device."""
+    """Empty the caches that a part has filled, so that the next part has the whole device."""
     gc.collect()
-    torch._dynamo.reset()  # compiled code keeps the model that it was compiled for
+    torch._dynamo.reset()  # compiled code keeps its model in memory
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -336,7 +336,7 @@ def _free(device: torch.device) -> None:
 def context_of(
     device: torch.device, out: Path, scratch: Path, deadline: float, *, rehearsal: bool, starter_data: Path | None
 ) -> Context:
-    """The context of a stage's process, and what a benchmark has to know of it."""
+    """Make the context of a stage's process, and set the environment for benchmarks."""
     if rehearsal:
         measure.CEILING_SECONDS = 0.02
         compile_layer = TransformerLayer.compile
@@ -344,9 +344,9 @@ def context_of(
         def without_code_generation(layer: TransformerLayer, **options: Any) -> None:
             compile_layer(layer, **{**options, "backend": "eager"})
 
-        # The same graphs are captured; differentiating them and generating C++ from them would take a minute.
+        # torch captures the same graphs; to differentiate them and to generate C++ from them would take a minute.
         TransformerLayer.compile = without_code_generation  # type: ignore[method-assign, assignment]
     else:
         measure.GO_ON = True
-        measure.CEILING_SECONDS = 0.4  # a GPU's matrix product takes 1.4 ms, and the time is paid for
+        measure.CEILING_SECONDS = 0.4  # the matrix product of a GPU takes 1.4 ms, so short runs are enough
     return Context(device, rehearsal, out, scratch, deadline, starter_data)

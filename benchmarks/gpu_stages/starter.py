@@ -1,4 +1,4 @@
-"""Stage `starter`: trains the small model that comes with the package, for as long as there are seconds."""
+"""Stage `starter`: trains the small model of the package, for all seconds that are left."""
 
 import gzip
 import json
@@ -16,19 +16,19 @@ from gpu_stages.stage import GIB, Context, Figure, Found, NotRunError, Part, Sta
 STEPS = ("mlm", "contact", "lm_head", "probe")
 """The recipes in data/starter, in order."""
 SHARES = {"mlm": 0.45, "contact": 0.45}
-"""Of the time that is left, for the two stages that take as many steps as there is time for."""
+"""The shares of the remaining time for the two recipes whose number of steps depends on the time."""
 PROBED = 30
-"""Steps that tell how long a step takes."""
+"""The steps that measure the time of a step."""
 RESERVE = 150.0
-"""Seconds for the last two recipes, consolidation, and putting the model together."""
+"""The seconds for the last two recipes, consolidation, and the assembly of the model."""
 LEAST = 240.0
-"""Seconds below which nothing is begun: the model would be worse than the one that is shipped."""
+"""The seconds below which no training begins: the model would be worse than the shipped model."""
 TOKENS = {"mlm": 65536, "contact": 16384}
-"""Of a step: a GPU takes in a second what two CPU cores take in minutes."""
+"""The tokens of a step. A GPU computes in a second what two CPU cores compute in minutes."""
 
 
 def _trained(context: Context) -> Found:
-    """Run the recipes with as many steps as fit, and put the model together."""
+    """Run the recipes with as many steps as fit into the time, and assemble the model."""
     if context.starter_data is None and not context.rehearsal:
         raise NotRunError(
             "it needs the starter's training data; make them with data/starter/build.py and give --starter-data DIR"
@@ -71,7 +71,7 @@ def _trained(context: Context) -> Found:
 
 
 def _steps_that_fit(context: Context, work: Path, name: str, began: float) -> int:
-    """How many steps a recipe may take, by the time that some of them take. A cosine schedule must know it before."""
+    """Return the steps that fit into the time, by the time of some steps. A cosine schedule needs the number first."""
     if context.rehearsal:
         return 2
     run = work / f"{name}-speed"
@@ -84,21 +84,21 @@ def _steps_that_fit(context: Context, work: Path, name: str, began: float) -> in
 
 
 def _scaled(context: Context, name: str, steps: int, work: Path) -> list[str]:
-    """Overrides for a GPU: a larger model, larger steps, and validation ten times in a run."""
+    """Return overrides for a GPU: a larger model, larger steps, and ten validations in a run."""
     every = max(1, steps // 10)
     found = [f"train.steps={steps}", f"train.eval_every={every}", f"checkpoint.every={every}"]
-    if name == "mlm":  # the shape alone is taken; weights are drawn
+    if name == "mlm":  # only the shape is used; weights are drawn
         found += [f"model.name={work / 'shape'}"]
     if context.rehearsal:
         small = ["batch.global_tokens=600", "data.max_length=40"]
         return [*found, *small, *(["task.channels=4"] if name == "contact" else [])]
-    if name == "contact":  # pairs that are far apart are in longer pieces only
+    if name == "contact":  # only longer pieces have pairs that are far apart
         found += ["data.max_length=256"]
     return [*found, f"batch.global_tokens={TOKENS[name]}"]
 
 
 def _a_few(work: Path) -> None:
-    """In place of the training data, a few chains of the sample."""
+    """Write a few chains of the sample in place of the training data."""
     whole.write_chains(work, "valid", range(4), "chains")
     for ending in (".fasta", ".npz"):
         shutil.copyfile(work / f"chains{ending}", work / f"valid_chains{ending}")
@@ -123,7 +123,7 @@ def _run(command: list[str], work: Path) -> None:
 
 
 def _validation(run: Path, name: str) -> dict[str, Figure]:
-    """The last validation of a run, by its headline."""
+    """Return the headline metric of the last validation of a run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     valid = [line for line in lines if line.get("split") == "valid"]
     if not valid:

@@ -1,4 +1,4 @@
-"""Real training steps of a random model on one device, timed, with their peak memory beside the planner's."""
+"""Real training steps of a random model on one device: their time, and their peak memory beside the estimate."""
 
 import gc
 import statistics
@@ -33,35 +33,35 @@ from esmshard.train.step import train_step
 TASK = MlmSettings(name="mlm")
 FULL = AdaptSettings()  # type: ignore[call-arg]
 WARM_UP = 2
-"""Steps before the first that counts: the second one is the first to find the optimizer's state."""
+"""The warm-up steps, which do not count. The optimizer's state exists from the second step on."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Some steps of training."""
+    """The measurements of some training steps."""
 
     seconds: list[float]
-    """Of each step after the warm-up."""
+    """The seconds of each step after the warm-up."""
     peak: int | None
-    """Bytes of the GPU that were allocated at the peak of these steps; None on a CPU, which does not count them."""
+    """The bytes of the GPU that were allocated at the peak of these steps; None on a CPU."""
     planned: memory_model.Memory
     tokens: int
-    """Of a step; none of them is padding."""
+    """The tokens of a step, without padding."""
     residues: int
-    """Of a step."""
+    """The residues of a step."""
     flops: float
-    """That a step needs, forward and backward; what is computed again for the sake of memory does not count."""
+    """The FLOPs of a step, forward and backward. Recomputation for the sake of memory does not count."""
     ceiling: float
-    """FLOP/s of a large matrix product, measured right after the steps."""
+    """The FLOP/s of a large matrix product, measured right after the steps."""
 
     @property
     def second(self) -> float:
-        """Median of the steps."""
+        """The median of the steps."""
         return statistics.median(self.seconds)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, of the measured matrix product."""
+        """The model FLOPs utilisation, as a share of the measured matrix product."""
         return self.flops / self.second / self.ceiling
 
 
@@ -76,19 +76,19 @@ def prepared(
     micro_batches: int = 1,
     longest: int = 1022,
 ) -> Iterator[tuple[Callable[[], None], memory_model.Memory, list[TokenBatch], float]]:
-    """A model laid out and an optimizer over it: gives a function that takes one step.
+    """Prepare a sharded model and its optimizer, and yield a function that takes one step.
 
     Args:
         name: a key of SIZES.
-        device: where to train.
-        layout: of one process.
-        tokens: of a micro-batch, exactly.
-        adapt: what learns.
-        micro_batches: of a step.
-        longest: residues; lengths are those of proteins, cut there.
+        device: the device of the training.
+        layout: the layout for one process.
+        tokens: the exact number of tokens of a micro-batch.
+        adapt: the trained part of the model.
+        micro_batches: the micro-batches of a step.
+        longest: the most residues of a protein; longer proteins are cut.
 
     Yields:
-        The step, the memory that the planner expects, the batches of a step, and the FLOPs that it needs.
+        The function, the planner's estimate of the memory, the batches of a step, and the FLOPs of a step.
     """
     config = SIZES[name]
     task = new_task(TASK, {})
@@ -116,7 +116,7 @@ def prepared(
         else:
             random_models.fill(model, device)
         optimizer = adamw(model.train(), OptimSettings())  # type: ignore[call-arg]
-        set_learning_rate(optimizer, 0.0)  # all of a step's work, and the weights stay as they were drawn
+        set_learning_rate(optimizer, 0.0)  # learning rate 0: the step does all its work, and the weights stay the same
 
         def step() -> None:
             train_step(model, task, optimizer, [(*one, False) for one in work], 1.0, ranks, layout)
@@ -135,7 +135,7 @@ def train(
     micro_batches: int = 1,
     longest: int = 1022,
 ) -> Trained:
-    """Take some steps; see `prepared` for the arguments."""
+    """Take some steps, and measure them; see `prepared` for the arguments."""
     gc.collect()
     seconds, peaks = [], []
     with prepared(name, device, layout, tokens=tokens, adapt=adapt, micro_batches=micro_batches, longest=longest) as (
@@ -159,7 +159,7 @@ def train(
 
 @contextmanager
 def _ranks(device: torch.device, layout: Layout) -> Iterator[World]:
-    """A world of one. FSDP, which keeps weights outside the GPU, wants a process group."""
+    """Return a world of one process. FSDP needs a process group to keep weights outside the GPU."""
     if layout.sharded:
         with world(alone_too=True) as ranks:
             yield ranks
@@ -168,11 +168,11 @@ def _ranks(device: torch.device, layout: Layout) -> Iterator[World]:
 
 
 def _batch(tokens: int, longest: int, seed: int) -> tuple[TokenBatch, list[torch.Tensor]]:
-    """A pack of exactly so many tokens, 15% of the residues masked, and what was there."""
+    """Return a pack with this exact number of tokens, 15% of the residues masked, and the original residues."""
     lengths: list[int] = []
     for length in peers.protein_lengths(tokens // 20, seed):
         left = tokens - sum(lengths) - 2 * len(lengths)
-        if left < 25:  # what is left over goes to the protein before
+        if left < 25:  # the remaining tokens go to the protein before
             lengths[-1] += left
             break
         lengths.append(min(length, longest, left - 2))
@@ -184,7 +184,7 @@ def _batch(tokens: int, longest: int, seed: int) -> tuple[TokenBatch, list[torch
 
 
 def _rows_of(model: FineTuner, config: EsmConfig) -> Callable[[str, slice], torch.Tensor]:
-    """Random rows of any tensor, on the CPU."""
+    """Return random rows of any tensor, on the CPU."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def rows(name: str, which: slice) -> torch.Tensor:

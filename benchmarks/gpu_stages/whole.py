@@ -1,4 +1,4 @@
-"""Stage `whole`: commands as users type them: `make finetune`, `embed`, the start of a run, checkpoints."""
+"""Stage `whole`: commands of users: `make finetune`, `embed`, the start of a run, checkpoints."""
 
 import json
 import os
@@ -27,11 +27,11 @@ from gpu_stages.stage import GIB, Context, Figure, Found, NotRunError, Part, Sta
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOK = 0.05
-"""Seconds between two looks for the first result."""
+"""The seconds between two checks for the first result."""
 
 
 def _finetune(context: Context) -> Found:
-    """`make finetune` as it is in README, into a directory of its own."""
+    """Run `make finetune` as in README, with its own output directory."""
     if shutil.which("make") is None:
         raise NotRunError("make is not installed; install it (apt-get install make)")
     run = context.scratch / "contact"
@@ -42,7 +42,7 @@ def _finetune(context: Context) -> Found:
         paths = {"train": "train", "valid": "valid", "test": "valid"}
         data = " ".join(f"data.{k}={context.scratch / v}.fasta" for k, v in paths.items())
         arguments = f"{data} data.max_length=64 train.steps=2 train.eval_every=2 --no-report"
-    ready = Path(sys.prefix) / ".ready"  # what is installed here is what is measured
+    ready = Path(sys.prefix) / ".ready"  # the installed packages are measured
     command = ["make", "finetune", f"VENV={sys.prefix}", f"RUN={run}", f"ARGUMENTS={arguments}", "-o", str(ready)]
     command += ["NPROC=1"] if context.rehearsal else []
     began = time.perf_counter()
@@ -54,7 +54,7 @@ def _finetune(context: Context) -> Found:
 
 
 def _start(context: Context) -> Found:
-    """`esmshard finetune` of a random 650M on masked residues: from the command to the first step, and then steps."""
+    """Measure `esmshard finetune` of a random 650M on masked residues: the time to the first step, and of the steps."""
     fasta = _fasta(context.scratch / "proteins.fasta", context.amount(2000, 12))
     few = _fasta(context.scratch / "few.fasta", context.amount(50, 3), seed=1)
     run = context.scratch / "start"
@@ -75,7 +75,7 @@ def _start(context: Context) -> Found:
 
 
 def _of_run(run: Path) -> dict[str, Figure]:
-    """What the records of a run say about speed. The first steps warm up."""
+    """Return the speed from the records of a run. The first steps are a warm-up."""
     lines = _lines(run)
     steps = [line for line in lines if "loss" in line and "split" not in line]
     warm = steps[2:] or steps
@@ -95,7 +95,7 @@ def _of_run(run: Path) -> dict[str, Figure]:
 
 
 def _embed(context: Context) -> Found:
-    """`esmshard embed` of many sequences, and how much of the command is not the arithmetic on the device."""
+    """Measure `esmshard embed` of many sequences, and the share of the command outside the device's arithmetic."""
     name = context.model("650M")
     model, out = context.scratch / "model", context.scratch / "embedded.npy"
     large.write_in_layers(model, name, context.device)
@@ -144,7 +144,7 @@ def _embed(context: Context) -> Found:
 
 
 def _checkpoints(context: Context) -> Found:
-    """Saving and verifying the state of a 650M model under AdamW, from the device to the disk."""
+    """Measure saving and verifying the state of a 650M model under AdamW, from the device to the disk."""
     with torch.device("meta"):
         shapes = {key: parameter.shape for key, parameter in ESM2(SIZES[context.model("650M")]).named_parameters()}
     tensors = {
@@ -158,7 +158,7 @@ def _checkpoints(context: Context) -> Found:
     for background in (False, True):
         folder = context.scratch / f"checkpoints-{background}"
         saver = Saver(folder, 1, background)
-        saver.save(1, tensors, {})  # makes directories, and the buffers on the host
+        saver.save(1, tensors, {})  # this run makes directories, and the buffers on the host
         saver.finish()
         began = time.perf_counter()
         saver.save(2, tensors, {})
@@ -180,14 +180,14 @@ def _checkpoints(context: Context) -> Found:
 
 
 def _fasta(path: Path, count: int, seed: int = 0) -> Path:
-    """Random proteins."""
+    """Write random proteins."""
     sequences = peers.sequences(peers.protein_lengths(count, seed), seed)
     path.write_text("".join(f">p{n}\n{decode(one)}\n" for n, one in enumerate(sequences)), encoding="utf-8")
     return path
 
 
 def write_chains(folder: Path, split: str, chains: range, name: str) -> None:
-    """Some chains of a split of the sample, with their coordinates, as NAME.fasta and NAME.npz."""
+    """Write some chains of a split of the sample, with their coordinates, as NAME.fasta and NAME.npz."""
     with np.load(shipped("data") / "contact" / f"{split}.npz") as file:
         known = {key: file[key] for key in file.files}
     offsets = known["offsets"]
@@ -205,7 +205,7 @@ def _lines(run: Path) -> list[dict[str, Any]]:
 
 
 def _checked(command: list[str], cwd: Path | None = None) -> None:
-    """Run a command; what it said last becomes the error if it fails."""
+    """Run a command. If it fails, raise its last output as the error."""
     done = subprocess.run(command, cwd=cwd, env=dict(os.environ), capture_output=True, text=True, check=False)
     if done.returncode:
         said = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])

@@ -32,9 +32,9 @@ from esmshard.vocab import decode
 
 Array = npt.NDArray[np.float32]
 TOKENS = 4096
-"""Tokens that a head processes at once on all cores, if its output is no pair map."""
+"""The tokens that a head processes at once on all cores, if its output is no pair map."""
 SMALL = 1024
-"""Tokens below which a pack on one core is slower."""
+"""The tokens below which a pack on one core is slower."""
 
 
 class Model:
@@ -52,7 +52,7 @@ class Model:
         self.esm = esm
         """The trunk, a `torch.nn.Module`."""
         self.tuned = tuned
-        """Trunk and head as one module, and the task; None for a model without a head."""
+        """The trunk and head as one module, and the task; None for a model without a head."""
         self._unlearned = tuple(unlearned)
 
     @property
@@ -245,8 +245,8 @@ class Model:
         for name, tokens in zip(asked.names, asked.tokens, strict=True):
             if most is not None and len(tokens) > most:
                 raise InputError(
-                    f"{name} has {len(tokens) - 2:,} residues, and this model positions for {most - 2:,}; cut it, or "
-                    "take an ESM-2"
+                    f"{name} has {len(tokens) - 2:,} residues, and this model has positions for {most - 2:,}; cut the "
+                    "sequence, or use an ESM-2 model"
                 )
 
     def _needs(self, part: str) -> None:
@@ -290,7 +290,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise UsageError(f"device is {device!r}; cpu, cuda, cuda:1 or mps is expected") from None
     there: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if found.type in there and (not there[found.type]() or (found.index or 0) >= torch.cuda.device_count() > 0):
-        raise UsageError(f"device is {device!r}, and there is none; leave it out, or give cpu")
+        raise UsageError(f"device is {device!r}, which this machine does not have; leave it out, or pass cpu")
     return found
 
 

@@ -14,19 +14,19 @@ class RunOptions:
     """
 
     nproc: int | None = None
-    """Local processes; None means one for each GPU, or one. A single process is this process."""
+    """The local processes; None means one for each GPU, or one. A single process is this process."""
     resume: str | None = None
-    """`auto` continues from the newest checkpoint of the run, a path from that run or checkpoint. None starts a new
-    run.
+    """The state to continue from: `auto` is the newest checkpoint of this run; a path is a run or a checkpoint. None
+    starts a new run.
     """
     overwrite: bool = False
-    """Replace the files of an earlier run."""
+    """Whether the files of an earlier run are replaced."""
     dry_run: bool = False
-    """Check everything, print the planned run, and stop."""
+    """Whether the command only checks everything and prints the planned run."""
     profile: int = 0
     """The number of steps to record with torch's profiler."""
     stop_after: str | None = None
-    """Save and end with exit code 75 after this time, such as `3h50m`."""
+    """The time after which the run saves and ends with exit code 75, such as `3h50m`."""
     max_restarts: int = 0
     """How often all local processes are started again after the loss of a process."""
     seeds: int = 1
@@ -34,9 +34,9 @@ class RunOptions:
     folds: int | None = None
     """The number of folds of a cross-validation; None means 5 for a table of variants, else no cross-validation."""
     report: bool = True
-    """Draw figures and report.html at the end."""
+    """Whether figures and report.html are drawn at the end."""
     trust: bool = False
-    """Read a checkpoint that another user wrote."""
+    """Whether a checkpoint that another user wrote may be read."""
     started: float | None = None
     """The time at which the command began, in seconds since 1970; None means now."""
 
@@ -44,9 +44,9 @@ class RunOptions:
         if self.resume == "never":
             object.__setattr__(self, "resume", None)
         if self.resume and self.overwrite:
-            raise UsageError("--resume goes on with a run, --overwrite removes it; give one of them")
+            raise UsageError("--resume continues a run, and --overwrite removes it; pass one of the two")
         if self.max_restarts and self.resume not in (None, "auto"):
-            raise UsageError("--max-restarts goes on from the newest checkpoint of the run: give --resume auto with it")
+            raise UsageError("--max-restarts continues from the newest checkpoint of the run; pass --resume auto, too")
 
     @property
     def of_a_single_command(self) -> bool:

@@ -116,7 +116,7 @@ class Run:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise InputError(f"{path}: damaged ({error}); make it anew with finetune, resume='auto'") from None
+            raise InputError(f"{path}: damaged ({error}); write it again with finetune, resume='auto'") from None
         return found
 
 

@@ -23,9 +23,11 @@ from esmshard.errors import InputError, UsageError
 from esmshard.vocab import CLS, EOS, encode
 
 Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
-"""One sequence, several, several by id, or the path of a FASTA file or token store, which is never a plain string."""
+"""One sequence, several sequences, a dictionary of sequences by id, or the path of a FASTA file or token store. A plain
+string is never a path.
+"""
 _COLUMNS = ("sequence", "sequences", "seq", "protein_sequence", "mutated_sequence")
-"""Usual names of a column of sequences."""
+"""The usual names of a column of sequences."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     # The learning curve of a table of variants trains on parts of the first fold.
     curve = curve_runs(resolved, several[0]) if of_table and not probe else []
     if several and options.resume not in (None, "auto"):
-        raise UsageError("--seeds and --folds go on with --resume auto; a path names one run only")
+        raise UsageError("--seeds and --folds need --resume auto, because a path names a single run")
     to_do: list[tuple[str, ...]] = [()]
     if several:
         to_do = [run.overrides for run in [*several, *curve] if options.resume != "auto" or not is_done(run.out)]
@@ -216,7 +216,7 @@ def _last_word(out: Path, code: int) -> str:
     from esmshard.train.records import status
 
     if code != preemption.Preempted.exit_code:
-        status.mark_failed(out, "the processes were ended from outside; go on with --resume auto", code)
+        status.mark_failed(out, "the processes were ended from outside; continue with --resume auto", code)
     try:
         found = status.read(out)
     except InputError as damaged:

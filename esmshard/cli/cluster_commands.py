@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Overwrite
+from esmshard.cli.shared_options import AsJson, Overrides, Overwrite
 
 
 def launch(
@@ -106,10 +106,8 @@ def doctor(
     recipe: Annotated[
         Optional[str], typer.Argument(help="A recipe to check as well: its memory, data and weights on this machine.")
     ] = None,
-    overrides: Annotated[
-        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything for programs.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
     nproc: Annotated[
         Optional[int],
         typer.Option(

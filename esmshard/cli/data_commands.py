@@ -5,7 +5,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Overwrite
+from esmshard.cli.shared_options import MutantColumn, Overwrite
 from esmshard.errors import UsageError
 
 
@@ -132,9 +132,7 @@ def split(
     wild_type: Annotated[
         Optional[Path], typer.Option(metavar="FILE.fasta", help="The protein of which DATA has variants.")
     ] = None,
-    mutant: Annotated[
-        Optional[str], typer.Option(metavar="COLUMN", help="Column of mutations; by default found by its name.")
-    ] = None,
+    mutant: MutantColumn = None,
     offset: Annotated[Optional[int], typer.Option(help="Number that is added to the positions of the table.")] = None,
     target: Annotated[
         Optional[str],

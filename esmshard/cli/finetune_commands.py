@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Overwrite, Trust
+from esmshard.cli.shared_options import AsJson, LocalProcesses, Overrides, Overwrite, RecipeName, Trust
 from esmshard.errors import UsageError
 
 _STARTED = time.time()
@@ -14,13 +14,9 @@ _STARTED = time.time()
 
 
 def finetune(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).")],
-    overrides: Annotated[
-        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4.")
-    ] = None,
-    nproc: Annotated[
-        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    nproc: LocalProcesses = None,
     resume: Annotated[
         Optional[str], typer.Option(help="Continue a run: auto, never, or the path of a run or checkpoint.")
     ] = None,
@@ -91,14 +87,12 @@ def finetune(
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).")],
-    overrides: Annotated[
-        Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4.")
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
     gpus: Annotated[str, typer.Option(help="GPUs of one machine, such as 8xA100-40GB.")] = "",
     nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
     network: Annotated[float, typer.Option(metavar="GBIT", help="Gbit/s of each GPU between machines.")] = 200,
-    as_json: Annotated[bool, typer.Option("--json", help="Print bytes and seconds as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
     import json
@@ -121,7 +115,7 @@ def status(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Directory of a run, or of the runs of several folds or seeds.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the state of a run, and whether it is alive. Exit code: 0 done, 3 running, 75 preempted, 1 failed, 2 no
     run.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Overwrite
+from esmshard.cli.shared_options import LocalProcesses, MutantColumn, Overwrite
 from esmshard.errors import UsageError
 
 
@@ -58,9 +58,7 @@ def embed(
             min=1, max=1_000_000_000, help="Tokens computed at once; by default 2,048 on a CPU and 16,384 on a GPU."
         ),
     ] = None,
-    nproc: Annotated[
-        Optional[int], typer.Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
-    ] = None,
+    nproc: LocalProcesses = None,
     reuse: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
     ] = None,
@@ -161,10 +159,7 @@ def predict(
     diversity: Annotated[
         float, typer.Option(min=0, help="For --propose: cost of a position or residue that was already chosen.")
     ] = 0.15,
-    mutant: Annotated[
-        Optional[str],
-        typer.Option(metavar="COLUMN", help="For a table: column of mutations; by default found by its name."),
-    ] = None,
+    mutant: MutantColumn = None,
     offset: Annotated[
         Optional[int],
         typer.Option(help="For a table: number added to its positions; by default the offset of the run's table."),
@@ -219,9 +214,7 @@ def score(
     method: Annotated[
         str, typer.Option(help="masked-marginals, wild-type-marginals or pseudo-perplexity.")
     ] = "masked-marginals",
-    mutant: Annotated[
-        Optional[str], typer.Option(metavar="COLUMN", help="Column of mutations; by default found by its name.")
-    ] = None,
+    mutant: MutantColumn = None,
     target: Annotated[
         Optional[str],
         typer.Option(metavar="COLUMN", help="Column of measured values, for comparison; by default found by its name."),

@@ -1,11 +1,11 @@
 """Commands about recipes, `esmshard recipes ...`: list, copy, validate, and print the schema."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from esmshard.cli.shared_options import Overwrite
+from esmshard.cli.shared_options import Overrides, Overwrite, RecipeName
 from esmshard.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True, help="The shipped recipes.")
@@ -39,8 +39,8 @@ def recipes_cp(
 
 @app.command("validate")
 def recipes_validate(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
-    overrides: Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
 ) -> None:
     """Check a recipe, and print it with the values of all keys."""
     from esmshard.recipe import recipe_file

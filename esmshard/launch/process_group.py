@@ -151,7 +151,7 @@ def _rendezvous_variables(rank: int) -> dict[str, str]:
     ):
         say(
             "torchrun can start the processes of several machines again only if each machine has "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without it the new processes wait in vain for the old ones"
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without it the new processes wait forever for the old ones"
         )
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}

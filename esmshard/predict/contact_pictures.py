@@ -17,10 +17,10 @@ from esmshard.errors import InputError, UsageError
 
 LEAST_DPI = 140
 INCHES = 3.8
-"""Approximate side of the map in a picture of 5.0 x 4.5 inches."""
+"""The approximate side of the map in a picture of 5.0 x 4.5 inches."""
 SIDE = 2400
-"""Most pixels along a map. For a longer protein, each pixel shows the highest probability in a square of pairs, since
-single contacts would otherwise be lost between pixels.
+"""The most pixels along a map. For a longer protein, each pixel shows the highest probability in a square of pairs,
+since single contacts would otherwise be lost between pixels.
 """
 HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
 """Colours of contacts, distinguishable without red or green vision (Okabe and Ito)."""

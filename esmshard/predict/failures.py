@@ -15,9 +15,9 @@ class Failure(NamedTuple):
 
     id: str
     length: int
-    """Number of residues."""
+    """The number of residues."""
     reason: str
-    """Why the record failed, as a clause for users."""
+    """The reason of the failure, as a clause for users."""
 
 
 def failures_file(out: Path) -> Path:

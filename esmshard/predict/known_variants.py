@@ -1,5 +1,5 @@
-"""What a run of task `variant` knows about variants: measured values, predictions by models that had not seen them, and
-which variants its models were trained on.
+"""Facts of a run of task `variant` about variants: measured values, predictions by models that had not seen them, and
+the variants of the training.
 """
 
 import csv
@@ -28,16 +28,16 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Known:
-    """What a run knows, by the names of variants in the numbering of the wild type."""
+    """The facts of a run, by the names of variants in the numbering of the wild type."""
 
     measured: Mapping[str, str]
-    """Measured value of the first target, as text."""
+    """The measured value of the first target, as text."""
     out_of_fold: Mapping[str, Sequence[float]]
-    """Predictions of the T targets by the models that were not trained on the variant."""
+    """The predictions of the T targets by the models that were not trained on the variant."""
     baselines: Mapping[str, Mapping[str, float]]
-    """By the name of a baseline, its predictions of the first target."""
+    """The predictions of the first target by each baseline, by the baseline's name."""
     seen: frozenset[str] | None
-    """Variants that at least one model was trained on or selected by; None if this is not recorded."""
+    """The variants that at least one model was trained on or selected by; None if this is not recorded."""
     verdict: str | None
     """Whether fine-tuning was better than the best baseline, in the sentence of the run."""
 
@@ -92,8 +92,8 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return [row for row in found if row[VARIANT]]
     except (ValueError, KeyError, csv.Error) as error:
         raise InputError(
-            f"{path}: damaged ({error}); repeat its `esmshard finetune` command with --resume auto, which writes it "
-            "anew"
+            f"{path}: damaged ({error}); repeat its `esmshard finetune` command with --resume auto, which writes the "
+            "file again"
         ) from None
 
 
@@ -108,7 +108,7 @@ def json_of(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: damaged ({error}); make it anew") from None
+        raise InputError(f"{path}: damaged ({error}); repeat the command that wrote this file") from None
     return found if isinstance(found, dict) else None
 
 
@@ -119,7 +119,7 @@ def compared(
     others.
 
     Args:
-        known: what the run knows.
+        known: the facts of the run.
         names: names of the variants in the N rows of the table.
         said_N: predictions by the mean of all models, which are no test for variants that these models were trained on.
         measured_N: measured values; NaN where the table has none.

@@ -32,17 +32,17 @@ from esmshard.vocab import decode
 Array = npt.NDArray[np.float32]
 
 TOKENS, GPU_TOKENS = 4096, 16_384
-"""Default tokens computed at once: TOKENS for pair maps on every device, and on the CPU; GPU_TOKENS for other tasks on
-a GPU.
+"""The default tokens computed at once: TOKENS for pair maps on every device, and on the CPU; GPU_TOKENS for other tasks
+on a GPU.
 """
 LEAST = 1024
-"""Tokens of a pack below which smaller packs are only slower."""
+"""The tokens of a pack below which smaller packs are only slower."""
 WINDOW, PACKS = 512, 64
-"""Most records that are sorted by length together, and most packs that they make. Their predictions stay in memory
+"""The most records that are sorted by length together, and most packs that they make. Their predictions stay in memory
 until the window is done. 64 packs of pair maps are at most 256 MiB, unless single records are longer than a pack.
 """
 PAIR = 256
-"""Tokens of a record from which on the pair map uses more memory than the trunk. A pack of 4,096 tokens of shorter
+"""The tokens of a record from which on the pair map uses more memory than the trunk. A pack of 4,096 tokens of shorter
 proteins is equivalent to a pack of at most 2^20 pairs of longer ones: one of 1,024 tokens, or four of 512.
 """
 FORMAT, VERSION = "esmshard-predictions", "1"
@@ -52,9 +52,9 @@ class Predicted(NamedTuple):
     """The result of a prediction run."""
 
     records: int
-    """Number of records in the output."""
+    """The number of records in the output."""
     failures: tuple[Failure, ...]
-    """Records that are not in the output, but in `OUT.failed.tsv`."""
+    """The records that are not in the output, but in `OUT.failed.tsv`."""
 
 
 def predict(
@@ -111,7 +111,7 @@ def predict(
         failed: list[Failure] = []
         began, residues = time.monotonic(), 0
         with (
-            writing(out, "make room, or choose another place with -o; nothing of it was kept"),
+            writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
             _writer(out, found, model) as writer,
             nullcontext() if png is None else contact_pictures.MapFolder(png) as pictures,
             Progress("predict", len(store)) as progress,

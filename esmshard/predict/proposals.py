@@ -9,14 +9,14 @@ import numpy.typing as npt
 from esmshard.data.variants.substitutions import Mutation
 
 KAPPA = 1.0
-"""Standard deviations that the upper confidence bound adds to a mean."""
+"""The standard deviations that the upper confidence bound adds to a mean."""
 DIVERSITY = 0.15
-"""Cost of a shared position, wild-type residue or mutant residue for each chosen variant that has it, in standard
+"""The cost of a shared position, wild-type residue or mutant residue for each chosen variant that has it, in standard
 deviations of the predictions. Measured on beta-lactamase: `benchmarks/results`.
 """
 OBJECTIVE = (
     "one after the other, the variant with the highest mean + kappa x sd - diversity x spread x shared: sd shrinks by "
-    "what the variants that were chosen before would tell (GP-BUCB), spread is the standard deviation of the "
+    "the information of the variants that were chosen before (GP-BUCB), spread is the standard deviation of the "
     "predictions of all candidates, and shared counts the variants chosen before that have the same position, plus "
     "those with the same wild-type residue, plus those with the same mutant residue (of several changes, the mean)"
 )

@@ -32,10 +32,10 @@ from esmshard.tasks.variants.variant_task import VariantTask
 NOT_RANKED = "not ranked because"
 """The last column of a ranked table: why a row has no rank."""
 IN_TABLE, IN_WILD_TYPE = "mutant in table", "mutant in wild type"
-"""Columns with the names in the other numbering, if the table of the run and its wild type are numbered differently."""
+"""The columns of names in the other numbering, if the table of the run and its wild type are numbered differently."""
 OUT_OF_FOLD, SEEN = "out-of-fold prediction", "seen in training"
 TOGETHER = 2048
-"""Number of variants that one pass of the wild type serves."""
+"""The number of variants that one pass of the wild type serves."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class RankingRequest:
     """N variants to rank, and rows that cannot be ranked."""
 
     columns: dict[str, list[str]]
-    """Columns of the output, with the N variants first."""
+    """The columns of the output, with the N variants first."""
     mutations: list[tuple[Mutation, ...]]
-    """Mutations of each variant, without synonymous changes."""
+    """The mutations of each variant, without synonymous changes."""
     not_ranked: list[str]
-    """For each row after the variants, why it is not ranked."""
+    """The reason why each row after the variants is not ranked."""
     values_N: npt.NDArray[np.float64] | None
-    """Measured values of the first target, if the table has this column; NaN where a cell has none."""
+    """The measured values of the first target, if the table has this column; NaN where a cell has none."""
     offset: int
     """The number that was added to the positions of the table."""
     notices: list[str]
@@ -64,11 +64,11 @@ def models_of(run: str) -> list[Path]:
     path = Path(run)
     summary = known_variants.json_of(path / known_variants.SUMMARY)
     if summary is not None and traits(summary.get("task")).reads_table:
-        with reading(f"{path / 'summary.json'}", "go on with finetune --resume auto"):
+        with reading(f"{path / 'summary.json'}", "repeat its finetune command with --resume auto"):
             found = [path / name / "model" for name in summary["runs"]]
         missing = [model for model in found if not (model / "esmshard.json").is_file()]
         if missing:
-            raise InputError(f"{missing[0]}: there is no model; go on with finetune --resume auto")
+            raise InputError(f"{missing[0]}: there is no model; repeat the finetune command with --resume auto")
         return found
     for model in (path / "model", path):
         about = known_variants.json_of(model / "esmshard.json")
@@ -156,9 +156,9 @@ class _ModelPredictions:
 
     values_MNT: npt.NDArray[np.float32]
     wild_type: float
-    """Mean over the models of the first target of the wild type, with which variants are to be compared."""
+    """The mean over the models of the wild type's first target, for comparison with the variants."""
     sign: float
-    """-1 if lower values of the first target are better, else 1."""
+    """The sign of better values of the first target: -1 if lower values are better, else 1."""
 
     @property
     def mean_N(self) -> npt.NDArray[np.float32]:
@@ -183,15 +183,15 @@ class _Rows:
     """The rows of the output."""
 
     order: npt.NDArray[np.int64]
-    """Numbers of the ranked variants, in the order of their rows."""
+    """The numbers of the ranked variants, in the order of their rows."""
     not_ranked: list[str]
-    """For each row after the variants, why it has no rank."""
+    """The reason why each row after the variants has no rank."""
     new: dict[str, list[str]]
     """The new columns of all these rows."""
     facts: dict[str, Any]
-    """Facts that are added to the JSON file."""
+    """The facts that are added to the JSON file."""
     messages: list[str]
-    """Messages for the user after everything is written."""
+    """The messages for the user after everything is written."""
 
 
 def _every_row(
@@ -315,13 +315,13 @@ def _proposed(
     """Choose the variants to measure next, in the order of choice."""
     better_MN = scores.sign * scores.values_MNT[:, :, 0]
     if len(better_MN) < 2:
-        raise UsageError(f"--propose needs several models, to know where they disagree, and {run} has one")
+        raise UsageError(f"--propose needs several models, and {run} has one; pass the run of a cross-validation")
     # A table may have a variant in several rows.
     first = {one: n for n, one in reversed(list(enumerate(request.mutations)))}
     free = sorted(n for one, n in first.items() if one and name_of(one) not in known.measured)
     if len(free) < count:
-        fix = f"pass --propose {len(free)}" if free else "give others, or all with --all-singles"
-        raise UsageError(f"--propose {count}: of those asked for {len(free):,} have not been measured yet; {fix}")
+        fix = f"pass --propose {len(free)}" if free else "pass other variants, or --all-singles for all"
+        raise UsageError(f"--propose {count}: only {len(free):,} of the variants have not been measured yet; {fix}")
     variants = [request.mutations[n] for n in free]
     chosen = proposals.choose(better_MN[:, free], variants, count, kappa, diversity)
     how: dict[str, Any] = {"count": count, "candidates": len(free), "kappa": kappa, "diversity": diversity}

@@ -23,7 +23,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import lives
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
-"""Most rows, and most numbers, of a row group of a Parquet file."""
+"""The most rows, and most numbers, of a row group of a Parquet file."""
 
 
 class Writer(ABC):

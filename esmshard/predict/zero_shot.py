@@ -110,17 +110,17 @@ class _ScoringRequest:
 
     protein: str
     mutations: list[tuple[Mutation, ...]]
-    """Mutations of each variant, without synonymous changes."""
+    """The mutations of each variant, without synonymous changes."""
     places: list[int]
     """The row of each variant."""
     columns: dict[str, list[str]]
-    """Columns of the table, R cells each."""
+    """The columns of the table, R cells each."""
     notices: list[str] = field(default_factory=list)
     offset: int = 0
     left_out: dict[int, str] = field(default_factory=dict)
-    """Rows without a variant, with the reasons."""
+    """The rows without a variant, with the reasons."""
     measured: str = ""
-    """Name of the column of measured values; empty if there is none."""
+    """The name of the column of measured values; empty if there is none."""
     values_N: npt.NDArray[np.float64] | None = None
     """The measured value of each variant, if there is such a column."""
 

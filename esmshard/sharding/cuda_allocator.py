@@ -9,7 +9,7 @@ import torch
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The environment variables with which a user configures the allocator."""
 _PROBE = 32 << 20
-"""Bytes of the test whether the driver supports this: a large block that no cached block can serve."""
+"""The bytes of the test whether the driver supports this: a large block that no cached block can serve."""
 
 
 @contextmanager

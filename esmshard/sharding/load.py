@@ -17,7 +17,7 @@ from esmshard.sharding.shard import local
 from esmshard.sharding.tied_weights import check_buffers, check_same_weights, check_ties, ties
 
 RowsOf = Callable[[str, slice], torch.Tensor]
-"""Rows of a tensor by name. All ranks must get the same values."""
+"""The rows of a tensor by name. All ranks must get the same values."""
 
 
 def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World) -> None:

@@ -1,1 +1,1 @@
-"""The certificate that a model computes here what it computes in fair-esm and in transformers."""
+"""The comparison of a model with fair-esm and transformers, and the certificate of the result."""

@@ -39,11 +39,11 @@ from esmshard.vocab import encode
 
 FORMAT, VERSION = "esmshard-certificate", 1
 TOLERANCE = 1e-5
-"""Bound for logits and embeddings relative to each channel, and for contacts in probability."""
+"""The bound for logits and embeddings relative to each channel, and for contacts in probability."""
 RECORDS = 8
-"""Records of a user's FASTA file that are compared, from its start."""
+"""The records of a user's FASTA file that are compared, from its start."""
 LONGEST = 2046
-"""Most residues of a record: fair-esm and `transformers` hold maps of L x L for every head."""
+"""The most residues of a record: fair-esm and `transformers` hold maps of L x L for every head."""
 
 _INSULIN_B = "FVNQHLCGSHLVEALYLVCGERGFFYTPKT"
 _LYSOZYME = (
@@ -73,16 +73,16 @@ class Comparison:
 
     against: str
     what: str
-    """`logits`, `embeddings`, `mean embeddings` or `contacts`."""
+    """The quantity: `logits`, `embeddings`, `mean embeddings` or `contacts`."""
     layer: int | None
-    """Layer of embeddings: 0 to the number of layers; None for other quantities."""
+    """The layer of embeddings: 0 to the number of layers; None for other quantities."""
     absolute: float
     relative: float
-    """Difference relative to the magnitude of the channel; for contacts, relative to the largest contact."""
+    """The difference relative to the magnitude of the channel; for contacts, relative to the largest contact."""
     magnitude: float
-    """Largest magnitude in the reference."""
+    """The largest magnitude in the reference."""
     record: str
-    """Id of the record with the largest absolute difference."""
+    """The id of the record with the largest absolute difference."""
 
     @property
     def passed(self) -> bool:
@@ -92,13 +92,13 @@ class Comparison:
 
 @dataclass
 class Certificate:
-    """What was compared, on which sequences, and what was not compared."""
+    """The comparisons of a model, their sequences, and the quantities that were not compared."""
 
     facts: dict[str, Any]
-    """Model, device and versions; see `as_json`."""
+    """The model, the device and the versions; see `as_json`."""
     comparisons: list[Comparison] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
-    """What was not compared, one sentence each."""
+    """The quantities that were not compared, one sentence each."""
 
     @property
     def failures(self) -> list[Comparison]:
@@ -134,7 +134,7 @@ class Certificate:
                 f"{one.against:36} {what:26} {one.absolute:9.1e} {one.relative:9.1e} {one.magnitude:9.3g}  "
                 f"{'pass' if one.passed else 'FAIL'}"
             )
-        lines += ["", f"tolerance {TOLERANCE:g}: of contacts absolute, of all else relative to each channel"]
+        lines += ["", f"tolerance {TOLERANCE:g}: absolute for contacts, else relative to each channel"]
         lines += [f"not compared: {text}" for text in self.not_compared]
         return "\n".join(lines)
 
@@ -271,10 +271,10 @@ def _records(fasta: Path | None, config: EsmConfig, skipped: list[str]) -> Itera
 
 
 def _outside(found: Weights, device: torch.device) -> list[str]:
-    """List what no comparison covers."""
+    """List the quantities that no comparison covers."""
     outputs = {"lm_head": "logits", "contact_head": "contacts"}
     said = [f"{what}: the model has no trained {part}" for part, what in outputs.items() if part in found.unlearned]
-    said += [f"{part}: of another task, and read by nothing here" for part in found.left_out]
+    said += [f"{part}: weights of another task, which are not used here" for part in found.left_out]
     if found.head:
         said.append("the fine-tuned head: it is esmshard's own, and neither library has it")
     half = kernel_name(device, torch.bfloat16)
@@ -328,7 +328,9 @@ def _compare(
     """Compare every quantity that the trained `parts` compute, over all records."""
     for n, record in enumerate(records):
         if ours[n].tokens != theirs[n].tokens:
-            raise InputError(f"{record.id}: {against} reads it as other tokens; nothing else can be compared")
+            raise InputError(
+                f"{record.id}: {against} makes other tokens of this sequence, so nothing else can be compared"
+            )
 
     def over(what: str, layer: int | None = None) -> Comparison:
         pairs = [

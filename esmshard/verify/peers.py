@@ -22,12 +22,12 @@ from esmshard.model.weights.open_weights import Weights, shapes
 from esmshard.vocab import TOKENS
 
 BLOCK = 1024
-"""Most tokens of a padded batch, with padding; a longer sequence is a batch of its own."""
+"""The most tokens of a padded batch, with padding; a longer sequence is a batch of its own."""
 MAP_BYTES = 8 << 30
-"""Bytes of attention maps above which a peer computes no contacts, since it holds all maps of all layers at once."""
+"""The bytes of attention maps above which a peer computes no contacts, since it has maps of all layers at once."""
 MAP_COPIES = 6
-"""Copies of all maps that exist at the same time: computed, stacked, symmetrized, corrected. Measured: 6.1 in fair-esm,
-5.1 in `transformers`.
+"""The copies of all maps that exist at the same time: computed, stacked, symmetrized, corrected. Measured: 6.1 in
+fair-esm, 5.1 in `transformers`.
 """
 
 
@@ -36,19 +36,19 @@ class Outputs:
     """The outputs of a model for one sequence of L residues, fp32, on the CPU."""
 
     tokens: list[int]
-    """Tokens of the sequence, L + 2."""
+    """The tokens of the sequence, L + 2."""
     layers: list[torch.Tensor]
-    """Embeddings of each layer, [L + 2, D]; layer 0 is the input embedding."""
+    """The embeddings of each layer, [L + 2, D]; layer 0 is the input embedding."""
     means: list[torch.Tensor]
-    """Mean over residues of each layer, [D]."""
+    """The mean over residues of each layer, [D]."""
     logits: torch.Tensor
-    """Logits, [L + 2, 33]."""
+    """The logits, [L + 2, 33]."""
     contacts: torch.Tensor | None
-    """Contact probabilities, [L, L]; None if the maps would take more than MAP_BYTES."""
+    """The contact probabilities, [L, L]; None if the maps would take more than MAP_BYTES."""
 
 
 class AbsentError(Exception):
-    """A peer cannot be compared with. The error has the reason and the fix."""
+    """No comparison with a peer is possible. The error has the reason and the fix."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason, fix)
@@ -60,9 +60,9 @@ class Peer:
     """Another library's model with our weights."""
 
     name: str
-    """Name of the library, with its version."""
+    """The name of the library, with its version."""
     run: Callable[[Sequence[Record]], Iterator[tuple[int, Outputs]]]
-    """Yields the number of each record and the peer's outputs for it, each record once, in any order."""
+    """A function that yields the number and the outputs of each record, each record once, in any order."""
 
 
 def fair_esm(found: Weights, device: torch.device) -> Peer:
@@ -144,7 +144,7 @@ def transformers(found: Weights, device: torch.device) -> Peer:
 
 
 MakePeer = Callable[[Weights, torch.device], Peer]
-"""Makes a peer, or raises `AbsentError` if the peer cannot be compared with."""
+"""A function that makes a peer, or raises `AbsentError` if no comparison with it is possible."""
 PEERS: dict[str, MakePeer] = {"fair-esm": fair_esm, "transformers": transformers}
 
 
@@ -180,7 +180,7 @@ def _fill(module: nn.Module, found: Weights, ours: Callable[[str], tuple[str, ..
                 tensor.copy_(found[names[0]])
             filled.update(names)
     if filled != wanted:
-        raise AbsentError(f"has other tensors ({', '.join(sorted(filled ^ wanted)[:3])})", "take another version of it")
+        raise AbsentError(f"has other tensors ({', '.join(sorted(filled ^ wanted)[:3])})", "install another version")
 
 
 def _blocks(tokens: Sequence[int]) -> Iterator[list[int]]:

@@ -280,7 +280,7 @@ def _write_tensors(directory: Path, state: dict[str, torch.Tensor]) -> None:
 def test_learned_positions_end_somewhere(tmp_path: Path) -> None:
     old = load(write_fair_esm(tmp_path / "esm1b_tiny.pt", fair_esm(SMALL["ESM-1b"])))
     long = "A" * 1023
-    with pytest.raises(InputError, match=r"sequences\[1\] has 1,023 residues, and this model positions for 1,022"):
+    with pytest.raises(InputError, match=r"sequences\[1\] has 1,023 residues, and this model has positions for 1,022"):
         old.embed(["MKT", long])
     assert old.embed(["MKT", long], long="truncate").shape == (2, 64)
 
@@ -300,7 +300,7 @@ def test_devices_and_dtypes_that_there_are_not(how: dict[str, Any], says: str) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UsageError, match="there is none; leave it out"):
+    with pytest.raises(UsageError, match="which this machine does not have; leave it out"):
         load("starter", device="cuda")
 
 

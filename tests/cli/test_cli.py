@@ -365,7 +365,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
         lambda d: None,
         ["--resume", "auto", "--overwrite"],
         2,
-        "--resume goes on with a run, --overwrite removes",
+        "--resume continues a run, and --overwrite removes",
     ),
     "no such checkpoint": (lambda d: None, ["--resume", "nowhere"], 2, "--resume nowhere: no such directory"),
     "weights that are not here": (

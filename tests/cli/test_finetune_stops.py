@@ -120,7 +120,7 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
         (
             {"max_restarts": 1, "resume": "elsewhere"},
             {},
-            r"^--max-restarts goes on from the newest checkpoint of the run",
+            r"^--max-restarts continues from the newest checkpoint of the run",
         ),
         (
             {"max_restarts": 1},

@@ -37,7 +37,7 @@ def test_folds_are_run_one_after_another_and_summed_up(tiny_recipe: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--seeds", "2", "--resume", "x"), "--seeds and --folds go on with --resume auto; a path names one run only"),
+        (("--seeds", "2", "--resume", "x"), "--seeds and --folds need --resume auto, because a path names"),
         (("--seeds", "2", "data.folds=3", "data.fold=0"), "remove that key"),
     ],
 )

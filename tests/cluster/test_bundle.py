@@ -377,7 +377,7 @@ def test_an_interrupted_bundle_goes_on(served: list[str], tmp_path: Path, monkey
     assert came == ["earlier-2.0-py3-none-any.whl", "numpy-2.0-py3-none-any.whl"]
     assert not (out / "SHA256SUMS").exists()
 
-    with pytest.raises(UsageError, match="for which another extras, torch was asked"):
+    with pytest.raises(UsageError, match="with another extras, torch; pass the same"):
         bundle(out, BundleRequest(torch="cpu"))
 
     whole, damaged = (out / "wheels" / name for name in came)
@@ -412,7 +412,7 @@ def test_a_wheel_that_cannot_be_copied_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         wheelhouse.fetch(package, tmp_path, Target(), PLAIN.index)
     assert str(caught.value) == (
-        f"{package.url}: cannot be copied to {tmp_path} (no such file or directory); make that good and try again"
+        f"{package.url}: cannot be copied to {tmp_path} (no such file or directory); fix that and try again"
     )
 
 

@@ -244,7 +244,7 @@ def test_proposals_are_a_batch_of_what_was_not_measured(runs: Path) -> None:
     of_all = rank(runs / "lower", table(names))
     ranks = {row["mutant"]: row["rank"] for row in of_all}
     assert [row["rank"] for row in rows] == [ranks[row["mutant"]] for row in rows], "among all that were given"
-    with pytest.raises(UsageError, match=r"--propose 13: of those asked for 12 .* yet; pass --propose 12"):
+    with pytest.raises(UsageError, match=r"--propose 13: only 12 of the variants .* yet; pass --propose 12"):
         rank(runs / "lower", table(names), propose=13)
     path.unlink()
 
@@ -263,7 +263,7 @@ def test_one_model_ranks_and_does_not_propose(runs: Path) -> None:
     values = said(runs / "higher", [row["mutant"] for row in rows])[1, :, 0]
     assert numbers(rows, "prediction") == pytest.approx(values, abs=1e-3)
     with pytest.raises(
-        UsageError, match=r"--propose needs several models, to know where they disagree, and .* has one"
+        UsageError, match=r"--propose needs several models, and .* has one; pass the run of a cross-validation"
     ):
         rank(alone, table(NAMES), propose=2)
 
@@ -278,7 +278,7 @@ def test_what_holds_no_model_of_variants(runs: Path, tmp_path: Path) -> None:
     (other / "esmshard.json").write_text('{"recipe": {"task": {"name": "residue"}}}')
     assert models_of(str(other)) == []
     (other / "summary.json").write_text('{"task": "variant", "runs": ["seed-0"]}')
-    with pytest.raises(InputError, match="there is no model; go on with finetune --resume auto"):
+    with pytest.raises(InputError, match="there is no model; repeat the finetune command with --resume auto"):
         models_of(str(other))
     (other / "summary.json").write_text("{")
     with pytest.raises(InputError, match=r"summary\.json: damaged"):

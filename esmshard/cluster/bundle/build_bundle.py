@@ -99,7 +99,9 @@ def check(request: BundleRequest) -> None:
     if request.platform is not None and not wheelhouse.is_platform(request.platform):
         problems.append(f"--platform {request.platform}: a name as manylinux_2_28_x86_64 is expected")
     if request.platform is None and platform.system() != "Linux":
-        problems.append("--platform: bundles are for Linux, and this is another system; say manylinux_2_28_x86_64")
+        problems.append(
+            "--platform: bundles are for Linux, and this is another system; pass --platform manylinux_2_28_x86_64"
+        )
     if request.torch_version is not None and not re.fullmatch(r"\d+\.\d+\.\d+", request.torch_version):
         problems.append(f"--torch-version {request.torch_version}: a release is expected, as 2.13.0")
     known = ["default", "cpu", *(name for name, wheel in WHEELS.items() if wheel.is_usable)]
@@ -151,8 +153,8 @@ class _Partial:
         if asked != self.asked:
             differing = ", ".join(sorted(key for key in self.asked if asked.get(key) != self.asked[key]))
             raise UsageError(
-                f"{self.directory}: holds an unfinished bundle for which another {differing} was asked; give the same "
-                "options to go on, or --overwrite to begin anew"
+                f"{self.directory}: has an unfinished bundle with another {differing}; pass the same "
+                "options to continue it, or --overwrite to begin again"
             )
         self.packages, self.sums, self.own = packages, sums, own
 
@@ -196,7 +198,7 @@ def bundle(out: Path, request: BundleRequest, overwrite: bool = False) -> str:
     wheels.mkdir(exist_ok=True)
     own = own_wheel(out)
     if partial.own != sha256(own) or not partial.packages:
-        say(f"asking pip what esmshard {__version__} needs for {request.target.words()}")
+        say(f"asking pip for the packages of esmshard {__version__} for {request.target.words()}")
         partial.packages = wheelhouse.resolve(own, _extras(request), request.target, request.index)
         partial.own = sha256(own)
         partial.write()
@@ -229,7 +231,7 @@ def _opened(out: Path, request: BundleRequest, overwrite: bool) -> _Partial:
             _removed(out)
         else:
             partial.read()
-            say(f"{out}: going on with an unfinished bundle")
+            say(f"{out}: continuing an unfinished bundle")
     out.mkdir(parents=True, exist_ok=True)
     partial.write()
     return partial

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs esmshard from the bundle in which this file lies, on a machine without network.
-# Written by `esmshard bundle`; needs bash, coreutils, awk and the Python named below.
+# Installs esmshard from the bundle that contains this file, on a machine without network.
+# `esmshard bundle` writes this file. It needs bash, coreutils, awk and the Python below.
 set -euo pipefail
 
 version='@version@'
@@ -26,7 +26,7 @@ fail() {
   exit "${2:-1}"
 }
 
-# Whether version $1 is $2 or newer.
+# Succeeds if version $1 is $2 or newer.
 at_least() {
   [[ $(printf '%s\n' "$1" "$2" | sort -V | head -n 1) == "$2" ]]
 }
@@ -46,7 +46,7 @@ while (($#)); do
   shift
 done
 [[ $prefix == /* ]] || prefix=$PWD/$prefix
-# The scripts that venv and pip write hold this path, and do not quote these.
+# The scripts of venv and pip contain this path, and do not quote these characters.
 case $prefix in
   *['$`"\:']* | *$'\n'*) fail "$prefix: choose a directory without \$, \`, \", \\, : and line breaks in its path" 2 ;;
 esac
@@ -55,7 +55,7 @@ esac
 unset CDPATH
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
-# 1. The bundle is whole, and this is the machine it is for.
+# 1. Check that the bundle is complete, and that it fits this machine.
 [[ -f SHA256SUMS ]] || fail "$PWD: no SHA256SUMS; the bundle is incomplete, so make or copy it again"
 command -v sha256sum >/dev/null || fail 'sha256sum is missing (GNU coreutils)'
 sha256sum --check --strict --quiet SHA256SUMS ||
@@ -76,20 +76,20 @@ found=$("$python" -I -c 'import sys; print("%d.%d" % sys.version_info[:2])') || 
 [[ $found == "$python_version" ]] ||
   fail "$python is Python $found, and the bundle is for $python_version; name one with --python, or make a bundle with --python $found"
 
-# 2. There is room.
+# 2. Check that there is room.
 if [[ -e $prefix && ! -d $prefix ]]; then
   fail "$prefix: exists already and is no directory; choose another one"
 elif [[ -d $prefix && ! -e $prefix/.incomplete && -n $(ls -A -- "$prefix") ]]; then
   fail "$prefix: exists already; choose another directory"
 fi
 mkdir -p -- "$prefix"
-touch -- "$prefix/.incomplete" # an installation that was interrupted is begun anew by the same command
+touch -- "$prefix/.incomplete" # the same command begins an interrupted installation again
 rm -rf -- "$prefix/venv" "$prefix/hf"
 free_kib=$(df -Pk -- "$prefix" | awk 'NR == 2 { print $(NF - 2) }')
 ((free_kib >= needed_kib)) ||
   fail "$prefix: needs $((needed_kib / 1024)) MiB, and $((free_kib / 1024)) MiB are free; choose another directory"
 
-# 3. The environment. pip runs from its own wheel: Python may have come without it.
+# 3. Make the environment. pip runs from its own wheel, because Python may not have pip.
 unset PYTHONPATH PYTHONHOME
 printf 'installing esmshard %s into %s\n' "$version" "$prefix"
 "$python" -I -m venv --without-pip "$prefix/venv" || fail "$python: cannot make a virtual environment; install its venv"
@@ -97,19 +97,19 @@ printf 'installing esmshard %s into %s\n' "$version" "$prefix"
   install --no-index --find-links wheels --require-hashes -r requirements.txt ||
   fail 'pip could not install the wheels, as said above'
 
-# 4. The weights, in the layout of the Hugging Face cache: links where the file system allows it, else copies.
+# 4. Copy the weights in the layout of the Hugging Face cache: as links if the file system allows them, else as copies.
 if [[ -n $weights ]]; then
   mkdir -p -- "$prefix/hf"
   cp -Rl hf/. "$prefix/hf/" 2>/dev/null || cp -Rf hf/. "$prefix/hf/"
 fi
 {
-  printf '# Source this file: the environment of esmshard %s, which asks no network.\n' "$version"
+  printf '# Source this file: the environment of esmshard %s, which uses no network.\n' "$version"
   printf '. %q\n' "$prefix/venv/bin/activate"
   printf 'export HF_HUB_OFFLINE=1 WANDB_MODE=offline PIP_NO_INDEX=1\n'
   [[ -z $weights ]] || printf 'export HF_HOME=%q\n' "$prefix/hf"
 } >"$prefix/env.sh"
 
-# 5. It works.
+# 5. Check that the installation works.
 # shellcheck source=/dev/null
 . "$prefix/env.sh"
 work=$(mktemp -d)

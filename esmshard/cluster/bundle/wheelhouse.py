@@ -129,7 +129,7 @@ def resolve(own: Path, extras: tuple[str, ...], target: Target, index: WheelInde
             return sorted((packages[name] for name in needed if name != "esmshard"), key=lambda one: one.name.lower())
         asked += missing
     raise InputError(
-        f"{', '.join(missing)}: cannot be had for {target.words()} together with the rest; run the command in "
+        f"{', '.join(missing)}: no wheel for {target.words()} fits the other packages; run the command in "
         f"Python {target.python}"
     )
 
@@ -196,9 +196,7 @@ def fetch(package: Package, into: Path, target: Target, index: WheelIndex) -> Pa
         except OSError as error:  # the error names the source file, whichever file failed
             place.unlink(missing_ok=True)
             reason = str(error.strerror).lower()
-            raise InputError(
-                f"{package.url}: cannot be copied to {into} ({reason}); make that good and try again"
-            ) from None
+            raise InputError(f"{package.url}: cannot be copied to {into} ({reason}); fix that and try again") from None
     else:
         with tempfile.TemporaryDirectory() as work:
             line = f"{package.name}=={package.version}"
@@ -261,7 +259,7 @@ def _refused(done: subprocess.CompletedProcess[str], target: Target, name: str |
         cause = re.search(r"The conflict is caused by:\s*\n(.*?)\n\s*\n", said, re.DOTALL)
         message = "; ".join(line.strip() for line in cause[1].splitlines()) if cause else last_words(done)
         return InputError(f"pip: the packages do not go together for {target.words()}: {message}")
-    return InputError(f"{name or 'pip'}: could not be had for {target.words()}: {last_words(done)}")
+    return InputError(f"{name or 'pip'}: could not be fetched for {target.words()}: {last_words(done)}")
 
 
 def last_words(done: subprocess.CompletedProcess[str]) -> str:

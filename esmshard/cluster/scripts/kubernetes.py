@@ -25,7 +25,7 @@ from esmshard.cluster.scripts.site import Site
 from esmshard.errors import UsageError
 
 GRACE = 660
-"""Seconds between SIGTERM and SIGKILL. `--nproc N` gives its processes 600 s to save, and then ends them itself. Under
+"""The seconds between SIGTERM and SIGKILL. `--nproc N` gives its processes 600 s to save, and then kills them. Under
 torchrun the processes have all of these seconds. A machine that is taken away after two minutes ends earlier.
 """
 
