@@ -44,11 +44,6 @@ def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, recor
     FORMATS[fmt].check_size(out, len(outputs), records, id_bytes)
 
 
-def check_place(fmt: str, out: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a format's files without `overwrite`, and always refuse to replace an unrelated directory."""
-    FORMATS[fmt].check_place(out, overwrite=overwrite)
-
-
 def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:
     """Return why a format cannot hold the outputs; empty if it can."""
     writer = FORMATS[fmt]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
-from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, check_place, suits
+from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, suits
 from esmshard.embed.store.model_hash import model_hash
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.row_index import RowIndex
@@ -93,7 +93,7 @@ def check_output(asked: EmbedRequest, *, overwrite: bool) -> None:
     """Refuse to replace an existing output without `overwrite`."""
     out = asked.out
     if asked.fmt != PARTS:
-        check_place(asked.fmt, out, overwrite=overwrite)
+        FORMATS[asked.fmt].check_place(out, overwrite=overwrite)
     elif out.exists():
         if not overwrite:
             raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
