@@ -37,6 +37,12 @@ class EmbedRequest:
         """Return further facts that are written to the plan."""
         return {"model": self.model, "architecture": asdict(self.found.config), "notices": self.found.notices}
 
+    @property
+    def longest(self) -> int | None:
+        """Return the residues for which the model has positions; None if there is no limit, or sequences are cut."""
+        limit = self.found.config.max_positions
+        return None if limit is None or self.spec.long.mode != "full" else limit - 2
+
 
 def request(
     model: str,
