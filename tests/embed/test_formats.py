@@ -18,7 +18,7 @@ from pyarrow import parquet
 from safetensors import safe_open
 
 from esmshard.embed.compute.outputs import About, Output, Row
-from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, suits
+from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.formats.record_formats import SafetensorsFormat
 from esmshard.embed.formats.table_formats import AnnDataFormat, ParquetFormat
 from esmshard.errors import InputError, UsageError
@@ -69,7 +69,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_what_is_computed_unless_told_otherwise() -> None:
-    assert DEFAULT_POOL == {
+    assert {name: writer.default_pool for name, writer in FORMATS.items()} == {
         "h5": "residue", "npy": "mean", "parquet": "mean", "h5ad": "mean", "safetensors": "residue",
         "fair-esm-pt": "residue",
     }  # fmt: skip

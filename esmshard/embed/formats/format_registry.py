@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from esmshard.embed.compute.outputs import Dtype, Output, Pool
+from esmshard.embed.compute.outputs import Dtype, Output
 from esmshard.embed.formats.format_writer import FormatWriter
 from esmshard.embed.formats.record_formats import FairEsmFormat, Hdf5Format, SafetensorsFormat
 from esmshard.embed.formats.table_formats import AnnDataFormat, NpyFormat, ParquetFormat
@@ -17,8 +17,6 @@ FORMATS: dict[str, type[FormatWriter]] = {
     "safetensors": SafetensorsFormat,
     "fair-esm-pt": FairEsmFormat,
 }
-
-DEFAULT_POOL: dict[str, Pool] = {name: writer.default_pool for name, writer in FORMATS.items()}
 
 
 def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:

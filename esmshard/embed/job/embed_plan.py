@@ -83,17 +83,9 @@ class Forecast:
         return "\n".join(lines)
 
 
-def dry_run(
-    asked: EmbedRequest,
-    fasta: Path,
-    *,
-    nproc: int | None,
-    tokens: int | None,
-    reuse: Path | None,
-    seconds: float = 20.0,
-) -> str:
+def dry_run(asked: EmbedRequest, fasta: Path, *, nproc: int | None, tokens: int | None, reuse: Path | None) -> str:
     """Return `forecast` as text."""
-    return str(forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse, seconds=seconds))
+    return str(forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
 
 
 def forecast(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
-from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, suits
+from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.store.model_hash import model_hash
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.row_index import RowIndex
@@ -78,7 +78,8 @@ def request(
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
     found = open_weights.read(model)
-    outputs = choose(list(pools) or [DEFAULT_POOL.get(fmt, "mean")], list(layers), found.config.n_layers, model)
+    usual = "mean" if fmt == PARTS else FORMATS[fmt].default_pool
+    outputs = choose(list(pools) or [usual], list(layers), found.config.n_layers, model)
     for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):
         if any(one.pool == pool for one in outputs) and part in found.unlearned:
             raise UsageError(f"--pool {pool}: {model} has no trained {part}, which they come from; take another model")
