@@ -1,7 +1,7 @@
-"""Files of predictions. Each file gets its name only when it is complete.
+"""Files of predictions, and the base of all writers. Each file gets its name only when it is complete.
 
-A writer takes one array for each record, in input order. It is a context manager: leaving it without an error renames
-the finished file; leaving it with an error removes the file.
+A writer takes the records one by one, in input order. It is a context manager: leaving it without an error renames the
+finished file; leaving it with an error removes the file, and an older file stays.
 """
 
 import io
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -38,33 +38,48 @@ class Writer(ABC):
             if (maker := left.fullmatch(path.name)) and not lives(int(maker[1])):
                 path.unlink(missing_ok=True)
 
-    @abstractmethod
-    def add(self, record_id: str, values: npt.NDArray[np.float32]) -> None:
-        """Write one record."""
+    def open(self) -> None:  # noqa: B027  # some writers are open from the beginning
+        """Create the temporary file, on entering the block."""
+
+    def finish(self) -> None:  # noqa: B027  # most writers have nothing to do here
+        """Write the remaining data after the last record."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the temporary file."""
+        """Close the temporary file, whether complete or not."""
 
     def commit(self) -> None:
         """Give the finished file its name."""
         self.work.replace(self.out)
 
-    def __enter__(self) -> "Writer":
+    def discard(self) -> None:
+        """Remove what is left under temporary names."""
+        self.work.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.open()
+        except BaseException:
+            self.discard()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            try:
+                if kind is None:
+                    self.finish()
+            finally:
+                self.close()
             if kind is None:
                 self.commit()
         except OSError:
             if kind is None:  # Otherwise the earlier error is raised.
                 raise
         finally:
-            self.work.unlink(missing_ok=True)
+            self.discard()
 
 
 class NpzWriter(Writer):

@@ -93,7 +93,7 @@ def test_counts_and_sizes_are_those_of_the_run(given: Given, monkeypatch: pytest
 
 
 def test_says_it_to_people(given: Given) -> None:
-    text = dry_run(given.ask("x.npy"), given.fasta, nproc=None, tokens=None, reuse=None, seconds=0.5)
+    text = dry_run(given.ask("x.npy"), given.fasta, nproc=None, tokens=None, reuse=None)
     lines = [line.split(None, 1) for line in text.splitlines()]
     said = dict(lines)
     assert said[f"{given.fasta}:"] == "18 records, 5,561 residues, longest 1,100"

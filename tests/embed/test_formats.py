@@ -18,7 +18,7 @@ from pyarrow import parquet
 from safetensors import safe_open
 
 from esmshard.embed.compute.outputs import About, Output, Row
-from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, check_place, suits
+from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.formats.record_formats import SafetensorsFormat
 from esmshard.embed.formats.table_formats import AnnDataFormat, ParquetFormat
 from esmshard.errors import InputError, UsageError
@@ -69,7 +69,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_what_is_computed_unless_told_otherwise() -> None:
-    assert DEFAULT_POOL == {
+    assert {name: writer.default_pool for name, writer in FORMATS.items()} == {
         "h5": "residue", "npy": "mean", "parquet": "mean", "h5ad": "mean", "safetensors": "residue",
         "fair-esm-pt": "residue",
     }  # fmt: skip
@@ -469,35 +469,35 @@ def test_a_missing_library_is_one_sentence(
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fair-esm-pt"])
 def test_files_are_replaced_only_when_told(tmp_path: Path, fmt: str) -> None:
     out = tmp_path / f"x.{fmt}"
-    check_place(fmt, out, overwrite=False)
+    FORMATS[fmt].check_place(out, overwrite=False)
     for name in PLACES[fmt]:
         (tmp_path / name).write_text("mine")
         with pytest.raises(UsageError, match=f"{name}: exists already"):
-            check_place(fmt, out, overwrite=False)
-        check_place(fmt, out, overwrite=True)
+            FORMATS[fmt].check_place(out, overwrite=False)
+        FORMATS[fmt].check_place(out, overwrite=True)
         (tmp_path / name).unlink()
     out.mkdir()
     with pytest.raises(InputError, match="is a directory"):
-        check_place(fmt, out, overwrite=True)
+        FORMATS[fmt].check_place(out, overwrite=True)
 
 
 def test_only_a_directory_of_embeddings_is_ever_replaced(tmp_path: Path) -> None:
     out = tmp_path / "x"
     about = About((MEAN,), DIM, "fp32", 1, {})
-    check_place("fair-esm-pt", out, overwrite=False)
+    FORMATS["fair-esm-pt"].check_place(out, overwrite=False)
     out.mkdir()
-    check_place("fair-esm-pt", out, overwrite=False)
+    FORMATS["fair-esm-pt"].check_place(out, overwrite=False)
     (out / "thesis.tex").write_text("mine")
     with pytest.raises(UsageError, match="holds files that embed did not write"):
-        check_place("fair-esm-pt", out, overwrite=True)
+        FORMATS["fair-esm-pt"].check_place(out, overwrite=True)
     with pytest.raises(UsageError, match="holds files that embed did not write"):
         FORMATS["fair-esm-pt"](out, about)
     assert (out / "thesis.tex").read_text() == "mine"
     with pytest.raises(UsageError, match="is a file"):
-        check_place("fair-esm-pt", out / "thesis.tex", overwrite=True)
+        FORMATS["fair-esm-pt"].check_place(out / "thesis.tex", overwrite=True)
     (out / "thesis.tex").unlink()
     write("fair-esm-pt", out, [MEAN])
     with pytest.raises(UsageError, match="exists already"):
-        check_place("fair-esm-pt", out, overwrite=False)
-    check_place("fair-esm-pt", out, overwrite=True)
+        FORMATS["fair-esm-pt"].check_place(out, overwrite=False)
+    FORMATS["fair-esm-pt"].check_place(out, overwrite=True)
     assert names(tmp_path) == ["x"]

@@ -42,6 +42,14 @@ def found(request: pytest.FixtureRequest, tmp_path: Path) -> Weights:
     return open_weights.read(str(write_transformers(tmp_path / "model", ours(fair_esm(config), config), config)))
 
 
+def offloaded_with(memory: int, found: Weights, folder: Path, dtype: torch.dtype = torch.float32) -> ESM2:
+    """The model on a machine with so many bytes of memory for layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accelerate.utils.get_max_memory", lambda: {"cpu": memory})
+        patch.setattr(offload, "SHARE", 1.0)
+        return offloaded(found, folder, dtype, CPU)
+
+
 def esm2(tmp_path: Path) -> Weights:
     config = SMALL["ESM-2"]
     return open_weights.read(str(write_transformers(tmp_path / "model", ours(fair_esm(config), config), config)))
@@ -68,7 +76,7 @@ def test_the_numbers_are_those_of_the_plain_model(
     memory: int, less: int, in_memory: int, found: Weights, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "folder"
-    model = offloaded(found, folder=folder, memory={"cpu": bytes_of(found.config, memory) - less}, device=CPU)
+    model = offloaded_with(bytes_of(found.config, memory) - less, found, folder)
     expected_places = [n >= in_memory for n in range(3)]
     assert on_meta(model) == expected_places
     assert ("3 on disk" in capsys.readouterr().err) == (in_memory == 0)
@@ -86,7 +94,7 @@ def test_the_numbers_are_those_of_the_plain_model(
 
 def test_half_precision_keeps_rotary_angles(tmp_path: Path) -> None:
     found = esm2(tmp_path)
-    model = offloaded(found, folder=tmp_path / "folder", memory={"cpu": 0}, dtype=torch.bfloat16, device=CPU)
+    model = offloaded_with(0, found, tmp_path / "folder", torch.bfloat16)
     assert on_meta(model) == [True] * 3
     file = tmp_path / "folder" / "layers.1.fc1.weight.dat"
     assert file.stat().st_size == 2 * 4 * 64 * 64
@@ -102,7 +110,7 @@ def test_half_precision_keeps_rotary_angles(tmp_path: Path) -> None:
 def test_threads_take_turns(tmp_path: Path) -> None:
     """A layer that one thread has sent back to disk is not there for another."""
     found = esm2(tmp_path)
-    model = offloaded(found, folder=tmp_path / "folder", memory={"cpu": 0}, device=CPU)
+    model = offloaded_with(0, found, tmp_path / "folder")
     plain = open_weights.build(found, CPU).eval()
     batches = [tokenise([sequence])[1] for sequence in SEQUENCES * 4]
 
@@ -117,7 +125,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
 
 
 def test_no_gradient_is_asked_for_and_none_keeps_a_layer(tmp_path: Path) -> None:
-    model = offloaded(esm2(tmp_path), folder=tmp_path / "folder", memory={"cpu": 0}, device=CPU)
+    model = offloaded_with(0, esm2(tmp_path), tmp_path / "folder")
     _, batch = tokenise(SEQUENCES)
     assert not model(batch).representations[3].requires_grad
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -143,7 +151,7 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
         return WeightReader(reader.shape, rows)
 
     watched = replace(found, read={name: counting(name, reader) for name, reader in found.read.items()})
-    model = offloaded(watched, folder=tmp_path / "folder", memory={"cpu": 0}, device=CPU)
+    model = offloaded_with(0, watched, tmp_path / "folder")
     assert most <= 1
     assert len(alive) == 48
     model(tokenise(SEQUENCES)[1])
@@ -152,7 +160,7 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
 
 def test_what_fits_goes_nowhere(tmp_path: Path) -> None:
     found = esm2(tmp_path)
-    model = offloaded(found, folder=tmp_path / "folder", device=CPU)
+    model = offloaded(found, tmp_path / "folder", torch.float32, CPU)
     assert on_meta(model) == [False] * 3
     assert not (tmp_path / "folder").exists()
     _, batch = tokenise(SEQUENCES)
@@ -163,22 +171,10 @@ def test_what_fits_goes_nowhere(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = open_weights.fresh(SMALL["ESM-2"], 0)
     folder = tmp_path / "folder"
-    with pytest.raises(UsageError, match=r"memory: names GPU 0, and the model is to run on cpu; leave it out"):
-        offloaded(found, folder=folder, memory={0: "1GB"}, device=CPU)
-    with pytest.raises(UsageError, match=r"memory: .*; write it like cpu=20GB"):
-        offloaded(found, folder=folder, memory={"cpu": "much"}, device=CPU)
-    with pytest.raises(UsageError, match=r"memory: .*tpu.*; write it like cpu=20GB"):
-        offloaded(found, folder=folder, memory={"tpu": "1GB"}, device=CPU)
-    assert not folder.exists()
-    folder.mkdir()
-    (folder / "index.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"folder: is not an empty directory; give another one for the layers on disk"):
-        offloaded(found, folder=folder, memory={"cpu": 0}, device=CPU)
-    (folder / "index.json").unlink()
     monkeypatch.setattr(offload.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 3 * LAYER - 1}))
-    with pytest.raises(InputError, match=r"folder: 0.0 GB of layers go to disk, and 0.0 GB are free there; give anoth"):
-        offloaded(found, folder=folder, memory={"cpu": 0}, device=CPU)
+    with pytest.raises(InputError, match=r"GB of layers go to disk, and 0.0 GB are free there; write the output to"):
+        offloaded_with(0, found, folder)
     assert not list(folder.iterdir())
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(UsageError, match=r"--offload needs accelerate; pip install 'esmshard\[big\]'"):
-        offloaded(found, folder=folder, device=CPU)
+        offloaded(found, folder, torch.float32, CPU)

@@ -18,7 +18,6 @@ from esmshard.batch import TokenBatch
 from esmshard.errors import InputError, UsageError
 from esmshard.model.attention import OnAttention
 from esmshard.model.trunk import ESM2, EsmOutput
-from esmshard.model.weights import open_weights
 from esmshard.model.weights.key_maps import TIED
 from esmshard.model.weights.open_weights import Weights
 from esmshard.progress import say
@@ -30,46 +29,34 @@ Place = int | str
 """A location in `accelerate`'s terms: the number of a GPU, `mps`, `cpu` or `disk`."""
 
 
-def offloaded(
-    found: Weights,
-    *,
-    folder: Path,
-    memory: Mapping[Place, str | int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-) -> ESM2:
+def offloaded(found: Weights, folder: Path, dtype: torch.dtype, device: torch.device) -> ESM2:
     """Build a model in evaluation mode whose layers are on GPUs, in memory and on disk, in this order, as they fit.
 
     Its weights have no gradients. A batch may come from any device. Outputs, embedding, LM head and contact regression
     are on `device`. Calls from several threads run one after the other, since a layer is loaded for one call only.
 
     Weights are read tensor by tensor, and each goes to its location at once. So memory holds at most one tensor more
-    than `memory` allows, and the disk holds one copy in `dtype`.
+    than its share, and the disk holds one copy in `dtype`.
 
     Args:
         found: the weights of the model, see `esmshard.model.weights.open_weights.read`.
         folder: an empty directory for the layers on disk; created if any are there. It must exist as long as the model
             is used. The caller removes it.
-        memory: bytes (`20GB`, `8GiB` or a number) that layers may take, by location: GPU number, `mps`, `cpu`. By
-            default 0.8 of the free memory of GPUs and machine. Other layers go to disk.
         dtype: dtype of weights and arithmetic, as for `open_weights.build`.
-        device: the computing device; by default the first GPU, or else the CPU. `cuda` without a number means all GPUs:
-            each computes the layers that it stores.
+        device: the computing device. `cuda` without a number means all GPUs: each computes the layers that it stores.
 
     Raises:
-        UsageError: if `accelerate` is not installed, `memory` names an unknown location, or `folder` is not empty.
+        UsageError: if `accelerate` is not installed.
         InputError: if the disk has not enough room, or the weights cannot be read.
     """
     try:
         import accelerate  # noqa: F401
     except ImportError:
         raise UsageError("--offload needs accelerate; pip install 'esmshard[big]'") from None
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder}: is not an empty directory; give another one for the layers on disk")
     with torch.device("meta"):
         model = ESM2(found.config)
     model.to(dtype).requires_grad_(False).eval()
-    main, places = _places(model, memory, device or open_weights.default_device(), dtype)
+    main, places = _places(model, device, dtype)
     on_disk = sum(_bytes(model.get_submodule(name)) for name, place in places.items() if place == "disk")
     if on_disk:
         _make_room(folder, on_disk)
@@ -81,14 +68,13 @@ def offloaded(
     return model
 
 
-def _places(
-    model: ESM2, memory: Mapping[Place, str | int] | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Place, dict[str, Place]]:
+def _places(model: ESM2, device: torch.device, dtype: torch.dtype) -> tuple[Place, dict[str, Place]]:
     """Return the computing location, and the location of each layer and of each other part of the model, by name."""
     from accelerate import infer_auto_device_map
 
     parts = [name for name, _ in model.named_children() if name != "layers"]
-    main, budget = _budget(memory, device)
+    main: Place = device.type if device.type != "cuda" else device.index or 0
+    budget = _budget(device)
     if main in budget:
         budget[main] -= sum(_bytes(model.get_submodule(part)) for part in parts)
     # Keys are layer numbers. A layer is not split, because the projections of its attention are read without a call.
@@ -104,8 +90,8 @@ def _make_room(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise InputError(
-            f"{folder}: {nbytes / 1e9:.1f} GB of layers go to disk, and {free / 1e9:.1f} GB are free there; give "
-            "another directory, or bf16 weights, which take half of it"
+            f"{folder}: {nbytes / 1e9:.1f} GB of layers go to disk, and {free / 1e9:.1f} GB are free there; "
+            "write the output to another disk, or give --precision bf16, which takes half of it"
         )
 
 
@@ -148,27 +134,15 @@ def _dispatch(model: ESM2, places: dict[str, Place], main: Place, folder: Path |
         log.setLevel(before)
 
 
-def _budget(memory: Mapping[Place, str | int] | None, device: torch.device) -> tuple[Place, dict[Place, int]]:
-    """Return the computing location, and the bytes for layers by location."""
+def _budget(device: torch.device) -> dict[Place, int]:
+    """Return the bytes for layers by location: a share of what is free there."""
     from accelerate.utils import get_max_memory
 
-    main: Place = device.type if device.type != "cuda" else device.index or 0
-    if memory is None:
-        free = {place: int(SHARE * size) for place, size in get_max_memory().items()}
-        if device.type != "cuda" or device.index is not None:
-            free = {place: size for place, size in free.items() if place in (main, "cpu")}
-        return main, free
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    for place in memory:
-        if isinstance(place, int) and not 0 <= place < gpus:
-            there = f"GPUs 0 to {gpus - 1} are there" if gpus else f"the model is to run on {device.type}"
-            raise UsageError(f"memory: names GPU {place}, and {there}; leave it out")
+    budget = {place: int(SHARE * size) for place, size in get_max_memory().items()}
     if device.type == "cuda" and device.index is None:
-        main = min((place for place in memory if isinstance(place, int)), default=0)
-    try:
-        return main, dict(get_max_memory(dict(memory)))
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"memory: {str(error).rstrip('.')}; write it like cpu=20GB") from None
+        return budget
+    main = device.index if device.type == "cuda" else device.type
+    return {place: size for place, size in budget.items() if place in (main, "cpu")}
 
 
 def _bytes(module: torch.nn.Module) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from esmshard.embed.compute.outputs import Dtype, Output, Pool
+from esmshard.embed.compute.outputs import Dtype, Output
 from esmshard.embed.formats.format_writer import FormatWriter
 from esmshard.embed.formats.record_formats import FairEsmFormat, Hdf5Format, SafetensorsFormat
 from esmshard.embed.formats.table_formats import AnnDataFormat, NpyFormat, ParquetFormat
@@ -17,8 +17,6 @@ FORMATS: dict[str, type[FormatWriter]] = {
     "safetensors": SafetensorsFormat,
     "fair-esm-pt": FairEsmFormat,
 }
-
-DEFAULT_POOL: dict[str, Pool] = {name: writer.default_pool for name, writer in FORMATS.items()}
 
 
 def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:
@@ -42,11 +40,6 @@ def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, recor
         raise UsageError(f"{out}: {reason}; write it with --format {others}")
     FORMATS[fmt].require(out)
     FORMATS[fmt].check_size(out, len(outputs), records, id_bytes)
-
-
-def check_place(fmt: str, out: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a format's files without `overwrite`, and always refuse to replace an unrelated directory."""
-    FORMATS[fmt].check_place(out, overwrite=overwrite)
 
 
 def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:

@@ -5,22 +5,19 @@ The memory of a writer does not grow with the number of records, except for a he
 
 import importlib
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from esmshard.embed.compute.outputs import NUMPY, POOLS, About, Dtype, Pool, Row
 from esmshard.errors import UsageError
-from esmshard.predict.writers import check
+from esmshard.predict.writers import Writer, check
 
 
-class FormatWriter(ABC):
+class FormatWriter(Writer):
     """A writer that collects rows under a temporary name beside `out`.
 
-    It is a context manager. A block that ends without an error puts the file in place. A block that ends with an error
-    removes the temporary file, and leaves an older file unchanged. `add` is called `about.n_records` times, in input
-    order.
+    `add` is called `about.n_records` times, in input order.
     """
 
     default_pool: ClassVar[Pool]
@@ -36,12 +33,12 @@ class FormatWriter(ABC):
 
     def __init__(self, out: Path, about: About) -> None:
         self.require(out)
-        self.out, self.about = out, about
+        super().__init__(out)
+        self.about = about
         self.work = out.with_name(f".tmp-{os.getpid()}-{out.name}")
         self.attributes: dict[str, Any] = {**about.attributes, "records": about.n_records, "dim": about.dim}
         self.n = 0
         """The number of rows so far. While a row is written, this is its number, counted from 0."""
-        out.parent.mkdir(parents=True, exist_ok=True)
 
     @classmethod
     def require(cls, out: Path) -> Any:
@@ -59,15 +56,11 @@ class FormatWriter(ABC):
         """Refuse to replace an existing file without `overwrite`."""
         check(out, overwrite=overwrite)
 
-    @classmethod  # noqa: B027  # most formats have no limit
+    @classmethod  # most formats have no limit
     def check_size(cls, out: Path, outputs: int, records: int, id_bytes: int) -> None:
         """Refuse more records, or longer ids, than a file can hold. Counted are the outputs, the records, and the bytes
         of all ids.
         """
-
-    @abstractmethod
-    def open(self) -> None:
-        """Create the temporary file."""
 
     def add(self, row: Row) -> None:
         """Write one record."""
@@ -82,40 +75,6 @@ class FormatWriter(ABC):
     def write(self, row: Row) -> None:
         """Write a row that `add` has checked."""
 
-    def finish(self) -> None:  # noqa: B027  # most formats have nothing to do here
-        """Write the remaining data after the last row."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the temporary file, whether complete or not."""
-
-    def commit(self) -> None:
-        """Give the finished file its name."""
-        self.work.replace(self.out)
-
-    def discard(self) -> None:
-        """Remove all files under temporary names."""
-        self.work.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        try:
-            self.open()
-        except BaseException:
-            self.discard()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            try:
-                if kind is None:
-                    assert self.n == self.about.n_records, f"{self.n} rows came, {self.about.n_records} were announced"
-                    self.finish()
-            finally:
-                self.close()
-            if kind is None:
-                self.commit()
-        finally:
-            self.discard()
+    def finish(self) -> None:
+        """Check the number of rows. Formats write their remaining data after that."""
+        assert self.n == self.about.n_records, f"{self.n} rows came, {self.about.n_records} were announced"

@@ -59,6 +59,7 @@ class Hdf5Format(FormatWriter):
 
     def finish(self) -> None:
         """Write everything to disk."""
+        super().finish()
         self._file.close()
         self._disk.check()
 
@@ -132,6 +133,7 @@ class SafetensorsFormat(FormatWriter):
 
     def finish(self) -> None:
         """Write the header into its room, which is enlarged first where names are long."""
+        super().finish()
         self._header += b"}"
         more = max(len(self._header) - self._room, 0)
         more += -more % 8  # tensors stay aligned

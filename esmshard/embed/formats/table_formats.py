@@ -160,6 +160,7 @@ class ParquetFormat(FormatWriter):
 
     def finish(self) -> None:
         """Write the last row group."""
+        super().finish()
         if self._ids:
             self._write_group()
 
@@ -232,6 +233,7 @@ class AnnDataFormat(FormatWriter):
 
     def finish(self) -> None:
         """Write the last rows, and flush to disk."""
+        super().finish()
         if self._waiting["id"]:
             self._write_rows(self.n)
         self._file.close()

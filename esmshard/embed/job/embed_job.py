@@ -8,7 +8,7 @@ import errno
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,27 @@ from esmshard.progress import Progress, rate, say
 
 SHARED_PART = 1 << 16
 """Tokens of a part where GPUs share a model. This is four packs, since ranks without a part wait for the others."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request, and how it is carried out; see `embed`."""
+
+    asked: EmbedRequest
+    fasta: Path
+    processes: int
+    tokens: int | None
+    reuse: Path | None
+    resume: bool
+    overwrite: bool
+    offload: bool
+    shard: bool
+    part_tokens: int | None
+
+    @property
+    def directory(self) -> Path:
+        """Return the directory of the unfinished store."""
+        return partial(self.asked.out)
 
 
 def embed(
@@ -81,21 +102,17 @@ def embed(
         check_ranks(nproc)
 
     processes = 1 if offload else processes_of(asked.device, nproc)
-
-    def prepare() -> EmbedReport | dict[str, Any]:
-        with _one_sentence(directory):
-            return _prepare(asked, fasta, reuse, resume, overwrite, processes, shard, part_tokens)
-
+    job = _Job(asked, fasta, processes, tokens, reuse, resume, overwrite, offload, shard, part_tokens)
     with _one_sentence(directory):
         if together:
-            return _together(directory, asked, tokens, prepare)
+            return _together(job)
         try:
-            plan = prepare()
+            plan = _prepare(job)
             if isinstance(plan, EmbedReport):
                 return plan
             with Command(directory / "work"):  # the workers are separate processes that start later
                 if not (directory / "manifest.json").exists():
-                    _compute(directory, asked, plan, processes, tokens, offload, shard)
+                    _compute(job, plan)
                 return finish(directory, asked)
         except (InputError, OSError):
             if not resume or directory.exists() or not asked.out.exists():
@@ -103,53 +120,48 @@ def embed(
         return finished(asked, fasta)  # another worker has meanwhile made the output and removed the parts
 
 
-def _prepare(
-    asked: EmbedRequest,
-    fasta: Path,
-    reuse: Path | None,
-    resume: bool,
-    overwrite: bool,
-    processes: int,
-    shard: bool,
-    part_tokens: int | None,
-) -> EmbedReport | dict[str, Any]:
+def _prepare(job: _Job) -> EmbedReport | dict[str, Any]:
     """Return the plan, or the manifest, of `OUT.partial`; or the report, if nothing remains to be done."""
-    directory = partial(asked.out)
+    asked, directory = job.asked, job.directory
     for place in (directory, asked.out):
         clear(place)
-    if resume and not directory.exists() and asked.out.exists():
-        return finished(asked, fasta)
+    if job.resume and not directory.exists() and asked.out.exists():
+        return finished(asked, job.fasta)
     going_on = directory.exists()
-    if not (resume and directory.exists()):
-        check_output(asked, overwrite=overwrite)
-    if directory.exists() and not resume:
+    if not (job.resume and going_on):
+        check_output(asked, overwrite=job.overwrite)
+    if going_on and not job.resume:
         if worker := at_work(directory / "work", say):
             raise UsageError(
                 f"{asked.out}: another embed is at work on it ({worker}); wait for it, join it with --resume, stop it "
                 "first, or choose another name"
             )
-        if not overwrite:
+        if not job.overwrite:
             raise UsageError(f"{directory}: left by an interrupted run; --resume goes on, --overwrite starts over")
         remove(directory)
-    if reuse is not None:
-        Reuse(reuse, asked.spec)
+    if job.reuse is not None:
+        Reuse(job.reuse, asked.spec)
     for notice in asked.found.notices:
         say(notice)
     if changed := recorded.altered(asked.found.files):
         say(changed)
-    if resume and going_on and not directory.exists() and asked.out.exists():  # another worker has finished
-        return finished(asked, fasta)
-    plan = _begin(directory, asked, fasta, reuse, processes, shard, part_tokens)
+    if job.resume and going_on and not directory.exists() and asked.out.exists():  # another worker has finished
+        return finished(asked, job.fasta)
+    plan = _begin(job)
     if not (directory / "manifest.json").exists():
         _check_room(directory, asked, plan)
     return plan
 
 
-def _together(
-    directory: Path, asked: EmbedRequest, tokens: int | None, prepare: Callable[[], EmbedReport | dict[str, Any]]
-) -> EmbedReport:
+def _together(job: _Job) -> EmbedReport:
     """Run `embed` in one of the processes of a launcher."""
     from esmshard.embed.workers.sharded_worker import joined, work_together
+
+    asked, directory = job.asked, job.directory
+
+    def prepare() -> EmbedReport | dict[str, Any]:
+        with _one_sentence(directory):  # the other ranks get the message, too
+            return _prepare(job)
 
     with joined() as ranks:
         plan = ranks.from_first(prepare)
@@ -157,32 +169,23 @@ def _together(
             return plan
         if "sha256" not in plan:  # without sha256 it is a plan, else a manifest
             with Command(directory / "work") if ranks.is_first else nullcontext():
-                work_together(directory, plan, ranks, tokens)
+                work_together(directory, plan, ranks, job.tokens)
         report = ranks.from_first(lambda: report_of(EmbeddingStore(directory, unfinished=True), asked))
     return finish(directory, asked) if ranks.is_first else report
 
 
-def _begin(
-    directory: Path,
-    asked: EmbedRequest,
-    fasta: Path,
-    reuse: Path | None,
-    processes: int,
-    shard: bool,
-    part_tokens: int | None,
-) -> dict[str, Any]:
+def _begin(job: _Job) -> dict[str, Any]:
+    """Write the plan, or read that of an interrupted run. Remove the directory if there is no plan in the end."""
+    asked, directory, reuse, device = job.asked, job.directory, job.reuse, job.asked.device.type
     if (directory / "manifest.json").exists():  # the run was interrupted while the file was written
         embeddings = EmbeddingStore(directory)
         check_same(asked, embeddings, directory)
-        part_plan.same_input(directory, fasta, embeddings.manifest)
+        part_plan.same_input(directory, job.fasta, embeddings.manifest)
         return embeddings.manifest
+    tokens = job.part_tokens or (SHARED_PART if job.shard and device != "cpu" else None)
     try:
-        limit = None if asked.spec.long.mode != "full" else asked.found.config.max_positions
-        if shard and asked.device.type != "cpu":
-            part_tokens = part_tokens or SHARED_PART
-        longest, device = limit and limit - 2, asked.device.type
         plan = part_plan.begin(
-            directory, fasta, asked.spec, asked.facts, reuse, part_tokens, device, longest, processes
+            directory, job.fasta, asked.spec, asked.facts, reuse, tokens, device, asked.longest, job.processes
         )
     except BaseException:
         if not (directory / "plan.json").exists() and not at_work(directory / "work", say):
@@ -212,33 +215,27 @@ def _check_room(directory: Path, asked: EmbedRequest, plan: dict[str, Any]) -> N
         )
 
 
-def _compute(
-    directory: Path,
-    asked: EmbedRequest,
-    plan: dict[str, Any],
-    processes: int,
-    tokens: int | None,
-    offload: bool,
-    shard: bool,
-) -> None:
+def _compute(job: _Job, plan: dict[str, Any]) -> None:
+    """Compute the parts that are not finished."""
+    directory, device = job.directory, job.asked.device
     notes = [read_note(note_file(directory, k)) for k in range(plan["parts"])]
     before = sum(note["rows"] for note in notes if note is not None)
     if before:
         say(f"{directory}: going on; {before:,} of {plan['unique']:,} sequences are done")
     if None not in notes:
         return
-    if shard:
+    if job.shard:
         from esmshard.embed.workers.sharded_worker import run_sharded
 
-        run_sharded(directory, processes, tokens)
+        run_sharded(directory, job.processes, job.tokens)
         return
     with Progress("embed", plan["unique"], done=before) as progress:
         counter = _Counter(progress, plan["unique"], before)
-        if processes > 1:
-            run_local(directory, asked.device.type, processes, tokens, counter.add)
+        if job.processes > 1:
+            run_local(directory, device.type, job.processes, job.tokens, counter.add)
         else:
-            with Worker(directory / "work") as worker, _offload_folder(directory, offload) as folder:
-                embedder = make_embedder(plan, asked.device, tokens, folder)
+            with Worker(directory / "work") as worker, _offload_folder(directory, job.offload) as folder:
+                embedder = make_embedder(plan, device, job.tokens, folder)
                 work(directory, plan, embedder, worker, counter.add)
 
 

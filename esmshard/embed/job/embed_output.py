@@ -15,7 +15,7 @@ from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.parts import DamagedError
 from esmshard.embed.workers.claims import Worker, workers
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json
+from esmshard.files import read_json, replacing
 from esmshard.predict.writers import ids_file
 from esmshard.progress import Progress, say
 
@@ -127,9 +127,8 @@ def merge(embeddings: EmbeddingStore, out: Path, fmt: str) -> None:
         "source": embeddings.manifest["source"],
         "spec": embeddings.spec.as_json(),
     }
-    scratch = beside.with_name(f".tmp-{beside.name}")
-    scratch.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(beside)
+    with replacing(beside) as file:
+        file.write(json.dumps(said, indent=1) + "\n")
 
 
 def finished(asked: EmbedRequest, fasta: Path) -> EmbedReport:

@@ -83,17 +83,9 @@ class Forecast:
         return "\n".join(lines)
 
 
-def dry_run(
-    asked: EmbedRequest,
-    fasta: Path,
-    *,
-    nproc: int | None,
-    tokens: int | None,
-    reuse: Path | None,
-    seconds: float = 20.0,
-) -> str:
+def dry_run(asked: EmbedRequest, fasta: Path, *, nproc: int | None, tokens: int | None, reuse: Path | None) -> str:
     """Return `forecast` as text."""
-    return str(forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse, seconds=seconds))
+    return str(forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
 
 
 def forecast(
@@ -179,10 +171,8 @@ def _scratch(place: Path) -> Iterator[Path]:
 def _planned(directory: Path, asked: EmbedRequest, fasta: Path, reuse: Path | None, processes: int) -> dict[str, Any]:
     if fasta == STDIN:  # the standard input can be read only once
         fasta = read_input(fasta, directory / "stdin").path
-    limit = None if asked.spec.long.mode != "full" else asked.found.config.max_positions
-    longest = None if limit is None else limit - 2
     device = asked.device.type
-    return part_plan.begin(directory, fasta, asked.spec, asked.facts, reuse, None, device, longest, processes)
+    return part_plan.begin(directory, fasta, asked.spec, asked.facts, reuse, None, device, asked.longest, processes)
 
 
 def _find_copied(copied_U: npt.NDArray[np.bool_], index: RowIndex, reuse: Reuse, path: Path) -> None:

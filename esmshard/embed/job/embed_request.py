@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
-from esmshard.embed.formats.format_registry import DEFAULT_POOL, FORMATS, check_place, suits
+from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
@@ -36,6 +36,12 @@ class EmbedRequest:
     def facts(self) -> dict[str, Any]:
         """Return further facts that are written to the plan."""
         return {"model": self.model, "architecture": asdict(self.found.config), "notices": self.found.notices}
+
+    @property
+    def longest(self) -> int | None:
+        """Return the residues for which the model has positions; None if there is no limit, or sequences are cut."""
+        limit = self.found.config.max_positions
+        return None if limit is None or self.spec.long.mode != "full" else limit - 2
 
 
 def request(
@@ -72,7 +78,8 @@ def request(
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
     found = open_weights.read(model)
-    outputs = choose(list(pools) or [DEFAULT_POOL.get(fmt, "mean")], list(layers), found.config.n_layers, model)
+    usual = "mean" if fmt == PARTS else FORMATS[fmt].default_pool
+    outputs = choose(list(pools) or [usual], list(layers), found.config.n_layers, model)
     for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):
         if any(one.pool == pool for one in outputs) and part in found.unlearned:
             raise UsageError(f"--pool {pool}: {model} has no trained {part}, which they come from; take another model")
@@ -93,7 +100,7 @@ def check_output(asked: EmbedRequest, *, overwrite: bool) -> None:
     """Refuse to replace an existing output without `overwrite`."""
     out = asked.out
     if asked.fmt != PARTS:
-        check_place(asked.fmt, out, overwrite=overwrite)
+        FORMATS[asked.fmt].check_place(out, overwrite=overwrite)
     elif out.exists():
         if not overwrite:
             raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from esmshard.embed.formats.format_registry import FORMATS, check_place
+from esmshard.embed.formats.format_registry import FORMATS
 from esmshard.embed.job.embed_output import merge as write_file
 from esmshard.embed.store.embedding_store import EmbeddingStore, failed_table, fix
 from esmshard.embed.store.part_plan import partial
@@ -132,7 +132,7 @@ def merge(directory: Path, out: Path | None, fmt: str | None, overwrite: bool) -
     if fmt not in FORMATS:
         raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(FORMATS)} (by ending, or --format)")
     embeddings = EmbeddingStore(directory)
-    check_place(fmt, out, overwrite=overwrite)
+    FORMATS[fmt].check_place(out, overwrite=overwrite)
     try:
         write_file(embeddings, out, fmt)
     except DamagedError as error:

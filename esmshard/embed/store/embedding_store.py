@@ -258,9 +258,8 @@ def seal(directory: Path) -> EmbeddingStore:
         manifest = {name: value for name, value in embeddings.manifest.items() if name not in ("store", "digest")}
         manifest["index"] = {path.name: sha256(path) for path in sorted((directory / "index").iterdir())}
         manifest["sha256"] = digest(manifest)
-        scratch = directory / ".tmp-manifest.json"
-        scratch.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        scratch.replace(directory / "manifest.json")
+        with replacing(directory / "manifest.json") as file:
+            file.write(json.dumps(manifest, indent=1) + "\n")
     embeddings = EmbeddingStore(directory)
     kept = {note["file"] for note in embeddings.manifest["parts"]}
     for path in (directory / "parts").iterdir():  # notes, and files of killed workers

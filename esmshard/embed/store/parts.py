@@ -13,6 +13,7 @@ memory. `crc` is the CRC-32 of a row's key and bytes, so a row at the wrong posi
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,6 @@ DONE, WINDOWED, FAILED = 0, 1, 2
 """The status of a row: computed as requested; in windows for lack of memory; without values."""
 
 _SAFETENSORS: dict[Dtype, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-_MARKS = (("crc", "I64", 8), ("key", "U8", 1), ("status", "U8", 1))
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,6 @@ class Kind:
         return (KEY_BYTES + 1 + 8 * len(self.outputs)) * len(kept_U) + self.numbers_bytes(kept_U)
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """One tensor of a safetensors file, whose bytes are counted from the end of the header."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    start: int
-    end: int
-
-    @property
-    def header(self) -> dict[str, Any]:
-        """What the header of the file says of it."""
-        return {"dtype": self.dtype, "shape": self.shape, "data_offsets": [self.start, self.end]}
-
-
 class PartLayout:
     """The position of everything in the file of a part.
 
@@ -82,35 +66,29 @@ class PartLayout:
 
     def __init__(self, kind: Kind, kept_U: npt.NDArray[np.int64]) -> None:
         self.kind, self.kept_U = kind, kept_U
-        self._marks: dict[str, tuple[int, list[int]]] = {}
+        self._tensors: dict[str, Any] = {}
+        """The entries of the safetensors header."""
         self._begins: dict[str, npt.NDArray[np.int64]] = {}
-        before, *after = _MARKS
-        tensors = [self._lay_mark(before, 0)]
+        """The first byte of each row of an output, and the end of the last row, counted from the end of the header."""
+        n, self._end = len(kept_U), 0
+        self._add("crc", "I64", [n, len(kind.outputs)], 8)
         for one in kind.outputs:
-            tensors.append(self._lay_output(one, tensors[-1].end))
-        for mark in after:
-            tensors.append(self._lay_mark(mark, tensors[-1].end))
-        text = json.dumps({one.name: one.header for one in tensors}).encode()
+            numbers_U = one.numbers(kept_U, kind.dim)
+            total, width = int(numbers_U.sum()), one.shape(1, kind.dim)[-1]
+            self._begins[one.name] = np.concatenate([[0], np.cumsum(numbers_U)]) * kind.itemsize + self._end
+            shape = [total] if one.pool == "contacts" else [total // width, width]
+            self._add(one.name, _SAFETENSORS[kind.dtype], shape, kind.itemsize)
+        self._add("key", "U8", [n, KEY_BYTES], 1)
+        self._add("status", "U8", [n], 1)
+        text = json.dumps(self._tensors).encode()
         text += b" " * (-len(text) % 8)
         self.header = len(text).to_bytes(8, "little") + text
-        self.size = len(self.header) + tensors[-1].end
+        self.size = len(self.header) + self._end
 
-    def _lay_mark(self, mark: tuple[str, str, int], at: int) -> _Tensor:
-        """`crc`, `key` or `status`, from this byte on."""
-        (name, dtype, size), n = mark, len(self)
-        shape = {"crc": [n, len(self.kind.outputs)], "key": [n, KEY_BYTES], "status": [n]}[name]
-        self._marks[name] = (at, shape)
-        return _Tensor(name, dtype, shape, at, at + int(np.prod(shape)) * size)
-
-    def _lay_output(self, one: Output, at: int) -> _Tensor:
-        """The rows of an output, from this byte on."""
-        numbers_U = one.numbers(self.kept_U, self.kind.dim)
-        total = int(numbers_U.sum())
-        width = 1 if one.pool == "contacts" else self.kind.dim if one.pool != "logits" else one.shape(1, 0)[1]
-        shape = [total] if one.pool == "contacts" else [total // width, width]
-        begins = np.concatenate([[0], np.cumsum(numbers_U)]) * self.kind.itemsize + at
-        self._begins[one.name] = begins
-        return _Tensor(one.name, _SAFETENSORS[self.kind.dtype], shape, at, int(begins[-1]))
+    def _add(self, name: str, dtype: str, shape: list[int], itemsize: int) -> None:
+        """Give a tensor its position after those that were added before."""
+        start, self._end = self._end, self._end + math.prod(shape) * itemsize
+        self._tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, self._end]}
 
     def __len__(self) -> int:
         return len(self.kept_U)
@@ -122,8 +100,8 @@ class PartLayout:
 
     def mark(self, name: str) -> tuple[int, list[int]]:
         """Return first byte and shape of `crc`, `key` or `status`."""
-        at, shape = self._marks[name]
-        return len(self.header) + at, shape
+        tensor = self._tensors[name]
+        return len(self.header) + tensor["data_offsets"][0], tensor["shape"]
 
 
 class PartWriter:

@@ -44,7 +44,7 @@ class Command:
     """The subdirectory of its note."""
 
     def __init__(self, work: Path, *, beat: float = BEAT) -> None:
-        self._notes = work / self.folder
+        self._work, self._notes, self._claims = work, work / self.folder, work / "claims"
         self.name = uuid.uuid4().hex[:8]
         self._beat = beat
         self._note: dict[str, Any] = {
@@ -65,7 +65,7 @@ class Command:
 
     def __enter__(self) -> Self:
         # Parents are not created, since another worker may have finished and removed them.
-        for directory in (self._notes.parent, self._notes):
+        for directory in (self._work, self._claims, self._notes):
             directory.mkdir(exist_ok=True)
         self._tell()
         self._thread.start()
@@ -115,15 +115,6 @@ class Worker(Command):
     """One process that claims parts in a directory, from `with` to the end of the block. Arguments as for `Command`."""
 
     folder = "workers"
-
-    def __init__(self, work: Path, *, beat: float = BEAT) -> None:
-        super().__init__(work, beat=beat)
-        self._claims = work / "claims"
-
-    def __enter__(self) -> Self:
-        for directory in (self._claims.parent, self._claims):
-            directory.mkdir(exist_ok=True)
-        return super().__enter__()
 
     def count(self, rows: int, residues: int) -> None:
         """Add finished rows and residues. Other processes read them with the next beat."""

@@ -164,7 +164,7 @@ def make_embedder(
         return Embedder(esm, spec.outputs, dtype=spec.dtype, long=spec.long, tokens=tokens)
     from esmshard.embed.compute.offload import offloaded
 
-    esm = offloaded(found, folder=offload, dtype=dtype, device=device)
+    esm = offloaded(found, offload, dtype, device)
     # A pass copies the layers once, whatever its number of tokens. Packs at the same time would wait for each other.
     tokens = tokens or OFFLOADED_PACK
     return Embedder(esm, spec.outputs, dtype=spec.dtype, long=spec.long, tokens=tokens, device=device, workers=1)
