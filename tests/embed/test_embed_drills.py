@@ -198,7 +198,8 @@ def test_a_worker_of_another_machine_that_lives_keeps_its_part(given: Given, beg
     thread.start()
     try:
         for _ in range(3):
-            with Worker(begun.directory / "work", beat=BEAT) as worker:
+            # A worker waits for PATIENCE of the longer beats, so a late thread above is not taken for a dead process.
+            with Worker(begun.directory / "work", beat=80 * BEAT) as worker:
                 work(begun.directory, begun.plan, begun.embedder, worker, nobody)
             assert begun.missing() == [2]
         report = embed(begun.asked, given.fasta, resume=True)
