@@ -97,7 +97,7 @@ def test_a_run_is_gone_on_with_or_replaced(tiny_recipe: Path) -> None:
     first = finetune(tiny_recipe, report=False, **{"train.steps": 2})
     with pytest.raises(UsageError, match="exists already"):
         finetune(tiny_recipe, report=False, train={"steps": 2})
-    with pytest.raises(UsageError, match="give one of them"):
+    with pytest.raises(UsageError, match="pass one of the two"):
         finetune(tiny_recipe, resume="auto", overwrite=True)
     whole = losses(first.path)
     gone_on = finetune(tiny_recipe, report=False, resume="auto", train={"steps": 2})
