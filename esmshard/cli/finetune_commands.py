@@ -105,10 +105,10 @@ def plan(
     cluster = machines.parse(gpus, nodes, network)
     resolved = recipe_file.load(recipe_file.resolve(recipe), overrides or [])
 
-    from esmshard.planner import recipe_plan
+    from esmshard.planner import plan_text, recipe_plan
 
     found = recipe_plan.plan(resolved, cluster)
-    print(json.dumps(recipe_plan.as_json(found), indent=1) if as_json else recipe_plan.as_text(found))
+    print(json.dumps(plan_text.as_json(found), indent=1) if as_json else plan_text.as_text(found))
 
 
 def status(

@@ -384,9 +384,7 @@ def predictions(found: FineTuned, mutations: Sequence[tuple[Mutation, ...]]) -> 
 
 def _same_task(run: str, models: Sequence[FineTuned]) -> VariantTask:
     if not models:
-        raise InputError(
-            f"{run}: holds no model of variants; give the directory of a run of task variant, or its model"
-        )
+        raise InputError(f"{run}: holds no model of variants; give a run of task variant, or its model")
     first = models[0].task
     assert isinstance(first, VariantTask)
     for other in models[1:]:

@@ -1,4 +1,7 @@
-"""Training: build the model over the ranks, load a checkpoint if there is one, loop over the steps, finish."""
+"""Training: build the model over the ranks, load a checkpoint if there is one, loop over the steps, finish.
+
+This file is longer than others, so that the state of an attempt and all code that changes the state are in one place.
+"""
 
 import math
 import time

@@ -16,16 +16,9 @@ from esmshard.sharding.layout import Layout
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from published import LLAMA3_8B, RUNS, Run, esm2
 
-# 10 layers of 12 million parameters and a root of 8 million: 240 and 16 MB in bf16, 512 MB in all in fp32.
-MODEL = ModelNumbers(
-    n_layers=10,
-    dim=1000,
-    n_heads=10,
-    layer_parameters=12_000_000,
-    root_parameters=8_000_000,
-    layer_trained=12_000_000,
-    root_trained=8_000_000,
-)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from plan_model import MODEL
+
 ROUND = GPU("round", 2**36, half_flops=100e12, fp32_flops=10e12, hbm=1e12, link=100e9, per_machine=4)
 FOUR = Machines(ROUND, 4)
 TWO_BY_FOUR = Machines(ROUND, 4, 2, network=10e9)

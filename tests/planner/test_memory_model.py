@@ -14,24 +14,17 @@ from esmshard.model.config import SIZES
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import ESM2
 from esmshard.planner import memory_model
-from esmshard.planner.memory_model import KINDS, Memory, ModelNumbers, largest_micro_batch, layer_bytes, memory
+from esmshard.planner.memory_model import KINDS, Memory, largest_micro_batch, layer_bytes, memory
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.sharding.layout import Layout
 from esmshard.vocab import encode
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from plan_model import MODEL
+
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 MIB = 2**20
 
-# 10 layers of 12 million parameters and a root of 8 million, 1,000 wide, all of it trained.
-MODEL = ModelNumbers(
-    n_layers=10,
-    dim=1000,
-    n_heads=10,
-    layer_parameters=12_000_000,
-    root_parameters=8_000_000,
-    layer_trained=12_000_000,
-    root_trained=8_000_000,
-)
 # One token of a layer: input, norm, q, k, v, attention, sum, norm, 4 + 4 of the feed-forward layer: 16 vectors; the
 # rotary angles 4 x 100, the log-sum-exp 4 x 10, mean and deviation of two norms 16.
 BF16_TOKEN = 16 * 1000 * 2 + 456

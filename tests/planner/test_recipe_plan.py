@@ -19,7 +19,8 @@ from esmshard.planner import memory_model, recipe_plan
 from esmshard.planner.cost import Work, cost
 from esmshard.planner.machines import parse
 from esmshard.planner.parameter_counts import numbers_of
-from esmshard.planner.recipe_plan import Option, RecipePlan, as_json, as_text, head_bytes, keys
+from esmshard.planner.plan_text import as_json, as_text, keys
+from esmshard.planner.recipe_plan import Option, RecipePlan, head_bytes
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.sharding.layout import Layout

@@ -119,7 +119,8 @@ def as_machines(cards: Sequence[gpus.Card], nodes: int) -> tuple[Machines, bool]
 
 
 def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Iterator[Finding]:
-    from esmshard.planner.recipe_plan import keys, plan
+    from esmshard.planner.plan_text import keys
+    from esmshard.planner.recipe_plan import plan
 
     machines, is_known = as_machines(cards, nodes)
     planned, wanted = plan(recipe, machines), recipe.parallel

@@ -5,7 +5,8 @@ by default. A single pod runs `esmshard ... --nproc N`. If a run has several pod
 shell program torchrun_wrapper.sh. If the site profile names a runtime of Kubeflow Trainer, a TrainJob starts them.
 
 No value is inserted into shell code: command and arguments are lists, and the YAML library quotes values. `$` is
-doubled where the kubelet would replace it, in $(NAME).
+doubled where the kubelet would replace it, in $(NAME). This file is longer than others, because the objects of one job
+refer to each other by names and labels that must agree.
 """
 
 import hashlib
