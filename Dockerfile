@@ -94,7 +94,7 @@ ENV PATH=/opt/esmshard/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="esmshard" \
-      org.opencontainers.image.description="Fine-tune ESM-2 protein language models, sharded, from one recipe." \
+      org.opencontainers.image.description="Fine-tune protein language models (ESM-2, ESM-C and others), sharded, from one recipe." \
       org.opencontainers.image.licenses="MIT" \
       org.opencontainers.image.version="${VERSION}"
 # A number, not a name: the cluster can then see that it is not root, and NVIDIA's image has a uid 1000 of its own.

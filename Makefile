@@ -5,6 +5,8 @@ RUN ?= runs/contact
 # Processes: one for each GPU, or two on the CPU.
 NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ' | sed 's/^0$$/2/')
 BIN := $(VENV)/bin
+# Images often set this. Without files of bytecode each process that a test starts compiles the package again.
+TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 READY := $(VENV)/.ready
 
 .PHONY: finetune gpu test check quick suite lint static docs format clean lock sbom audit image-steps gpu-kit
@@ -22,10 +24,10 @@ check: $(READY)
 	$(MAKE) --jobs 2 static quick
 
 quick: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not slow and not processes and not lengthy"
+	$(TESTS) -n 2 --dist loadfile -m "not gpu and not slow and not processes and not lengthy"
 
 suite: $(READY)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(TESTS) -n 3 --dist loadfile --no-loadscope-reorder
 
 static: $(READY)
 	$(BIN)/ruff check .

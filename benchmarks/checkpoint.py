@@ -28,7 +28,7 @@ from esmshard.checkpoint import manifest
 from esmshard.checkpoint.saver import Saver
 from esmshard.files import sha256
 from esmshard.launch.process_group import World, world
-from esmshard.model.config import SIZES
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.sharding.shard import local
 

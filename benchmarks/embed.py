@@ -29,7 +29,8 @@ from esmshard.embed.formats.format_registry import FORMATS
 from esmshard.embed.job.embed_plan import forecast
 from esmshard.embed.job.embed_request import request
 from esmshard.embed.store.embedding_store import EmbeddingStore
-from esmshard.model.config import SIZES
+from esmshard.model.families.esm2.esm2_pickle import FAIR_ESM
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import export, open_weights
 from esmshard.vocab import STANDARD
 
@@ -84,14 +85,13 @@ class Bench:
         directory, stem = self.folder / name, f"esm2_{name}"
         if not directory.exists():
             found = open_weights.fresh(SIZES[name], 0)
-            sizes = open_weights.shapes(found.config)
+            sizes = open_weights.stored_shapes(found.config)
             for place in (directory, directory / "fair-esm"):
                 place.mkdir()
             export.write_transformers(directory, found.config, sizes, lambda some: {n: found[n] for n in some})
-            export.write_fair_esm(
-                directory / "fair-esm", stem, found.config, sizes, lambda some: {n: found[n] for n in some}
-            )
-        return directory, export.fair_esm_file(directory / "fair-esm", stem, SIZES[name])
+            file = FAIR_ESM.path(directory / "fair-esm", stem, found.config)
+            export.write_pickle(file, FAIR_ESM, found.config, sizes, lambda some: {n: found[n] for n in some})
+        return directory, FAIR_ESM.path(directory / "fair-esm", stem, SIZES[name])
 
     def run(
         self, program: str, *arguments: object, threads: int | None = None, result: Callable[[], bool] = lambda: False

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from esmshard.cluster.doctor.findings import Unanswered, ask, gib
-from esmshard.cluster.doctor.gpus import parse_processes
+from esmshard.cluster.doctor.gpus import nvidia_smi, parse_processes
+from esmshard.files import memory_text
 
 TAKEN = 2 * 2**30
 """The bytes of a GPU in use from which on another program uses it. Figures would then be those of two programs."""
@@ -74,16 +74,15 @@ def judged(found: dict[str, Any], running: str) -> str | None:
     if taken > TAKEN:
         by = f" by {running}" if running else ""
         return (
-            f"{gib(taken)} of the GPU's {gib(found['total'])} are in use{by}; wait until that program has ended, or "
-            "choose another GPU with CUDA_VISIBLE_DEVICES"
+            f"{memory_text(taken)} of the GPU's {memory_text(found['total'])} are in use{by}; wait until that program "
+            "has ended, or choose another GPU with CUDA_VISIBLE_DEVICES"
         )
     return None
 
 
 def processes() -> str:
     """Return the programs on the GPUs by the driver's names, as a text for users; empty if the driver has no names."""
-    query = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
-    found = parse_processes(_smi(query, "--format=csv,noheader,nounits"))
+    found = parse_processes(_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory"))
     return ", ".join(one for several in found.values() for one in several)
 
 
@@ -93,7 +92,7 @@ def about(device: torch.device) -> dict[str, str]:
         return {}
     known = torch.cuda.get_device_properties(device)
     values = [value.strip() for value in _of_gpu(_FIXED).split(",")]
-    found = {"capability": f"{known.major}.{known.minor}", "memory": gib(known.total_memory)}
+    found = {"capability": f"{known.major}.{known.minor}", "memory": memory_text(known.total_memory)}
     if len(values) == len(_FIXED.split(",")):
         driver, sm, memory, power, ecc = values
         found |= {"driver": driver, "highest clocks": f"SM {sm}, memory {memory}", "power limit": power, "ECC": ecc}
@@ -114,7 +113,7 @@ def clocks(device: torch.device) -> str:
 
 def _of_gpu(fields: str) -> str:
     """Return facts of the driver about torch's GPU, separated by commas; empty without an answer."""
-    query = (f"--query-gpu={fields}", "--format=csv,noheader")
+    query = (f"--query-gpu={fields}", "csv,noheader")
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
     return (_smi(*query, f"--id=GPU-{uuid}") or _smi(*query)).split("\n", 1)[0]
 
@@ -122,7 +121,7 @@ def _of_gpu(fields: str) -> str:
 def _smi(*arguments: str) -> str:
     """Return the output of nvidia-smi; empty if it is not installed or fails."""
     try:
-        answer = ask(["nvidia-smi", *arguments])
-    except Unanswered:
+        answer = nvidia_smi(*arguments)
+    except (OSError, subprocess.TimeoutExpired):
         return ""
-    return "" if answer.code else answer.out
+    return "" if answer.returncode else answer.stdout

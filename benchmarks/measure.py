@@ -21,6 +21,9 @@ from esmshard.planner.machines import data_sheet
 CEILING_SECONDS = 1.0
 """The seconds of matrix products before each run. After them a processor has left its short-lived top speed."""
 
+CEILING_WIDTH = {"cpu": 2048, "cuda": 8192}
+"""The width of the square matrices, by the type of the device."""
+
 GO_ON = False
 """Whether a variant that fails, perhaps for lack of memory, becomes a note under the table of the others."""
 
@@ -76,8 +79,8 @@ def clock(function: Callable[[], object], device: torch.device) -> float:
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a square matrix product: 2,048 wide on the CPU, 8,192 on a GPU."""
-    n = 8192 if device.type == "cuda" else 2048
+    """Return the FLOP/s of a product of two square matrices, which are CEILING_WIDTH wide."""
+    n = CEILING_WIDTH[device.type]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     times: list[float] = []
     while len(times) < 5 or sum(times) < CEILING_SECONDS:

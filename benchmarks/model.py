@@ -13,7 +13,7 @@ from measure import Table
 from peers import Variant, flops, in_file_order, protein_lengths, sequences
 from random_models import SHORT
 
-from esmshard.model.config import SIZES
+from esmshard.model.families.family_registry import SIZES
 from esmshard.sharding.layout import Layout
 from esmshard.tasks.variants.variant_head import Pool
 from esmshard.vocab import encode

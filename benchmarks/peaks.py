@@ -21,9 +21,10 @@ import torch
 from esmshard.batch import TokenBatch, pack
 from esmshard.launch.process_group import World, world
 from esmshard.model.attention import inverse_frequencies
-from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.trunk import ESM2
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.family_registry import SIZES, build
 from esmshard.planner import memory_model
+from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.load import materialise
@@ -87,7 +88,7 @@ def measure(
 
 def numbers(model_name: str, adapt: AdaptSettings = FULL) -> memory_model.ModelNumbers:
     """Return the sizes of the model that `measure` trains."""
-    return memory_model.of_model(_meta(SIZES[model_name], adapt), SIZES[model_name].dim, SIZES[model_name].n_heads)
+    return numbers_of(SIZES[model_name], TASK.head_parameters(SIZES[model_name]), adapt)
 
 
 def head_bytes(tokens: int, length: int = 256) -> int:
@@ -95,9 +96,9 @@ def head_bytes(tokens: int, length: int = 256) -> int:
     return tokens // length * TASK.head_bytes(length)
 
 
-def _meta(config: EsmConfig, adapt: AdaptSettings) -> FineTuner:
+def _meta(config: ModelConfig, adapt: AdaptSettings) -> FineTuner:
     with torch.device("meta"):
-        model = FineTuner(ESM2(config), new_task(TASK, {}).head(config))
+        model = FineTuner(build(config), new_task(TASK, {}).head(config))
     model.adapt(adapt, 0)
     return model
 
@@ -114,7 +115,7 @@ def _rank(
 
 
 def _train(
-    config: EsmConfig,
+    config: ModelConfig,
     adapt: AdaptSettings,
     layout: Layout,
     tokens: int,

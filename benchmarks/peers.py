@@ -24,12 +24,14 @@ import torch.nn.functional as F
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.data.batching.packing import by_length
 from esmshard.launch.process_group import World
-from esmshard.model.config import SIZES, EsmConfig
 from esmshard.model.contacts import predict_contacts
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_layouts import to_transformers, transformers_config
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2.esm2_pickle import FAIR_ESM
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.threads import packs_at_once, side_by_side
-from esmshard.model.trunk import ESM2
 from esmshard.model.weights import export, open_weights
-from esmshard.model.weights.key_maps import to_transformers, transformers_config
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.shard import shard
@@ -74,7 +76,8 @@ def fair_esm(name: str, device: torch.device = CPU) -> Any:
     from esm.pretrained import load_model_and_alphabet_local
 
     with tempfile.TemporaryDirectory() as scratch, torch.serialization.safe_globals([argparse.Namespace]):
-        export.write_fair_esm(Path(scratch), "esm2_bench", SIZES[name], *_as_source(ours(name, device, torch.float32)))
+        file = Path(scratch) / "esm2_bench.pt"
+        export.write_pickle(file, FAIR_ESM, SIZES[name], *_as_source(ours(name, device, torch.float32)))
         model, _ = load_model_and_alphabet_local(f"{scratch}/esm2_bench.pt")
     return model.to(device).eval()
 
@@ -108,7 +111,7 @@ def faesm(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 def _as_source(model: ESM2) -> tuple[dict[str, torch.Size], export.Source]:
     state = {key: value.cpu() for key, value in model.state_dict().items()}
-    return open_weights.shapes(model.config), lambda names: {key: state[key] for key in names}
+    return open_weights.stored_shapes(model.config), lambda names: {key: state[key] for key in names}
 
 
 # Batches

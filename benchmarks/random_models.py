@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from esmshard.model.attention import inverse_frequencies
-from esmshard.model.config import SIZES
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.family_registry import SIZES, build
+from esmshard.model.trunk import Trunk
 from esmshard.tasks.finetuner import FineTuner
 
 SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
@@ -17,16 +17,16 @@ SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D", "15B": "esm2
 DEVIATION = 0.02
 
 
-def trunk(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> ESM2:
+def trunk(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Trunk:
     """Make a random ESM-2 in evaluation mode. In another precision it has the same numbers, rounded."""
     with torch.device("meta"):
-        model = ESM2(SIZES[name])
+        model = build(SIZES[name])
     fill(model, device, dtype)
     return model.eval()
 
 
 @torch.no_grad()
-def fill(model: ESM2 | FineTuner, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+def fill(model: Trunk | FineTuner, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Give a model on the meta device random weights. They are the same each time on the same kind of device.
 
     Args:

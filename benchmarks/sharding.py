@@ -26,8 +26,9 @@ from published import RUNS, esm2
 from random_models import SHORT
 
 from esmshard.launch.process_group import World, world
-from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.export import write_transformers
 from esmshard.planner import memory_model

@@ -1,4 +1,4 @@
-"""Fine-tune ESM-2 protein language models, sharded, from one recipe.
+"""Fine-tune protein language models (ESM-2, ESM-C and others), sharded, from one recipe.
 
 The names below are imported when they are first used, so that `import esmshard` costs nothing.
 """
@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "ESM2": "esmshard.model.trunk",
-    "SIZES": "esmshard.model.config",
-    "EsmConfig": "esmshard.model.config",
+    "FAMILIES": "esmshard.model.families.family_registry",
     "InputError": "esmshard.errors",
     "Model": "esmshard.api.model",
+    "ModelConfig": "esmshard.model.config",
     "Run": "esmshard.api.runs",
     "RunFailed": "esmshard.api.start_run",
+    "SIZES": "esmshard.model.families.family_registry",
     "SequenceEmbedder": "esmshard.api.sequence_embedder",
     "TokenBatch": "esmshard.batch",
+    "Trunk": "esmshard.model.trunk",
     "UsageError": "esmshard.errors",
+    "build": "esmshard.model.families.family_registry",
     "encode": "esmshard.vocab",
     "finetune": "esmshard.api.runs",
     "load": "esmshard.api.model",
@@ -40,9 +42,10 @@ if TYPE_CHECKING:
     from esmshard.data.fasta.fasta_reader import read_fasta
     from esmshard.embed.store.embedding_store import EmbeddingStore as open
     from esmshard.errors import InputError, UsageError
-    from esmshard.model.config import SIZES, EsmConfig
+    from esmshard.model.config import ModelConfig
     from esmshard.model.contacts import predict_contacts
-    from esmshard.model.trunk import ESM2
+    from esmshard.model.families.family_registry import FAMILIES, SIZES, build
+    from esmshard.model.trunk import Trunk
     from esmshard.model.weights.open_weights import load_model
     from esmshard.vocab import encode
 

@@ -165,10 +165,12 @@ def whole_directory(out: Path) -> Iterator[Path]:
     work.mkdir()
     try:
         yield work
-        for file in work.iterdir():
-            with open(file, "rb+") as written:
+        for path in [*work.rglob("*"), work]:
+            if path.is_dir():
+                sync_directory(path)
+                continue
+            with open(path, "rb+") as written:
                 os.fsync(written.fileno())
-        sync_directory(work)
         if os.path.lexists(out):
             out.rename(_old(out))
         work.rename(out)
@@ -242,10 +244,21 @@ def lives(pid: int) -> bool:
 def size_text(count: float) -> str:
     """Format a number of bytes as disks and downloads are measured.
 
-    >>> size_text(2_605_000_000), size_text(31_400_000)
-    ('2.60 GB', '31.40 MB')
+    >>> size_text(7.5e12), size_text(2_605_000_000), size_text(31_400_000)
+    ('7.50 TB', '2.60 GB', '31.40 MB')
     """
+    if count >= 1e12:
+        return f"{count / 1e12:.2f} TB"
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+def memory_text(count: float) -> str:
+    """Format a number of bytes as memory is measured.
+
+    >>> memory_text(3 * 2**29), memory_text(3 * 2**20)
+    ('1.50 GiB', '3 MiB')
+    """
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def sha256(path: Path) -> str:
@@ -312,6 +325,13 @@ def shared_place(path: str, directory: Path) -> str:
 def found_place(name: str, directory: Path) -> str:
     """Return the path for a result of `shared_place`; any other name stays as it is."""
     return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a name has the form OWNER/NAME of a repository on the Hugging Face hub. A path may have it too."""
+    is_file = Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+    form = re.fullmatch(r"[a-z0-9][\w.-]*/\w[\w.-]*", name, re.ASCII | re.IGNORECASE)
+    return form is not None and not is_file and "--" not in name and ".." not in name
 
 
 def cache_directory() -> Path:

@@ -6,7 +6,6 @@ how it answers signals, tests see with `subprocess`.
 """
 
 import atexit
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,20 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(
-    [
-        "esmshard.cli.app",
-        "esmshard.embed.job.embed_job",
-        "esmshard.predict.predictions",
-        "esmshard.launch.local_processes",
-        "esmshard.report.text.html_report",
-        "esmshard.train.evaluate",
-        "esmshard.train.finetune",
-        "h5py",
-        "sklearn.linear_model",
-    ]
-)
+from forks import forks
 
 
 def esmshard(
@@ -46,7 +32,7 @@ def esmshard(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = _forks.Process(target=_run, args=(command, str(cwd or Path.cwd()), environment, str(out), str(err)))
+        process = forks.Process(target=_run, args=(command, str(cwd or Path.cwd()), environment, str(out), str(err)))
         process.start()
         process.join(timeout)
         if process.exitcode is None:

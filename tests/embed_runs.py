@@ -11,6 +11,7 @@ from pathlib import Path
 
 import command
 import numpy as np
+from forks import forks
 from model_files import TINY, fair_esm, write_transformers
 
 from esmshard.embed.store import part_plan
@@ -49,7 +50,7 @@ class Run:
             file.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         what = ["esmshard", *map(str, arguments)], environment, part_tokens, *map(str, self._files)
-        self.process = command._forks.Process(target=_be, args=what)
+        self.process = forks.Process(target=_be, args=what)
         self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid

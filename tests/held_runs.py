@@ -35,6 +35,8 @@ def stand_still(event, arguments):
 
 sys.addaudithook(stand_still)
 '''
+QUICK = Path(__file__).parent / "site" / "sitecustomize.py"
+"""A process imports only one module of this name."""
 PAUSE = 2.0
 """Seconds after which a run that is to hear a signal takes one more step."""
 
@@ -50,7 +52,7 @@ class Hold:
     def __init__(self, folder: Path, steps: int) -> None:
         folder.mkdir()
         self._folder = folder
-        (folder / "sitecustomize.py").write_text(HOOK)
+        (folder / "sitecustomize.py").write_text(HOOK + QUICK.read_text())
         self.at(steps)
         others = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         self.environment = {"PYTHONPATH": os.pathsep.join([str(folder), *others])}

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 NAME = "esm2_t6_8M_UR50D"
 COMMIT = "c0ffee" + 34 * "0"
-WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack")
+WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".pth")
 """Endings of the files that the hub keeps in its large-file store and whose sha256 it announces."""
 
 
@@ -22,6 +22,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.files = files
+        self.repository = f"facebook/{NAME}"
         self.sent: dict[str, bytes] = {}
         """Bodies that differ from the announced ones."""
         self.info: bytes | None = None
@@ -68,9 +69,9 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.startswith("/api/models/facebook/") and self.server.info is not None:
             self._answer(200, self.server.info)
-        elif self.path.startswith(f"/api/models/facebook/{NAME}"):
+        elif self.path.startswith(f"/api/models/{self.server.repository}"):
             self.server.asked.append("list")
-            listed = {"id": f"facebook/{NAME}", "sha": COMMIT, "siblings": self.server.siblings()}
+            listed = {"id": self.server.repository, "sha": COMMIT, "siblings": self.server.siblings()}
             self._answer(200, json.dumps(listed).encode())
         else:
             name = self._file()
@@ -85,7 +86,7 @@ class Answer(BaseHTTPRequestHandler):
         return f"http://localhost:{self.server.server_port}{self.path}"
 
     def _file(self) -> str | None:
-        name = self.path.removeprefix(f"/facebook/{NAME}/resolve/main/")
+        name = self.path.removeprefix(f"/{self.server.repository}/resolve/main/")
         if name in self.server.files:
             return name
         self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})

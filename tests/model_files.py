@@ -20,10 +20,11 @@ from safetensors.torch import load, save_file
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model.config import EsmConfig
-from esmshard.model.trunk import ESM2
-from esmshard.model.weights import open_weights, weight_reader
-from esmshard.model.weights.key_maps import TIED, to_transformers, transformers_config
+from esmshard.model import weight_reader
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_layouts import TIED, to_transformers, transformers_config
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.vocab import MASK
 

@@ -9,10 +9,10 @@ from command import esmshard
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json
-from esmshard.model.config import SIZES
+from esmshard.model.families import family_registry
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.weight_reader import read_json as read_model_json
 from esmshard.model.weights import open_weights
-from esmshard.model.weights.key_maps import transformers_config
-from esmshard.model.weights.weight_reader import read_json as read_model_json
 from esmshard.recipe import recipe_file
 
 NOT_FOR_ANYBODY = {
@@ -148,16 +148,15 @@ def test_a_configuration_that_the_weights_do_not_bear_out(
     config = json.loads((model / "config.json").read_text())
     config |= {key: value} | ({"intermediate_size": 4 * value} if key == "hidden_size" else {})  # type: ignore[operator]
     (model / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(open_weights, "ESM2", None)  # nothing of that size is built
+    monkeypatch.setattr(family_registry, "build", None)  # nothing of that size is built
     with pytest.raises(InputError, match=reason):
         open_weights.read(str(model))
 
 
 def test_no_size_is_near_the_bounds() -> None:
-    from esmshard.model.weights.key_maps import config_of_transformers
-
     for config in SIZES.values():
-        assert config_of_transformers(transformers_config(config)) == config
+        files = family_registry.family_of(config).files
+        assert files.read_config(files.write_config(config)) == config
 
 
 TOO_MUCH = {

@@ -1,4 +1,7 @@
-"""The layout of the package: few modules in a folder, two levels, unique names, and a map of all folders."""
+"""The layout of the package: few modules in a folder, two levels, unique names, and a map of all folders.
+
+The families of models have a third level, `model/families/NAME`.
+"""
 
 import ast
 from collections import defaultdict
@@ -13,6 +16,7 @@ OWN = {"__init__.py", "__main__.py"}
 
 MODULES = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.py")) if "_shipped" not in path.parts]
 FOLDERS = sorted({path.parent for path in MODULES} - {Path()})
+FAMILIES = Path("model", "families")
 
 
 def sentence(folder: Path) -> str:
@@ -32,8 +36,8 @@ def test_a_folder_has_at_most_twelve_modules() -> None:
 
 
 def test_folders_have_at_most_two_levels() -> None:
-    assert [str(folder) for folder in FOLDERS if len(folder.parts) > 2] == []
-    assert {len(folder.parts) for folder in FOLDERS} == {1, 2}
+    assert [str(folder) for folder in FOLDERS if len(folder.parts) > 2 and folder.parent != FAMILIES] == []
+    assert {len(folder.parts) for folder in FOLDERS} == {1, 2, 3}
 
 
 def test_the_top_of_the_package_holds_a_handful() -> None:
@@ -60,7 +64,9 @@ def test_the_map_for_contributors_has_one_line_for_each_folder() -> None:
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (block,) = (part for part in text.split("```\n") if part.startswith("api/"))
     lines = dict(line.split("/ ", 1) for line in block.splitlines())
-    assert {folder: said.strip() for folder, said in lines.items()} == {str(f): sentence(f) for f in FOLDERS}
+    assert {folder: said.strip() for folder, said in lines.items()} == {
+        str(folder): sentence(folder) for folder in FOLDERS if folder.parent != FAMILIES
+    }
 
 
 def test_a_public_class_name_occurs_once() -> None:
@@ -70,3 +76,19 @@ def test_a_public_class_name_occurs_once() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_only_the_registry_and_a_family_itself_import_modules_of_the_family() -> None:
+    """And the registry imports one module of each: its record."""
+    names = {folder.name for folder in FOLDERS if folder.parent == FAMILIES}
+    assert {"esm2", "esmc"} <= names
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in MODULES:
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                family = module.removeprefix("esmshard.model.families.").split(".")[0]
+                if module.startswith("esmshard.model.families.") and family in names and path.parent.name != family:
+                    found[str(path)].add(module)
+    assert found == {str(FAMILIES / "family_registry.py"): {f"esmshard.model.families.{name}" for name in names}}

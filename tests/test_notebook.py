@@ -4,9 +4,7 @@ import json
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "variants.ipynb"
 
@@ -14,6 +12,9 @@ NOTEBOOK = Path(__file__).parent.parent / "examples" / "variants.ipynb"
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[str]]:
     """The directory, what each code cell printed, and the kinds of its pictures."""
+    import nbformat  # here, since it takes 4 s and each worker of pytest imports all files
+    from nbclient import NotebookClient
+
     directory = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(directory)}}).execute()
@@ -24,6 +25,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], lis
 
 
 def test_it_is_saved_without_results() -> None:
+    import nbformat
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

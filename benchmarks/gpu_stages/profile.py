@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from esmshard.batch import pack
 from esmshard.data.batching.packing import by_length
-from esmshard.model.config import SIZES
+from esmshard.model.families.family_registry import SIZES
 from esmshard.monitor.communication import length
 from esmshard.sharding.layout import Layout
 from gpu_stages import training

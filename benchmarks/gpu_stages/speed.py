@@ -7,7 +7,7 @@ from dataclasses import asdict
 import measure
 import model
 
-from esmshard.model.config import SIZES
+from esmshard.model.families.family_registry import SIZES
 from gpu_stages.stage import Context, Figure, Found, Part, Stage
 
 ROUNDS = 3

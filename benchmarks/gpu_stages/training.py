@@ -15,10 +15,12 @@ import torch
 from esmshard.batch import TokenBatch, pack
 from esmshard.launch.process_group import World, world
 from esmshard.model.attention import inverse_frequencies, kernel_name
-from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
+from esmshard.planner.parameter_counts import numbers_of
 from esmshard.planner.recipe_plan import head_bytes
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.sharding.layout import Layout
@@ -95,7 +97,7 @@ def prepared(
     with torch.device("meta"):
         model = FineTuner(ESM2(config), task.head(config))
     model.adapt(adapt, 0)
-    numbers = memory_model.of_model(model, config.dim, config.n_heads)
+    numbers = numbers_of(config, TASK.head_parameters(config), adapt, logits=TASK.trains_lm_head)
     work = [_batch(tokens, longest, seed) for seed in range(micro_batches)]
     kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     planned = memory_model.memory(

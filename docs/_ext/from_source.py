@@ -35,7 +35,9 @@ _PYTHON = {
         ("autoclass", "esmshard.TokenBatch"),
         ("autofunction", "esmshard.load_model"),
         ("autofunction", "esmshard.predict_contacts"),
-        ("autoclass", "esmshard.EsmConfig"),
+        ("autofunction", "esmshard.build"),
+        ("autoclass", "esmshard.Trunk"),
+        ("autoclass", "esmshard.ModelConfig"),
     ),
     "Errors": (
         ("autoexception", "esmshard.InputError"),

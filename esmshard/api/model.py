@@ -17,9 +17,9 @@ from esmshard.data.batching.packing import by_length
 from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
 from esmshard.embed.compute.outputs import Dtype, Long, Output, choose
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.threads import packs_at_once, side_by_side
-from esmshard.model.trunk import ESM2
+from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights, recorded
 from esmshard.predict.variant_ranking import predictions
 from esmshard.predict.zero_shot import Method, score
@@ -27,7 +27,6 @@ from esmshard.progress import say
 from esmshard.tasks.base import Task
 from esmshard.tasks.finetuner import FineTuned, load_finetuned
 from esmshard.tasks.registry import traits
-from esmshard.tasks.variants.marginals import WINDOW
 from esmshard.vocab import decode
 
 Array = npt.NDArray[np.float32]
@@ -47,7 +46,7 @@ class Model:
     result, except in the pool `cls`.
     """
 
-    def __init__(self, name: str, esm: ESM2, unlearned: Sequence[str] = (), tuned: FineTuned | None = None) -> None:
+    def __init__(self, name: str, esm: Trunk, unlearned: Sequence[str] = (), tuned: FineTuned | None = None) -> None:
         self.name = name
         self.esm = esm
         """The trunk, a `torch.nn.Module`."""
@@ -56,7 +55,7 @@ class Model:
         self._unlearned = tuple(unlearned)
 
     @property
-    def config(self) -> EsmConfig:
+    def config(self) -> ModelConfig:
         """The architecture: layers, width, heads."""
         return self.esm.config
 
@@ -103,8 +102,8 @@ class Model:
                 `esmshard.vocab.TOKENS`, `contacts` of [L, L] by the language model's own regression. Several pools are
                 a list.
             layers: 0 (embedding) to the number of layers; the last by default. Several layers are a list.
-            long: the treatment of sequences over 1,022 residues: `full`, `window` or `truncate`, or an
-                `embed.compute.outputs.Long`.
+            long: the treatment of sequences that are longer than those which the model was trained on: `full`, `window`
+                or `truncate`, or an `embed.compute.outputs.Long`.
             tokens: tokens computed at once. A longer sequence is computed alone.
 
         Returns:
@@ -142,7 +141,7 @@ class Model:
         return self.predict(sequences) if traits(self.task).predicts_contacts else self.embed(sequences, "contacts")
 
     def score(
-        self, wild_type: str, variants: Iterable[str], method: Method = "masked-marginals", window: int = WINDOW
+        self, wild_type: str, variants: Iterable[str], method: Method = "masked-marginals", window: int | None = None
     ) -> npt.NDArray[np.float64]:
         """Score variants of a protein by the language model, without training; float64 [N], higher is more natural.
 
@@ -150,7 +149,7 @@ class Model:
             wild_type: the protein.
             variants: N variants, such as `A24G`, `A24G:V30L`, `p.Ala24Gly` or `WT`.
             method: `masked-marginals`, `wild-type-marginals` or `pseudo-perplexity`; see `predict.zero_shot.score`.
-            window: residues of a longer protein that the model gets at once.
+            window: residues of a longer protein that the model gets at once; by default as many as in training.
 
         Returns:
             The scores. A variant that changes a residue outside the 20 amino acids, such as X or U, has NaN.
@@ -240,13 +239,13 @@ class Model:
         return {name: np.stack(arrays) if pooled[name] else arrays for name, arrays in values.items()}
 
     def _check_lengths(self, asked: SequenceInputs) -> None:
-        """Check that the model has a position for each residue: ESM-1b and ESM-1v have a table of positions."""
-        most = self.config.max_positions
+        """Check that the model has a position for each residue: some models have a table of positions."""
+        most = self.config.most_tokens
         for name, tokens in zip(asked.names, asked.tokens, strict=True):
             if most is not None and len(tokens) > most:
                 raise InputError(
                     f"{name} has {len(tokens) - 2:,} residues, and this model has positions for {most - 2:,}; cut the "
-                    "sequence, or use an ESM-2 model"
+                    "sequence, or use a model with rotary positions, such as an ESM-2"
                 )
 
     def _needs(self, part: str) -> None:
@@ -262,8 +261,8 @@ def load(
 
     Args:
         model: a directory of a fine-tuned model (`runs/contact/model`), a directory in `transformers`' layout, an
-            adapter's directory, a fair-esm `.pt`, a released name such as `esm2_t33_650M_UR50D`, which is downloaded,
-            or `starter`.
+            adapter's directory, a fair-esm `.pt`, `FILE@SIZE` for a file of tensors alone; a released name such as
+            `esm2_t33_650M_UR50D`, or OWNER/NAME on the Hugging Face hub, which are downloaded; or `starter`.
         device: by default the first GPU, or else the CPU.
         dtype: dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
 

@@ -8,12 +8,11 @@ import torch
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import shared_place
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
+from esmshard.model.families import family_registry
 from esmshard.model.lora import add_lora, lora_names, merged
-from esmshard.model.trunk import ESM2
 from esmshard.model.weights import adapter, open_weights, origin
 from esmshard.model.weights.export import Source
-from esmshard.model.weights.key_maps import TIED
 from esmshard.recipe.sections import AdaptSettings
 
 Sizes = Mapping[str, torch.Size]
@@ -34,13 +33,14 @@ def on_base(
         base: the path of the base model; by default its path when the run began.
 
     Returns:
-        The shapes of the whole model, without the tied `lm_head.weight`, and a function that reads its tensors.
+        The shapes of the whole model, a tied tensor once, and a function that reads its tensors.
 
     Raises:
         InputError: if the base model is missing or different, or the checkpoint does not match its recipe.
     """
-    config, settings = EsmConfig(**state["config"]), AdaptSettings.model_validate(state["recipe"]["adapt"])
-    whole = {name: size for name, size in open_weights.shapes(config).items() if name != TIED}
+    config = family_registry.recorded_config(state["config"])
+    settings = AdaptSettings.model_validate(state["recipe"]["adapt"])
+    whole = open_weights.stored_shapes(config)
     whole |= {name: size for name, size in sizes.items() if name.startswith("head.")}
     _account(checkpoint, config, settings, sizes, whole)
     found = origin.reopen(state["base"], str(checkpoint), base)
@@ -73,23 +73,24 @@ def write_adapter(
     seen from `out`, the final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA. Returns the
     sha256 of each file of weights, by name.
     """
-    config, settings = EsmConfig(**state["config"]), AdaptSettings.model_validate(state["recipe"].get("adapt", {}))
+    config = family_registry.recorded_config(state["config"])
+    settings = AdaptSettings.model_validate(state["recipe"].get("adapt", {}))
     if settings.method != "lora":
         raise UsageError(f"{checkpoint}: has no LoRA (adapt.method is {settings.method}); leave --adapter out")
     _account(checkpoint, config, settings, sizes, open_weights.shapes(config))
     rank, alpha, targets = settings.lora
     name = base or shared_place(state["base"]["name"], out or directory)
-    written = adapter.adapter_config(name, config.n_layers, rank, alpha, targets, str(settings.bias))
+    written = adapter.adapter_config(name, config, rank, alpha, targets, str(settings.bias))
     tensors = read(sorted(sizes))
     for part, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise InputError(
                 f"{checkpoint}: {part} holds a value that is not finite; the run diverged, take an earlier checkpoint"
             )
-    return adapter.write_adapter(directory, written, targets, tensors)
+    return adapter.write_adapter(directory, written, config, targets, tensors)
 
 
-def _account(checkpoint: Path, config: EsmConfig, settings: AdaptSettings, sizes: Sizes, whole: Sizes) -> None:
+def _account(checkpoint: Path, config: ModelConfig, settings: AdaptSettings, sizes: Sizes, whole: Sizes) -> None:
     """Check that every LoRA matrix exists in its shape, with only biases of the trunk and the head besides.
 
     The head of masked-language-model training is the LM head.
@@ -97,12 +98,12 @@ def _account(checkpoint: Path, config: EsmConfig, settings: AdaptSettings, sizes
     wanted: dict[str, torch.Size] = {}
     if settings.method == "lora":
         with torch.device("meta"):
-            wanted = add_lora(ESM2(config).layers, *settings.lora)
+            wanted = add_lora(family_registry.build(config).layers, config.matrices, *settings.lora)
     trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
-    others = ("bias", "lm_head.dense.weight", "lm_head.layer_norm.weight")[: 3 if settings.method == "head" else 1]
+    learned = {n for n in trunk if n.endswith("bias") or (settings.method == "head" and n.startswith("lm_head."))}
     problems = {
         "lacks": wanted.keys() - trunk.keys(),
-        "holds besides what learned": {n for n in trunk.keys() - wanted.keys() if not n.endswith(others)},
+        "holds besides what learned": trunk.keys() - wanted.keys() - learned,
         "holds in another shape": {n for n in trunk if trunk[n] != (wanted.get(n) or whole.get(n))},
     }
     refuse(checkpoint, problems)

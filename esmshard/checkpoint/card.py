@@ -1,7 +1,7 @@
 """The model card: `README.md` beside a model, as the Hugging Face hub shows it.
 
-The card contains known facts, and names unknown ones. A model is never called ESM-2 because of its shape, but only if
-the recipe names released weights.
+The card contains known facts, and names unknown ones. A model is never called an ESM-2 because of its shape, but only
+if the recipe names released weights.
 """
 
 import html
@@ -12,20 +12,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from esmshard.files import replace_text, sync_directory
-from esmshard.model.config import SIZES, STARTER, EsmConfig
-from esmshard.model.weights.hub import RELEASED
+from esmshard.files import is_hub_name, replace_text, sync_directory
+from esmshard.model.config import STARTER
+from esmshard.model.families.family import Family
+from esmshard.model.families.family_registry import (
+    RELEASED,
+    SIZES,
+    UNNAMED,
+    authors_files,
+    family_of,
+    recorded_config,
+    released_name,
+)
 from esmshard.tasks.registry import traits
-
-CITATION = """\
-@article{lin2023evolutionary,
-  title   = {Evolutionary-scale prediction of atomic-level protein structure with a language model},
-  author  = {Lin, Zeming and Akin, Halil and Rao, Roshan and Hie, Brian and Zhu, Zhongkai and Lu, Wenting and
-             Smetanin, Nikita and Verkuil, Robert and Kabeli, Ori and Shmueli, Yaniv and {dos Santos Costa}, Allan and
-             Fazel-Zarandi, Maryam and Sercu, Tom and Candido, Salvatore and Rives, Alexander},
-  journal = {Science}, volume = {379}, number = {6637}, pages = {1123--1130}, year = {2023},
-  doi     = {10.1126/science.ade2574}
-}"""
 
 
 def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
@@ -42,34 +41,43 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
 
 def text(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
     """Return the text of the card. Paths are shortened to their last part, since the card is shared."""
-    recipe, fair_esm = about["recipe"], not (directory / "config.json").is_file()
+    recipe, authors_file = about["recipe"], not (directory / "config.json").is_file()
     parts = [
-        _front_matter(recipe, fair_esm),
+        _front_matter(recipe, "" if authors_file else _family(about).files.model_class),
         f"# {_text(_name(recipe['out']))}\n\n{_base(about)}",
-        _use(directory, recipe, fair_esm),
+        _use(directory, about, authors_file),
         _data(about),
         _training(about),
         _scores(about, evaluation),
-        _limits(about, fair_esm),
+        _limits(about, authors_file),
         _licence(recipe),
-        f"## Citation\n\nESM-2:\n\n```bibtex\n{CITATION}\n```",
-        _made(about, fair_esm),
+        _citation(about),
+        _made(about, authors_file),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _released(recipe: Mapping[str, Any]) -> str | None:
     """Return the name of the released model that it was fine-tuned from; None for another base."""
-    name = recipe["model"]["name"]
-    return name if recipe["init"] == "pretrained" and name in RELEASED else None
+    return released_name(recipe["model"]["name"]) if recipe["init"] == "pretrained" else None
 
 
-def _front_matter(recipe: Mapping[str, Any], fair_esm: bool) -> str:
-    """Return the YAML that the hub reads. JSON is a part of YAML."""
+def _repository(recipe: Mapping[str, Any]) -> str | None:
+    """Return OWNER/NAME on the Hugging Face hub of the model that it was fine-tuned from; None for another base."""
+    base, name = _released(recipe), recipe["model"]["name"]
+    if base or recipe["init"] != "pretrained":
+        return RELEASED[base].repository if base else None
+    return name if is_hub_name(name) else None
+
+
+def _front_matter(recipe: Mapping[str, Any], model_class: str) -> str:
+    """Return the YAML that the hub reads. JSON is a part of YAML. `model_class` reads the model in `transformers`."""
     found: dict[str, Any] = {}
     if base := _released(recipe):
-        found |= {"license": "mit", "base_model": RELEASED[base], "base_model_relation": "finetune"}
-    if not fair_esm:
+        found["license"] = RELEASED[base].licence
+    if repository := _repository(recipe):
+        found |= {"base_model": repository, "base_model_relation": "finetune"}
+    if model_class:
         found["library_name"] = "transformers"
     found["tags"] = ["biology", "protein-language-model", "esmshard", f"{recipe['task']['name']}-prediction"]
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in found.items()), "---"])
@@ -81,12 +89,19 @@ def _base(about: Mapping[str, Any]) -> str:
     options = _text(", ".join(f"{key} {value}" for key, value in task.items() if key != "name"))
     kind = "A protein language model" if traits(task["name"]).trains_lm_head else "A protein language model with a head"
     lines = [f"{kind} for the task {_code(task['name'])} ({options})."]
+    repository = _repository(recipe)
+    link = f"[{repository}](https://huggingface.co/{repository})"
     if base := _released(recipe):
-        lines.append(f"It was fine-tuned from `{base}` ([{RELEASED[base]}](https://huggingface.co/{RELEASED[base]})).")
+        lines.append(f"It was fine-tuned from `{base}` ({link}).")
+    elif repository:
+        lines.append(
+            f"It was fine-tuned from the weights of the repository {link} on the Hugging Face hub: whether they are "
+            f"those of a released {_family(about).title} model is not known here."
+        )
     elif recipe["init"] == "random":
         lines.append(
-            f"**It is not ESM-2**: it was trained from random weights (seed {recipe['train']['seed']}) in the shape of "
-            f"{_code(_name(name))}, and on nothing but the data below."
+            f"**It is not {_family(about).title}**: it was trained from random weights (seed "
+            f"{recipe['train']['seed']}) in the shape of {_code(_name(name))}, and on nothing but the data below."
         )
     elif name == STARTER:
         lines.append(
@@ -96,12 +111,12 @@ def _base(about: Mapping[str, Any]) -> str:
     else:
         lines.append(
             f"It was fine-tuned from the weights in {_code(_name(name))}, which were given as a file: whether they are "
-            "those of a released ESM-2 is not known here."
+            f"those of a released {_family(about).title} model is not known here."
         )
     if method := recipe.get("adapt", {}).get("method"):
         lines.append(f"Adaptation: {_code(method)}.")
     if "config" in about:
-        config = EsmConfig(**about["config"])
+        config = recorded_config(about["config"])
         same = [size for size, shape in SIZES.items() if shape == config]
         shape = f", the shape of `{same[0]}`" if same else ""
         lines.append(
@@ -111,23 +126,46 @@ def _base(about: Mapping[str, Any]) -> str:
     return " ".join(lines)
 
 
-def _use(directory: Path, recipe: Mapping[str, Any], fair_esm: bool) -> str:
-    if fair_esm:
-        file = next(p.name for p in sorted(directory.glob("*.pt")) if not p.stem.endswith("-contact-regression"))
-        code = f"import esm\nmodel, alphabet = esm.pretrained.load_model_and_alphabet_local({json.dumps(file)})"
-        return (
-            "## Use\n\nThe language model, without the head, for [fair-esm](https://github.com/facebookresearch/esm):"
-            f"\n\n```python\n{code}\n```"
-        )
+def _family(about: Mapping[str, Any]) -> Family:
+    return family_of(recorded_config(about["config"])) if "config" in about else UNNAMED
+
+
+def _authors_word(about: Mapping[str, Any]) -> str:
+    """Return the word for the authors' file in `consolidate --to`."""
+    return next(iter(_family(about).pickles))
+
+
+def _citation(about: Mapping[str, Any]) -> str:
+    base, family = _released(about["recipe"]), _family(about)
+    name, paper = (base, RELEASED[base].paper) if base else (family.title, family.paper)
+    return f"## Citation\n\n{name}:\n\n```bibtex\n{paper.bibtex}\n```"
+
+
+def _use(directory: Path, about: Mapping[str, Any], authors_file: bool) -> str:
+    recipe = about["recipe"]
+    if authors_file:
+        file = next(p.name for p in sorted(directory.glob("*.pt*")) if not p.stem.endswith("-contact-regression"))
+        kind = authors_files(_family(about))[_authors_word(about)]
+        code = kind.use.replace("FILE", json.dumps(file))
+        return f"## Use\n\nThe language model, without the head, for {kind.code}:\n\n```python\n{code}\n```"
     if traits(recipe["task"]["name"]).reads_table:
         return (
             "## Use\n\n```\nesmshard predict MODEL variants.csv -o ranked.csv    # or --all-singles\n```\n\nVariants "
             "of the wild type in `esmshard.json` only: substitutions, one or several."
         )
-    return (
+    commands = (
         "## Use\n\n```\nesmshard predict MODEL proteins.fasta -o out.npz    # what the head says\n"
         "esmshard embed MODEL proteins.fasta -o out.h5\n```\n\n"
-        "The language model alone, without the head, also loads in `transformers.EsmForMaskedLM.from_pretrained`, "
+    )
+    files = _family(about).files
+    if not files.model_class:
+        return (
+            f"{commands}The names of its tensors are esmshard's own, and no other library reads them. "
+            f"`esmshard consolidate MODEL -o OUT --to {_authors_word(about)}` writes the language model for its "
+            "authors' code."
+        )
+    return (
+        f"{commands}The language model alone, without the head, also loads in `{files.call}`, "
         "which names the tensors under `head.` as unused."
     )
 
@@ -217,7 +255,7 @@ def _interval(value: Mapping[str, float | None] | None) -> str:
     return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
 
 
-def _limits(about: Mapping[str, Any], fair_esm: bool) -> str:
+def _limits(about: Mapping[str, Any], authors_file: bool) -> str:
     recipe = about["recipe"]
     lines = [
         "The scores hold for proteins that are to the training data as the test set is; for others, such as families, "
@@ -227,9 +265,12 @@ def _limits(about: Mapping[str, Any], fair_esm: bool) -> str:
     parts = {"lm_head": "LM head", "contact_head": "contact regression (`predict_contacts`)"}
     if traits(recipe["task"]["name"]).trains_lm_head:
         del parts["lm_head"]
+    if about.get("contact_regression") == "head":
+        del parts["contact_head"]
+        lines.append("Its contact regression is the fine-tuned head.")
     never = [parts.pop(name) for name in about.get("unlearned", ()) if name in parts]
     if never:
-        left = "of no use" if fair_esm else "left out"
+        left = "of no use" if authors_file else "left out"
         lines.append(f"Its {' and its '.join(never)} never learned and {'are' if never[1:] else 'is'} {left}.")
     if parts and recipe.get("adapt", {}).get("method") not in ("head", "probe"):
         lines.append(f"Its {' and its '.join(parts.values())} did not learn along with the layers below.")
@@ -237,26 +278,30 @@ def _limits(about: Mapping[str, Any], fair_esm: bool) -> str:
 
 
 def _licence(recipe: Mapping[str, Any]) -> str:
-    if _released(recipe):
-        said = (
-            "The weights of the base model are under the MIT licence (Copyright Meta Platforms, Inc. and affiliates)."
-        )
+    if base := _released(recipe):
+        released = RELEASED[base]
+        licence = released.licence.upper()
+        said = f"The weights of the base model are under the {licence} licence (Copyright {released.holder})."
     elif recipe["init"] == "random":
         said = "No licence is stated. It holds no weights of others."
     elif recipe["model"]["name"] == STARTER:
         said = "The weights of the base model are under the MIT licence (Copyright the esmshard authors)."
+    elif repository := _repository(recipe):
+        said = f"No licence is stated; that of the repository {repository} on the Hugging Face hub holds on."
     else:
         said = "No licence is stated; that of the weights it was fine-tuned from holds on."
     return f"## Licence\n\n{said} The licence of the training data is for whoever publishes this model to state."
 
 
-def _made(about: Mapping[str, Any], fair_esm: bool) -> str:
+def _made(about: Mapping[str, Any], authors_file: bool) -> str:
     processes = f" --nproc {int(about['world_size'])}" if about.get("world_size", 1) > 1 else ""
-    layout, dtype = "fair-esm" if fair_esm else "hf", "".join(re.findall(r"\w", str(about["dtype"])))
+    word = _authors_word(about) if authors_file else "hf" if _family(about).files.model_class else ""
+    layout = f" --to {word}" if word else ""
+    dtype = "".join(re.findall(r"\w", str(about["dtype"])))
     return (
         "## How it was made\n\n```\n"
         f"esmshard finetune recipe.yaml{processes}\n"
-        f"esmshard consolidate RUN -o MODEL --to {layout} --dtype {dtype}\n"
+        f"esmshard consolidate RUN -o MODEL{layout} --dtype {dtype}\n"
         "```\n\n`recipe.yaml` is what `esmshard.json` holds under `recipe`. sha256 of the weights, as `esmshard.json` "
         f"has it: {_code(about['weights_sha256'])}."
     )

@@ -9,8 +9,9 @@ from torch import nn
 
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.errors import InputError
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
+from esmshard.model.trunk import ABSENT
 from esmshard.model.weights import export
 from esmshard.model.weights.export import Source
 from esmshard.model.weights.streamed import streamed
@@ -31,13 +32,13 @@ class ComparedModel(NamedTuple):
     source: Source
     """Reads a tensor for every name of the trunk, also of a part that the model lacks and no comparison uses."""
     names: frozenset[str]
-    """The names of all tensors of the model, without the tied `lm_head.weight`."""
+    """The names of all tensors of the model, a tied tensor once."""
     head: Callable[[], nn.Module] | None
     """Makes the module that the tensors under `head.` belong to, if it is known."""
 
 
 def compare(
-    config: EsmConfig, given: ComparedModel, written: Source, where: str, dtype: torch.dtype
+    config: ModelConfig, given: ComparedModel, written: Source, where: str, dtype: torch.dtype
 ) -> dict[str, float]:
     """Compare a model with what was read back of it.
 
@@ -89,7 +90,7 @@ def compare(
 
 
 def _outputs(
-    config: EsmConfig, model: ComparedModel, seen: Callable[[str, torch.Tensor], None]
+    config: ModelConfig, model: ComparedModel, seen: Callable[[str, torch.Tensor], None]
 ) -> dict[str, torch.Tensor]:
     """Return the outputs of a model for two fixed proteins."""
     with torch.no_grad():
@@ -118,7 +119,8 @@ def _outputs(
         x_TD = x_TD[config.n_layers]
         found = {"representations": x_TD}
         if logits_PV is not None:
-            found["logits"] = logits_PV
+            # Columns of tokens that the family lacks are left out: beside their size, no difference would count.
+            found["logits"] = logits_PV[:, (logits_PV != ABSENT).any(0)]
         if has["contact_head"]:
             found["contacts"] = torch.cat([logits_1LL.flatten() for logits_1LL in sums.logits()])
         if head is not None:

@@ -21,18 +21,22 @@ from esmshard.checkpoint.compare import ComparedModel, compare
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.files import found_place, replace_json, settle, shared_place, whole_directory
-from esmshard.model.config import SIZES, EsmConfig
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.family import AuthorsFile
+from esmshard.model.families.family_registry import authors_files, family_of, recorded_config
+from esmshard.model.weight_reader import read_json
 from esmshard.model.weights import adapted_weights, export, open_weights, recorded
-from esmshard.model.weights.export import DTYPES, MAX_FILE_BYTES, Source, Target
-from esmshard.model.weights.key_maps import TIED
-from esmshard.model.weights.weight_reader import read_json
+from esmshard.model.weights.export import DTYPES, MAX_FILE_BYTES, Source
+from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.recipe_file import for_others
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import registry
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
-NewHead = Callable[[TaskSettings, Mapping[str, Any], EsmConfig], nn.Module]
+REGRESSION = "contact_head.regression."
+
+NewHead = Callable[[TaskSettings, Mapping[str, Any], ModelConfig], nn.Module]
 """Creates the head of a task that has learned facts of its labels. It is an argument, since this module knows no tasks.
 """
 _NO_ROOM = "nothing of it was kept: make room, or choose another place with -o, and consolidate again"
@@ -45,9 +49,9 @@ BASELINES = "baselines.npz"
 class Opened:
     """An opened model that is to be written."""
 
-    config: EsmConfig
+    config: ModelConfig
     sizes: Mapping[str, torch.Size]
-    """The shapes by name: our names for the trunk, and `head.*`. The tied `lm_head.weight` is left out."""
+    """The shapes by name: our names for the trunk, and `head.*`. Tied tensors are there once."""
     read: Source
     about: dict[str, Any]
     """The content of `esmshard.json`; empty for a model of another program."""
@@ -61,7 +65,7 @@ def consolidate(
     source: Path | str,
     out: Path,
     *,
-    to: Target = "hf",
+    to: str | None = None,
     dtype: str = "fp32",
     overwrite: bool = False,
     best: bool = False,
@@ -82,7 +86,9 @@ def consolidate(
         source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.open_weights.read`
             reads.
         out: the directory to create. It appears only when it is complete.
-        to: `hf` for `transformers.EsmForMaskedLM` (and all commands of esmshard), `fair-esm` for its `.pt` loader.
+        to: the word of a family for the file of its authors' own code, such as `fair-esm` for its `.pt` loader. By
+            default a directory is written that all commands of esmshard read, and that `transformers` reads if it has
+            the family; `hf` refuses a family that it does not have.
         dtype: dtype of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
         best: take the run's checkpoint of the best validation, which `checkpoint.keep_best` or early stopping keeps.
@@ -109,17 +115,11 @@ def consolidate(
             known = "an adapter, and adapter_config.json in it says where its base lies"
         raise UsageError(f"{source}: is {known}; leave --base out")
     opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, trust, base)
-    sizes = {n: s for n, s in opened.sizes.items() if to == "hf" or not n.startswith("head.")}
+    kind = _target(to, opened.config)
+    sizes = {n: s for n, s in opened.sizes.items() if kind is None or not n.startswith(kind.lacks)}
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         try:
-            if to == "hf":
-                digests = export.write_transformers(
-                    work, opened.config, sizes, opened.read, DTYPES[dtype], max_file_bytes
-                )
-                written = open_weights.read(str(work))
-            else:
-                digests = export.write_fair_esm(work, out.name, opened.config, sizes, opened.read, DTYPES[dtype])
-                written = open_weights.read(str(export.fair_esm_file(work, out.name, opened.config)))
+            digests, written = _write(work, out.name, kind, opened, sizes, DTYPES[dtype], max_file_bytes)
         except FloatingPointError as error:
             raise InputError(f"{source}: {error}") from None
         given = ComparedModel(opened.read, frozenset(sizes), _head_of(opened, source, new_head))
@@ -133,9 +133,41 @@ def consolidate(
             if "recipe" in about:
                 with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
                     card.write(work, about, opened.evaluation)
-        if opened.beside is not None and to == "hf":
+        if opened.beside is not None and kind is None:
             _copy_beside(opened.beside, work)
     return out
+
+
+def _target(to: str | None, config: ModelConfig) -> AuthorsFile | None:
+    """Return how the authors' file is written; None for a directory. `UsageError` if the family has no such layout."""
+    family = family_of(config)
+    if to is None or (to == "hf" and family.files.model_class):
+        return None
+    if to in family.pickles:
+        return authors_files(family)[to]
+    known = [*(["hf"] if family.files.model_class else []), *family.pickles]
+    raise UsageError(
+        f"--to {to}: {family.title} models can be written as {', '.join(known)}, or without --to as a directory that "
+        "all commands of esmshard read"
+    )
+
+
+def _write(
+    work: Path,
+    name: str,
+    kind: AuthorsFile | None,
+    opened: Opened,
+    sizes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    max_file_bytes: int,
+) -> tuple[dict[str, str], Weights]:
+    """Write the files of weights. Return their sha256 by name, and the weights as they are read back."""
+    config = opened.config
+    if kind is None:
+        digests = export.write_transformers(work, config, sizes, opened.read, dtype, max_file_bytes)
+        return digests, open_weights.read(str(work))
+    file = kind.path(work, name, config)
+    return export.write_pickle(file, kind, config, sizes, opened.read, dtype), open_weights.read(str(file))
 
 
 def consolidate_adapter(
@@ -180,7 +212,7 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out}: holds the model to read; choose another directory")
-    ours = ("config.json", "adapter_config.json", "*.pt")
+    ours = ("config.json", "adapter_config.json", "*.pt", "*.pth")
     if not out.is_dir() or (any(out.iterdir()) and not any(any(out.glob(name)) for name in ours)):
         raise UsageError(f"{out}: is not a model directory, and is not replaced by one; choose another directory")
 
@@ -189,16 +221,16 @@ def _is_model(source: Path | str) -> bool:
     path = Path(source).expanduser()
     if path.is_file() or (path / "config.json").is_file() or adapted_weights.is_adapter(path):
         return True
-    return not path.exists() and str(source) in SIZES
+    return not path.exists() and open_weights.is_model(str(source))
 
 
-def _open_model(source: Path | str, to: Target, warn: Callable[[str], None]) -> Opened:
+def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None]) -> Opened:
     """Open a model as it is, with its head and `esmshard.json`. An adapter is combined with its base model."""
     found = open_weights.read(str(source))
     for notice in found.notices:
         warn(notice)
     head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
-    sizes = {name: size for name, size in open_weights.shapes(found.config).items() if name != TIED} | head
+    sizes = open_weights.stored_shapes(found.config) | head
     sizes = _without(found.absent, sizes, to)
     path = open_weights.place(source)
     directory = path.parent if path.suffix == ".safetensors" else path
@@ -239,28 +271,34 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trus
         sharded.load(checkpoint, wanted, alone=True, reader=reader)
         return {name: wanted.pop(entries[name][0]) for name in names}
 
-    sizes = {name: entry.size for name, (_, entry) in entries.items() if name != TIED}
-    return _Checkpoint(checkpoint, sharded.read_state(checkpoint), sizes, read)
+    state = sharded.read_state(checkpoint)
+    tied = open_weights.tied(recorded_config(state["config"]))
+    sizes = {name: entry.size for name, (_, entry) in entries.items() if name not in tied}
+    return _Checkpoint(checkpoint, state, sizes, read)
 
 
-def _without(parts: Collection[str], sizes: Mapping[str, torch.Size], to: Target) -> dict[str, torch.Size]:
-    """Leave out parts that the model lacks, so that readers get an error for them; fair-esm reads whole models only."""
-    return {name: size for name, size in sizes.items() if to == "fair-esm" or name.split(".")[0] not in parts}
+def _without(parts: Collection[str], sizes: Mapping[str, torch.Size], to: str | None) -> dict[str, torch.Size]:
+    """Leave out parts that the model lacks, so that readers get an error for them. Authors' code reads whole models."""
+    return {name: size for name, size in sizes.items() if to not in (None, "hf") or name.split(".")[0] not in parts}
 
 
 def _open_run(
-    source: Path | str, to: Target, warn: Callable[[str], None], best: bool, trust: bool, base: str | None
+    source: Path | str, to: str | None, warn: Callable[[str], None], best: bool, trust: bool, base: str | None
 ) -> Opened:
     found = _open_checkpoint(Path(source), warn, best, trust)
     checkpoint, state, sizes, read = found.path, found.state, found.sizes, found.read
-    config = EsmConfig(**state["config"])
+    config = recorded_config(state["config"])
     if state.get("base"):
         sizes, read = adapted.on_base(checkpoint, state, sizes, read, base)
     elif base is not None:
         raise UsageError(f"{checkpoint}: holds a whole model, which has no other base; leave --base out")
     _account(checkpoint, config, sizes)
-    sizes = _without(state.get("unlearned", ()), sizes, to)
     about = _about(state)
+    if _head_is_regression(state, sizes):
+        read = _with_head_as_regression(read)
+        about |= {"contact_regression": "head"}
+        about["unlearned"] = [part for part in state["unlearned"] if part != "contact_head"]
+    sizes = _without(about.get("unlearned", ()), sizes, to)
     run = checkpoint.parent.parent
     evaluation = _evaluation(run)
     if evaluation is not None and (
@@ -271,6 +309,29 @@ def _open_run(
     ):
         evaluation = None
     return Opened(config, sizes, read, about, evaluation, run)
+
+
+def _head_is_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> bool:
+    """Return whether the trained head is a regression over attention maps, and the model has no other that learned."""
+    if (
+        "contact_head" not in state.get("unlearned", ())
+        or not registry.traits(state["recipe"]["task"]["name"]).predicts_contacts
+    ):
+        return False
+    head = {name: size for name, size in sizes.items() if name.startswith("head.")}
+    own = {name: size for name, size in sizes.items() if name.startswith(REGRESSION)}
+    return head == {name.replace(REGRESSION, "head.regression."): size for name, size in own.items()}
+
+
+def _with_head_as_regression(read: Source) -> Source:
+    """Return a function that reads the head's tensors for the contact regression, so that it is part of the model."""
+
+    def read_both(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        theirs = {name: name.replace(REGRESSION, "head.regression.") for name in names}
+        found = read(sorted(set(theirs.values())))
+        return {name: found[source] for name, source in theirs.items()}
+
+    return read_both
 
 
 def _about(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,9 +357,9 @@ def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:
     return shared
 
 
-def _account(checkpoint: Path, config: EsmConfig, sizes: Mapping[str, torch.Size]) -> None:
+def _account(checkpoint: Path, config: ModelConfig, sizes: Mapping[str, torch.Size]) -> None:
     """Check that every tensor of the trunk exists once, and no other: names of wrappers are not names of the model."""
-    wanted = {name: size for name, size in open_weights.shapes(config).items() if name != TIED}
+    wanted = open_weights.stored_shapes(config)
     trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
     problems = {
         "lacks": wanted.keys() - trunk.keys(),

@@ -35,7 +35,7 @@ from esmshard.checkpoint import manifest
 from esmshard.checkpoint.manifest import Entry, read_json
 from esmshard.errors import InputError, reading
 from esmshard.files import replace_text
-from esmshard.model.config import EsmConfig
+from esmshard.model.families.family_registry import recorded_config
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ def read_state(path: Path) -> dict[str, Any]:
         if wrong:
             raise ValueError(f"{wrong[0]} is not what a run writes there")
         if "config" in state:
-            EsmConfig(**state["config"])
+            recorded_config(state["config"])
     return state
 
 

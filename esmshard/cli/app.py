@@ -48,7 +48,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Fine-tune ESM-2 protein language models, sharded, from one recipe.",
+    help="Fine-tune protein language models (ESM-2, ESM-C and others), sharded, from one recipe.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in COMMANDS:

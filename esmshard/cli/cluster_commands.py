@@ -135,7 +135,8 @@ def doctor(
 def bundle(
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make. An unfinished one is continued.")],
     weights: Annotated[
-        Optional[list[str]], typer.Option(metavar="NAME,...", help="Released models to include. May be repeated.")
+        Optional[list[str]],
+        typer.Option(metavar="NAME,...", help="Released models, or OWNER/NAME, to include. May be repeated."),
     ] = None,
     extras: Annotated[
         str, typer.Option(metavar="PART,...", help="Optional parts such as h5,plots,tables; or all, or none.")

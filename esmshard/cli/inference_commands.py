@@ -50,7 +50,12 @@ def embed(
     long: Annotated[
         str, typer.Option(help="Proteins over --window residues: full, window (overlapping, blended) or truncate.")
     ] = "full",
-    window: Annotated[int, typer.Option(help="Residues of a window, or residues that truncate keeps.")] = 1022,
+    window: Annotated[
+        Optional[int],
+        typer.Option(
+            min=2, help="Residues of a window, or residues that truncate keeps; by default as many as in training."
+        ),
+    ] = None,
     overlap: Annotated[int, typer.Option(help="Residues that neighbouring windows share.")] = 256,
     tokens: Annotated[
         Optional[int],
@@ -100,7 +105,7 @@ def embed(
     from esmshard.embed.job import embed_job, embed_plan, embed_request
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
-    how |= {"layers": chosen, "dtype": dtype, "precision": precision, "long": Long(long, window, overlap)}  # type: ignore[arg-type]
+    how |= {"layers": chosen, "dtype": dtype, "precision": precision, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
     asked = embed_request.request(model, out, **how)
     if dry_run and (shard or offload):
         raise UsageError("--dry-run needs the whole model in each process; leave --shard and --offload out")
@@ -224,8 +229,13 @@ def score(
         typer.Option(help="Number added to the positions of the table; by default one that fits the wild type."),
     ] = None,
     window: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Residues of a long protein that the model sees at once.")
-    ] = 1022,
+        Optional[int],
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Residues of a long protein that the model sees at once; by default as many as in training.",
+        ),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Score variants with the language model alone (zero-shot). A higher score is more natural."""

@@ -15,7 +15,13 @@ def consolidate(
         typer.Argument(metavar="SOURCE", help="A run, one of its checkpoints, or a model to write in another layout."),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
-    to: Annotated[str, typer.Option(help="hf (transformers, and all commands here) or fair-esm.")] = "hf",
+    to: Annotated[
+        Optional[str],
+        typer.Option(
+            help="hf (transformers), or the authors' own file: fair-esm (ESM-2), esm3-pth (ESM3). By default a "
+            "directory for all commands here, which transformers reads too if it has such models."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     best: Annotated[
         bool, typer.Option("--best", help="Use the checkpoint with the best validation, if it was kept.")
@@ -32,32 +38,38 @@ def consolidate(
 ) -> None:
     """Make one model from a sharded checkpoint, or from a model in another layout, and compare the two."""
     from esmshard.checkpoint import consolidate as consolidation
-    from esmshard.model.weights.export import DTYPES, Target
+    from esmshard.model.families.family_registry import FAMILIES
+    from esmshard.model.weights.export import DTYPES
     from esmshard.progress import say
     from esmshard.tasks.registry import head_of
 
-    if to not in ("hf", "fair-esm"):
-        raise UsageError(f"--to {to}: hf or fair-esm is expected")
+    known = ["hf", *(word for family in FAMILIES.values() for word in family.pickles)]
+    if to is not None and to not in known:
+        raise UsageError(f"--to {to}: {' or '.join(known)} is expected")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
-    target: Target = "hf" if to == "hf" else "fair-esm"
     how: dict[str, Any] = {"overwrite": overwrite, "best": best, "trust": trust, "base": base, "warn": say}
-    if adapter and (to, dtype) != ("hf", "fp32"):
+    if adapter and (to not in (None, "hf") or dtype != "fp32"):
         raise UsageError("--adapter: an adapter is always written in fp32 for PEFT; leave --to and --dtype out")
     if adapter:
         print(consolidation.consolidate_adapter(Path(source), out, **how))
         return
-    print(consolidation.consolidate(source, out, to=target, dtype=dtype, new_head=head_of, **how))
+    print(consolidation.consolidate(source, out, to=to, dtype=dtype, new_head=head_of, **how))
 
 
 def download(
-    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Released models such as esm2_t33_650M_UR50D.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME", help="Released models such as esm2_t33_650M_UR50D, or OWNER/NAME on the hub."),
+    ],
     to: Annotated[
         Optional[Path], typer.Option(help="Directory for NAME/ with plain files; by default the Hugging Face cache.")
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Download released models, for use by name or, with --to, by path on machines without network."""
+    """Download released models, or repositories of the Hugging Face hub, for use by name or, with --to, by path on
+    machines without network.
+    """
     from esmshard.model.weights import hub
 
     hub.check(names, to, overwrite)
@@ -66,7 +78,9 @@ def download(
 
 
 def verify(
-    model: Annotated[str, typer.Argument(help="A model directory, a fair-esm .pt file, a released name, or starter.")],
+    model: Annotated[
+        str, typer.Argument(help="A model directory or file, a released name, OWNER/NAME on the hub, or starter.")
+    ],
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="JSON file for the certificate.")] = None,
     fasta: Annotated[
         Optional[Path],

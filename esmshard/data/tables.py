@@ -216,7 +216,7 @@ def read_table(path: Path) -> Table:
         cells.append(row)
         lines.append(line)
     if not cells:
-        raise InputError(f"{path}: has a header, but no rows")
+        raise InputError(f"{path}: has a header, but no rows; add rows below the header, or give another table")
     return Table(path, _named(path, header, [list(column) for column in zip(*cells, strict=True)]), lines)
 
 

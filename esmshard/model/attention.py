@@ -1,9 +1,10 @@
-"""Self-attention over packed sequences. `esmshard.batch` explains the letters of tensor names; E is 3 x H x K (q, k and
-v).
+"""Self-attention over packed sequences. `esmshard.batch` explains the letters of tensor names; E is S x H x K, for S
+parts: queries, keys and, if they are in the same tensor, values.
 
 Only `attend` chooses kernels, and only `rotate` uses positions. The projections of query and key are read with their
-rows reordered, so that the two numbers which rotary rotates together are adjacent. Such a pair is a complex number, and
-one multiplication rotates all of them in place. Attention scores are sums over K, so the order does not change them.
+rows reordered, so that the two numbers which rotary rotates together are adjacent; in some families they are adjacent
+already. Such a pair is a complex number, and one multiplication rotates all of them in place. Attention scores are sums
+over K, so the order does not change them.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ _EAGER = ("_attend_slices", "_attend_padded", "_hand_out")
 
 def keep_eager() -> None:
     """Exclude functions that loop over sequences from compilation, which would compile a block again for every new
-    tuple of lengths. `TransformerLayer.compile` calls this function, since a call on import would import the compiler
+    tuple of lengths. `TrunkBlock.compile` calls this function, since a call on import would import the compiler
     and cost two seconds of every start.
     """
     for name in _EAGER:
@@ -106,7 +107,7 @@ def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864), base 10000, with the pairs of GPT-NeoX and fair-esm.
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864), base 10000, with an angle for each pair.
 
     `inv_freq` is a buffer that checkpoints hold: in released ESM-2 its values are rounded to fp16, and computing them
     anew changes representations by up to 1e-3. The buffer stays fp32 when the model is cast: in bf16, half of 1,024
@@ -140,7 +141,9 @@ def inverse_frequencies(head_dim: int) -> torch.Tensor:
 
 
 def rotate(qkv_TE: torch.Tensor, angle_TK: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Rotate the queries and keys of [T, 3 x H x K], whose pairs are adjacent, by the angles of their tokens.
+    """Rotate the queries and keys, the first two parts of [T, S x H x K], by the angles of their tokens.
+
+    Pairs are adjacent. The width of a head is twice that of `angle_TK`.
 
     Computed in fp32. On the CPU in fp32 the rotation is in place, except under selective activation checkpointing.
     """
@@ -151,10 +154,10 @@ def rotate(qkv_TE: torch.Tensor, angle_TK: torch.Tensor, n_heads: int) -> torch.
         rotated: torch.Tensor = _RotateInPlace.apply(qkv_TE, turn_T11K, n_heads)  # type: ignore[no-untyped-call]
         return rotated
     cos_T11K, sin_T11K = (f(angle_TK)[:, None, None, :] for f in (torch.cos, torch.sin))
-    qkv_T3HK = qkv_TE.view(len(qkv_TE), 3, n_heads, -1)
-    a, b = qkv_T3HK[:, :2].float().view(len(qkv_TE), 2, n_heads, -1, 2).unbind(-1)
+    qkv_TSHK = qkv_TE.view(len(qkv_TE), -1, n_heads, 2 * angle_TK.shape[1])
+    a, b = qkv_TSHK[:, :2].float().view(len(qkv_TE), 2, n_heads, -1, 2).unbind(-1)
     turned = torch.stack((a * cos_T11K - b * sin_T11K, b * cos_T11K + a * sin_T11K), dim=-1).flatten(-2)
-    return torch.cat((turned.to(qkv_TE.dtype), qkv_T3HK[:, 2:]), dim=1).flatten(1)
+    return torch.cat((turned.to(qkv_TE.dtype), qkv_TSHK[:, 2:]), dim=1).flatten(1)
 
 
 class _RotateInPlace(torch.autograd.Function):
@@ -167,38 +170,58 @@ class _RotateInPlace(torch.autograd.Function):
         ctx.n_heads = n_heads
         ctx.save_for_backward(turn_T11K)  # On ctx itself, activation checkpointing could not free it.
         ctx.mark_dirty(qkv_TE)
-        _complex(qkv_TE, n_heads).mul_(turn_T11K)
+        _complex(qkv_TE, n_heads, turn_T11K.shape[-1]).mul_(turn_T11K)
         return qkv_TE
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad_TE = grads[0].clone(memory_format=torch.contiguous_format)
-        _complex(grad_TE, ctx.n_heads).mul_(ctx.saved_tensors[0].conj())
+        turn_T11K = ctx.saved_tensors[0]
+        _complex(grad_TE, ctx.n_heads, turn_T11K.shape[-1]).mul_(turn_T11K.conj())
         return grad_TE, None, None
 
 
-def _complex(qkv_TE: torch.Tensor, n_heads: int) -> torch.Tensor:
+def _complex(qkv_TE: torch.Tensor, n_heads: int, n_pairs: int) -> torch.Tensor:
     """Return a view of the queries and keys as complex numbers [T, 2, H, K / 2]."""
-    return torch.view_as_complex(qkv_TE.view(len(qkv_TE), 3, n_heads, -1, 2)[:, :2])
+    return torch.view_as_complex(qkv_TE.view(len(qkv_TE), -1, n_heads, n_pairs, 2)[:, :2])
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention with biases; parameter names are those of fair-esm.
+    """Multi-head self-attention; parameter names are those of fair-esm.
+
+    With `qk_norm`, queries and keys have a LayerNorm without bias over the width of the model, before the heads are cut
+    and the rotation is applied, as in ESM-C. The weights of this norm are read in the order of the reordered rows.
+
+    Rotary pairs each number of a head's first half with one of its second half, as GPT-NeoX does; with `interleaved`,
+    it pairs neighbours, as the paper and Llama do.
 
     The three projections are separate parameters, as in every checkpoint, but one matrix product: they are joined in
     each forward pass. For a pack of 1,000 tokens, joining costs about 1% of the time and saves 5%, and sharding,
     checkpoints and adapters need no second layout.
     """
 
-    def __init__(self, dim: int, n_heads: int, *, rotary: bool = True) -> None:
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        *,
+        rotary: bool = True,
+        interleaved: bool = False,
+        bias: bool = True,
+        qk_norm: bool = False,
+    ) -> None:
         super().__init__()
         self.n_heads = n_heads
+        self.reordered = n_heads if rotary and not interleaved else None
+        """The number of heads whose rows are reordered; None if pairs are adjacent already, or nothing is rotated."""
         self.padded = False
         """Whether to attend in a padded block on every device, to compare the kernels with each other."""
-        self.k_proj = nn.Linear(dim, dim)
-        self.v_proj = nn.Linear(dim, dim)
-        self.q_proj = nn.Linear(dim, dim)
-        self.out_proj = nn.Linear(dim, dim)
+        self.k_proj = nn.Linear(dim, dim, bias=bias)
+        self.v_proj = nn.Linear(dim, dim, bias=bias)
+        self.q_proj = nn.Linear(dim, dim, bias=bias)
+        self.out_proj = nn.Linear(dim, dim, bias=bias)
+        self.q_norm = nn.LayerNorm(dim, bias=False) if qk_norm else None
+        self.k_norm = nn.LayerNorm(dim, bias=False) if qk_norm else None
         self.rot_emb = RotaryEmbedding(dim // n_heads) if rotary else None
 
     def forward(
@@ -208,14 +231,34 @@ class SelfAttention(nn.Module):
         on_qk: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Map x [T, D] to [T, D]. If `on_qk` is passed, `on_qk(sequence, q_THK, k_THK)` is called for each sequence."""
-        qkv_TE = self._project(x_TD)
-        if self.rot_emb is not None:
-            qkv_TE = rotate(qkv_TE, self.rot_emb(batch), self.n_heads)
-        q_THK, k_THK, v_THK = qkv_TE.view(len(x_TD), 3, self.n_heads, -1).unbind(1)
+        q_THK, k_THK, v_THK = self._queries_keys_values(x_TD, batch)
         if on_qk is not None:
             _hand_out(on_qk, q_THK, k_THK, batch)
         attend_them = partial(attend, padded=True) if self.padded else attend
         return self.out_proj(attend_them(q_THK, k_THK, v_THK, batch).flatten(1))  # type: ignore[no-any-return]
+
+    def _queries_keys_values(
+        self, x_TD: torch.Tensor, batch: TokenBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, [T, H, K] each, as attention takes them."""
+        t, d = x_TD.shape
+        qkv_TE = self._project(x_TD)
+        if self.q_norm is None or self.k_norm is None:
+            if self.rot_emb is not None:
+                qkv_TE = rotate(qkv_TE, self.rot_emb(batch), self.n_heads)
+            q_THK, k_THK, v_THK = qkv_TE.view(t, 3, self.n_heads, -1).unbind(1)
+            return q_THK, k_THK, v_THK
+        # The norms need their inputs for the gradient. Their joined outputs are new memory, which is rotated in place.
+        q_TD, k_TD, v_TD = torch.split(qkv_TE, d, 1)
+        normed = []
+        for y_TD, norm in ((q_TD, self.q_norm), (k_TD, self.k_norm)):
+            weight_D = norm.weight if self.reordered is None else _paired(norm.weight, self.reordered)
+            normed.append(F.layer_norm(y_TD, (d,), weight_D, None, norm.eps))
+        qk_TE = torch.cat(normed, 1).to(v_TD.dtype)  # Autocast computes norms in fp32, and attention needs one type.
+        if self.rot_emb is not None:
+            qk_TE = rotate(qk_TE, self.rot_emb(batch), self.n_heads)
+        q_THK, k_THK = qk_TE.view(t, 2, self.n_heads, -1).unbind(1)
+        return q_THK, k_THK, v_TD.view(t, self.n_heads, -1)
 
     def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Compute queries, keys and values [T, E]: one matrix product, and one more if projections have a LoRA."""
@@ -227,22 +270,24 @@ class SelfAttention(nn.Module):
         # The B matrices are blocks along the diagonal. This adds many zeros, but R is small, and there is one sum over
         # [T, E].
         b = [p.lora_B.weight if isinstance(p, LoraLinear) else p.weight[:, :0] for p in projections]
-        b_ER = _join(self.n_heads if self.rot_emb else None, *torch.block_diag(*b).chunk(3))  # type: ignore[no-untyped-call]
+        b_ER = _join(self.reordered, *torch.block_diag(*b).chunk(3))  # type: ignore[no-untyped-call]
         h_TR = F.linear(x_TD, torch.cat([p.lora_A.weight for p in low_rank]))
         return torch.addmm(qkv_TE, h_TR, b_ER.t(), alpha=low_rank[0].scale)
 
     def _project_base(self, x_TD: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # The compiler chooses what to keep
-            return F.linear(x_TD, self._joined("weight"), self._joined("bias"))
+            return F.linear(x_TD, self._joined("weight"), self._joined("bias"))  # type: ignore[arg-type]
         q, k, v = self.q_proj, self.k_proj, self.v_proj
         qkv_TE: torch.Tensor = _Project.apply(  # type: ignore[no-untyped-call]
-            x_TD, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias, self.n_heads if self.rot_emb else None
+            x_TD, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias, self.reordered
         )
         return qkv_TE
 
-    def _joined(self, name: str) -> torch.Tensor:
+    def _joined(self, name: str) -> torch.Tensor | None:
         q, k, v = (getattr(projection, name) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        return _join(self.n_heads if self.rot_emb else None, q, k, v)
+        if q is None:
+            return None
+        return _join(self.reordered, q, k, v)
 
 
 def _join(n_heads: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -276,7 +321,8 @@ class _Project(torch.autograd.Function):
         if torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
         ctx.save_for_backward(x_TD if any(ctx.needs_input_grad[1:4]) else None, *six[:3])
-        weight_ED, bias_E = (_join(ctx.n_heads, *part).to(x_TD.dtype) for part in (six[:3], six[3:]))
+        weight_ED = _join(ctx.n_heads, *six[:3]).to(x_TD.dtype)
+        bias_E = None if six[3] is None else _join(ctx.n_heads, *six[3:]).to(x_TD.dtype)
         return F.linear(x_TD, weight_ED, bias_E)
 
     @staticmethod
@@ -314,3 +360,12 @@ def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
     q_HTK, k_HKT = q_THK.float().transpose(0, 1), k_THK.float().permute(1, 2, 0)
     probabilities_HTT: torch.Tensor = ((q_HTK * q_THK.shape[-1] ** -0.5) @ k_HKT).softmax(dim=-1)
     return probabilities_HTT
+
+
+class TrunkBlock(nn.Module):
+    """A layer of a trunk, with attention. Families have subclasses."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place, as `nn.Module.compile`. Attention over sequences of many lengths is not compiled."""
+        keep_eager()
+        super().compile(*args, **kwargs)

@@ -21,7 +21,7 @@ from esmshard.batch import TokenBatch
 from esmshard.model.attention import attention_map
 
 if TYPE_CHECKING:
-    from esmshard.model.trunk import ESM2
+    from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
 """Numbers in the maps that exist at the same time: 4 MiB, which fit into a cache. There are never fewer maps than
@@ -82,7 +82,7 @@ class ContactAccumulator:
 
 
 class ContactAccumulators:
-    """One `ContactAccumulator` for each of N sequences. `ESM2.forward` takes `add` as its `on_attention`."""
+    """One `ContactAccumulator` for each of N sequences. `Trunk.forward` takes `add` as its `on_attention`."""
 
     def __init__(self, n_sequences: int, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
         self._each = [ContactAccumulator(weight_AC, bias_A) for _ in range(n_sequences)]
@@ -135,7 +135,7 @@ class ContactRegression(nn.Module):
         self.regression = nn.Linear(n_maps, 1)
 
 
-def predict_contacts(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
+def predict_contacts(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
     """Predict the contact probabilities of each sequence by the model's own regression, fp32 [L, L], with gradients if
     enabled.
     """

@@ -7,13 +7,13 @@ layer itself, `layers.N.self_attn.q_proj.lora_A.weight`, so that sharding, check
 include them. The names are those of PEFT without its prefixes (`esmshard.model.weights.adapter`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esmshard.model.config import LINEAR
+from esmshard.model.config import Matrix
 
 
 class LoraLinear(nn.Linear):
@@ -33,14 +33,17 @@ class LoraLinear(nn.Linear):
         return torch.addmm(y_TD, F.linear(x_TD, self.lora_A.weight), self.lora_B.weight.t(), alpha=self.scale)
 
 
-def add_lora(layers: nn.ModuleList, rank: int, alpha: float, targets: Collection[str]) -> dict[str, torch.Size]:
+def add_lora(
+    layers: nn.ModuleList, matrices: Sequence[Matrix], rank: int, alpha: float, targets: Collection[str]
+) -> dict[str, torch.Size]:
     """Add a LoRA to linear layers of each block, in place.
 
     Args:
         layers: blocks of a trunk, on any device, the meta device too.
+        matrices: the linear layers of a block (`ModelConfig.matrices`).
         rank: rank of the new matrices.
         alpha: the LoRA is scaled by alpha / rank.
-        targets: keys of LINEAR.
+        targets: which of them, as in `Matrix.target`.
 
     Returns:
         Shapes of the new matrices, by the trunk's names. `esmshard.model.weights.open_weights.drawn` gives their first
@@ -48,7 +51,7 @@ def add_lora(layers: nn.ModuleList, rank: int, alpha: float, targets: Collection
     """
     added: dict[str, torch.Size] = {}
     for n, layer in enumerate(layers):
-        for place in (LINEAR[target] for target in LINEAR if target in targets):
+        for place in (matrix.path for matrix in matrices if matrix.target in targets):
             base = layer.get_submodule(place)
             assert isinstance(base, nn.Linear)
             linear = LoraLinear(base, rank, alpha / rank)

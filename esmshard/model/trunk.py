@@ -1,109 +1,64 @@
-"""ESM-2 (Lin et al. 2023, doi:10.1126/science.ade2574) over packed sequences, under fair-esm's parameter names.
+"""What the models of all families have in common: blocks over packed sequences, between an embedding and an LM head.
 
-ESM-1b and ESM-1v are the same blocks with learned positions. No linear layer and no LayerNorm sees padding. The
-reference for every number is fair-esm 2.0.0 (`esm/model/esm2.py`, `esm1.py`); `tests/parity/` compares the two.
 `esmshard.batch` explains the letters of tensor names.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.errors import InputError
-from esmshard.model.attention import OnAttention, SelfAttention, keep_eager
-from esmshard.model.config import EsmConfig
+from esmshard.model.attention import OnAttention
+from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactRegression
-from esmshard.vocab import MASK, PAD, VOCAB_SIZE
 
-MASK_RATIO_TRAINED = 0.15 * 0.8
-"""Share of tokens that were `<mask>` in pre-training. The embeddings are scaled as if the share were always this."""
+ABSENT = -1e4
+"""The logit of a token that a family lacks. Its probability is zero in every precision, and it is finite."""
 
 
-class EsmOutput(NamedTuple):
+class TrunkOutput(NamedTuple):
     """The requested results of one forward pass. A tuple, so that FSDP finds the tensors in it."""
 
     representations: dict[int, torch.Tensor]
-    """Representations x_TD by layer. Layer 0 is the scaled embedding; only the last layer includes
-    `emb_layer_norm_after`.
+    """Representations x_TD by layer. Layer 0 is the scaled embedding; only the last layer includes the
+    LayerNorm after the blocks.
     """
     logits_PV: torch.Tensor | None
 
 
-class TransformerLayer(nn.Module):
-    """A pre-LayerNorm block. `final_layer_norm`, fair-esm's name, comes before the feed-forward part."""
+class Trunk(nn.Module):
+    """A language model with its LM head and its contact regression. A family has a subclass.
 
-    def __init__(self, dim: int, n_heads: int, *, rotary: bool = True) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(dim, n_heads, rotary=rotary)
-        self.self_attn_layer_norm = nn.LayerNorm(dim)
-        self.fc1 = nn.Linear(dim, 4 * dim)
-        self.fc2 = nn.Linear(4 * dim, dim)
-        self.final_layer_norm = nn.LayerNorm(dim)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile in place, as `nn.Module.compile`. Attention over sequences of many lengths is not compiled."""
-        keep_eager()
-        super().compile(*args, **kwargs)
-
-    def forward(
-        self, x_TD: torch.Tensor, batch: TokenBatch, layer: int = 0, on_attention: OnAttention | None = None
-    ) -> torch.Tensor:
-        """Map x [T, D] to [T, D]."""
-        on_qk = partial(on_attention, layer) if on_attention is not None else None
-        x_TD = x_TD + self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
-        h_TF = F.gelu(self.fc1(self.final_layer_norm(x_TD)))  # the exact erf form; the tanh form differs by 5e-4
-        return x_TD + self.fc2(h_TF)  # type: ignore[no-any-return]
-
-
-class LMHead(nn.Module):
-    """The masked-language-model head. `weight` is the token embedding's matrix: one tensor under two names."""
-
-    def __init__(self, dim: int, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.dense = nn.Linear(dim, dim)
-        self.layer_norm = nn.LayerNorm(dim)
-        self.weight: torch.Tensor = weight
-        self.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
-
-    def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
-        """Map x [P, D] to logits [P, 33]."""
-        return F.linear(self.layer_norm(F.gelu(self.dense(x_PD))), self.weight, self.bias)
-
-
-class ESM2(nn.Module):
-    """The ESM-2 trunk with its two own heads. `esmshard.sharding` relies on `layers` being a ModuleList of blocks.
-
-    Under `torch.device("meta")` the model has shapes and takes no memory; `esmshard.model.weights.open_weights` fills
-    it.
+    `layers` is a ModuleList of blocks `block(x_TD, batch, layer, on_attention) -> x_TD`, on which `esmshard.sharding`
+    relies. Under `torch.device("meta")` the model has shapes and takes no memory;
+    `esmshard.model.weights.open_weights` fills it.
     """
 
-    def __init__(self, config: EsmConfig) -> None:
-        super().__init__()
-        self.config = config
-        # nn.Embedding's own normal draw is avoided: on the meta device it imports the compiler, two seconds of every
-        # start.
-        table = torch.empty(VOCAB_SIZE, config.dim).uniform_(-1, 1)
-        self.embed_tokens = nn.Embedding(VOCAB_SIZE, config.dim, padding_idx=PAD, _weight=table)
-        if not config.rotary:
-            table = torch.empty(config.position_rows, config.dim).uniform_(-1, 1)
-            self.embed_positions = nn.Embedding(config.position_rows, config.dim, _weight=table)
-        if config.emb_layer_norm_before:
-            self.emb_layer_norm_before = nn.LayerNorm(config.dim)
-        self.layers = nn.ModuleList(
-            TransformerLayer(config.dim, config.n_heads, rotary=config.rotary) for _ in range(config.n_layers)
-        )
-        self.contact_head = ContactRegression(config.n_layers * config.n_heads)
-        self.emb_layer_norm_after = nn.LayerNorm(config.dim)
-        self.lm_head = LMHead(config.dim, self.embed_tokens.weight)
+    tied: ClassVar[Mapping[str, str]] = {}
+    """Names that mean the tensor of another name, which alone is stored."""
+    never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
+    """Beginnings of the names of parameters that no fine-tuning changes, since no loss depends on them, or too little.
+    `ModelConfig.frozen_parameters` is their number.
+    """
+
+    config: ModelConfig
+    embed_tokens: nn.Embedding
+    layers: nn.ModuleList
+    lm_head: nn.Module
+    contact_head: ContactRegression
+
+    def embed(self, batch: TokenBatch) -> torch.Tensor:
+        """Compute the input x [T, D] of the first block."""
+        raise NotImplementedError
+
+    def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Apply the LayerNorm after the last block to x [T, D]."""
+        raise NotImplementedError
 
     def tie_weights(self) -> None:
-        """Share the embedding's matrix with the LM head again; `to_empty` gives each name a separate tensor."""
-        self.lm_head.weight = self.embed_tokens.weight
+        """Make the names in `tied` share their tensor again; `to_empty` gives each name a separate tensor."""
 
     def forward(
         self,
@@ -111,7 +66,7 @@ class ESM2(nn.Module):
         layers: Sequence[int] | None = None,
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
-    ) -> EsmOutput:
+    ) -> TrunkOutput:
         """Run the trunk over a packed batch.
 
         Args:
@@ -126,59 +81,24 @@ class ESM2(nn.Module):
         wanted = {self.config.n_layers} if layers is None else set(layers)
         if wanted - set(range(self.config.n_layers + 1)):
             raise ValueError(f"layers {sorted(wanted)}: this model has 0 to {self.config.n_layers}")
-        x_TD = self._embed(batch)
+        x_TD = self.embed(batch)
         found = {0: x_TD} if 0 in wanted else {}
         needed = self.config.n_layers
         if logits_at is None and on_attention is None and wanted:
             needed = max(wanted)  # Layers that no result needs are not computed.
         for index, block in enumerate(self.layers):
             if index == needed:
-                return EsmOutput(found, None)
+                return TrunkOutput(found, None)
             x_TD = block(x_TD, batch, index, on_attention)
             if index + 1 in wanted and index + 1 < self.config.n_layers:
                 found[index + 1] = x_TD
-        x_TD = self.emb_layer_norm_after(x_TD)
+        x_TD = self.finish(x_TD)
         if self.config.n_layers in wanted:
             found[self.config.n_layers] = x_TD
         logits_PV = self.lm_head(x_TD[logits_at]) if logits_at is not None else None
-        return EsmOutput(found, logits_PV)
+        return TrunkOutput(found, logits_PV)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile each block in place, once for all lengths. Parameter names do not change."""
         for block in self.layers:
             block.compile(dynamic=True, backend=backend)
-
-    def _embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Compute the token embeddings [T, D]: token dropout, learned positions and LayerNorm, if
-        the model has them.
-        """
-        x_TD: torch.Tensor = self.embed_tokens(batch.tokens_T)
-        if self.config.token_dropout:
-            x_TD = _token_dropout(x_TD, batch)
-        if self.config.max_positions is not None:
-            if batch.max_seqlen > self.config.max_positions:
-                n = batch.token_counts.index(batch.max_seqlen)
-                raise InputError(
-                    f"record {batch.record_ids[n]}: {batch.lengths[n]} residues; this model has learned positions for "
-                    f"{self.config.max_positions - 2}; cut the sequence, or use an ESM-2"
-                )
-            x_TD = x_TD + self.embed_positions(batch.position_T + PAD + 1)
-        if self.config.emb_layer_norm_before:
-            x_TD = self.emb_layer_norm_before(x_TD)
-        return x_TD
-
-
-def _token_dropout(x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Set `<mask>` embeddings to zero and rescale the others. In evaluation too: without any `<mask>` they are
-    multiplied by 0.88.
-
-    The share of `<mask>` is counted per sequence, `<cls>` and `<eos>` included, never over the pack.
-    """
-    masked_T = batch.tokens_T == MASK
-    lengths_N = batch.cu_seqlens.diff().long()
-    # Masked tokens of a sequence are a difference of running sums, which is exact in integers and needs no loop.
-    running = F.pad(masked_T.long().cumsum(0), (1, 0))
-    ratio_N = running[batch.cu_seqlens.long()].diff().float() / lengths_N
-    scale_N = (1 - MASK_RATIO_TRAINED) / (1 - ratio_N)
-    scale_T = torch.repeat_interleave(scale_N, lengths_N, output_size=batch.bounds[-1]).masked_fill(masked_T, 0.0)
-    return x_TD * scale_T[:, None].to(x_TD.dtype)

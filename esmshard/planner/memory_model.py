@@ -6,15 +6,16 @@ has the formulas and compares them with measured peaks; `benchmarks/peaks.py` me
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from esmshard.launch import cpu_limits
 from esmshard.sharding.layout import BYTES, Layout
 
 if TYPE_CHECKING:
     import torch
+
 
 Device = Literal["cpu", "cuda", "cuda-padded"]
 """The kind of attention: `cuda` has kernels for packed attention, `cuda-padded` (before Ampere, and fp32) pads."""
@@ -26,17 +27,6 @@ WORKSPACE = {"cpu": 12 * MIB, "cuda": 96 * MIB, "cuda-padded": 96 * MIB}
 cuBLAS's workspace (32 MiB for each handle on Hopper, 8 before) and rounding of the caching allocator. None of torch's
 numbers includes the CUDA context.
 """
-
-
-MATRICES = {
-    "self_attn.q_proj": "qkv",
-    "self_attn.k_proj": "qkv",
-    "self_attn.v_proj": "qkv",
-    "self_attn.out_proj": "out",
-    "fc1": "fc1",
-    "fc2": "fc2",
-}
-"""The linear layers of a block of `esmshard.model`, by the input that they share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +44,12 @@ class ModelNumbers:
     layer_trained: int
     """Parameters of a layer that have gradients and optimizer state."""
     root_trained: int
-    ffn: int = 4
-    """The width of the feed-forward layer as a multiple of `dim`."""
+    ffn_width: int
+    """The width of the feed-forward layer."""
+    gated: bool = False
+    """Whether the feed-forward layer multiplies two products of this width."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised before they are rotated."""
     inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")
     """The matrices that learn or have a LoRA, in this order. Their input is kept for its gradient."""
     lora: int = 0
@@ -70,35 +64,6 @@ class ModelNumbers:
     def trained(self) -> int:
         """Return the number of parameters that learn."""
         return self.n_layers * self.layer_trained + self.root_trained
-
-
-def of_model(model: Any, dim: int, n_heads: int) -> ModelNumbers:
-    """Count the parameters of a model with `layers`, which may be sharded or on the meta device.
-
-    If some layers are frozen, each layer counts as the average, and keeps its inputs as a layer that learns.
-    """
-    n, all_of_it = len(model.layers), _counts(model.parameters())
-    in_layers = [_counts(layer.parameters()) for layer in model.layers]
-    in_layer = in_layers[0][0], sum(trained for _, trained in in_layers) // n
-    most = max(range(n), key=lambda k: in_layers[k][1])
-    learns = {name: p for name, p in model.layers[most].named_parameters() if p.requires_grad}
-    matrices = {name.removesuffix(".weight").removesuffix(".lora_A") for name in learns if name.endswith(".weight")}
-    return ModelNumbers(
-        n_layers=n,
-        dim=dim,
-        n_heads=n_heads,
-        layer_parameters=in_layer[0],
-        root_parameters=all_of_it[0] - n * in_layer[0],
-        layer_trained=in_layer[1],
-        root_trained=all_of_it[1] - n * in_layer[1],
-        inputs=tuple(sorted({MATRICES[name] for name in matrices & MATRICES.keys()})),
-        lora=sum(p.shape[0] for name, p in learns.items() if name.endswith("lora_A.weight")),
-    )
-
-
-def _counts(parameters: Iterable[Any]) -> tuple[int, int]:
-    known = list(parameters)
-    return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +116,8 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
 
     Without checkpointing a layer keeps the input (for the first LayerNorm), its normalised form, q, k, v, the
     attention's output, the sum after attention, its normalised form, and the feed-forward layer before and after gelu.
+    A gated layer keeps both of its products and what they make. Where queries and keys are normalised, they are kept
+    before and after.
     Small tensors are the rotary angles, the attention's log-sum-exp and the LayerNorms' statistics. One more vector is
     needed on a CPU, where the outputs of several sequences are concatenated, and on a padded device, where q, k, v and
     output exist as blocks.
@@ -167,20 +134,21 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     d, size = numbers.dim, BYTES[layout.precision]
     # Autocast keeps the sum of all layers in fp32; FSDP casts it.
     stream = FP32 if not layout.sharded else size
-    wide = numbers.ffn * d * size
+    wide = numbers.ffn_width * size
     blocks = padding if device == "cuda-padded" else 1.0
     inputs = numbers.inputs
     attended = d * size if device == "cuda" else round(d * size * (blocks + ("out" in inputs)))
-    qkv = round(3 * d * size * blocks)
+    qkv = round(3 * d * size * blocks) + (2 * d * size if numbers.qk_norm else 0)
+    products = 2 if numbers.gated else 1
     small = 4 * d // numbers.n_heads + 4 * numbers.n_heads + 16
     normalised = size * d * (("qkv" in inputs) + ("fc1" in inputs))
-    everything = 2 * stream * d + normalised + qkv + attended + wide * (1 + ("fc2" in inputs)) + small
+    everything = 2 * stream * d + normalised + qkv + attended + wide * (products + ("fc2" in inputs)) + small
     everything += numbers.lora * size
     if not numbers.layer_trained:
-        return LayerBytes(0, stream * d + wide * 2, 0)
+        return LayerBytes(0, stream * d + wide * (1 + products), 0)
     # In the backward pass of gelu, the gradients before and after gelu and the gradient of the sum exist. The output of
-    # gelu, if it was kept, is freed already.
-    passing = wide * (1 if "fc2" in inputs else 2) + stream * d
+    # gelu, if it was kept, is freed already. A gate has gradients of both products, and one factor more.
+    passing = wide * (2 * products - ("fc2" in inputs)) + stream * d
     if layout.activation_checkpointing == "none":
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
@@ -188,8 +156,8 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     # The outputs of three matrix products (q, k, v are one) and of attention are kept, but not that of fc2. After
     # recomputation, q, k, v exist with and without rotation. With a LoRA they exist only rotated, because the product
     # was added to a sum.
-    kept = stream * d + 3 * size * d + size * d + wide + size * d + 4 * numbers.n_heads
-    turned = 0 if numbers.lora and "qkv" in inputs else 3 * size * d
+    kept = stream * d + 3 * size * d + size * d + wide * products + size * d + 4 * numbers.n_heads
+    turned = 0 if numbers.qk_norm or (numbers.lora and "qkv" in inputs) else 3 * size * d
     return LayerBytes(kept, everything - kept + size * d + turned, passing)
 
 

@@ -12,7 +12,9 @@ import numpy.typing as npt
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import SIZES, EsmConfig
+from esmshard.files import is_hub_name
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.family_registry import SIZES, transformers_config
 from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory
@@ -195,7 +197,8 @@ def head_bytes(task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layo
 
 
 def model_numbers(recipe: Recipe) -> ModelNumbers:
-    """Return the sizes of the model that a recipe names, with its head. Nothing is downloaded, and no weight is read.
+    """Return the sizes of the model that a recipe names, with its head. No weight is read or downloaded; of a
+    repository of the hub that is in no local cache, `config.json` is downloaded.
 
     Raises:
         InputError: if the model's file or directory cannot be read.
@@ -204,17 +207,21 @@ def model_numbers(recipe: Recipe) -> ModelNumbers:
     return numbers_of(config, recipe.task.head_parameters(config), recipe.adapt, logits=recipe.task.trains_lm_head)
 
 
-def _config(model: Path) -> EsmConfig:
+def _config(model: Path) -> ModelConfig:
     if str(model) in SIZES and not model.exists():
         return SIZES[str(model)]
     # These modules import torch, which a released model does without.
-    from esmshard.model.weights import key_maps, open_weights, weight_reader
+    from esmshard.model import weight_reader
+    from esmshard.model.weights import hub, open_weights
 
-    if (model / "config.json").is_file():
+    file = model / "config.json"
+    if not model.exists() and is_hub_name(str(model)) and hub.find(str(model)) is None:
+        file = hub.fetch_config(str(model))
+    if file.is_file():
         try:
-            return key_maps.config_of_transformers(weight_reader.read_json(model / "config.json"))
+            return transformers_config(weight_reader.read_json(file))
         except ValueError as error:
-            raise InputError(f"{model / 'config.json'}: not a model that can be read: {error}") from None
+            raise InputError(f"{file}: not a model that can be read: {error}") from None
     return open_weights.read(str(model)).config
 
 

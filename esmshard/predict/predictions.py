@@ -159,7 +159,7 @@ def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> It
     """Yield one array for each record in order, or the reason why there is none. Within a window records are packed by
     length, so that packs are evenly full.
     """
-    task, device, limit = found.task, found.model.device, found.model.trunk.config.max_positions
+    task, device, limit = found.task, found.model.device, found.model.trunk.config.most_tokens
     pairs = not task.names
     most = tokens or (GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS)
     if not pairs:  # Of pair maps, one pack at a time is computed on all cores, since the maps fill the memory.

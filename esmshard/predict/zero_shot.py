@@ -18,13 +18,14 @@ from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.family_registry import family_of
+from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights, recorded
 from esmshard.predict import variant_tables
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import check
 from esmshard.progress import say
-from esmshard.tasks.variants.marginals import WINDOW, log_probabilities
+from esmshard.tasks.variants.marginals import log_probabilities
 from esmshard.vocab import RESIDUES, STANDARD
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
@@ -43,7 +44,7 @@ def score_table(
     mutant: str | None = None,
     target: str | None = None,
     offset: int | Literal["auto"] = "auto",
-    window: int = WINDOW,
+    window: int | None = None,
     overwrite: bool = False,
 ) -> str:
     """Write a CSV file: the columns of the table, the score in a column named after the method, and for each row
@@ -80,6 +81,7 @@ def score_table(
         raise InputError(f"{model}: has no trained LM head, which scores are read from; take another model")
     with recorded.compared(read.files, say):
         esm = open_weights.build(read, open_weights.default_device()).eval()
+    window = family_of(read.config).window if window is None else window
     score_N = score(esm, request.protein, request.mutations, method, window)
     without, notices = _without_score(request), request.notices
     if without:
@@ -202,11 +204,11 @@ def unscored(mutations: Sequence[Mutation]) -> str:
 
 
 def score(
-    model: ESM2,
+    model: Trunk,
     wild_type: str,
     variants: Sequence[tuple[Mutation, ...]],
     method: Method = "masked-marginals",
-    window: int = WINDOW,
+    window: int | None = None,
 ) -> npt.NDArray[np.float64]:
     """Score each variant, float64 [N]. A higher score means that the model finds the variant more natural.
 
@@ -223,14 +225,16 @@ def score(
         variants: mutations of each variant; empty for the wild type.
         method: see above.
         window: residues of a longer protein that the model sees, with the site in their middle unless an end of the
-            protein is near. In a pass that masks nothing, each site is read where it is nearest to the middle of a
-            window.
+            protein is near; by default as many as models of its family saw in training. In a pass that masks nothing,
+            each site is read where it is nearest to the middle of a window.
 
     Raises:
         UsageError: the method is not known, or the window has less than one residue.
     """
     if method not in METHODS:
         raise UsageError(f"method is {method!r}; it is one of {', '.join(METHODS)}")
+    if window is None:
+        window = family_of(model.config).window
     if window < 1:
         raise UsageError(f"a window of {window} residues: give at least 1")
     known = [n for n, mutations in enumerate(variants) if not unscored(mutations)]
@@ -240,7 +244,7 @@ def score(
 
 
 def _score(
-    model: ESM2, wild_type: str, variants: Sequence[tuple[Mutation, ...]], method: Method, window: int
+    model: Trunk, wild_type: str, variants: Sequence[tuple[Mutation, ...]], method: Method, window: int
 ) -> npt.NDArray[np.float64]:
     if method == "pseudo-perplexity":
         return _pseudo_perplexity(model, wild_type, variants, window)
@@ -257,7 +261,7 @@ def _score(
 
 
 def _pseudo_perplexity(
-    model: ESM2, wild_type: str, variants: Sequence[tuple[Mutation, ...]], window: int
+    model: Trunk, wild_type: str, variants: Sequence[tuple[Mutation, ...]], window: int
 ) -> npt.NDArray[np.float64]:
     letter = {aa: n for n, aa in enumerate(RESIDUES)}
     found = []

@@ -19,7 +19,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import shared_place
+from esmshard.files import is_hub_name, shared_place
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import sections
 from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
@@ -184,12 +184,15 @@ def _expand_all(tree: Tree, base: Path) -> None:
 
 
 def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
-    """Expand `${VAR}` and `~`, and make a path absolute. Names of samples and of model sizes stay as they are."""
+    """Expand `${VAR}` and `~`, and make a path absolute. Names of samples, model sizes and repositories of the hub stay
+    as they are.
+    """
     text = tree.variables(str(node[keys[-1]]), keys)
     if text is None:
         return
-    is_name = text.startswith("sample:") or (keys == ("model", "name") and re.fullmatch(r"[\w-]+", text))
-    if not is_name or (keys == ("model", "name") and (base / text).exists()):
+    is_model = keys == ("model", "name")
+    is_name = text.startswith("sample:") or (is_model and (re.fullmatch(r"[\w-]+", text) or is_hub_name(text)))
+    if not is_name or (is_model and (base / text).exists()):
         text = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
     node[keys[-1]] = text
 

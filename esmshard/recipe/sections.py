@@ -23,8 +23,9 @@ class ModelSettings(Settings):
 
     name: str
     """`starter` (a small model that comes with the package; not an ESM-2), a released name (`esm2_t6_8M_UR50D` ...
-    `esm2_t48_15B_UR50D`), or the path of trained weights: a fair-esm `.pt` file, or a directory in the layout of
-    `transformers`. With `init: random`, any of these names, and `mini`, gives the shape only.
+    `esm2_t48_15B_UR50D`), OWNER/NAME for a repository of the Hugging Face hub, or the path of trained weights: a
+    fair-esm `.pt` file, a directory in the layout of `transformers`, or `FILE@SIZE` for a file of tensors alone. With
+    `init: random`, any of these names, and `mini`, gives the shape only.
     """
 
 

@@ -16,7 +16,7 @@ from esmshard.recipe.section_base import Clash, Settings, listed
 from esmshard.tasks import registry
 
 if TYPE_CHECKING:
-    from esmshard.model.config import EsmConfig
+    from esmshard.model.config import ModelConfig
 
 
 class TaskSettings(Settings):
@@ -63,7 +63,7 @@ class TaskSettings(Settings):
                 raise Clash(key, "this key is required")
         return data
 
-    def head_parameters(self, config: "EsmConfig") -> int:
+    def head_parameters(self, config: "ModelConfig") -> int:
         """Count the parameters of the head on a model of this architecture. All of them are trained.
 
         The default builds the head without facts about the labels and counts its parameters; it imports torch.

@@ -18,7 +18,7 @@ from esmshard.data.batching.loader import FIXED, Example, Examples, Labels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
 
@@ -139,7 +139,7 @@ class Task(ABC):
         return self
 
     @abstractmethod
-    def head(self, config: EsmConfig) -> nn.Module:
+    def head(self, config: ModelConfig) -> nn.Module:
         """Make a new head: `head(x_TD, batch)` returns a list of N outputs, one tensor a record, on any device.
 
         A head with a method `attention(batch)` gets what that returns, an object with a method
@@ -148,7 +148,7 @@ class Task(ABC):
         model that the batch names (`TokenBatch.logits_at_P`), float [P, V].
         """
 
-    def head_parameters(self, config: EsmConfig) -> int:
+    def head_parameters(self, config: ModelConfig) -> int:
         """Return the number of parameters of `head`. Nothing is allocated."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.head(config).parameters())

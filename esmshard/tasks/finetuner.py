@@ -13,13 +13,13 @@ from torch import nn
 from esmshard.batch import TokenBatch, pack
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import found_place, read_json
-from esmshard.model.config import SIZES
 from esmshard.model.convolutions import exact_convolutions
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.lora import add_lora
-from esmshard.model.trunk import ESM2
+from esmshard.model.trunk import Trunk
+from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import open_weights, recorded
 from esmshard.model.weights.open_weights import Weights
-from esmshard.model.weights.weight_reader import WeightReader
 from esmshard.progress import say
 from esmshard.recipe.sections import AdaptSettings, Recipe
 from esmshard.tasks.base import Inputs, Task, attention_reader, batch_of, head_outputs
@@ -36,7 +36,7 @@ class FineTuner(nn.Module):
     The head's output; with the language model's own head, the logits at `TokenBatch.logits_at_P`.
     """
 
-    def __init__(self, trunk: ESM2, head: nn.Module) -> None:
+    def __init__(self, trunk: Trunk, head: nn.Module) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = head
@@ -88,8 +88,8 @@ class FineTuner(nn.Module):
         """Choose the parameters that learn: the head, and the parts of the trunk that the recipe's `adapt` section
         names.
 
-        What no output depends on never does: contact regression, and the LM head (all but the tied embedding) of tasks
-        that ask for no logits.
+        What no output depends on never does: `Trunk.never_learns`, and the LM head (all but the tied embedding) of
+        tasks that ask for no logits.
 
         Args:
             settings: of the recipe.
@@ -97,14 +97,15 @@ class FineTuner(nn.Module):
         """
         trunk = self.trunk.requires_grad_(settings.method == "full")
         if settings.method == "lora":
-            added = add_lora(trunk.layers, *settings.lora)
+            added = add_lora(trunk.layers, trunk.config.matrices, *settings.lora)
             self._drawn = open_weights.drawn(trunk.config, added, seed)
             for name, parameter in trunk.named_parameters():
                 parameter.requires_grad_(name in added or (settings.bias == "all" and name.endswith("bias")))
-        trunk.contact_head.requires_grad_(False)
-        for name, parameter in trunk.lm_head.named_parameters():
-            if name != "weight":
+        for name, parameter in trunk.named_parameters():  # Tied ones come once, under their first name.
+            if name.startswith("lm_head."):
                 parameter.requires_grad_(self.asks_logits and settings.method in ("full", "head"))
+            elif name.startswith(trunk.never_learns):
+                parameter.requires_grad_(False)
         for part in settings.freeze:
             _freeze(trunk, part)
 
@@ -124,14 +125,14 @@ class FineTuner(nn.Module):
         return read
 
 
-def _freeze(trunk: ESM2, part: str) -> None:
+def _freeze(trunk: Trunk, part: str) -> None:
     """Freeze the parameters that one entry of `adapt.freeze` names. `UsageError` if the model has fewer layers."""
     if part == "embedding":
         frozen = [p for n, p in trunk.named_parameters() if n.startswith("embed_")]
     elif part == "biases":
         frozen = [p for n, p in trunk.named_parameters() if n.endswith("bias")]
     elif part == "norms":
-        frozen = [p for m in trunk.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()]
+        frozen = [p for m in trunk.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm) for p in m.parameters()]
     else:
         first, _, last = part.removeprefix("layers.").partition("-")
         layers = slice(int(first), int(last or first) + 1)

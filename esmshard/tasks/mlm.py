@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.data.batching.loader import Example
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.tasks.base import BEFORE, Inputs, LossSum, Row, Task, on_device_of
 from esmshard.tasks.finetuner import LanguageModelHead
 from esmshard.tasks.mlm_settings import MlmSettings
@@ -77,7 +77,7 @@ class MlmTask(Task):
     one_of_names = True
     of_base = (BEFORE,)
 
-    def head(self, config: EsmConfig) -> nn.Module:
+    def head(self, config: ModelConfig) -> nn.Module:
         """Make no head of its own: the matrix of the language model's head is the token embedding's."""
         return LanguageModelHead()
 

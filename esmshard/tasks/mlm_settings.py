@@ -7,7 +7,7 @@ from pydantic import Field
 from esmshard.recipe.task_section import TaskSettings
 
 if TYPE_CHECKING:
-    from esmshard.model.config import EsmConfig
+    from esmshard.model.config import ModelConfig
 
 
 class MlmSettings(TaskSettings):
@@ -27,7 +27,7 @@ class MlmSettings(TaskSettings):
         """A probe has no labels to fit."""
         return "probe has no meaning for task mlm, which has no labels; choose full, lora or head"
 
-    def head_parameters(self, config: "EsmConfig") -> int:
+    def head_parameters(self, config: "ModelConfig") -> int:
         """Return 0: the head is the LM head of the model."""
         return 0
 

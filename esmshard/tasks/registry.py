@@ -17,7 +17,7 @@ from esmshard.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-    from esmshard.model.config import EsmConfig
+    from esmshard.model.config import ModelConfig
     from esmshard.recipe.task_section import TaskSettings
     from esmshard.tasks.base import Facts, Task
 
@@ -109,7 +109,7 @@ def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
     return made
 
 
-def head_of(settings: "TaskSettings", facts: "Facts", config: "EsmConfig") -> "nn.Module":
+def head_of(settings: "TaskSettings", facts: "Facts", config: "ModelConfig") -> "nn.Module":
     """Make a new head of a task, on a model of these numbers."""
     return new_task(settings, facts).head(config)
 

@@ -16,9 +16,9 @@ from esmshard import spreadsheet
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import assign
 from esmshard.errors import InputError
-from esmshard.files import replace_json, replace_text, replacing
+from esmshard.files import is_hub_name, replace_json, replace_text, replacing
 from esmshard.launch.process_group import World
-from esmshard.model.weights import open_weights
+from esmshard.model.weights import hub, open_weights
 from esmshard.progress import Progress
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
@@ -157,8 +157,10 @@ def report(
     base, left_out, why = None, [], ""
     recipe = Recipe.model_validate(found.about["recipe"])
     name = Path(recipe.model.name)
-    if not name.is_absolute() and len(name.parts) > 1:
-        # The weights come from where their publisher has them, and not from a file of that name on this machine.
+    on_hub = is_hub_name(recipe.model.name) and not name.exists() and hub.find(recipe.model.name) is not None
+    if not name.is_absolute() and len(name.parts) > 1 and not on_hub:
+        # The weights come from where their publisher has them, and not from a file of that name on this machine. What a
+        # stranger's file names is not downloaded.
         why = f"{model} comes without the model that it was fine-tuned from"
     else:
         try:

@@ -15,8 +15,8 @@ from esmshard.launch import cpu_limits, process_environment
 from esmshard.launch.preemption import Preempted, Preemption, reason
 from esmshard.launch.process_group import processes_per_machine, world
 from esmshard.model.convolutions import exact_convolutions
+from esmshard.model.weight_reader import read_json
 from esmshard.model.weights.open_weights import default_device
-from esmshard.model.weights.weight_reader import read_json
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe

@@ -23,7 +23,7 @@ from esmshard.data.batching.loader import Examples, digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
 from esmshard.launch.preemption import Preempted, Preemption, reason
 from esmshard.launch.process_group import World, processes_per_machine
-from esmshard.model.trunk import ESM2
+from esmshard.model.families import family_registry
 from esmshard.model.weights import origin, recorded
 from esmshard.monitor import start_up_checks
 from esmshard.monitor.profiler import Profile
@@ -31,6 +31,7 @@ from esmshard.monitor.stuck_ranks import Control
 from esmshard.monitor.watch import Watch, peak_flops
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
+from esmshard.planner.parameter_counts import numbers_of
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.load import materialise
@@ -333,12 +334,13 @@ def _build(
     recipe, task, weights = job.recipe, job.task, job.weights
     # First shapes, then shards, then values: where there are several ranks, none ever holds the whole model.
     with torch.device("meta"):
-        model = FineTuner(ESM2(weights.config), task.head(weights.config))
+        model = FineTuner(family_registry.build(weights.config), task.head(weights.config))
     model.adapt(recipe.adapt, recipe.train.seed)
     shard(model, job.layout, ranks)
     saved = sharded.read_state(start) if start is not None else None
+    head = task.head_parameters(weights.config)
+    numbers = numbers_of(weights.config, head, recipe.adapt, logits=recipe.task.trains_lm_head)
     # This comes before the model has memory of its own, because the planner counts the model's memory too.
-    numbers = memory_model.of_model(model, weights.config.dim, weights.config.n_heads)
     free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
     fitting = partial(largest_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)
     tokens_per_rank = choose_tokens_per_rank(job, saved, fitting, ranks)
@@ -399,7 +401,7 @@ def _facts(
     weights = job.weights
     facts: dict[str, Any] = {
         "recipe": full_recipe.model_dump(mode="json"),
-        "config": asdict(weights.config),
+        "config": weights.config.recorded(),
         "world_size": ranks.size,
         "versions": versions(),
         "data": provenance(job),

@@ -19,7 +19,7 @@ def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
     plain = {
         id(p)
         for module in model.modules()
-        if isinstance(module, nn.LayerNorm | nn.InstanceNorm2d | nn.Embedding)
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.InstanceNorm2d | nn.Embedding)
         for p in module.parameters(recurse=False)
     }
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}

@@ -14,7 +14,7 @@ from esmshard.data.splits.leakage import ComparedRecords, check
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.launch.process_group import precision_on
-from esmshard.model.trunk import ESM2
+from esmshard.model.families import family_registry
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.layout import Layout, layout
@@ -91,7 +91,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
     found = initial_weights(recipe)
     with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
-        FineTuner(ESM2(found.config), task.head(found.config)).adapt(recipe.adapt, recipe.train.seed)
+        FineTuner(family_registry.build(found.config), task.head(found.config)).adapt(recipe.adapt, recipe.train.seed)
     new_head(recipe, task, found)  # raises if the head's starting weights are missing
     return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
 

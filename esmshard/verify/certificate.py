@@ -27,14 +27,15 @@ from esmshard.data.fasta.fasta_reader import Record, read_fasta
 from esmshard.errors import InputError
 from esmshard.files import replacing, sha256
 from esmshard.model.attention import kernel_name
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.family_registry import peers_of
+from esmshard.model.families.peer import AbsentError, MakePeer, Outputs, version
+from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights, recorded
 from esmshard.model.weights.open_weights import Weights
 from esmshard.model.weights.origin import identity
 from esmshard.predict.writers import check
-from esmshard.verify.peers import PEERS, AbsentError, MakePeer, Outputs, version
 from esmshard.vocab import encode
 
 FORMAT, VERSION = "esmshard-certificate", 1
@@ -168,7 +169,7 @@ def certify(
     *,
     fasta: Path | None = None,
     overwrite: bool = False,
-    peers: Mapping[str, MakePeer] = PEERS,
+    peers: Mapping[str, MakePeer] | None = None,
 ) -> Certificate:
     """Compare a model with its peers and with itself in other batches, in fp32 on the first GPU, else the CPU.
 
@@ -177,7 +178,7 @@ def certify(
         out: JSON file to write; None writes none.
         fasta: compare on the first RECORDS records of this file instead of PROTEINS.
         overwrite: replace `out`.
-        peers: functions that make the other libraries' models.
+        peers: functions that make the other libraries' models; by default those of the model's family.
 
     Raises:
         InputError: a model or FASTA file cannot be used, or weights are not those that were recorded. A difference is
@@ -207,6 +208,9 @@ def certify(
     compare("itself, longest first, packs of two", _run(esm, records, list(_twos(records))))
     compare("itself, padded attention", _run(esm, records, [every], padded=True))
     del esm
+    peers = peers_of(found.config) if peers is None else peers
+    if not peers:
+        certificate.not_compared.append("another library: none has models of this family")
     for name, make in peers.items():
         try:
             peer = make(found, device)
@@ -232,7 +236,7 @@ def _facts(known: Mapping[str, Any], found: Weights, device: torch.device, recor
     return {
         "model": {
             "name": known["name"],
-            "architecture": asdict(found.config) | {"n_parameters": found.config.n_parameters},
+            "architecture": found.config.recorded() | {"n_parameters": found.config.n_parameters},
             "files": known["files"],
             "without_trained_weights": list(found.unlearned),
         },
@@ -250,11 +254,11 @@ def _facts(known: Mapping[str, Any], found: Weights, device: torch.device, recor
     }
 
 
-def _records(fasta: Path | None, config: EsmConfig, skipped: list[str]) -> Iterator[Record]:
+def _records(fasta: Path | None, config: ModelConfig, skipped: list[str]) -> Iterator[Record]:
     """Yield the records to compare on. Records that are too long for the model, or for a peer's memory, are reported in
     `skipped`.
     """
-    most = LONGEST if config.max_positions is None else config.max_positions - 2
+    most = LONGEST if config.most_tokens is None else config.most_tokens - 2
     given = [Record(name, name, text) for name, text in PROTEINS.items()]
     if fasta is not None:
         given = list(islice(read_fasta(fasta), RECORDS))
@@ -265,7 +269,9 @@ def _records(fasta: Path | None, config: EsmConfig, skipped: list[str]) -> Itera
             f"{fasta}: each of its first {len(given)} records has more than {most} residues; give shorter ones"
         )
     if long:
-        why = "is the longest that is compared" if config.rotary else "is the longest that this model takes"
+        why = (
+            "is the longest that is compared" if config.most_tokens is None else "is the longest that this model takes"
+        )
         skipped.append(f"{', '.join(long)}: {most} residues {why}")
     yield from fitting
 
@@ -289,7 +295,7 @@ def _twos(records: Sequence[Record]) -> Iterator[list[int]]:
 
 
 def _run(
-    model: ESM2, records: Sequence[Record], packs: Sequence[Sequence[int]], *, padded: bool = False
+    model: Trunk, records: Sequence[Record], packs: Sequence[Sequence[int]], *, padded: bool = False
 ) -> dict[int, Outputs]:
     """Compute the outputs of our model for each record, packed in these packs."""
     for layer in model.layers:

@@ -1,13 +1,13 @@
 """`benchmarks/gpu.py`: the rehearsal of every stage, and what becomes of parts that fail, crash, hang or do not fit."""
 
 import json
-import os
+import runpy
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ sys.path.append(str(BENCHMARKS))
 
 import gpu  # noqa: E402
 import gpu_device  # noqa: E402
+import gpu_stages  # noqa: E402
 from gpu_stages import STAGES, correct, profile  # noqa: E402
 from gpu_stages.stage import GIB, Context, FailedError, Figure, Found, Part, Record, Stage, run_stage  # noqa: E402
 
@@ -50,8 +51,8 @@ def hangs(context):
 parts = (Part("first", 1, fine), Part("raises", 1, wrong), Part("off", 1, off), Part("absent", 1, absent),
          Part("dies", 1, dies), Part("hangs", 1, hangs), Part("last", 1, fine), Part("large", 1, fine, when="gpu"))
 gpu_stages.STAGES = (Stage("toy", "a toy", parts), Stage("other", "another", (Part("only", 1, fine),)))
-gpu.REHEARSAL_SECONDS = float(os.environ.get("LIMIT", "6"))
-sys.exit(gpu.main())
+if __name__ == "__main__":
+    sys.exit(gpu.main())
 """
 
 
@@ -89,24 +90,34 @@ def test_every_stage_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> Path:
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script with other stages, which this process knows, too; no GPU is used."""
     script = tmp_path / "toy.py"
     script.write_text(TOY.format(benchmarks=str(BENCHMARKS)))
+    for module, name in ((gpu_stages, "STAGES"), (gpu, "REHEARSAL_SECONDS")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    runpy.run_path(str(script))
+    gpu.REHEARSAL_SECONDS = 6.0
     return script
 
 
-def run(
-    script: Path, out: Path, *more: str, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script), "--rehearse", "--out", str(out), *more]
-    whole = {**os.environ, **(environment or {})}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=whole)
+def called(script: Path, *arguments: str | Path) -> int:
+    """The exit code of `python SCRIPT ARGUMENTS`, but in this process; each stage runs in a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+        try:
+            return gpu.main()
+        except SystemExit as left:  # of argparse
+            return int(left.code or 0)
 
 
-def test_what_fails_is_written_down_and_the_next_part_runs(toy: Path, tmp_path: Path) -> None:
+def test_what_fails_is_written_down_and_the_next_part_runs(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    done = run(toy, out)
-    assert done.returncode == 1
+    assert called(toy, "--rehearse", "--out", out) == 1
+    said = capsys.readouterr().out
     (path,) = out.glob("*-toy.json")
     found = entries(path)
     states = {name: entry["state"] for name, entry in found.items()}
@@ -121,21 +132,23 @@ def test_what_fails_is_written_down_and_the_next_part_runs(toy: Path, tmp_path: 
     assert "**not run**: there is no second GPU; add one" in text
     assert "| speed | 3 x | at least 2 x: yes |" in text
     assert "| error | 50.0% | at most 10.0%: no |" in text
-    assert "5 done" not in done.stdout
-    assert done.stdout.splitlines()[-1] == "3 done, 4 failed, 1 not run"
+    assert "5 done" not in said
+    assert said.splitlines()[-1] == "3 done, 4 failed, 1 not run"
 
-    again = run(toy, out, "--stage", "toy")
+    called(toy, "--rehearse", "--out", out, "--stage", "toy")
     assert entries(path)["absent"]["time"] >= found["absent"]["time"], "what was not run is tried again"
     for name in ("first", "raises", "dies", "last"):
         assert entries(path)[name] == found[name], "what has a result, or has failed, is kept"
-    assert again.stdout.splitlines()[-1] == "2 done, 4 failed, 1 not run"
+    assert capsys.readouterr().out.splitlines()[-1] == "2 done, 4 failed, 1 not run"
 
-    run(toy, out, "--stage", "other", "--again")
+    called(toy, "--rehearse", "--out", out, "--stage", "other", "--again")
     assert entries(path) != {}
     assert len(list(out.glob("*-other.json"))) == 1
 
 
-def test_a_part_that_is_running_when_time_is_up_is_ended(toy: Path, tmp_path: Path) -> None:
+def test_a_part_that_is_running_when_time_is_up_is_ended(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -145,8 +158,9 @@ def test_a_part_that_is_running_when_time_is_up_is_ended(toy: Path, tmp_path: Pa
     # An earlier command was killed in the middle of this part, long ago; that says nothing of the one that runs now.
     record.note("hangs", "running", since=time.time() - 3600)
     began = time.time()
-    done = run(toy, out, "--stage", "toy", "--seconds", "20", environment={"TMPDIR": str(scratch), "LIMIT": "1000"})
-    assert done.returncode == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    gpu.REHEARSAL_SECONDS = 1000.0
+    assert called(toy, "--rehearse", "--out", out, "--stage", "toy", "--seconds", "20") == 1
     (path,) = out.glob("*-toy.json")
     found = entries(path)["hangs"]
     assert found["state"] == "not run"
@@ -187,30 +201,33 @@ def test_an_interrupt_is_a_sentence_and_nothing_stays_behind(toy: Path, tmp_path
         (("--out", "DIR", "--stage", "nonsense"), "--stage nonsense: no such stage; there are toy, other"),
     ],
 )
-def test_bad_arguments_are_one_sentence(toy: Path, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_bad_arguments_are_one_sentence(
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    says: str,
+) -> None:
     (tmp_path / "FILE").touch()
-    command = [sys.executable, str(toy), "--rehearse", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert says in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert called(toy, "--rehearse", *arguments) == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_without_a_gpu_each_stage_is_said_not_to_have_run(tmp_path: Path) -> None:
+def test_without_a_gpu_each_stage_is_said_not_to_have_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--out", str(tmp_path / "out"), "--stage", "large"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    first, last = done.stdout.splitlines()
+    arguments = ("--out", tmp_path / "out", "--stage", "large")
+    assert called(BENCHMARKS / "gpu.py", *arguments) == 1
+    first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("large     not run")
     assert first.endswith(("or with --rehearse", "or rehearse with --rehearse"))
     assert last == "6 not run"
     assert not (tmp_path / "out").exists(), "nothing was measured, so nothing is written"
     record = Record(tmp_path / "out", "large", rehearsal=False)
     record.note(STAGES[3].parts[0].name, "done", seconds=1.0, figures={})
-    subprocess.run([*command, "--again"], capture_output=True, check=False)
+    called(BENCHMARKS / "gpu.py", *arguments, "--again")
     assert entries(record.path) == record.parts, "what was measured before is kept if nothing can be measured anew"
 
 
@@ -229,7 +246,7 @@ def test_without_a_gpu_each_stage_is_said_not_to_have_run(tmp_path: Path) -> Non
         ({"error": "No CUDA GPUs are available"}, "no CUDA device: No CUDA GPUs are available; run this"),
         (
             {"free": 60 * GIB, "total": 80 * GIB},
-            "20.0 GiB of the GPU's 80.0 GiB are in use by python (pid 7, 20000 MiB)",
+            "20.00 GiB of the GPU's 80.00 GiB are in use by python (pid 7, 20000 MiB)",
         ),
         ({"free": 79 * GIB, "total": 80 * GIB}, None),
     ],

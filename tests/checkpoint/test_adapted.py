@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from esmshard.checkpoint import adapted
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
-from esmshard.model.config import SIZES
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights, origin
 
 NANO = SIZES["nano"]

@@ -135,6 +135,28 @@ def test_a_fine_tuned_released_model(model: Path) -> None:
     assert f"`{'f' * 64}`" in text
 
 
+def test_the_repository_of_a_released_model_is_that_model(model: Path) -> None:
+    front, text = written(model, about(model__name="facebook/esm2_t6_8M_UR50D"))
+    assert (front["license"], front["base_model"]) == ("mit", "facebook/esm2_t6_8M_UR50D")
+    assert "fine-tuned from `esm2_t6_8M_UR50D` ([facebook/esm2_t6_8M_UR50D](https://huggingface.co/facebook/" in text
+    assert "MIT licence (Copyright Meta Platforms" in text
+
+
+def test_another_repository_is_named_and_its_licence_holds_on(model: Path) -> None:
+    front, text = written(model, about(model__name="lab/esm2_mine"))
+    assert (front["base_model"], front["base_model_relation"]) == ("lab/esm2_mine", "finetune")
+    assert "license" not in front
+    assert (
+        "fine-tuned from the weights of the repository [lab/esm2_mine](https://huggingface.co/lab/esm2_mine) on the "
+        "Hugging Face hub"
+    ) in text
+    assert "whether they are those of a released ESM-2 model is not known here" in text
+    assert "No licence is stated; that of the repository lab/esm2_mine on the Hugging Face hub holds on." in text
+    front, text = written(model, about(model__name="lab/esm2_mine", init="random"))
+    assert "base_model" not in front
+    assert "It holds no weights of others." in text
+
+
 def test_scores_stand_beside_their_baselines(model: Path) -> None:
     _, text = written(model, about(), EVALUATION)
     assert "Over the 100 records of `c.fasta` (test), with 95% percentile bootstrap over records." in text

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from esmshard.checkpoint import compare, sharded
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.cli import app
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import EsmConfig
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_layouts import TIED
 from esmshard.model.weights import export, open_weights
-from esmshard.model.weights.key_maps import TIED
 from esmshard.recipe.recipe_file import for_others
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.registry import head_of
@@ -186,11 +186,12 @@ def test_scores_of_the_same_model_go_along(tmp_path: Path) -> None:
 def test_a_bit_that_flips_on_disk_is_noticed(
     to: str, place: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = {"hf": "write_transformers", "fair-esm": "write_fair_esm"}[to]
+    writer = {"hf": "write_transformers", "fair-esm": "write_pickle"}[to]
     real = getattr(export, writer)
 
-    def damaged(work: Path, *rest: Any) -> str:
-        digest: str = real(work, *rest)
+    def damaged(place_of_it: Path, *rest: Any) -> str:
+        digest: str = real(place_of_it, *rest)
+        work = place_of_it if to == "hf" else place_of_it.parent
         file = max(work.iterdir(), key=lambda p: p.stat().st_size)
         data = bytearray(file.read_bytes())
         if to == "hf":
@@ -214,12 +215,13 @@ def test_a_bit_that_flips_on_disk_is_noticed(
 def test_layers_written_in_the_wrong_place_are_noticed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = export.to_transformers
-    monkeypatch.setattr(
-        export,
-        "to_transformers",
-        lambda name: real(name).replace("key", "?").replace("value", "key").replace("?", "value"),
-    )
+    family = export.family_of(TINY)
+
+    def exchanged(name: str) -> str:
+        return str(family.files.key(name)).replace("key", "?").replace("value", "key").replace("?", "value")
+
+    other = replace(family, files=replace(family.files, key=exchanged))
+    monkeypatch.setattr(export, "family_of", lambda config: other)
     message = refused(lambda: consolidate(run, tmp_path / "out"))
     assert "self_attn.k_proj" in message
     assert list(tmp_path.iterdir()) == []

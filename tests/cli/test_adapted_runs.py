@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate, consolidate_adapter
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import SIZES
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.export import write_transformers
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import esmshard
+from conftest import write_subset
 
 import esmshard as package
 from esmshard.files import sha256
@@ -16,6 +17,7 @@ from esmshard.model.weights import open_weights, recorded
 from esmshard.shipped import shipped
 
 SAYS = "is not the file that"
+FEW = ("data.train=train.fasta", "data.valid=valid.fasta", "data.test=valid.fasta", "data.long=crop")
 FASTA = ">p\nMKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ\n"
 
 
@@ -33,6 +35,8 @@ def model(consolidated: Path, tmp_path: Path) -> Path:
     """A copy of it for each test."""
     shutil.copytree(consolidated, tmp_path / "model")
     (tmp_path / "some.fasta").write_text(FASTA)
+    write_subset(tmp_path, "train", "train", range(3))
+    write_subset(tmp_path, "valid", "valid", range(2))
     (tmp_path / "mutants.csv").write_text("mutant\nK2A\n")
     return tmp_path / "model"
 
@@ -51,8 +55,8 @@ def flip_signs(file: Path, count: int = 2000) -> None:
         (("embed", "model", "some.fasta", "-o", "x.npy"), 0),
         (("predict", "model", "some.fasta", "-o", "x.npz"), 0),
         (("score", "model", "some.fasta", "mutants.csv", "-o", "x.csv"), 0),
-        (("evaluate", "model", "sample:contact/valid", "-o", "scores"), 0),
-        (("finetune", "mlm", "model.name=model", "train.steps=1", "--no-report", "out=run"), 0),
+        (("evaluate", "model", "valid.fasta", "-o", "scores"), 0),
+        (("finetune", "mlm", "model.name=model", *FEW, "train.steps=1", "--no-report", "out=run"), 0),
         (("verify", "model"), 1),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

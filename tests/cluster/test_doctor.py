@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from command import esmshard
-from model_files import TINY, fair_esm, write_fair_esm
+from model_files import TINY, fair_esm, write_fair_esm, write_transformers
 
 KEYS = {"schema", "esmshard", "host", "hosts", "processes", "summary", "exit_code", "findings"}
 OF_A_FINDING = {"check", "name", "level", "found", "mend", "values", "node"}
@@ -110,6 +110,25 @@ def test_what_a_run_writes_is_known_of_a_model_in_a_file(place: Path, tiny_recip
     weights = 4 * TINY.n_parameters
     # In 2 + 1 checkpoints with two moments each, and the model; the head is small.
     assert 1 <= found["storage/out space"]["values"]["needed"] / (10 * weights) < 1.1
+
+
+def test_a_repository_of_the_hub_is_looked_for_in_its_cache(
+    place: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(place / "hub"))
+    snapshots = place / "hub" / "models--lab--esm2_mine" / "snapshots"
+    snapshots.mkdir(parents=True)
+    write_transformers(snapshots / ("a" * 40), fair_esm(TINY), TINY)
+    checked = {}
+    for name in ("lab/esm2_mine", "lab/other"):
+        done = esmshard(
+            "doctor", tiny_recipe, f"model.name={name}", "init=pretrained", "--nproc", "1", "--json", cwd=place
+        )
+        checked[name] = by_name(json.loads(done.stdout))["recipe/weights"]
+    assert (checked["lab/esm2_mine"]["level"], checked["lab/other"]["level"]) == ("ok", "error")
+    assert checked["lab/esm2_mine"]["found"] == "lab/esm2_mine is present"
+    assert "lab/other is in no cache, and HF_HUB_OFFLINE forbids" in checked["lab/other"]["found"]
+    assert checked["lab/other"]["mend"].startswith("esmshard download lab/other")
 
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from esmshard.cluster.doctor import gpus
-from esmshard.cluster.doctor.findings import Finding, Hangs, Unanswered, ask
-from esmshard.cluster.doctor.gpus import Card, Seen, judge, parse_processes
+from esmshard.cluster.doctor.findings import Finding
+from esmshard.cluster.doctor.gpus import Card, judge, parse_processes
 
 A100 = (
     "0, GPU-5f7c1b2e-0000-1111-2222-333344445555, NVIDIA A100-SXM4-80GB, 535.104.05, 8.0, 81920, 81038, Enabled, 0, "
@@ -28,10 +28,10 @@ def parse_cards(text: str) -> list[Card]:
     return cards
 
 
-def look() -> tuple[Seen, list[Finding]]:
+def look() -> tuple[list[Card], list[Finding]]:
     """The GPUs as the `nvidia-smi` on the path reports them, and the findings."""
-    seen = Seen()
-    return seen, list(gpus.check(seen))
+    cards: list[Card] = []
+    return cards, list(gpus.check(cards))
 
 
 def levels(cards: list[Card], processes: dict[str, list[str]] | None = None) -> dict[str, str]:
@@ -126,8 +126,8 @@ def test_nvidia_smi_that_fails(code: int, said: str, fix: str, tmp_path: Path, m
 def test_a_gpu_that_fell_off_the_bus_beside_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error"
     _fake(tmp_path, f"""case "$1" in --query-gpu=*) echo '{A100.strip()}'; echo '{said}';; esac""", monkeypatch)
-    seen, findings = look()
-    assert [card.index for card in seen.cards] == [0]
+    cards, findings = look()
+    assert [card.index for card in cards] == [0]
     found = {one.name: one for one in findings}
     assert (found["nvidia-smi"].level, found["nvidia-smi"].values["said"]) == ("error", [said])
     assert "drain the node" in found["nvidia-smi"].fix
@@ -143,16 +143,8 @@ def test_an_older_driver_knows_the_other_name_of_a_field(tmp_path: Path, monkeyp
 esac""",
         monkeypatch,
     )
-    seen, _ = look()
-    assert seen.driver == "535.104.05"
-    assert [card.throttle for card in seen.cards] == [0x60]
-
-
-def test_a_program_that_hangs_or_is_not_there() -> None:
-    with pytest.raises(Hangs, match=r"sleep did not answer within 0\.2 s"):
-        ask(["sleep", "5"], timeout=0.2)
-    with pytest.raises(Unanswered, match="no-such-program is not installed"):
-        ask(["no-such-program"])
+    (card,), _ = look()
+    assert (card.driver, card.throttle) == ("535.104.05", 0x60)
 
 
 @pytest.mark.parametrize(("module", "level"), [("580.65.06\n", "note"), (None, "ok")])
@@ -164,13 +156,16 @@ def test_a_container_without_nvidia_smi(
     monkeypatch.setattr(gpus, "MODULE", tmp_path / "version")
     if module is not None:
         (tmp_path / "version").write_text(module)
-    seen, (found,) = look()
-    assert (seen.driver, found.level) == (module and module.strip(), level)
+    cards, (found,) = look()
+    assert (cards, gpus.driver(), found.level) == ([], module and module.strip(), level)
+    if module is not None:
+        assert found.found.startswith("nvidia-smi cannot be run (no such file or directory)")
 
 
 def test_nvidia_smi_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(tmp_path, "exec sleep 5", monkeypatch)
-    monkeypatch.setattr("esmshard.cluster.doctor.gpus.ask", lambda command: ask(command, 0.2))
+    monkeypatch.setattr(gpus, "ANSWER", 0.2)
     (found,) = look()[1]
     assert found.level == "error"
+    assert found.found.startswith("nvidia-smi did not answer within 0.2 s")
     assert "drain the node" in found.fix

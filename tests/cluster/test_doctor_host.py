@@ -18,12 +18,12 @@ def test_cores_for_the_processes() -> None:
 
 def test_memory() -> None:
     found = host.memory(MEMINFO, None)
-    assert (found.level, found.found) == ("ok", "47.7 GiB of 62.8 GiB available")
+    assert (found.level, found.found) == ("ok", "47.68 GiB of 62.76 GiB available")
     found = host.memory(MEMINFO, (8 * GIB, 4 * GIB))
     assert (found.level, found.values["limit"]) == ("ok", 8 * GIB)
     found = host.memory(MEMINFO, (8 * GIB, int(7.5 * GIB)))
     assert found.level == "warning"
-    assert "this job may have 8.0 GiB, of which 512 MiB are left" in found.found
+    assert "this job may have 8.00 GiB, of which 512 MiB are left" in found.found
     assert "--mem" in found.fix
     found = host.memory(MEMINFO.replace("50000000", "  999999"), None)
     assert found.level == "warning"

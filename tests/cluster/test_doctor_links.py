@@ -1,12 +1,18 @@
 """NCCL's log, read; and why it would not take InfiniBand. The texts have the line formats of NCCL 2.18 to 2.29."""
 
-from dataclasses import replace
+import ctypes
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from esmshard.cluster.doctor import links
 from esmshard.cluster.doctor.findings import Finding
-from esmshard.cluster.doctor.links import NcclLog, Port, Verbs, causes, infiniband, parse_log, ports, transport
+from esmshard.cluster.doctor.links import Port, causes, infiniband, ports
 
 INFINIBAND = """\
 node1:714:714 [0] NCCL INFO Bootstrap: Using ib0:10.4.0.11<0>
@@ -53,34 +59,82 @@ ip-10-0-0-1:8:8 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/AWS Lib
 """
 HDR = Port("mlx5_0", "1", True, "InfiniBand", "200 Gb/sec (4X HDR)")
 ROCE = Port("mlx5_2", "1", True, "Ethernet", "100 Gb/sec (4X EDR)")
-ABLE = Verbs(True, ("uverbs0",), (), -1)
+
+
+@dataclass(frozen=True)
+class Able:
+    """A process that can use InfiniBand, or lacks something for it."""
+
+    library: bool = True
+    devices: tuple[str, ...] = ("uverbs0",)
+    closed: tuple[str, ...] = ()
+    memlock: int = resource.RLIM_INFINITY
+
+    def act(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let this process be such a process."""
+        for name in self.devices:
+            (folder / name).touch()
+        if not self.library:
+            monkeypatch.setattr(ctypes, "CDLL", _not_there)
+        else:
+            monkeypatch.setattr(ctypes, "CDLL", lambda name: name)
+        monkeypatch.setattr(links, "DEVICES", folder)
+        monkeypatch.setattr(os, "access", lambda path, mode: path.name not in self.closed)
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (self.memlock, resource.RLIM_INFINITY))
+
+
+def _not_there(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+ABLE = Able()
+
+
+def transport(
+    logs: Sequence[str], there: Sequence[Port], why: Sequence[tuple[str, str]], nodes: int, peers: bool | None
+) -> list[Finding]:
+    """The findings on the logs of the processes of a machine, each cut down to the lines that are exchanged."""
+    return list(links.transport("\n".join(map(links.nccl_lines, logs)), there, why, nodes, peers))
+
+
+def values(*logs: str) -> dict[str, Any]:
+    """What is read from logs."""
+    return dict(transport(logs, [], [], 1, None)[0].values)
 
 
 def test_a_log_with_infiniband() -> None:
-    log = parse_log(INFINIBAND)
-    assert log.network == "IB"
-    assert log.channels == {"P2P": 2, "NET/IB": 2}
-    assert log.direct
-    assert log.warnings == ()
+    found = {"channels": {"P2P": 2, "NET/IB": 2}, "networks": ["IB"], "gpudirect": True, "warnings": []}
+    assert values(INFINIBAND) == found
 
 
 def test_a_log_with_sockets() -> None:
-    log = parse_log(SOCKETS)
-    assert log.network == "Socket"
-    assert log.channels == {"NET/Socket": 2}
-    assert not log.direct
+    found = {"channels": {"NET/Socket": 2}, "networks": ["Socket"], "gpudirect": False, "warnings": []}
+    assert values(SOCKETS) == found
 
 
 def test_other_logs() -> None:
-    assert parse_log(CLOSED).warnings == (
+    assert values(CLOSED)["warnings"] == [
         "Call to ibv_open_device failed",
         "NET/IB : Unable to open device mlx5_0",
-    )
-    assert parse_log(SHARED_MEMORY).channels == {"SHM": 2}
-    assert parse_log(PLUGIN).network == "AWS Libfabric"
-    assert parse_log(PLUGIN).channels == {"NET/AWS Libfabric": 1}
-    assert parse_log("") == NcclLog()
-    assert parse_log("nothing of NCCL\nat all").channels == {}
+    ]
+    assert values(SHARED_MEMORY)["channels"] == {"SHM": 2}
+    assert values(PLUGIN)["networks"] == ["AWS Libfabric"]
+    assert values(PLUGIN)["channels"] == {"NET/AWS Libfabric": 1}
+    nothing = {"channels": {}, "networks": [], "gpudirect": False, "warnings": []}
+    assert values("") == values("nothing of NCCL\nat all") == nothing
+
+
+def test_the_logs_of_several_processes_are_one() -> None:
+    found = values(INFINIBAND, INFINIBAND.replace("via P2P/CUMEM/read", "via SHM/direct/direct"), CLOSED)
+    assert found["channels"] == {"P2P": 2, "SHM": 2, "NET/IB": 4}
+    assert found["networks"] == ["IB", "Socket"]
+    assert len(found["warnings"]) == 2
+
+
+def test_what_is_exchanged_of_a_log() -> None:
+    lines = links.nccl_lines(INFINIBAND).splitlines()
+    assert len(lines) == 6  # the network, and five lines of channels
+    assert all("Bootstrap" not in line for line in lines)
 
 
 def _card(root: Path, device: str, state: str, layer: str = "InfiniBand", rate: str = "200 Gb/sec (4X HDR)") -> None:
@@ -98,12 +152,12 @@ def test_ports_of_the_kernel(tmp_path: Path) -> None:
     assert ports(tmp_path / "nowhere") == []
 
 
-def test_sockets_beside_infiniband_are_an_error_that_shouts() -> None:
+def test_sockets_beside_infiniband_are_an_error_that_shouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container without the verbs libraries, and the variable set."""
-    bare = replace(ABLE, library=False, devices=(), memlock=64 << 10)
-    why = causes(bare, [HDR], {"NCCL_IB_DISABLE": "1"})
-    assert [cause.split(" ")[0] for cause, _ in why] == ["NCCL_IB_DISABLE=1", "libibverbs", "/dev/infiniband", "only"]
-    found = next(transport([parse_log(SOCKETS)], [HDR], why, 2, None))
+    Able(library=False, devices=(), memlock=64 << 10).act(tmp_path, monkeypatch)
+    why = list(causes([HDR], {"NCCL_IB_DISABLE": "1"}))
+    assert [cause.split(" ")[0] for cause, _ in why] == ["NCCL_IB_DISABLE=1", "libibverbs", str(tmp_path), "only"]
+    found = transport([SOCKETS], [HDR], why, 2, None)[0]
     assert found.level == "error"
     assert found.found.startswith("SOCKETS, THOUGH 1 INFINIBAND PORTS ARE ACTIVE (mlx5_0:1 InfiniBand 200 Gb/sec")
     assert "libibverbs is not installed" in found.found
@@ -113,39 +167,39 @@ def test_sockets_beside_infiniband_are_an_error_that_shouts() -> None:
 
 
 def test_sockets_where_nothing_is_to_blame() -> None:
-    found = next(transport([parse_log(SOCKETS)], [HDR], [], 2, None))
+    found = transport([SOCKETS], [HDR], [], 2, None)[0]
     assert found.level == "error"
     assert "none of the usual causes was found" in found.found
     assert "NCCL_DEBUG=INFO" in found.fix
 
 
 def test_sockets_beside_ethernet_ports_on_one_machine_are_a_warning() -> None:
-    assert next(transport([parse_log(SHARED_MEMORY)], [ROCE], [], 1, False)).level == "warning"
-    assert next(transport([parse_log(SOCKETS)], [ROCE], [], 2, False)).level == "error"
+    assert transport([SHARED_MEMORY], [ROCE], [], 1, False)[0].level == "warning"
+    assert transport([SOCKETS], [ROCE], [], 2, False)[0].level == "error"
 
 
 def test_transports_that_are_well() -> None:
-    (found,) = transport([parse_log(INFINIBAND)], [HDR], [], 2, True)
+    (found,) = transport([INFINIBAND], [HDR], [], 2, True)
     assert found.level == "ok"
     assert "P2P (2 channels), NET/IB (2 channels); network IB, GPUDirect RDMA" in found.found
-    (found,) = transport([parse_log(SOCKETS)], [], [], 2, None)
+    (found,) = transport([SOCKETS], [], [], 2, None)
     assert found.level == "note"
     assert "TCP between machines, because there is nothing faster" in found.found
     without = INFINIBAND.replace("/GDRDMA", "")
-    (found,) = transport([parse_log(without)], [HDR], [], 2, True)
+    (found,) = transport([without], [HDR], [], 2, True)
     assert found.level == "note"
     assert "nvidia_peermem" in found.fix
 
 
 def test_shared_memory_between_gpus_that_could_reach_each_other() -> None:
-    found = {one.name: one for one in transport([parse_log(SHARED_MEMORY)], [], [], 1, True)}
+    found = {one.name: one for one in transport([SHARED_MEMORY], [], [], 1, True)}
     assert found["peers"].level == "warning"
     assert "NCCL_P2P_DISABLE" in found["peers"].fix
-    assert [one.name for one in transport([parse_log(SHARED_MEMORY)], [], [], 1, False)] == ["transport"]
+    assert [one.name for one in transport([SHARED_MEMORY], [], [], 1, False)] == ["transport"]
 
 
 def test_warnings_of_nccl_are_repeated() -> None:
-    found: dict[str, Finding] = {one.name: one for one in transport([parse_log(CLOSED)], [], [], 1, None)}
+    found: dict[str, Finding] = {one.name: one for one in transport([CLOSED], [], [], 1, None)}
     assert "NET/IB : Unable to open device mlx5_0" in found["nccl warnings"].found
 
 
@@ -157,7 +211,7 @@ def test_warnings_of_nccl_are_repeated() -> None:
         (ABLE, {"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1 is set"),
         (ABLE, {"NCCL_NET": "Socket"}, "NCCL_NET=Socket is set"),
         (replace(ABLE, library=False), {}, "libibverbs is not installed"),
-        (replace(ABLE, devices=()), {}, "/dev/infiniband has no uverbs devices"),
+        (replace(ABLE, devices=()), {}, "has no uverbs devices: the container was not given them"),
         (replace(ABLE, closed=("uverbs0",)), {}, "uverbs0 may not be opened"),
         (replace(ABLE, memlock=8 << 20), {}, "only 8 MiB of memory may be locked"),
         (ABLE, {"NCCL_IB_HCA": "mlx5"}, None),
@@ -167,10 +221,18 @@ def test_warnings_of_nccl_are_repeated() -> None:
         (ABLE, {"NCCL_IB_HCA": "enp1s0f0np0"}, "NCCL_IB_HCA=enp1s0f0np0 names none"),
     ],
 )
-def test_each_cause_by_itself(here: Verbs, environment: dict[str, str], cause: str | None) -> None:
-    found = causes(here, [HDR], environment)
+def test_each_cause_by_itself(
+    here: Able, environment: dict[str, str], cause: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.act(tmp_path, monkeypatch)
+    found = list(causes([HDR], environment))
+    monkeypatch.undo()
     assert [one for one, _ in found] == [] if cause is None else cause in found[0][0]
     assert all(fix for _, fix in found)
+
+
+def test_a_machine_without_ports_has_no_obstacles() -> None:
+    assert not list(causes([], {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5"}))
 
 
 def test_ports_without_a_collective() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from esmshard.cluster.doctor import storage
 from esmshard.cluster.doctor.findings import Finding
-from esmshard.cluster.doctor.storage import Mount, mount_of, parse_mounts
+from esmshard.cluster.doctor.storage import mount_of
 
 MOUNTS = """\
 22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -23,12 +23,11 @@ broken line
 
 
 def test_file_systems_of_paths() -> None:
-    mounts = parse_mounts(MOUNTS)
-    assert mount_of(Path("/work/runs/x"), mounts) == Mount("/work", "nfs4", "filer:/export/work")
-    assert mount_of(Path("/work/my disk/runs"), mounts) == Mount("/work/my disk", "xfs", "/dev/sda1")
-    assert mount_of(Path("/workers"), mounts) == Mount("/", "overlay", "overlay")
-    assert mount_of(Path("/scratch/a"), mounts) == Mount("/scratch", "lustre", "10.0.0.1@o2ib:/fs")  # the later one
-    assert mount_of(Path("/a"), []) is None
+    assert mount_of(Path("/work/runs/x"), MOUNTS) == ("/work", "nfs4", "filer:/export/work")
+    assert mount_of(Path("/work/my disk/runs"), MOUNTS) == ("/work/my disk", "xfs", "/dev/sda1")
+    assert mount_of(Path("/workers"), MOUNTS) == ("/", "overlay", "overlay")
+    assert mount_of(Path("/scratch/a"), MOUNTS) == ("/scratch", "lustre", "10.0.0.1@o2ib:/fs")  # the later one
+    assert mount_of(Path("/a"), "") is None
 
 
 @pytest.mark.parametrize(
@@ -43,20 +42,20 @@ def test_file_systems_of_paths() -> None:
     ],
 )
 def test_kinds(role: str, kind: str, level: str, fix: str) -> None:
-    found = storage.kind(role, Path("/x/y"), Mount("/x", kind, "s"))
+    found = storage.kind(role, Path("/x/y"), "/x", kind, "s")
     assert (found.level, found.values["type"]) == (level, kind)
     assert fix in found.fix
 
 
 def test_space() -> None:
-    gib = 2**30
-    assert (storage.space("out", Path("/x"), 100 * gib, 10**6, 50 * gib)).level == "ok"
-    found = storage.space("out", Path("/x"), 40 * gib, 10**6, 50 * gib)
-    assert (found.level, found.found) == ("error", "/x: 40.0 GiB free, and the run writes 50.0 GiB")
+    gb = 10**9
+    assert (storage.space("out", Path("/x"), 100 * gb, 10**6, 50 * gb)).level == "ok"
+    found = storage.space("out", Path("/x"), 40 * gb, 10**6, 50 * gb)
+    assert (found.level, found.found) == ("error", "/x: 40.00 GB free, and the run writes 50.00 GB")
     assert "checkpoint.keep" in found.fix
-    assert (storage.space("out", Path("/x"), 60 * gib, None, 50 * gib)).level == "warning"
-    assert (storage.space("out", Path("/x"), gib // 2, None, 0)).level == "warning"
-    found = storage.space("cache", Path("/x"), 100 * gib, 12, 0)
+    assert (storage.space("out", Path("/x"), 60 * gb, None, 50 * gb)).level == "warning"
+    assert (storage.space("out", Path("/x"), gb // 2, None, 0)).level == "warning"
+    found = storage.space("cache", Path("/x"), 100 * gb, 12, 0)
     assert found.found == "/x: no more than 12 files can be made (inodes)"
     assert "ESMSHARD_CACHE" in found.fix
 
@@ -94,9 +93,9 @@ def test_a_file_system_without_renames(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_is_measured_has_bounds(tmp_path: Path) -> None:
     found = storage.speed(tmp_path, most=3 << 20, patience=5)
-    assert found.bytes == 3 << 20
+    assert found["bytes"] == 3 << 20
     (tmp_path / "speed").unlink()
-    assert storage.speed(tmp_path, most=1 << 30, patience=0.0001).bytes <= 8 << 20
+    assert storage.speed(tmp_path, most=1 << 30, patience=0.0001)["bytes"] <= 8 << 20
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def test_a_small_file_system(mounted: Path) -> None:
     assert found["out type"].level == "warning"
     assert "memory and gone after a restart" in found["out type"].found
     assert found["out space"].level == "error"
-    assert "24 MiB free, and the run writes 1.0 GiB" in found["out space"].found
+    assert "25.17 MB free, and the run writes 1.07 GB" in found["out space"].found
     assert found["out speed"].values["bytes"] <= 6 << 20  # a quarter of what is free
     assert list(mounted.iterdir()) == []
 

@@ -20,7 +20,7 @@ def fits(**changed: object) -> dict[str, Finding]:
         "driver": "580.95.05",
         "gpus": [A100],
         "architectures": CU130,
-        "usable": True,
+        "obstacle": "",
     }
     return {found.name: found for found in versions.driver_fits(**given | changed)}  # type: ignore[arg-type]
 
@@ -32,7 +32,7 @@ def test_driver_wheel_and_gpu_that_fit() -> None:
 
 
 def test_driver_too_old_for_the_wheel_names_the_wheel_to_install() -> None:
-    found = fits(driver="535.104.05", usable=False)["driver"]
+    found = fits(driver="535.104.05", obstacle="it is too old")["driver"]
     assert found.level == "error"
     assert "driver 535.104.05 is too old for CUDA 13.0" in found.found
     assert "it needs 580" in found.found
@@ -40,7 +40,7 @@ def test_driver_too_old_for_the_wheel_names_the_wheel_to_install() -> None:
 
 
 def test_driver_too_old_for_any_wheel() -> None:
-    found = fits(driver="470.82.01", usable=False)["driver"]
+    found = fits(driver="470.82.01", obstacle="it is too old")["driver"]
     assert found.level == "error"
     assert found.fix == "update the driver to 580 or later"
 
@@ -52,7 +52,7 @@ def test_minor_version_compatibility_is_well_and_said() -> None:
 
 
 def test_gpu_and_torch_without_cuda() -> None:
-    found = fits(torch="2.13.0+cpu", cuda=None, architectures=[], usable=False)["driver"]
+    found = fits(torch="2.13.0+cpu", cuda=None, architectures=[], obstacle="not compiled with CUDA")["driver"]
     assert found.level == "error"
     assert "1 x NVIDIA A100-SXM4-80GB, but torch 2.13.0+cpu is built without CUDA" in found.found
     assert "whl/cu130" in found.fix
@@ -81,7 +81,7 @@ def test_architectures(capability: tuple[int, int], architectures: list[str], ru
 
 
 def test_torch_that_cannot_use_the_gpu_repeats_its_reason() -> None:
-    found = fits(usable=False, reason="No CUDA GPUs are available")["cuda"]
+    found = fits(obstacle="No CUDA GPUs are available")["cuda"]
     assert found.level == "error"
     assert "No CUDA GPUs are available" in found.found
 
@@ -138,12 +138,13 @@ def test_requirements_for_another_python_are_passed_over() -> None:
 
 
 def test_a_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = [one for one in versions.metadata.distributions() if one.name != "esmshard"]
+    kept = [one for one in versions.metadata.distributions() if one.name not in ("esmshard", "fair-esm")]
     monkeypatch.setattr(versions.metadata, "distributions", lambda: iter(kept))
     found = {one.name: one for one in versions.check(None, [], 2)}
     assert found["esmshard"].level == "note"
     assert "esmshard is not installed" in found["esmshard"].found
     assert found["esmshard"].fix == f"pip install -e {Path(esmshard.__file__).parents[1]}"
+    assert "esm" not in found  # neither package of that name is installed
 
 
 def _fake(folder: Path, package: str, marker: str) -> None:
@@ -192,12 +193,11 @@ def test_a_folder_that_happens_to_be_called_esm(tmp_path: Path, monkeypatch: pyt
 
 def test_esm_of_pypi_alone_is_no_trouble(tmp_path: Path) -> None:
     _fake(tmp_path, "esm", "models/esm3.py")
-    (found,) = versions.esm_package({"esm": "3.1.0"}, tmp_path / "esm")
+    found = versions.esm_package({"esm": "3.1.0"}, tmp_path / "esm")
     assert (found.level, found.found) == ("ok", "`import esm` takes esm 3.1.0")
-    (found,) = versions.esm_package({"fair-esm": "2.0.0"}, None)
+    found = versions.esm_package({"fair-esm": "2.0.0"}, None)
     assert found.level == "warning"
     assert "`import esm` takes nothing" in found.found
-    assert not list(versions.esm_package({}, None))
 
 
 def test_threads() -> None:

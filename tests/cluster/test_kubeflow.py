@@ -4,11 +4,11 @@ import json
 import re
 import socket
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml as pyyaml
 
@@ -53,8 +53,20 @@ def _pod_patch(job: dict[str, Any]) -> dict[str, Any]:
     return template
 
 
+@pytest.fixture(scope="module")
+def jsonschema() -> ModuleType:
+    """The module, whose import takes 4 s and which only some tests need."""
+    return import_module("jsonschema")
+
+
+@pytest.fixture(scope="module")
+def kubernetes_validate() -> ModuleType:
+    """The module, which imports the other one."""
+    return import_module("kubernetes_validate")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_objects_are_valid(variant: str) -> None:
+def test_objects_are_valid(jsonschema: ModuleType, kubernetes_validate: ModuleType, variant: str) -> None:
     for kind, document in pods.objects(*VARIANTS[variant]).items():
         if kind == "TrainJob":
             jsonschema.validate(document, SCHEMA)
@@ -67,7 +79,7 @@ def test_objects_are_valid(variant: str) -> None:
     "keys",
     [("trainer", "numNode"), ("trainer", "resourcesPerNode", "limit"), ("podTemplateOverrides",), ("runtimeref",)],
 )
-def test_the_schema_finds_unknown_keys(keys: tuple[str, ...]) -> None:
+def test_the_schema_finds_unknown_keys(jsonschema: ModuleType, keys: tuple[str, ...]) -> None:
     job = pods.objects(*VARIANTS["two nodes"])["TrainJob"]
     place = job["spec"]
     for key in keys[:-1]:
@@ -77,7 +89,7 @@ def test_the_schema_finds_unknown_keys(keys: tuple[str, ...]) -> None:
         jsonschema.validate(job, SCHEMA)
 
 
-def test_the_schema_finds_mistakes_in_the_patch_of_the_pods() -> None:
+def test_the_schema_finds_mistakes_in_the_patch_of_the_pods(jsonschema: ModuleType) -> None:
     job = pods.objects(*VARIANTS["two nodes"])["TrainJob"]
     _pod_patch(job)["spec"]["containers"][0]["workingDir"] = "/work"
     with pytest.raises(jsonschema.ValidationError, match="workingDir"):
@@ -193,7 +205,7 @@ def test_what_cannot_be_rendered_is_one_sentence(site: dict[str, Any], job: Sche
     assert problem.startswith(sentence)
 
 
-def test_the_runtime_treats_pods_as_the_indexed_job_does() -> None:
+def test_the_runtime_treats_pods_as_the_indexed_job_does(kubernetes_validate: ModuleType) -> None:
     """But for exit code 2, which torchrun never returns."""
     runtime = pyyaml.safe_load(RUNTIME.read_text(encoding="utf-8"))
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]

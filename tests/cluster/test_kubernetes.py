@@ -9,10 +9,11 @@ import re
 import socket
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml as pyyaml  # an independent parser; and of YAML 1.1, as is kubectl's
 from held_runs import Hold
@@ -95,14 +96,20 @@ def _action(job: dict[str, Any], exit_code: int, disrupted: bool = False) -> str
     return "Count"
 
 
+@pytest.fixture(scope="module")
+def kubernetes_validate() -> ModuleType:
+    """The module, whose import takes 4 s and which only some tests need."""
+    return import_module("kubernetes_validate")
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_objects_are_valid(variant: str, version: str) -> None:
+def test_objects_are_valid(kubernetes_validate: ModuleType, variant: str, version: str) -> None:
     for document in pods.objects(*VARIANTS[variant]).values():
         assert kubernetes_validate.validate(document, version, strict=True) == version
 
 
-def test_the_validation_finds_mistakes() -> None:
+def test_the_validation_finds_mistakes(kubernetes_validate: ModuleType) -> None:
     job = pods.objects(*VARIANTS["two nodes"])["Job"]
     job["spec"]["template"]["spec"]["containers"][0]["argz"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -455,7 +462,7 @@ def test_what_cannot_be_rendered_is_one_sentence(site: dict[str, Any], changes: 
     assert sentence in problem
 
 
-def test_examples_are_what_is_rendered() -> None:
+def test_examples_are_what_is_rendered(kubernetes_validate: ModuleType) -> None:
     examples = _examples()
     assert {path.name for path in EXAMPLES.iterdir()} == {*examples, "site.yaml", "claim.yaml", "runtime.yaml"}
     for name, text in examples.items():

@@ -132,8 +132,8 @@ def test_a_column_without_a_name() -> None:
         ("", "t.csv: is empty; its first line names the columns"),
         (" \n\n,,\n", "t.csv: is empty; its first line names the columns"),
         ("\ufeff", "t.csv: is empty; its first line names the columns"),
-        ("a,b\n", "t.csv: has a header, but no rows"),
-        ("a,b\n,\n\n", "t.csv: has a header, but no rows"),
+        ("a,b\n", "t.csv: has a header, but no rows; add rows below the header, or give another table"),
+        ("a,b\n,\n\n", "t.csv: has a header, but no rows; add rows below the header, or give another table"),
         ("a,b, a\n1,2,3\n", "t.csv: has two columns 'a'; rename one of them"),
         (
             "a,b\n1,2\n\n3\n",

@@ -1,4 +1,4 @@
-"""What the ranks of the equality tests do: gradients of one step and losses of twenty, many layouts in one start."""
+"""What the ranks of the equality tests do: gradients of one step and losses of ten, many layouts in one start."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,8 +14,10 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.launch.process_group import World, world
-from esmshard.model.config import EsmConfig
-from esmshard.model.trunk import ESM2
+from esmshard.model.config import ModelConfig
+from esmshard.model.families import family_registry
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.layout import Layout
@@ -29,7 +31,7 @@ from esmshard.train.step import StepResult, train_step
 from esmshard.vocab import MASK
 
 CONFIG = EsmConfig(n_layers=3, dim=32, n_heads=4)
-STEPS = 20
+STEPS = 10
 UNLABELLED = 5
 """The record of the tiny data set that has no coordinates."""
 
@@ -45,11 +47,17 @@ ALONE = World(0, 1, torch.device("cpu"), None)
 Micro = tuple[TokenBatch, list[torch.Tensor], bool]
 
 
+def config_of(recipe: Recipe) -> ModelConfig:
+    """Three layers of an ESM-2; of another family the size that the recipe names."""
+    config = family_registry.SIZES[recipe.model.name]
+    return CONFIG if config.family == CONFIG.family else config
+
+
 def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[FineTuner, Task]:
-    """Trunk of three layers and a contact head, sharded; or, without a layout, as plain as can be."""
-    task = ContactTask(recipe.task, {})
-    base = open_weights.fresh(CONFIG, 3)
-    head = task.head(CONFIG)
+    """Trunk and contact head, sharded; or, without a layout, as plain as can be."""
+    task, config = ContactTask(recipe.task, {}), config_of(recipe)
+    base = open_weights.fresh(config, 3)
+    head = task.head(config)
     head.load_state_dict(work.rough_head(recipe, task, base))
     if laid is None or ranks is None:
         model = FineTuner(open_weights.build(base, torch.device("cpu")), head)
@@ -60,7 +68,7 @@ def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[Fin
                 parameter.copy_(rows_of(name, slice(None)))
         return model.train(), task
     with torch.device("meta"):
-        model = FineTuner(ESM2(CONFIG), task.head(CONFIG))
+        model = FineTuner(family_registry.build(config), task.head(config))
     model.adapt(recipe.adapt, recipe.train.seed)
     shard(model, laid, ranks)
     materialise(model, work.rough_rows(model, base, head), laid, ranks)

@@ -11,8 +11,8 @@ from torch import nn
 
 from esmshard.errors import InputError
 from esmshard.launch.process_group import World, world
-from esmshard.model.config import SIZES
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import ParallelSettings
 from esmshard.sharding.layout import STRATEGIES, layout
@@ -133,13 +133,13 @@ def as_one_of_many(name: str, size: int, settings: dict[str, Any], rank: int) ->
     torch.distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
     with torch.device("meta"):
-        model = ESM2(SIZES[name])
+        model = build(SIZES[name])
     laid = layout(ParallelSettings.model_validate(settings), size, 8, "bf16")
     shard(model, laid, World(rank, size, torch.device("cpu"), mesh))
     state = model.state_dict()
     return {
         "held": sum(local(p).numel() for p in model.parameters()),
         "embedding": own_rows(state["embed_tokens.weight"]),
-        "fc1": own_rows(state["layers.47.fc1.weight"]),
+        "fc1": own_rows(state[f"layers.{len(model.layers) - 1}.{'fc1' if 'esm2' in name else 'gate'}.weight"]),
         "groups": len(groups(model)),
     }

@@ -5,7 +5,6 @@ The ranks are forked from a process that has imported everything already: the im
 
 import contextlib
 import importlib
-import multiprocessing
 import os
 import pickle
 import random
@@ -17,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 900
-
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch.distributed.checkpoint", "esmshard.train.finetune"])
 
 
 def free_port() -> int:
@@ -33,13 +29,15 @@ def free_port() -> int:
 
 def run_ranks(function: str, world_size: int, scratch: Path, *args: Any) -> list[Any]:
     """Call `function` (`module:name`) on every rank. Results in rank order; a failing rank fails the test."""
+    from forks import forks  # Not at the top: scripts that only want a port lack the folder of tests in their path.
+
     job = scratch / f"job-{function.replace(':', '-')}-{world_size}-{free_port()}"
     job.mkdir(parents=True)
     (job / "args").write_bytes(pickle.dumps(args))
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     ranks = [
-        _server.Process(target=_rank, args=(function, str(job), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        forks.Process(target=_rank, args=(function, str(job), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
         for rank in range(world_size)
     ]
     for process in ranks:

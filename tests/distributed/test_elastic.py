@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import esmshard
 from held_runs import Hold
 from machines import LIMIT, Machine, Pair, descendants, two_machines, wait_until
 from ranks import free_port
@@ -40,8 +41,7 @@ def reference(unbroken: dict[str, Any], recipe: Path) -> dict[int, dict[str, Any
     """Steps of a run of two processes on one machine that nothing disturbs."""
     if not unbroken:
         out = recipe.parent / "unbroken"
-        command = [sys.executable, "-m", "esmshard", "finetune", str(recipe), f"out={out}", "--nproc", "2"]
-        done = subprocess.run([*command, "--no-report"], check=False, capture_output=True, text=True, timeout=900)
+        done = esmshard("finetune", recipe, f"out={out}", "--nproc", "2")
         assert done.returncode == 0, done.stderr
         unbroken |= {"steps": steps(out), "evaluation": evaluation(out)}
     found: dict[int, dict[str, Any]] = unbroken["steps"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import esmshard
 from model_files import TINY, fair_esm, write_fair_esm
 from ranks import run_ranks
 
@@ -140,7 +141,8 @@ def test_killed_ranks_go_on_where_they_were(tiny: str, tmp_path: Path) -> None:
     fasta, out = write_fasta(tmp_path / "x.fasta", tuple(range(20, 170))), tmp_path / "x"
     expected = plain(tiny, fasta, tmp_path / "plain", {"pools": ["residue"]}, 1)
     asked, directory = request(tiny, out, pools=["residue"]), part_plan.partial(out)
-    part_plan.begin(directory, fasta, asked.spec, asked.facts, None, 1, "cpu", None)  # 150 parts, of one each
+    # There are 150 parts, of one sequence each.
+    part_plan.begin(directory, part_plan.PlanRequest(fasta, asked.spec, asked.facts, None, "cpu", part_tokens=1))
     again = (tiny, fasta, "-o", out, "--pool", "residue", "--shard", "--nproc", "2", "--resume")
     running = command(*again)
     while len(notes(directory)) < 5:
@@ -160,11 +162,10 @@ def test_killed_ranks_go_on_where_they_were(tiny: str, tmp_path: Path) -> None:
     assert 5 <= len(done) < 150
     assert not out.exists()
 
-    resumed = command(*again)
-    told, said = resumed.communicate(timeout=600)
-    assert resumed.returncode == 0, said
-    assert said.startswith(f"{directory}: going on; {len(done)} of 150 sequences are done\n")
-    assert told == f"{out}: 150 records; 150 sequences computed, 0 duplicates, 0 reused\n"
+    resumed = esmshard("embed", *again)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stderr.startswith(f"{directory}: going on; {len(done)} of 150 sequences are done\n")
+    assert resumed.stdout == f"{out}: 150 records; 150 sequences computed, 0 duplicates, 0 reused\n"
     assert_same(out, expected)
 
 

@@ -12,8 +12,8 @@ from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
 from esmshard.launch.process_group import World, world
-from esmshard.model.config import SIZES
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import OptimSettings, ParallelSettings, Recipe

@@ -18,6 +18,7 @@ from esmshard.embed.job.embed_job import embed
 from esmshard.embed.job.embed_request import EmbedRequest, request
 from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import note_file
+from esmshard.embed.store.part_plan import PlanRequest
 from esmshard.embed.workers.claims import Worker
 from esmshard.embed.workers.embed_worker import make_embedder, work
 
@@ -161,7 +162,7 @@ def begun(given: Given, tmp_path: Path) -> Begun:
     """A planned output, of which nothing is computed."""
     asked = request(str(given.model), tmp_path / "out" / "x.npy")
     directory = part_plan.partial(asked.out)
-    plan = part_plan.begin(directory, given.fasta, asked.spec, asked.facts, None, PART, "cpu", None)
+    plan = part_plan.begin(directory, PlanRequest(given.fasta, asked.spec, asked.facts, None, "cpu", PART))
     (directory / "work" / "claims").mkdir(exist_ok=True)
     return Begun(asked, directory, plan, make_embedder(plan, asked.device, None))
 
@@ -277,7 +278,7 @@ def test_what_killed_processes_left_is_removed(given: Given, tmp_path: Path, nam
     out = tmp_path / "out" / name
     asked = request(str(given.model), out)
     directory = part_plan.partial(asked.out)
-    plan = part_plan.begin(directory, given.fasta, asked.spec, asked.facts, None, PART, "cpu", None)
+    plan = part_plan.begin(directory, PlanRequest(given.fasta, asked.spec, asked.facts, None, "cpu", PART))
     (out.parent / f".removed-{name}.partial" / "parts").mkdir(parents=True)
     for left in (f".tmp-99-{name}", ".tmp-99-x.ids.txt") if name == "x.npy" else ():
         (out.parent / left).write_text("half of it")

@@ -21,6 +21,7 @@ from esmshard.embed.job.embed_job import embed
 from esmshard.embed.job.embed_output import EmbedReport
 from esmshard.embed.job.embed_request import request
 from esmshard.embed.store import part_plan
+from esmshard.embed.store.part_plan import PlanRequest
 from esmshard.embed.workers.claims import Command, Worker
 from esmshard.embed.workers.embed_worker import make_embedder, work
 from esmshard.errors import InputError, UsageError
@@ -45,7 +46,7 @@ class Given(NamedTuple):
         """`OUT.partial` with all parts, or the first ones, as a run leaves it that is killed before it writes `out`."""
         asked = request(str(self.model), out, pools=[pool] if pool else [])
         directory = part_plan.partial(out)
-        plan = part_plan.begin(directory, self.fasta, asked.spec, asked.facts, None, PART, "cpu", None)
+        plan = part_plan.begin(directory, PlanRequest(self.fasta, asked.spec, asked.facts, None, "cpu", PART))
         some = plan | {"parts": plan["parts"] if most is None else most}
         with Worker(directory / "work") as worker:
             work(directory, some, make_embedder(plan, asked.device, None), worker, lambda rows, residues: None)

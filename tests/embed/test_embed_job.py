@@ -96,6 +96,19 @@ def test_npy_has_a_mean_per_record_in_input_order(given: Given, tokens: int | No
     assert untouched(given, "x.npy", "x.ids.txt", "x.npy.json")
 
 
+@pytest.mark.parametrize(("window", "beyond"), [(0, 0), (40, sum(n > 40 for n in LENGTHS))])
+def test_proteins_longer_than_those_of_training_are_noted(
+    window: int, beyond: int, given: Given, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given.embed("parts", long=Long("full", window))
+    notices = json.loads((given.out / "parts" / "manifest.json").read_text())["notices"]
+    said = [notice for notice in notices if "saw in training" in notice]
+    assert len(said) == (beyond > 0)
+    if beyond:
+        assert said[0].startswith(f"{beyond} records over 40 residues")
+        assert said[0] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("pool", ["residue", "mean"])
 def test_h5_has_a_data_set_per_record_in_input_order(given: Given, pool: str) -> None:
     given.embed("x.h5", pools=[pool])

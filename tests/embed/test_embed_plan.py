@@ -20,6 +20,7 @@ from esmshard.embed.job.embed_plan import Forecast, dry_run, forecast
 from esmshard.embed.job.embed_request import EmbedRequest, request
 from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import EmbeddingStore
+from esmshard.embed.store.part_plan import PlanRequest
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import InputError, UsageError
 from esmshard.vocab import RESIDUES
@@ -228,7 +229,7 @@ def test_operations_count_what_the_model_sees(given: Given, long: Long, tokens: 
     config, lengths = asked.found.config, [8, 10, 11, 18, 19]
     layers, dim = config.n_layers, config.dim
     fasta = write(given.fasta.with_name("some.fasta"), random_sequences(lengths))
-    part_plan.begin(given.out / "plan", fasta, asked.spec, asked.facts, None, None, "cpu", None)
+    part_plan.begin(given.out / "plan", PlanRequest(fasta, asked.spec, asked.facts, None, "cpu"))
     index, none = RowIndex(given.out / "plan" / "index"), np.zeros(5, np.bool_)
     expected = sum(n * 24 * layers * dim**2 + n * n * 4 * layers * dim for row in tokens for n in row)
     assert embed_time._operations(asked, index, 0, none) == expected

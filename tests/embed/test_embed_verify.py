@@ -23,7 +23,7 @@ from esmshard.embed.job.embed_request import request
 from esmshard.embed.job.embed_status import merge, status, verify
 from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import EmbeddingStore
-from esmshard.embed.store.part_plan import digest
+from esmshard.embed.store.part_plan import PlanRequest, digest
 from esmshard.embed.workers.claims import Worker
 from esmshard.embed.workers.embed_worker import make_embedder, work
 from esmshard.errors import InputError, UsageError
@@ -392,7 +392,7 @@ def test_status_before_while_and_after(given: Given, tmp_path: Path) -> None:
     (directory / "work").mkdir(parents=True)
     assert status(out) == f"{directory}: nothing is computed yet; the input is being read, or that was interrupted"
     asked = request(str(given.model), out, pools=["mean", "residue"], layers=[1, 2])
-    plan = part_plan.begin(directory, given.fasta, asked.spec, asked.facts, None, PART, "cpu", None)
+    plan = part_plan.begin(directory, PlanRequest(given.fasta, asked.spec, asked.facts, None, "cpu", PART))
     with Worker(directory / "work") as worker:
         work(directory, plan | {"parts": 2}, make_embedder(plan, asked.device, None), worker, worker.count)
         worker._tell()

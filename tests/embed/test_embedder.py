@@ -12,7 +12,7 @@ from model_files import TINY, fair_esm, ours
 from esmshard.batch import TokenBatch
 from esmshard.embed.compute.embedder import Computed, Embedder, Failed
 from esmshard.embed.compute.outputs import Long, Output, choose
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.vocab import STANDARD, encode
 
 Tokens = npt.NDArray[np.uint8]

@@ -14,12 +14,12 @@ from esmshard.batch import TokenBatch
 from esmshard.embed.compute import offload
 from esmshard.embed.compute.offload import offloaded
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
-from esmshard.model.weights.weight_reader import WeightReader
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
 CPU = torch.device("cpu")

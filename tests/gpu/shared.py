@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.launch.process_group import World
-from esmshard.model.config import EsmConfig
-from esmshard.model.weights import open_weights, weight_reader
-from esmshard.model.weights.key_maps import TIED, to_transformers, transformers_config
+from esmshard.model import weight_reader
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_layouts import TIED, to_transformers, transformers_config
+from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.vocab import MASK, STANDARD, encode
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from shared import alone, apart, distance, masked_pack, random_weights, size
 
-from esmshard.model.config import EsmConfig
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.load import materialise

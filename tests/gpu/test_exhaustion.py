@@ -17,8 +17,9 @@ from esmshard.embed.compute.outputs import choose
 from esmshard.embed.job.embed_job import embed
 from esmshard.embed.job.embed_request import request
 from esmshard.errors import InputError
-from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES
 from esmshard.vocab import encode
 
 pytestmark = pytest.mark.gpu

@@ -11,11 +11,10 @@ from shared import alone, size, steps, texts
 
 import esmshard
 from esmshard.checkpoint.saver import Saver
-from esmshard.model.trunk import ESM2
 from esmshard.planner import memory_model
+from esmshard.planner.recipe_plan import model_numbers
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import FineTuner
 from esmshard.train import evaluate
 from esmshard.train.run_inputs import prepare
 from esmshard.train.token_budget import RESERVED, largest_fitting
@@ -71,12 +70,8 @@ def recipe_of(proteins: Path, checkpointing: str, global_tokens: int, number: in
 def fitting(recipe: Recipe, device: torch.device) -> int:
     """Tokens that the planner would let a rank take at once."""
     job = prepare(recipe, 1, 1, device)
-    with torch.device("meta"):
-        model = FineTuner(ESM2(job.weights.config), job.task.head(job.weights.config))
-    model.adapt(recipe.adapt, 0)
-    numbers = memory_model.of_model(model, job.weights.config.dim, job.weights.config.n_heads)
     room = int(RESERVED * memory_model.free_bytes(device, 1))
-    return largest_fitting(job, numbers, room, alone(device))
+    return largest_fitting(job, model_numbers(recipe), room, alone(device))
 
 
 @pytest.mark.parametrize(("checkpointing", "number"), [("none", 4), ("full", 2)])

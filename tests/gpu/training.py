@@ -10,7 +10,7 @@ from shared import alone
 from esmshard.batch import TokenBatch
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.launch.process_group import World
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.load import materialise
 from esmshard.sharding.shard import local, shard, trainable

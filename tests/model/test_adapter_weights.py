@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import EsmForMaskedLM, EsmForSequenceClassification, EsmModel
 
 from esmshard.errors import InputError
+from esmshard.model.families.esm2.esm2_layouts import TIED, to_transformers
 from esmshard.model.weights import open_weights, origin
 from esmshard.model.weights.adapter import adapter_config, write_adapter
-from esmshard.model.weights.key_maps import TIED, to_transformers
 from esmshard.model.weights.open_weights import Weights
 
 CONFIG = SMALL["ESM-2"]
@@ -161,6 +161,19 @@ def test_a_base_beside_the_adapter_moves_with_it(base: Path, tmp_path: Path) -> 
     assert found.files[0].resolve() == tmp_path / "beside" / "model.safetensors"
 
 
+def test_a_base_of_tensors_alone_moves_with_its_adapter(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+    expected = open_weights.read(str(adapter))["layers.0.self_attn.q_proj.weight"]
+    monkeypatch.setitem(open_weights.SIZES, "mine", CONFIG)
+    shutil.copyfile(base / "model.safetensors", tmp_path / "w.safetensors")
+    edit(adapter, base_model_name_or_path="../w.safetensors@mine")
+    found = open_weights.read(str(adapter))
+    assert torch.equal(found["layers.0.self_attn.q_proj.weight"], expected)
+    assert found.files[0].resolve() == tmp_path / "w.safetensors"
+
+
 def own(base: str, out: Path, known: Weights, **about: Any) -> Path:
     """An adapter as `consolidate --adapter` writes it: one LoRA of layer 1, a bias, a head."""
     out.mkdir()
@@ -170,9 +183,9 @@ def own(base: str, out: Path, known: Weights, **about: Any) -> Path:
         "layers.0.fc2.bias": torch.full((64,), 5.0),
         "head.out.bias": torch.tensor([3.0]),
     }
-    settings = adapter_config(base, CONFIG.n_layers, 2, 4.0, ["fc1"], "all")
+    settings = adapter_config(base, CONFIG, 2, 4.0, ["fc1"], "all")
     settings["target_modules"] = ["encoder.layer.1.intermediate.dense"]
-    write_adapter(out, settings, ["fc1"], tensors)
+    write_adapter(out, settings, CONFIG, ["fc1"], tensors)
     about |= {"format": "esmshard-adapter", "base": origin.identity(known, base)}
     (out / "esmshard.json").write_text(json.dumps(about))
     return out

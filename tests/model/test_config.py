@@ -1,4 +1,4 @@
-"""Names, sizes and configurations of every model, against fair-esm and `transformers`."""
+"""Names, sizes and configurations of ESM-2, ESM-1b and ESM-1v, against fair-esm and `transformers`."""
 
 import pytest
 import torch
@@ -9,10 +9,9 @@ from torch import nn
 from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM
 
-from esmshard.model.config import SIZES, EsmConfig
-from esmshard.model.trunk import ESM2
-from esmshard.model.weights import hub, open_weights
-from esmshard.model.weights.key_maps import (
+from esmshard.model.families.esm2.esm2_config import SIZES, EsmConfig
+from esmshard.model.families.esm2.esm2_family import FAMILY
+from esmshard.model.families.esm2.esm2_layouts import (
     config_of_fair_esm,
     config_of_transformers,
     fair_esm_settings,
@@ -20,6 +19,8 @@ from esmshard.model.weights.key_maps import (
     to_transformers,
     transformers_config,
 )
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.weights import open_weights
 
 PUBLISHED = {
     "esm2_t6_8M_UR50D": 7.5e6,
@@ -33,11 +34,15 @@ PUBLISHED = {
 }
 
 
+def _names(key: str, config: EsmConfig) -> tuple[str, ...]:
+    return tuple(piece.name for piece in from_transformers(key, config))
+
+
 @pytest.mark.parametrize("family", SMALL)
 def test_names_of_transformers_and_back(family: str) -> None:
     config = SMALL[family]
     names = list(open_weights.shapes(config))
-    assert names == [name for key in map(to_transformers, names) for name in from_transformers(key, config)]
+    assert names == [name for key in map(to_transformers, names) for name in _names(key, config)]
     assert len({to_transformers(name) for name in names}) == len(names) > 50
     with torch.device("meta"):
         theirs = EsmForMaskedLM(HfConfig(**transformers_config(config)))
@@ -48,14 +53,14 @@ def test_names_of_transformers_and_back(family: str) -> None:
 def test_names_that_mean_nothing_and_names_of_one_table_for_all() -> None:
     assert to_transformers("layers.11.fc1.weight") == "esm.encoder.layer.11.intermediate.dense.weight"
     for key in ("pooler.dense.weight", "esm.pooler.dense.bias", "esm.embeddings.position_ids"):
-        assert from_transformers(key, TINY) == ()
+        assert _names(key, TINY) == ()
     table = "esm.embeddings.position_embeddings.weight"
-    assert from_transformers(table, TINY) == ()
-    assert from_transformers(table, SMALL["ESM-1v"]) == ("embed_positions.weight",)
+    assert _names(table, TINY) == ()
+    assert _names(table, SMALL["ESM-1v"]) == ("embed_positions.weight",)
     every = tuple(f"layers.{n}.self_attn.rot_emb.inv_freq" for n in range(TINY.n_layers))
     for key in ("rotary_embeddings", "encoder.layer.*.attention.self.rotary_embeddings"):
-        assert from_transformers(f"esm.{key}.inv_freq", TINY) == every
-    assert from_transformers("esm.encoder.layer.1.attention.self.rotary_embeddings.inv_freq", TINY) == every[1:]
+        assert _names(f"esm.{key}.inv_freq", TINY) == every
+    assert _names("esm.encoder.layer.1.attention.self.rotary_embeddings.inv_freq", TINY) == every[1:]
 
 
 @pytest.mark.parametrize("name", [*SIZES, *SMALL])
@@ -70,7 +75,7 @@ def test_settings_of_each_world_and_back(name: str, token_dropout: bool) -> None
 
 
 def test_released_names_are_sizes() -> None:
-    assert set(hub.RELEASED) == set(PUBLISHED) == SIZES.keys() - {"nano", "mini", "starter"}
+    assert set(FAMILY.released) == set(PUBLISHED) == SIZES.keys() - {"nano", "mini", "starter"}
 
 
 @pytest.mark.parametrize("name", [n for n in SIZES if not n.startswith("esm1v") or n.endswith("_1")])

@@ -16,9 +16,9 @@ from esmshard.launch.process_group import World
 from esmshard.model import attention
 from esmshard.model import contacts as contacts_module
 from esmshard.model.attention import attention_map
-from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import ContactAccumulator, corrected_maps, predict_contacts
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.weights import open_weights
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.shard import shard

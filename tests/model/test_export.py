@@ -16,9 +16,9 @@ from transformers import EsmForMaskedLM
 
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import SIZES
+from esmshard.model.families.esm2.esm2_layouts import TIED, to_transformers
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import export, hub, open_weights
-from esmshard.model.weights.key_maps import TIED, to_transformers
 
 NAMES = {"ESM-2": "esm2_it", "ESM-1b": "esm1b_it", "ESM-1v": "esm1v_it"}
 HEAD = {"out.weight": torch.arange(6.0).view(2, 3), "out.bias": torch.ones(2)}

@@ -1,7 +1,8 @@
-"""Released models by name, from a server on this machine that speaks as the Hugging Face hub does."""
+"""Released models by name, and any repository, from a server on this machine that speaks as the hub does."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import esmc_files
 import pytest
 import torch
 from hub_server import COMMIT, NAME, Hub, own_caches, sha256, snapshot
@@ -19,8 +21,11 @@ from model_files import TINY, fair_esm, write_transformers
 from safetensors.torch import load_file, save_file
 
 from esmshard.errors import InputError, UsageError
-from esmshard.model.weights import hub
+from esmshard.model.families.family_registry import FAMILIES, RELEASED, released_name
+from esmshard.model.weights import hub, open_weights
 from esmshard.model.weights.open_weights import load_model
+from esmshard.planner.recipe_plan import model_numbers
+from esmshard.recipe.sections import Recipe
 
 
 def flip(body: bytes) -> bytes:
@@ -269,7 +274,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(server: Hub, tmp_path: P
 
 def test_a_full_disk_is_seen_before_the_download(here: Hub, cache: Path, tmp_path: Path) -> None:
     here.sizes["model.safetensors"] = 10**18
-    assert f"needs 1000000000.00 GB, and {cache} has" in refused()
+    assert f"needs 1000000.00 TB, and {cache} has" in refused()
     assert "choose another directory" in refused(to=tmp_path / "out")
     assert "model.safetensors" not in here.asked
     assert list((tmp_path / "out").iterdir()) == []
@@ -372,11 +377,155 @@ def test_an_unknown_name_is_told_the_names(tmp_path: Path) -> None:
         hub.find("esm3")
 
 
+# Any repository, as OWNER/NAME
+
+MINE = "lab/esm2_mine"
+
+
+@pytest.fixture
+def mine(here: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """The tiny model in a repository that is not known here. The working directory is empty."""
+    here.repository = MINE
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return here
+
+
+def refused_model(name: str) -> str:
+    with pytest.raises(InputError) as caught:
+        open_weights.read(name)
+    message = str(caught.value)
+    assert message.startswith(f"{name}: ")
+    assert "\n" not in message
+    return message
+
+
+def test_the_configuration_of_a_repository_decides_family_and_shape(mine: Hub, model: Path, cache: Path) -> None:
+    found = open_weights.read(MINE)
+    assert found.config == TINY
+    # The configuration is looked at before gigabytes are downloaded, and still is the last file in the cache.
+    assert mine.asked == ["list", "config.json", "model.safetensors", "vocab.txt", "config.json"]
+    assert Path(found.source) == cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
+    assert_same_model(Path(found.source), model)
+    mine.asked.clear()
+    assert open_weights.read(MINE).source == found.source
+    assert mine.asked == []
+
+
+def test_a_local_path_of_that_name_comes_first(mine: Hub, model: Path) -> None:
+    shutil.copytree(model, MINE)
+    assert open_weights.read(MINE).source == MINE
+    assert mine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "bert"}, "model_type is 'bert' and not one of 'esm'"),
+        ({"vocab_size": 446}, "vocab_size is 446, as of a SaProt"),
+        ({"is_folding_model": True}, "it is an ESMFold"),
+        ({"layer_norm_eps": 1e-12}, "layer_norm_eps is 1e-12, not 1e-05"),
+    ],
+)
+def test_a_repository_of_another_model_is_refused_before_its_weights_come(
+    changes: dict[str, Any], reason: str, mine: Hub, tmp_path: Path
+) -> None:
+    config = json.loads(mine.files["config.json"]) | changes
+    mine.files["config.json"] = json.dumps(config).encode()
+    assert f"config.json is not that of a model that can be read: {reason}" in refused_model(MINE)
+    assert mine.asked == ["list", "config.json"]
+    assert left_in(tmp_path / "hf") == []
+
+
+def test_a_repository_without_a_configuration(mine: Hub) -> None:
+    del mine.files["config.json"]
+    assert "the repository has no config.json, which says what model it holds" in refused_model(MINE)
+    assert mine.asked == ["list"]
+
+
+def test_a_repository_that_nobody_has_may_be_a_path(mine: Hub) -> None:
+    said = refused_model("runs/contact")
+    assert "no such file or directory, and no whole copy of that repository is in" in said
+    assert "has no repository runs/contact, or asks for a token (HF_TOKEN)" in said
+    assert "fair-esm" not in said
+
+
+def test_a_repository_in_offline_mode(mine: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    said = refused_model(MINE)
+    assert "no such file or directory" in said
+    assert "offline mode is on (HF_HUB_OFFLINE)" in said
+    assert mine.asked == []
+
+
+@pytest.mark.parametrize("name", ["lab/x/y", "lab/", "../lab", "./lab/x", "lab/x.pt", "lab/a--b", "la b/x", "-lab/x"])
+def test_what_is_no_name_of_a_repository_is_not_asked_for(name: str, mine: Hub) -> None:
+    assert "no such file or directory, and not a model size" in refused_model(name)
+    assert mine.asked == []
+
+
+def test_the_repository_of_a_released_model_must_have_its_shape(here: Hub, cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"not {NAME}, whose shape is another; download it again"):
+        open_weights.read(f"facebook/{NAME}")
+
+
+def test_a_flipped_bit_in_any_repository_is_refused(mine: Hub, cache: Path) -> None:
+    mine.sent["model.safetensors"] = flip(mine.files["model.safetensors"])
+    assert "model.safetensors" in (said := refused_model(MINE))
+    assert "was announced" in said
+    assert hub.find(MINE) is None
+
+
+def test_the_command_downloads_a_repository(server: Hub, tmp_path: Path) -> None:
+    server.repository = MINE
+    done = download(tmp_path, server.url, MINE, "--to", tmp_path / "models")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "models" / MINE)
+    assert names(tmp_path / "models" / MINE) == {"config.json", "model.safetensors", "vocab.txt"}
+    assert names(tmp_path / "models" / "lab") == {"esm2_mine"}
+
+
+def test_a_plan_needs_the_configuration_alone(mine: Hub) -> None:
+    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
+    given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
+    recipe = Recipe.model_validate(given)
+    numbers = model_numbers(recipe)
+    assert (numbers.n_layers, numbers.dim) == (TINY.n_layers, TINY.dim)
+    assert mine.asked == ["list", "config.json"]
+    assert hub.find(MINE) is None
+    assert model_numbers(recipe) == numbers
+    assert mine.asked == ["list", "config.json"]
+    # What the plan left in the cache is no model, and is none of the checks of a later download.
+    assert open_weights.read(MINE).config == TINY
+
+
+def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> None:
+    """`data/weights/NAME.pth` without a configuration that says anything, beside files of other models."""
+    directory = esmc_files.write(tmp_path / "esmc", "C", esmc_files.random_esmc())
+    file = "data/weights/esmc_tiny_2024_12_v0.pth"
+    other = "data/weights/esm3_structure_encoder_v0.pth"
+    mine.files = {"config.json": b"{}", file: (directory / file).read_bytes(), other: b"", "README.md": b"a card"}
+    found = open_weights.read(MINE)
+    assert (found.config.family, found.config.dim) == ("esmc", esmc_files.WIDTH)
+    assert mine.asked == ["list", file, "config.json"]
+    made = hub.fetch(MINE, tmp_path / "copied")
+    assert (made / file).read_bytes() == mine.files[file]
+    assert not (made / file).is_symlink()
+    assert open_weights.read(str(made)).config == found.config
+    mine.sent[file] = flip(mine.files[file])
+    shutil.rmtree(tmp_path / "hf")
+    assert "was announced" in refused_model(MINE)
+
+
 def test_the_released_names() -> None:
-    assert len(hub.RELEASED) == 12
-    assert {repository.split("/")[0] for repository in hub.RELEASED.values()} == {"facebook"}
-    assert hub.RELEASED["esm1v_t33_650M_UR90S_1"] == "facebook/esm1v_t33_650M_UR90S_1"
-    assert "esm1v_t33_650M_UR90S_6" not in hub.RELEASED
+    owners = {name: {one.repository.split("/")[0] for one in f.released.values()} for name, f in FAMILIES.items()}
+    assert owners == {"esm2": {"facebook"}, "esmc": {"biohub"}, "esm3": {"biohub"}, "amplify": {"chandar-lab"}}
+    assert len(FAMILIES["esm2"].released) == 12
+    assert released_name("esm2_t6_8M_UR50D") == released_name("facebook/esm2_t6_8M_UR50D") == "esm2_t6_8M_UR50D"
+    assert released_name("biohub/ESMC-300M") == "esmc_300m"
+    assert released_name("lab/esm2_t6_8M_UR50D") is None
+    assert RELEASED["esm1v_t33_650M_UR90S_1"].repository == "facebook/esm1v_t33_650M_UR90S_1"
+    assert "esm1v_t33_650M_UR90S_6" not in RELEASED
 
 
 def test_the_module_is_read_without_torch_and_without_the_library() -> None:

@@ -15,14 +15,16 @@ from torch import nn
 from transformers import EsmForMaskedLM, EsmModel
 
 from esmshard.batch import TokenBatch
-from esmshard.model.config import LINEAR, EsmConfig
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.lora import LoraLinear, add_lora, lora_names, merged
-from esmshard.model.trunk import ESM2
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.adapter import adapter_config, peft_name, write_adapter
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
-SOME: list[Collection[str]] = [tuple(LINEAR), ["k"], ["q", "v"], ["out", "fc1"], ["fc2", "k"]]
+TARGETS = ("q", "k", "v", "out", "fc1", "fc2")
+SOME: list[Collection[str]] = [TARGETS, ["k"], ["q", "v"], ["out", "fc1"], ["fc2", "k"]]
 ALPHA, RANK = 6.0, 3
 
 
@@ -30,7 +32,7 @@ def adapted(family: str, targets: Collection[str]) -> tuple[ESM2, ESM2]:
     """A model with a LoRA that does something, and its base."""
     reference = fair_esm(SMALL[family])
     model, base = (ours(reference, SMALL[family]) for _ in range(2))
-    added = add_lora(model.layers, RANK, ALPHA, targets)
+    added = add_lora(model.layers, model.config.matrices, RANK, ALPHA, targets)
     state = model.state_dict()
     with torch.no_grad():
         for name, reader in open_weights.drawn(SMALL[family], added, seed=5).items():
@@ -153,7 +155,7 @@ def test_names_and_shapes_and_first_values() -> None:
     with torch.device("meta"):
         model = ESM2(config)
     before = dict(model.named_parameters())
-    added = add_lora(model.layers, 3, 1.0, ["fc2", "q"])
+    added = add_lora(model.layers, model.config.matrices, 3, 1.0, ["fc2", "q"])
     assert added == {
         "layers.0.self_attn.q_proj.lora_A.weight": (3, 32),
         "layers.0.self_attn.q_proj.lora_B.weight": (32, 3),
@@ -189,7 +191,7 @@ def a_name() -> str:
 
 
 @pytest.mark.parametrize(
-    ("targets", "bias"), [(tuple(LINEAR), "all"), (["q", "out"], "none"), (["k", "v", "fc2"], "all")], ids=str
+    ("targets", "bias"), [(TARGETS, "all"), (["q", "out"], "none"), (["k", "v", "fc2"], "all")], ids=str
 )
 def test_peft_reads_what_we_write(targets: Collection[str], bias: str, tmp_path: Path) -> None:
     """Unmerged, merged, and `transformers` with PEFT: the same logits. Every key is used, none is missed."""
@@ -208,9 +210,9 @@ def test_peft_reads_what_we_write(targets: Collection[str], bias: str, tmp_path:
         if "lora_" in name or (bias == "all" and name.startswith(("layers.", "emb_l")) and name.endswith("bias"))
     }
     head = {"head.out.bias": torch.tensor([3.0])}
-    settings = adapter_config(str(tmp_path / "base"), config.n_layers, RANK, ALPHA, targets, bias)
+    settings = adapter_config(str(tmp_path / "base"), config, RANK, ALPHA, targets, bias)
     (tmp_path / "adapter").mkdir()
-    write_adapter(tmp_path / "adapter", settings, targets, trained | head)
+    write_adapter(tmp_path / "adapter", settings, config, targets, trained | head)
     assert load_file(tmp_path / "adapter" / "head.safetensors") == head
     again = open_weights.load_model(str(tmp_path / "adapter"))
     assert (logits(again, batch) - mine).abs().max() < 1e-5
@@ -249,7 +251,7 @@ def test_peft_reads_what_we_write(targets: Collection[str], bias: str, tmp_path:
     back = theirs.merge_and_unload().state_dict()
     for name, tensor in base.state_dict().items():
         if name.startswith("layers.") and name.endswith("weight"):
-            key = peft_name(name, []).removeprefix("base_model.model.")
+            key = peft_name(name, config, []).removeprefix("base_model.model.")
             assert (back[key] - merged(name, model.state_dict(), ALPHA / RANK)).abs().max() < 1e-6, name
             assert torch.equal(back[key], tensor) != (lora_names(name)[0] in trained)
 
@@ -264,7 +266,7 @@ def perturb_biases(model: ESM2) -> None:
 
 def test_the_configuration_names_each_layer_and_nothing_else(tmp_path: Path) -> None:
     """`dense` alone would give the LM head a LoRA too, whose B no file holds."""
-    written = adapter_config("facebook/esm2", 2, 4, 1.0, ["out", "q"], "none")
+    written = adapter_config("facebook/esm2", SIZES["nano"], 4, 1.0, ["out", "q"], "none")
     assert written["target_modules"] == [
         "encoder.layer.0.attention.self.query",
         "encoder.layer.0.attention.output.dense",
@@ -274,4 +276,4 @@ def test_the_configuration_names_each_layer_and_nothing_else(tmp_path: Path) -> 
     assert (written["r"], written["lora_alpha"], written["bias"]) == (4, 1.0, "none")
     assert written["base_model_name_or_path"] == "facebook/esm2"
     assert json.loads(json.dumps(written)) == written
-    assert adapter_config("facebook/esm2", 2, 4, 1.0, ["q"], "all")["bias"] == "all"
+    assert adapter_config("facebook/esm2", SIZES["nano"], 4, 1.0, ["q"], "all")["bias"] == "all"

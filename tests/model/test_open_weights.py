@@ -11,11 +11,11 @@ from model_files import SMALL, TINY, edit_pt, edit_tensors, fair_esm, tokenise, 
 from safetensors.torch import load, save_file
 
 from esmshard.errors import InputError
-from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_layouts import TIED
+from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.weights import open_weights
-from esmshard.model.weights.key_maps import TIED
 from esmshard.model.weights.open_weights import load_model
 
 

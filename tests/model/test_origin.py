@@ -8,7 +8,7 @@ import pytest
 from model_files import SMALL, fair_esm, ours, write_fair_esm, write_transformers
 
 from esmshard.errors import InputError
-from esmshard.model.config import SIZES
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights, origin
 
 

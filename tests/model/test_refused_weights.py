@@ -14,9 +14,9 @@ from model_files import SMALL, TINY, edit_config, edit_pt, edit_tensors, fair_es
 from safetensors.torch import load
 
 from esmshard.errors import InputError
-from esmshard.model.config import SIZES
+from esmshard.model.families.esm2.esm2_layouts import fair_esm_settings
+from esmshard.model.families.family_registry import RELEASED, SIZES
 from esmshard.model.weights import hub, open_weights
-from esmshard.model.weights.key_maps import fair_esm_settings
 from esmshard.model.weights.open_weights import load_model
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 31384421\n"
@@ -53,8 +53,10 @@ def refusal(model: str | Path, named: Path | None = None) -> str:
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
-    assert "no such file" in refusal(tmp_path / "nowhere")
-    assert "no such file" in refusal(tmp_path / "nowhere.pt")
+    for name in ("nowhere", "nowhere.pt"):
+        said = refusal(tmp_path / name)
+        assert "no such file" in said
+        assert "OWNER/NAME on the Hugging Face hub" in said
 
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_a_released_name_whose_file_is_of_another_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "fetch", lambda asked: {name: file}[asked])
-    assert name in hub.RELEASED
+    assert name in RELEASED
     with pytest.raises(InputError) as caught:
         open_weights.read(name)
     assert str(caught.value).startswith(f"{file}: not {name}, whose shape is another")
@@ -85,8 +87,8 @@ def test_a_released_name_whose_file_is_its_own(file: Path, monkeypatch: pytest.M
 # config.json
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another model type": ({"model_type": "bert"}, "model_type is 'bert' and not 'esm'"),
-    "no model type": ({"model_type": ...}, "model_type is None and not 'esm'"),
+    "another model type": ({"model_type": "bert"}, "model_type is 'bert' and not one of 'esm'"),
+    "no model type": ({"model_type": ...}, "model_type is None and not one of 'esm'"),
     "an ESMFold": ({"is_folding_model": True}, "it is an ESMFold"),
     "other positions": ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
     "no room for positions": ({"position_embedding_type": ..., "max_position_embeddings": 2}, "max_positions"),
@@ -99,6 +101,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         "position_embedding_type is 'relative'",
     ),
     "another vocabulary": ({"vocab_size": 64}, "vocab_size is 64"),
+    "a SaProt": ({"vocab_size": 446}, "as of a SaProt, whose tokens are pairs of a residue and a letter of structure"),
     "another feed-forward": ({"intermediate_size": 100}, "intermediate_size is 100"),
     "no number of layers": ({"num_hidden_layers": ...}, "num_hidden_layers"),
     "heads that do not divide": ({"num_attention_heads": 5}, "multiple of"),
@@ -179,6 +182,12 @@ def test_an_unexpected_key(key: str, directory: Path) -> None:
 def test_an_unexpected_key_in_a_pt_file(file: Path) -> None:
     edit_pt(file, lambda data: data["model"].update({"encoder.embed_positions.weight": torch.zeros(3)}))
     assert "embed_positions.weight do not belong" in refusal(file)
+
+
+def test_an_lm_head_with_a_matrix_of_its_own(directory: Path) -> None:
+    """As a model that was trained with `tie_word_embeddings: false`: here the two are one tensor."""
+    edit_tensors(directory, lambda state: state.update({"lm_head.decoder.weight": torch.zeros(33, TINY.dim)}))
+    assert "lm_head.weight is not embed_tokens.weight" in refusal(directory)
 
 
 def test_a_tensor_of_another_shape(directory: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from esmshard.batch import pack
 from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.data.structures.contact_labels import contact_labels
-from esmshard.model.config import SIZES, STARTER
+from esmshard.model.config import STARTER
 from esmshard.model.contacts import predict_contacts
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.recipe import recipe_file
 from esmshard.shipped import shipped

@@ -14,9 +14,10 @@ from transformers import EsmForMaskedLM
 
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
-from esmshard.model.config import EsmConfig
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.trunk import ESM2, EsmOutput
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.trunk import TrunkOutput
 from esmshard.model.weights.open_weights import load_model
 from esmshard.vocab import MASK, PAD, STANDARD
 
@@ -43,7 +44,7 @@ class Given(NamedTuple):
     model: ESM2
     texts: list[str]
     batch: TokenBatch
-    output: EsmOutput
+    output: TrunkOutput
     contacts: list[torch.Tensor]
     theirs: EsmForMaskedLM
     """`transformers`' model with the same weights."""

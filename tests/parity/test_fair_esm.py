@@ -8,9 +8,10 @@ import torch
 from model_files import fair_esm, ours, tokenise
 
 from esmshard.batch import TokenBatch
-from esmshard.model.config import SIZES
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.trunk import ESM2, EsmOutput
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.trunk import TrunkOutput
 from esmshard.vocab import MASK, STANDARD
 
 CONFIG = SIZES["esm2_t6_8M_UR50D"]
@@ -36,7 +37,7 @@ def sequences() -> list[str]:
 class Both(NamedTuple):
     model: ESM2
     batch: TokenBatch
-    output: EsmOutput
+    output: TrunkOutput
     contacts: list[torch.Tensor]
     reference: dict[str, list[dict]]
     """What fair-esm says of each sequence, `one by one` and in a `padded batch`, pads cut off."""

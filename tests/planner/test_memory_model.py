@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from esmshard.batch import pack
-from esmshard.model.config import SIZES
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.lora import add_lora
-from esmshard.model.trunk import ESM2
 from esmshard.planner import memory_model
 from esmshard.planner.memory_model import KINDS, Memory, largest_micro_batch, layer_bytes, memory
 from esmshard.recipe.sections import AdaptSettings
@@ -20,7 +20,7 @@ from esmshard.sharding.layout import Layout
 from esmshard.vocab import encode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from plan_model import MODEL
+from plan_model import MODEL, counted_numbers
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 MIB = 2**20
@@ -228,12 +228,13 @@ def test_padding_and_several_sequences() -> None:
 
 @pytest.mark.parametrize("targets", [None, "q k v out fc1 fc2", "q v", "k fc1", "out fc2 q"])
 @pytest.mark.parametrize("half", [False, True])
-def test_kept_bytes_are_those_that_autograd_keeps(half: bool, targets: str | None) -> None:
+@pytest.mark.parametrize("size", ["mini", "esmc_mini", "amplify_mini"])
+def test_kept_bytes_are_those_that_autograd_keeps(size: str, half: bool, targets: str | None) -> None:
     """Counted by the hooks of saved tensors, each storage once, parameters not. With and without a LoRA."""
-    config = SIZES["mini"]
-    model = ESM2(config)
+    config = SIZES[size]
+    model = build(config)
     if targets is not None:
-        add_lora(model.requires_grad_(False).layers, 4, 1.0, targets.split())
+        add_lora(model.requires_grad_(False).layers, config.matrices, 4, 1.0, targets.split())
     model.to(torch.bfloat16 if half else torch.float32)
     batch = pack([encode("ACDEFGHIKLMNPQRSTVWY" * n) for n in (5, 12, 3, 20)])
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -248,7 +249,7 @@ def test_kept_bytes_are_those_that_autograd_keeps(half: bool, targets: str | Non
         output = model(batch)
     counted = sum(t.untyped_storage().nbytes() for t in kept.values())
     layout = Layout(world_size=2, group=2, precision="bf16" if half else "fp32")
-    numbers = memory_model.of_model(model, config.dim, config.n_heads)
+    numbers = counted_numbers(model, config)
     predicted = config.n_layers * layer_bytes(numbers, layout, "cpu").kept * len(batch.tokens_T)
     assert output.representations
     # Besides the layers: embedding and last norm. Under a frozen embedding, the first layer's norm keeps nothing.
@@ -286,17 +287,17 @@ def test_a_frozen_trunk_keeps_nothing_and_has_no_backward_pass() -> None:
     assert (late.when, late.gradients) == ("backward pass of the head", 2 * 1_000_000)
 
 
-def test_of_model_counts_what_learns() -> None:
+def test_the_counted_numbers_are_those_of_what_learns() -> None:
     model = ESM2(SIZES["nano"])
     layer = 12 * 32 * 32 + 13 * 32
     model.contact_head.requires_grad_(False)
     model.layers[0].fc1.requires_grad_(False)
-    found = memory_model.of_model(model, 32, 4)
+    found = counted_numbers(model, SIZES["nano"])
     assert (found.n_layers, found.dim, found.n_heads, found.layer_parameters) == (2, 32, 4, layer)
     assert found.parameters == SIZES["nano"].n_parameters
     assert found.layer_trained == layer - (4 * 32 * 32 + 4 * 32) // 2, "of the two layers on average"
     assert found.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert found.inputs == memory_model.of_model(ESM2(SIZES["nano"]), 32, 4).inputs, (
+    assert found.inputs == counted_numbers(ESM2(SIZES["nano"]), SIZES["nano"]).inputs, (
         "the other layer keeps all of its inputs"
     )
     assert found.parameters - found.root_parameters == 2 * layer
@@ -374,15 +375,17 @@ def test_a_real_step_with_frozen_weights_takes_what_was_predicted(
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
-def test_a_real_step_on_two_ranks_takes_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", ["esm2_t6_8M_UR50D", "esmc_mini"])
+def test_a_real_step_on_two_ranks_takes_what_was_predicted(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import peaks
 
-    layout, tokens, length = Layout(world_size=2, group=2), 768, 128
-    numbers, head = peaks.numbers("esm2_t6_8M_UR50D"), peaks.head_bytes(tokens, length)
+    layout, length = Layout(world_size=2, group=2), 128
+    tokens = 768 if size.startswith("esm2") else 4096
+    numbers, head = peaks.numbers(size), peaks.head_bytes(tokens, length)
     predicted = memory(numbers, layout, tokens, head, "cpu").total
     for _ in range(3):  # see above
-        measured = peaks.measure("esm2_t6_8M_UR50D", layout, tokens, steps=2, length=length)
+        measured = peaks.measure(size, layout, tokens, steps=2, length=length)
         if min(measured) > 0.8 * predicted:
             break
     assert len(measured) == 2

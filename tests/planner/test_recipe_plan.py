@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from command import esmshard
+from plan_model import counted_numbers
 
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import SIZES
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import hub
-from esmshard.planner import memory_model, recipe_plan
+from esmshard.planner import recipe_plan
 from esmshard.planner.cost import Work, cost
 from esmshard.planner.machines import parse
 from esmshard.planner.parameter_counts import numbers_of
@@ -339,13 +340,13 @@ def test_frozen_weights_are_planned_with() -> None:
 @pytest.mark.parametrize("size", ["nano", "esm2_t12_35M_UR50D", "esm1b_t33_650M_UR50S"])
 def test_the_numbers_of_a_model_are_those_that_it_has(size: str, adapt: dict[str, Any], name: str) -> None:
     settings = {"contact": ContactSettings(name="contact", channels=12, blocks=2), "mlm": MlmSettings(name="mlm")}[name]
-    config = SIZES[size]
+    config, task = SIZES[size], new_task(settings, {})
     with torch.device("meta"):
-        model = FineTuner(ESM2(config), new_task(settings, {}).head(config))
+        model = FineTuner(ESM2(config), task.head(config))
     model.adapt(AdaptSettings(**adapt), 0)
-    head = settings.head_parameters(config)
-    found = numbers_of(config, head, AdaptSettings(**adapt), logits=name == "mlm")
-    assert found == memory_model.of_model(model, config.dim, config.n_heads)
+    found = numbers_of(config, task.head_parameters(config), AdaptSettings(**adapt), logits=settings.trains_lm_head)
+    assert settings.head_parameters(config) == task.head_parameters(config)
+    assert found == counted_numbers(model, config)
 
 
 def test_a_plan_needs_no_torch() -> None:

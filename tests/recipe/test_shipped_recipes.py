@@ -9,16 +9,24 @@ import numpy as np
 import pytest
 from conftest import write_subset
 
+from esmshard.model.families.family_registry import SIZES
 from esmshard.predict.predictions import predict
 from esmshard.predict.variant_ranking import predict as rank
 from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import Recipe
 from esmshard.report.text.html_report import report
 from esmshard.shipped import shipped
 from esmshard.tasks import intervals
 from esmshard.train import finetune
 
-SMALL = ("model.name=nano", "init=random", "train.epochs=null", "train.steps=2", "train.eval_every=1")
+SMALL = ("init=random", "train.epochs=null", "train.steps=2", "train.eval_every=1")
 SMALL += ("batch.global_tokens=800", "batch.tokens_per_rank=800", "data.max_length=128", "parallel.precision=fp32")
+
+
+def small(recipe: Recipe) -> list[str]:
+    """Overrides that make a recipe small, with the smallest model of its family."""
+    family = SIZES[recipe.model.name].family
+    return [f"model.name={'nano' if family == 'esm2' else f'{family}_nano'}", *SMALL]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,7 @@ def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
     shutil.copy(shipped("recipes") / f"{name}.yaml", copy)
     given = recipe_file.load(copy)
     splits = [f"data.{split}={data / split}.fasta" for split in ("train", "valid", "test")]
-    recipe = recipe_file.load(copy, [*SMALL, *splits, f"out={tmp_path / 'run'}"])
+    recipe = recipe_file.load(copy, [*small(given), *splits, f"out={tmp_path / 'run'}"])
     out = finetune.run(recipe)
     assert out is not None
     evaluation = json.loads((out / "evaluation.json").read_text())
@@ -99,14 +107,14 @@ def test_a_recipe_of_variants_runs(name: str, data: Path, tmp_path: Path, monkey
     changed = {row: [int(one[1:-1]) for one in row.split(",")[0].split(":")] for row in rows if row[:2] != "WT"}
     (tmp_path / "v.csv").write_text("\n".join([head, *(r for r, at in changed.items() if max(at) <= 40)]) + "\n")
     singles = 19 * 40
-    small = [option for option in SMALL if not option.startswith("batch.global_tokens")]
+    some = [one for one in small(recipe_file.load(copy)) if not one.startswith("batch.global_tokens")]
     fold = (
         f"data.table={tmp_path / 'v.csv'}",
         f"data.wild_type={tmp_path / 'wt.fasta'}",
         "data.folds=5",
         "data.fold=0",
     )
-    out = finetune.run(recipe_file.load(copy, [*small, *fold, "task.zero_shot=false", f"out={tmp_path / 'run'}"]))
+    out = finetune.run(recipe_file.load(copy, [*some, *fold, "task.zero_shot=false", f"out={tmp_path / 'run'}"]))
     assert out is not None
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["metrics"]["fine-tuned"]["Spearman"]["value"] is not None

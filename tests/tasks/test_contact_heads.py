@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.launch.process_group import World
-from esmshard.model.config import SIZES
+from esmshard.model import weight_reader
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.trunk import ESM2
-from esmshard.model.weights import open_weights, weight_reader
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.sharding.layout import Layout

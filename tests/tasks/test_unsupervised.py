@@ -14,8 +14,8 @@ from esmshard.batch import pack
 from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError
 from esmshard.model.attention import attention_map
-from esmshard.model.config import EsmConfig
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.tasks.contact import contact_task, unsupervised
 from esmshard.tasks.contact.contact_precision import contact_precision, valid_pairs
 from esmshard.tasks.contact.contact_settings import ContactSettings

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import esmshard
 from held_runs import Hold
 
 from esmshard.checkpoint import manifest, sharded
@@ -135,18 +136,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
 def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_path: Path) -> None:
     """On two processes; then to the end, with the losses of an unbroken run."""
     out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "esmshard",
-        "finetune",
-        str(finished / "tiny.yaml"),
-        f"out={out}",
-        "--nproc",
-        "2",
-        "--no-report",
-    ]
-    command += ["--resume", "auto", *OPTIONS, "checkpoint.async_save=true"]
+    arguments = ["finetune", str(finished / "tiny.yaml"), f"out={out}", "--nproc", "2", "--no-report"]
+    arguments += ["--resume", "auto", *OPTIONS, "checkpoint.async_save=true"]
+    command = [sys.executable, "-m", "esmshard", *arguments]
     held = Hold(tmp_path / "hold", 1)
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **held.environment})
     held.wait(lambda: started.poll() is not None)
@@ -162,7 +154,7 @@ def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_pat
     words = rf"stopped by SIG(TERM|USR1) after step {status['step']} of 6, which is saved; go on with --resume auto"
     assert re.search(words, said), said
     assert manifest.newest_good(out / "checkpoints", print) == manifest.path_of(out / "checkpoints", status["step"])
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = esmshard(*arguments)
     assert done.returncode == 0, done.stderr
     assert [loss for _, loss in losses(out)] == pytest.approx([loss for _, loss in losses(finished / "run")], abs=1e-4)
     assert "goodput " in done.stderr

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from esmshard.errors import InputError
-from esmshard.model.config import SIZES
-from esmshard.model.trunk import ESM2
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import SIZES
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.contact.contact_settings import ContactSettings

@@ -18,9 +18,11 @@ from model_files import SMALL, TINY, edit_tensors, fair_esm, write_fair_esm, wri
 from esmshard.batch import TokenBatch
 from esmshard.cli import app
 from esmshard.errors import InputError, UsageError
+from esmshard.model.families import family_registry
+from esmshard.model.families import peer as peers
+from esmshard.model.weight_reader import tensors
 from esmshard.model.weights.open_weights import Weights
-from esmshard.model.weights.weight_reader import tensors
-from esmshard.verify import peers
+from esmshard.verify import certificate as certificates
 from esmshard.verify.certificate import Certificate, certify, difference
 
 FASTA = ">one\nM\n>rare\nMKBUZOXTAYIAKQRQISFVKSHFSRQ\n>plain\nGSHMLEDPVDAFKLWQRNTC\n>long\n" + 4 * (
@@ -119,7 +121,9 @@ def with_another(peer: str, name: str) -> peers.MakePeer:
     def make(found: Weights, device: torch.device) -> peers.Peer:
         changed = found[name].clone()
         changed.view(-1)[0] += 1e-3
-        return peers.PEERS[peer](replace(found, read={**found.read, **tensors({name: changed})}), device)
+        return family_registry.peers_of(found.config)[peer](
+            replace(found, read={**found.read, **tensors({name: changed})}), device
+        )
 
     return make
 
@@ -292,7 +296,9 @@ def test_a_difference_is_one_sentence_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(peers.PEERS, "fair-esm", _other_bias(peers.PEERS["fair-esm"]))
+    known = family_registry.peers_of(TINY)
+    theirs = known | {"fair-esm": _other_bias(known["fair-esm"])}
+    monkeypatch.setattr(certificates, "peers_of", lambda config: theirs)
     out = tmp_path / "c.json"
     monkeypatch.setattr(sys, "argv", ["esmshard", "verify", str(tiny), "--fasta", str(fasta), "-o", str(out)])
     with pytest.raises(SystemExit) as left:

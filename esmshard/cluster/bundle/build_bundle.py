@@ -34,7 +34,8 @@ from esmshard.cluster.bundle.drivers import WHEELS, version_of
 from esmshard.cluster.bundle.own_wheel import own_wheel
 from esmshard.cluster.bundle.wheelhouse import Package, Target, WheelIndex
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json, sha256
+from esmshard.files import is_hub_name, read_json, sha256
+from esmshard.model.families.family_registry import RELEASED
 from esmshard.model.weights import hub
 from esmshard.progress import Progress, say
 
@@ -89,8 +90,8 @@ def check(request: BundleRequest) -> None:
     """
     problems = []
     for name in request.weights:
-        if name not in hub.RELEASED:
-            problems.append(f"--weights {name}: not a released model{_near(name, list(hub.RELEASED))}")
+        if name not in RELEASED and not is_hub_name(name):
+            problems.append(f"--weights {name}: not a released model{_near(name, list(RELEASED))}")
     for extra in request.extras:
         if extra not in (*EXTRAS, "all"):
             problems.append(f"--extras {extra}: no such part{_near(extra, [*EXTRAS, 'all', 'none'])}")
@@ -262,8 +263,8 @@ def _fetch_wheels(partial: _Partial, wheels: Path, own: str, request: BundleRequ
 
 
 def _weights(partial: _Partial, name: str) -> str:
-    """Fetch a released model into the bundle's own cache, and return its revision on the hub."""
-    top = partial.directory / _HUB / f"models--{hub.RELEASED[name].replace('/', '--')}"
+    """Fetch a model into the bundle's own cache, and return its revision on the hub."""
+    top = partial.directory / _HUB / f"models--{hub.repository(name).replace('/', '--')}"
     known = [file for file in partial.sums if (partial.directory / file).is_relative_to(top)]
     # The revision is recorded last, so all files exist once it is recorded.
     if not (known and any(file.endswith("/refs/main") for file in known) and all(map(partial.holds, known))):
@@ -279,7 +280,7 @@ def _weights(partial: _Partial, name: str) -> str:
             revision = cached.name
         else:
             revision = _downloaded(name, partial.directory / _HUB, top)
-        for path in sorted((top / "snapshots" / revision).iterdir()):
+        for path in sorted(filter(Path.is_file, (top / "snapshots" / revision).rglob("*"))):
             partial.came(path)
         (top / "refs").mkdir(exist_ok=True)
         (top / "refs" / "main").write_text(revision, encoding="utf-8")
@@ -289,7 +290,7 @@ def _weights(partial: _Partial, name: str) -> str:
 
 def _verified(name: str, snapshot: Path) -> None:
     """Compare the weights of the user's cache with their sha256, which is their file name in the cache."""
-    for path in snapshot.iterdir():
+    for path in snapshot.rglob("*"):
         announced = path.resolve().name
         if re.fullmatch("[0-9a-f]{64}", announced) and sha256(path) != announced:
             raise InputError(
@@ -320,7 +321,7 @@ def _downloaded(name: str, cache: Path, top: Path) -> str:
     if process.returncode:
         raise InputError(message.removeprefix("error: ") or f"{name}: the download broke off; try again")
     snapshot = Path(printed)
-    for path in snapshot.iterdir():  # plain files, since not every file system has symbolic links
+    for path in list(snapshot.rglob("*")):  # plain files, since not every file system has symbolic links
         if path.is_symlink():
             blob = path.resolve()
             path.unlink()

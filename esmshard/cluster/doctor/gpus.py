@@ -2,14 +2,17 @@
 
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from esmshard.cluster.doctor.findings import Answer, Finding, Hangs, Level, Unanswered, ask, first_case, gib
+from esmshard.cluster.doctor.findings import Finding
+from esmshard.files import memory_text
 
-GROUP = "gpus"
+ANSWER = 15.0
+"""Seconds to wait for nvidia-smi, which takes two or three without persistence mode."""
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """The last field of `nvidia-smi --query-gpu`, under its names from driver 535 on and before."""
@@ -30,8 +33,6 @@ LOST = "drain the node and reboot it; `dmesg | grep -i xid` shows what happened 
 """The fix for any other exit code, such as 15 for a GPU that has fallen off the bus."""
 
 MODULE = Path("/sys/module/nvidia/version")
-"""The version of the loaded driver, for containers without nvidia-smi."""
-
 
 FIELDS = (
     *("index", "uuid", "name", "driver_version", "compute_cap", "memory.total", "memory.free"),
@@ -66,10 +67,8 @@ class Card:
 
 
 def parse_cards(text: str) -> tuple[list[Card], list[str]]:
-    """Read the output of `nvidia-smi --query-gpu=FIELDS,REASONS --format=csv,noheader,nounits`.
-
-    Returns:
-        The GPUs, where a divided one (MIG) counts as one; and the lines that are no rows of the table.
+    """Read the answer to `--query-gpu=FIELDS,REASONS`: the GPUs, of which a divided one (MIG) counts as one, and the
+    lines that are no rows of the table.
     """
     cards, others = [], []
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -77,12 +76,10 @@ def parse_cards(text: str) -> tuple[list[Card], list[str]]:
         if len(cells) != len(FIELDS) + 1:
             others.append(line)
             continue
-        row = dict(zip((one.name for one in fields(Card)), cells, strict=True))
-        major, _, minor = (row["capability"] or "").partition(".")
-        row["capability"] = (int(major), int(minor)) if minor else None
-        for name in ("memory_total", "memory_free"):
-            row[name] = None if row[name] is None else row[name] << 20
-        cards.append(Card(**row))
+        index, uuid, name, driver, capability, total, free, *more = cells
+        major, _, minor = (capability or "").partition(".")
+        pair = (int(major), int(minor)) if minor else None
+        cards.append(Card(index, uuid, name, driver, pair, total and total << 20, free and free << 20, *more))
     return cards, others
 
 
@@ -121,88 +118,84 @@ def parse_processes(text: str) -> dict[str, list[str]]:
 def judge(cards: Sequence[Card], processes: dict[str, list[str]]) -> Iterator[Finding]:
     """Yield the problems of these GPUs. `processes` has the programs that run on each, by its UUID."""
     for card in cards:
-        heat = "" if card.temperature is None else f", {card.temperature} C"
-        free = "" if card.memory_free is None else f", {gib(card.memory_free)} of {gib(card.memory_total or 0)} free"
-        values = asdict(card) | {"capability": list(card.capability or ())}
-        yield Finding(GROUP, f"gpu {card.index}", "ok", f"{card.name}{free}{heat}", values=values)
-    for card in cards:
-        for name, level, found, fix, values in _troubles(card, processes.get(card.uuid, [])):
-            yield Finding(GROUP, f"gpu {card.index} {name}", level, f"GPU {card.index} {found}", fix, values)
+        yield from _judge_card(card, processes.get(card.uuid, []))
     kinds = sorted({(card.name, card.memory_total or 0) for card in cards})
     if len(kinds) > 1:
         found = f"the GPUs are unequal: {', '.join(name for name, _ in kinds)}"
         fix = "choose equal ones with CUDA_VISIBLE_DEVICES: each step waits for the slowest, and must fit the smallest"
-        yield Finding(GROUP, "equal", "warning", found, fix)
+        yield Finding("equal", "warning", found, fix)
     if cards and all(card.persistence == "Disabled" for card in cards):
         found = "persistence mode is off: the driver is loaded again, for seconds, whenever no program uses a GPU"
-        yield Finding(GROUP, "persistence", "note", found, "nvidia-smi -pm 1, as root")
+        yield Finding("persistence", "note", found, "nvidia-smi -pm 1, as root")
 
 
-def _troubles(card: Card, running: list[str]) -> Iterator[tuple[str, Level, str, str, dict[str, Any]]]:
-    """Yield name, level, sentence, fix and values of each problem of a GPU."""
-    total = card.memory_total or 0
+def _judge_card(card: Card, running: list[str]) -> Iterator[Finding]:
+    gpu, total = f"gpu {card.index}", card.memory_total or 0
+    heat = "" if card.temperature is None else f"{card.temperature} C"
+    free = "" if card.memory_free is None else f", {memory_text(card.memory_free)} of {memory_text(total)} free"
+    values = asdict(card) | {"capability": list(card.capability or ())}
+    yield Finding(gpu, "ok", f"{card.name}{free}{heat and f', {heat}'}", values=values)
     used = 0 if card.memory_free is None else total - card.memory_free
     if running or used > 0.1 * total:
-        by = f", by {', '.join(running)}" if running else ""
+        found = f"GPU {card.index} is in use: {memory_text(used)} of {memory_text(total)}"
+        found += f", by {', '.join(running)}" if running else ""
         fix = "wait for these programs or end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
-        values = {"used": used, "processes": running}
-        yield "free", "warning", f"is in use: {gib(used)} of {gib(total)}{by}", fix, values
+        yield Finding(f"{gpu} free", "warning", found, fix, {"used": used, "processes": running})
     if card.ecc_errors:
+        found = f"GPU {card.index} has had {card.ecc_errors} uncorrected memory errors"
         fix = "drain the node and reset or replace the GPU; until then leave it out with CUDA_VISIBLE_DEVICES"
-        yield "ecc", "error", f"has had {card.ecc_errors} uncorrected memory errors", fix, {"errors": card.ecc_errors}
+        yield Finding(f"{gpu} ecc", "error", found, fix, {"errors": card.ecc_errors})
     if card.mig == "Enabled":
+        found = f"GPU {card.index} is divided (MIG): a process sees one instance, and NCCL connects none"
         fix = "run one process on each instance with --nproc 1, or switch MIG off as root: nvidia-smi -mig 0"
-        yield "mig", "warning", "is divided (MIG): a process sees one instance, and NCCL connects none", fix, {}
+        yield Finding(f"{gpu} mig", "warning", found, fix)
     if card.compute_mode == "Prohibited":
-        yield "mode", "error", "takes no programs (compute mode Prohibited)", "nvidia-smi -c DEFAULT, as root", {}
+        found = f"GPU {card.index} takes no programs (compute mode Prohibited)"
+        yield Finding(f"{gpu} mode", "error", found, "nvidia-smi -c DEFAULT, as root")
     if reasons := [reason for bit, reason in THROTTLE.items() if (card.throttle or 0) & bit]:
-        heat = "" if card.temperature is None else f", at {card.temperature} C"
+        found = f"GPU {card.index} is slowed down: {', '.join(reasons)}{heat and f', at {heat}'}"
         fix = "check its cooling and power supply: nvidia-smi -q -d PERFORMANCE shows more"
-        yield "clocks", "warning", f"is slowed down: {', '.join(reasons)}{heat}", fix, {"bits": card.throttle}
+        yield Finding(f"{gpu} clocks", "warning", found, fix, {"bits": card.throttle})
 
 
-@dataclass
-class Seen:
-    """The NVIDIA driver and the visible GPUs of this machine, as `check` finds them."""
-
-    driver: str | None = None
-    cards: list[Card] = field(default_factory=list)
+def driver() -> str | None:
+    """Return the version of the loaded NVIDIA driver; None without one. Containers without nvidia-smi have it, too."""
+    return MODULE.read_text(encoding="utf-8").strip() if MODULE.is_file() else None
 
 
-def check(seen: Seen) -> Iterator[Finding]:
-    """Call nvidia-smi, fill `seen`, and yield findings; missing answers are findings, too."""
-    seen.driver = MODULE.read_text(encoding="utf-8").strip() if MODULE.is_file() else None
+def check(cards: list[Card]) -> Iterator[Finding]:
+    """Call nvidia-smi, append the visible GPUs to `cards`, and yield findings; missing answers are findings, too."""
+    unknown = "so the state of the GPUs is not known"
     try:
         for reasons in REASONS:
-            answer = _smi(f"--query-gpu={','.join((*FIELDS, reasons))}")
-            if answer.code != INVALID:
+            answer = nvidia_smi(f"--query-gpu={','.join((*FIELDS, reasons))}")
+            if answer.returncode != INVALID:
                 break
-    except Unanswered as error:
-        found = f"{error}, so the state of the GPUs is not known"
-        yield first_case(
-            GROUP,
-            "nvidia-smi",
-            "no NVIDIA driver on this machine",
-            {},
-            (isinstance(error, Hangs), "error", found, f"a GPU hangs: {LOST}"),
-            (seen.driver, "note", found, ""),
-        )
+        running = nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    except subprocess.TimeoutExpired:
+        found = f"nvidia-smi did not answer within {ANSWER:g} s, {unknown}"
+        yield Finding("nvidia-smi", "error", found, f"a GPU hangs: {LOST}")
         return
-    every, others = parse_cards(answer.out)
-    if answer.code or others:
-        message = "; ".join([*others, *answer.err.split("\n")]).strip("; ") or "no message"
-        found, fix = f"nvidia-smi (exit code {answer.code}): {message}", EXIT_CODES.get(answer.code, LOST)
-        yield Finding(GROUP, "nvidia-smi", "error", found, fix, {"code": answer.code, "said": others})
-    if not every:
+    except OSError as error:
+        found = f"nvidia-smi cannot be run ({(error.strerror or str(error)).lower()}), {unknown}"
+        none = Finding("nvidia-smi", "ok", "no NVIDIA driver on this machine")
+        yield Finding("nvidia-smi", "note", found) if driver() else none
         return
+    every, others = parse_cards(answer.stdout)
+    if answer.returncode or others:
+        message = "; ".join([*others, *answer.stderr.split("\n")]).strip("; ") or "no message"
+        found = f"nvidia-smi (exit code {answer.returncode}): {message}"
+        fix = EXIT_CODES.get(answer.returncode, LOST)
+        yield Finding("nvidia-smi", "error", found, fix, {"code": answer.returncode, "said": others})
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen.driver, seen.cards = every[0].driver, visible(every, chosen)
-    running = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
-    yield from judge(seen.cards, {} if running.code else parse_processes(running.out))
-    if len(seen.cards) < len(every):
-        found = f"CUDA_VISIBLE_DEVICES={chosen} leaves {len(seen.cards)} of {len(every)} GPUs"
-        yield Finding(GROUP, "visible", "note", found, values={"visible": [card.index for card in seen.cards]})
+    cards += visible(every, chosen)
+    yield from judge(cards, {} if running.returncode else parse_processes(running.stdout))
+    if len(cards) < len(every):
+        found = f"CUDA_VISIBLE_DEVICES={chosen} leaves {len(cards)} of {len(every)} GPUs"
+        yield Finding("visible", "note", found, values={"visible": [card.index for card in cards]})
 
 
-def _smi(question: str) -> Answer:
-    return ask(["nvidia-smi", question, "--format=csv,noheader,nounits"])
+def nvidia_smi(query: str, form: str = "csv,noheader,nounits", *more: str) -> "subprocess.CompletedProcess[str]":
+    """Run nvidia-smi. `OSError` if it cannot be run, `subprocess.TimeoutExpired` if it does not answer."""
+    command = ["nvidia-smi", query, f"--format={form}", *more]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ANSWER, check=False)  # noqa: S603

@@ -7,26 +7,25 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from esmshard.cluster.doctor.findings import Case, Finding, first_case, gib
+from esmshard.cluster.doctor.findings import Finding
 from esmshard.cluster.doctor.links import names
+from esmshard.files import memory_text
 from esmshard.launch import cpu_limits
 
-GROUP = "machine"
 SHM = Path("/dev/shm")  # noqa: S108
 SHM_ENOUGH = 1 << 30
-"""Bytes of /dev/shm that are enough. Processes of one machine exchange tensors there; a container has 64 MiB by
-default.
-"""
+"""Bytes of /dev/shm that are enough for the processes of a machine. A container has 64 MiB by default."""
 OPEN_FILES = 1024
 
 
 def processors(usable: int, machine: int, processes: int) -> Finding:
     """Check whether each process of this machine has a core."""
     found = f"{usable} of {machine} cores" if usable < machine else f"{usable} cores"
-    fix = "give the job more: --cpus-per-task in Slurm, --cpus of the container; or start fewer processes"
     values = {"usable": usable, "machine": machine, "processes": processes}
-    few: Case = (usable < processes, "warning", f"{found} for {processes} processes", fix)
-    return first_case(GROUP, "cores", found, values, few)
+    if usable < processes:
+        fix = "give the job more: --cpus-per-task in Slurm, --cpus of the container; or start fewer processes"
+        return Finding("cores", "warning", f"{found} for {processes} processes", fix, values)
+    return Finding("cores", "ok", found, values=values)
 
 
 def memory(meminfo: str, limit: tuple[int, int] | None) -> Finding:
@@ -34,32 +33,29 @@ def memory(meminfo: str, limit: tuple[int, int] | None) -> Finding:
     kib = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
     total, free = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
     most, used = limit or (total, 0)
-    found = f"{gib(free)} of {gib(total)} available"
+    found = f"{memory_text(free)} of {memory_text(total)} available"
     if most < total:
-        found += f"; this job may have {gib(most)}, of which {gib(most - used)} are left"
-    more = "give the job more: --mem in Slurm, --memory of the container"
-    return first_case(
-        GROUP,
-        "memory",
-        found,
-        {"total": total, "available": free, "limit": limit and most, "used": limit and used},
-        (most < total and most - used < 0.1 * most, "warning", found, more),
-        (free < 0.1 * total, "warning", found, "see which programs use it: ps aux --sort=-rss | head"),
-    )
+        found += f"; this job may have {memory_text(most)}, of which {memory_text(most - used)} are left"
+    values = {"total": total, "available": free, "limit": limit and most, "used": limit and used}
+    if most < total and most - used < 0.1 * most:
+        fix = "give the job more: --mem in Slurm, --memory of the container"
+        return Finding("memory", "warning", found, fix, values)
+    if free < 0.1 * total:
+        return Finding("memory", "warning", found, "see which programs use it: ps aux --sort=-rss | head", values)
+    return Finding("memory", "ok", found, values=values)
 
 
 def shared_memory(total: int, free: int) -> Finding:
     """Check whether /dev/shm is large enough. Both numbers are bytes."""
-    found = f"{SHM} has {gib(free)} free of {gib(total)}; processes of this machine exchange tensors there"
-    larger = "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
-    return first_case(
-        GROUP,
-        "shm",
-        f"{SHM}: {gib(free)} of {gib(total)} free",
-        {"total": total, "free": free},
-        (total < SHM_ENOUGH, "warning", found, larger),
-        (free < SHM_ENOUGH, "warning", found, "remove what ended jobs left in /dev/shm"),
-    )
+    room = f"{memory_text(free)} free of {memory_text(total)}"
+    values = {"total": total, "free": free}
+    if free >= SHM_ENOUGH:
+        return Finding("shm", "ok", f"{SHM}: {room}", values=values)
+    fix = "remove what ended jobs left in /dev/shm"
+    if total < SHM_ENOUGH:
+        fix = "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+    found = f"{SHM} has {room}; processes of this machine exchange tensors there"
+    return Finding("shm", "warning", found, fix, values)
 
 
 def limits(files: int, most_files: int, memlock: int) -> Finding:
@@ -67,12 +63,13 @@ def limits(files: int, most_files: int, memlock: int) -> Finding:
 
     Too few bytes of locked memory are reported by `links.causes`, where they matter.
     """
-    locked = "unlimited" if memlock < 0 else gib(memlock)
+    locked = "unlimited" if memlock < 0 else memory_text(memlock)
     found = f"open files {'unlimited' if files < 0 else files}, locked memory {locked}"
-    root = "; root has to raise the hard limit first" if 0 <= most_files < OPEN_FILES else ""
     values = {"open_files": files, "open_files_hard": most_files, "memlock": memlock}
-    few: Case = (0 <= files < OPEN_FILES, "warning", found, f"ulimit -n 65536 before the run{root}")
-    return first_case(GROUP, "limits", found, values, few)
+    if 0 <= files < OPEN_FILES:
+        root = "; root has to raise the hard limit first" if 0 <= most_files < OPEN_FILES else ""
+        return Finding("limits", "warning", found, f"ulimit -n 65536 before the run{root}", values)
+    return Finding("limits", "ok", found, values=values)
 
 
 def missing_interfaces(present: Sequence[str], environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -81,7 +78,7 @@ def missing_interfaces(present: Sequence[str], environment: Mapping[str, str]) -
         value = environment.get(variable, "")
         if not names(value, present, prefixes=variable.startswith("NCCL")):
             found = f"{variable}={value}, but this machine has only {', '.join(present)}"
-            yield Finding(GROUP, "interface", "error", found, f"set {variable} to one of these")
+            yield Finding("interface", "error", found, f"set {variable} to one of these")
 
 
 def check(processes: int) -> Iterator[Finding]:

@@ -1,7 +1,6 @@
 """A recipe on this machine: whether its data and weights are present, whether it fits into memory, how it computes."""
 
 import difflib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,81 +8,72 @@ from pathlib import Path
 from typing import Any
 
 from esmshard.cluster.doctor import gpus
-from esmshard.cluster.doctor.findings import Case, Finding, first_case, gib, guarded
+from esmshard.cluster.doctor.findings import Finding, guarded
 from esmshard.errors import InputError, UsageError
+from esmshard.files import is_hub_name, memory_text
 from esmshard.planner.machines import CUDA_CONTEXT, GPUS, Machines, data_sheet
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 
-GROUP = "recipe"
 CORRECT = "correct what this names, in the recipe or its files"
 
 
 def check(name: str, overrides: Sequence[str], cards: Sequence[gpus.Card], processes: int, nodes: int) -> list[Finding]:
-    """Return all findings about a recipe, by file or name, on `nodes` such machines. Nothing is downloaded.
+    """Return all findings about a recipe, by file or name, on `nodes` such machines. Nothing is downloaded, but the
+    `config.json` of a repository of the hub that is in no local cache.
 
     Each machine runs so many processes, on the first of its `cards`, or on its CPU if there are none. `UsageError` if
     the recipe itself is wrong.
     """
-    recipe = _first_fold(name, overrides)
+    from esmshard.data.splits.variant_records import FOLDS
+
+    path = recipe_file.resolve(name)
+    recipe = recipe_file.load(path, overrides)
+    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold of several
+        recipe = recipe_file.load(path, [*overrides, f"data.folds={FOLDS}", "data.fold=0"])
     fix = "correct the path or the file (`data` of the recipe)"
-    weights, data = guarded(GROUP, partial(_weights, recipe)), guarded(GROUP, partial(_data, recipe), "data", fix)
-    memory = (
-        partial(_on_gpus, recipe, cards[:processes], nodes) if cards else partial(_on_cpu, recipe, processes, nodes)
-    )
+    weights, data = guarded("recipe", partial(_weights, recipe)), guarded("recipe", partial(_data, recipe), "data", fix)
+    memory = partial(_on_gpus, recipe, cards[:processes]) if cards else partial(_on_cpu, recipe, processes)
     findings = weights + data
     if all(finding.level == "ok" for finding in data):
-        findings += guarded(GROUP, memory, "memory", CORRECT)
-        if all(finding.level == "ok" for finding in weights):
-            findings += guarded(GROUP, partial(_prepared, recipe, processes, nodes), "checked", CORRECT)
-    return findings + guarded(GROUP, partial(_out, Path(recipe.out)))
-
-
-def _first_fold(name: str, overrides: Sequence[str]) -> Recipe:
-    """Return the recipe. For a table of variants, which is cross-validated, return the recipe of its first fold."""
-    path = recipe_file.resolve(name)
-    resolved = recipe_file.load(path, overrides)
-    if not resolved.divides_table:
-        return resolved
-    from esmshard.data.splits.variant_records import FOLDS
-    from esmshard.train.experiments.repeats import repeats
-
-    folds = None if resolved.data.split in ("mutations", "given") else FOLDS
-    return recipe_file.load(path, [*overrides, *repeats(resolved, 1, folds)[0].overrides])
+        findings += guarded("recipe", partial(memory, nodes), "memory", CORRECT)
+    if all(finding.level == "ok" for finding in weights + data):
+        findings += guarded("recipe", partial(_prepared, recipe, processes, nodes), "checked", CORRECT)
+    return findings + guarded("recipe", partial(_out, Path(recipe.out)))
 
 
 def _weights(recipe: Recipe) -> Iterator[Finding]:
     """Check whether the weights are on this machine."""
-    from esmshard.model.config import SIZES, STARTER
+    from huggingface_hub import constants
+
+    from esmshard.model.config import STARTER
+    from esmshard.model.families.family_registry import RELEASED, SIZES
     from esmshard.model.weights import hub, open_weights
 
-    name, fix = recipe.model.name, "correct model.name: a path, a released model (docs/method.md), or starter"
-    path = open_weights.place(name)
+    name = recipe.model.name
     values: dict[str, Any] = {"model": name}
-    if name not in SIZES and not path.exists():
-        close = difflib.get_close_matches(name, [*SIZES, STARTER], 1)
-        fix = f"pass model.name={close[0]}" if close else fix
-        found = f"{name}: no such file or directory, and no model of that name"
-        yield Finding(GROUP, "weights", "error", found, fix, values)
-    elif recipe.init == "random" and name in SIZES:
+    of_hub = (name in RELEASED or is_hub_name(name)) and not open_weights.place(name).exists()
+    cached = hub.find(name) if of_hub else None
+    if recipe.init == "random" and name in SIZES:
         found = f"{name} starts from random weights: none are needed"
-        yield Finding(GROUP, "weights", "ok", found, values=values)
-    elif name not in hub.RELEASED or path.exists():
+        yield Finding("weights", "ok", found, values=values)
+    elif not of_hub or (cached is not None and is_hub_name(name)):
         try:
             open_weights.read(name)
         except InputError as error:
-            yield Finding(GROUP, "weights", "error", str(error), fix, values)
+            close = difflib.get_close_matches(name, [*SIZES, STARTER], 1)
+            fix = "correct model.name: a path, a released model (README.md), OWNER/NAME, or starter"
+            yield Finding("weights", "error", str(error), f"pass model.name={close[0]}" if close else fix, values)
         else:
-            yield Finding(GROUP, "weights", "ok", f"{name} is present", values=values)
-    elif (cached := hub.find(name)) is not None:
-        yield Finding(GROUP, "weights", "ok", f"{name} is in {cached}", values=values | {"path": str(cached)})
+            yield Finding("weights", "ok", f"{name} is present", values=values)
+    elif cached is not None:
+        yield Finding("weights", "ok", f"{name} is in {cached}", values=values | {"path": str(cached)})
     else:
-        variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-        offline = [variable for variable in variables if os.environ.get(variable, "0") not in ("", "0")]
+        offline = constants.HF_HUB_OFFLINE
         fix = f"esmshard download {name}, where there is internet and the caches are shared"
-        found = f"{name} is in no cache, and {offline[0]} forbids to download it" if offline else ""
-        found = found or f"{name} is in no cache: the run would download it at its start"
-        yield Finding(GROUP, "weights", "error" if offline else "note", found, fix, values | {"path": None})
+        then = "and HF_HUB_OFFLINE forbids to download it" if offline else "and the run would download it at its start"
+        found = f"{name} is in no cache, {then}"
+        yield Finding("weights", "error" if offline else "note", found, fix, values | {"path": None})
 
 
 def _data(recipe: Recipe) -> Iterator[Finding]:
@@ -97,14 +87,17 @@ def _data(recipe: Recipe) -> Iterator[Finding]:
         except (InputError, OSError) as error:
             raise InputError(f"{name}: {error}") from None
     found = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    yield Finding(GROUP, "data", "ok", f"records: {found}", values=counts)
+    yield Finding("data", "ok", f"records: {found}", values=counts)
 
 
-def as_machines(cards: Sequence[gpus.Card], nodes: int) -> tuple[Machines, bool]:
-    """Return the GPUs for the planner, with the least memory that is free now, and whether it has their data sheet.
+def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Iterator[Finding]:
+    """Ask the planner, with the least memory that is free now on one of the GPUs.
 
     A GPU without a data sheet is planned with the speeds of an A100. They change the advice, and not what fits.
     """
+    from esmshard.planner.plan_text import keys
+    from esmshard.planner.recipe_plan import plan
+
     first = min(cards, key=lambda card: card.memory_total or 0)
     sheet = data_sheet(first.name, first.memory_total)
     known = [(card.memory_total, card.memory_free or card.memory_total) for card in cards if card.memory_total]
@@ -115,14 +108,7 @@ def as_machines(cards: Sequence[gpus.Card], nodes: int) -> tuple[Machines, bool]
         memory_bytes=min(rooms, default=sheet.memory_bytes if sheet else 0),
         has_bf16=(first.capability or (8, 0)) >= (8, 0),
     )
-    return Machines(gpu, len(cards), nodes), sheet is not None
-
-
-def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Iterator[Finding]:
-    from esmshard.planner.plan_text import keys
-    from esmshard.planner.recipe_plan import plan
-
-    machines, is_known = as_machines(cards, nodes)
+    machines, is_known = Machines(gpu, len(cards), nodes), sheet is not None
     planned, wanted = plan(recipe, machines), recipe.parallel
     choice = (wanted.strategy, wanted.activation_checkpointing, wanted.cpu_offload)
     own = next((o for o in planned.options if (o.strategy, o.checkpointing, o.cpu_offload) == choice), None)
@@ -132,15 +118,15 @@ def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Iterator
         values |= {"strategy": own.strategy, "fits": own.fits, "total": own.memory.total, "tokens": own.tokens}
         if own.fits:
             found = f"fits on {where}: {own.strategy}, {own.tokens:,} tokens a rank at a time, "
-            found += f"{gib(own.memory.total)} of {gib(planned.room)}"
-            yield Finding(GROUP, "memory", "ok", found, values=values)
+            found += f"{memory_text(own.memory.total)} of {memory_text(planned.room)}"
+            yield Finding("memory", "ok", found, values=values)
             return
     found, _, fix = planned.reasons()[0].partition("; ")
     if planned.best is not None:
         why = (own.impossible if own else "") or "does not fit"
         found = f"{wanted.strategy} with checkpointing {wanted.activation_checkpointing} on {where}: {why}"
         fix = f"pass {' '.join(keys(planned))}"
-    yield Finding(GROUP, "memory", "error", found, fix, values)
+    yield Finding("memory", "error", found, fix, values)
 
 
 def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
@@ -163,13 +149,15 @@ def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
     largest, wanted = max(batches.largest(room), batches.longest), recipe.batch.tokens_per_rank
     tokens = largest if wanted == "auto" else wanted
     need = batches.memory(tokens, -(-batches.share // tokens)).total
-    found = f"{processes} process{'es' * (processes > 1)} of this CPU: {tokens:,} tokens at a time, {gib(need)} of "
-    found += f"{gib(room)} each"
+    found = f"{processes} process{'es' * (processes > 1)} of this CPU: {tokens:,} tokens at a time, "
+    found += f"{memory_text(need)} of {memory_text(room)} each"
+    values = {"room": room, "total": need, "tokens": tokens, "strategy": laid_out.strategy, "fits": need <= room}
+    if need <= room:
+        yield Finding("memory", "ok", f"fits into {found}", values=values)
+        return
     lower = "" if tokens <= largest else f"batch.tokens_per_rank={largest}, "
     fix = f"pass {lower}parallel.activation_checkpointing=full or a lower data.max_length, or take more machines"
-    values = {"room": room, "total": need, "tokens": tokens, "strategy": laid_out.strategy, "fits": need <= room}
-    case: Case = (need > room, "error", f"does not fit into {found}", fix)
-    yield first_case(GROUP, "memory", f"fits into {found}", values, case)
+    yield Finding("memory", "error", f"does not fit into {found}", fix, values)
 
 
 def _prepared(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
@@ -179,7 +167,7 @@ def _prepared(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
 
     job = prepare(recipe, processes * nodes, processes, own_device(0, processes))
     found = f"{job.recipe.task.name}, {job.weights.config.n_parameters:,} parameters, {job.steps} steps"
-    yield Finding(GROUP, "checked", "ok", found, values={"steps": job.steps})
+    yield Finding("checked", "ok", found, values={"steps": job.steps})
 
 
 def _out(out: Path) -> Iterator[Finding]:
@@ -189,7 +177,7 @@ def _out(out: Path) -> Iterator[Finding]:
         check_out(out, None, overwrite=False)
     except UsageError as error:
         found, _, fix = str(error).partition("; ")
-        yield Finding(GROUP, "out", "note", found, fix, {"path": str(out)})
+        yield Finding("out", "note", found, fix, {"path": str(out)})
 
 
 def written_bytes(recipe: Recipe) -> int:
@@ -208,18 +196,13 @@ def written_bytes(recipe: Recipe) -> int:
 
 
 def arithmetic(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say how a rank computes on its own device, from device, precision, wanted, kernel and precision_error of `facts`
-    (`doctor_ranks.facts`).
-    """
+    """Say how a rank computes on its own device, from its `doctor_ranks.facts`."""
     values = {key: facts[key] for key in ("device", "precision", "wanted", "kernel")}
     found = "precision {wanted} is {precision} on {device}; attention kernel: {kernel}".format(**values)
-    is_padded = facts["kernel"] == "padded" and facts["device"].startswith("cuda")
-    padded = f"{found}, which pads every batch to its longest protein; the packed one needs bf16 or fp16 from Ampere on"
-    yield first_case(
-        GROUP,
-        "precision",
-        found,
-        values,
-        ("precision_error" in facts, "error", facts.get("precision_error", ""), "set parallel.precision=auto"),
-        (is_padded, "note", padded, ""),
-    )
+    if "precision_error" in facts:
+        yield Finding("precision", "error", facts["precision_error"], "set parallel.precision=auto", values)
+    elif facts["kernel"] == "padded" and facts["device"].startswith("cuda"):
+        found += ", which pads every batch to its longest protein; the packed one needs bf16 or fp16 from Ampere on"
+        yield Finding("precision", "note", found, values=values)
+    else:
+        yield Finding("precision", "ok", found, values=values)

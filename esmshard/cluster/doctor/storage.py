@@ -4,14 +4,15 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from esmshard.cluster.doctor.findings import Case, Finding, first_case, gib
+from esmshard.cluster.doctor.findings import Finding
+from esmshard.files import size_text
 
-GROUP = "storage"
+MOUNTS = Path("/proc/self/mountinfo")
 MOST = 256 << 20
 """The most bytes of the test file."""
 PATIENCE = 0.7
@@ -32,52 +33,36 @@ ANOTHER = {
 """The fix, by the role of a directory: out, cache or TMPDIR."""
 
 
-@dataclass(frozen=True)
-class Mount:
-    """A mounted file system."""
+def mount_of(path: Path, mounts: str) -> tuple[str, str, str] | None:
+    """Return mount point, type (such as nfs4) and source of the file system that holds a path.
 
-    point: str
-    kind: str
-    """The type, such as ext4, nfs4, overlay."""
-    source: str
-
-
-def parse_mounts(text: str) -> list[Mount]:
-    """Read the lines of /proc/self/mountinfo (proc(5)), which writes blanks in paths as octal numbers."""
-    found = []
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        left, right = before.split(), after.split()
-        if len(left) >= 5 and len(right) >= 2:
-            point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), left[4])
-            found.append(Mount(point, right[0], right[1]))
+    `mounts` is the text of /proc/self/mountinfo (proc(5)), which writes blanks as octal numbers. If several file
+    systems are mounted at one point, the last one counts.
+    """
+    found = None
+    for escaped, kind, source in re.findall(r"^(?:\S+ ){4}(\S+) .* - (\S+) (\S+)", mounts, re.MULTILINE):
+        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)
+        if path.is_relative_to(point) and (found is None or len(point) >= len(found[0])):
+            found = point, kind, source
     return found
 
 
-def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
-    """Return the mount that holds a path: the deepest one, and the last one mounted if several are at one point."""
-    holding = [mount for mount in mounts if path.is_relative_to(mount.point)]
-    return max(reversed(holding), key=lambda mount: len(Path(mount.point).parts), default=None)
-
-
-def kind(role: str, path: Path, mount: Mount) -> Finding:
-    """Check whether the files of a directory outlive the job, and whether TMPDIR is local."""
-    found = f"{path} is on {mount.kind} ({mount.point})"
-    values = {"path": str(path), "type": mount.kind, "mount": mount.point, "source": mount.source}
-    container = 'mount a directory of the machine into the container: docker run -v "$PWD:/work"'
-    local = "set TMPDIR to a disk of this machine: sockets and small files go there"
-    is_out, is_volatile = role == "out", mount.kind in VOLATILE
-    is_remote = role == "TMPDIR" and mount.kind in NETWORK
-    return first_case(
-        GROUP,
-        f"{role} type",
-        found,
-        values,
-        (is_out and mount.kind in LAYERED, "warning", f"{found}, which is removed with the container", container),
-        (is_out and is_volatile, "warning", f"{found}, which is memory and gone after a restart", ANOTHER[role]),
-        (is_remote, "warning", f"{found}, over the network", local),
-        (role == "TMPDIR" and is_volatile, "note", f"{found}: its files take memory", ""),
-    )
+def kind(role: str, path: Path, point: str, mounted: str, source: str) -> Finding:
+    """Check whether the files of a directory outlive the job, and whether TMPDIR is local. See `mount_of`."""
+    found = f"{path} is on {mounted} ({point})"
+    values = {"path": str(path), "type": mounted, "mount": point, "source": source}
+    finding = partial(Finding, f"{role} type", values=values)
+    if role == "out" and mounted in LAYERED:
+        fix = 'mount a directory of the machine into the container: docker run -v "$PWD:/work"'
+        return finding("warning", f"{found}, which is removed with the container", fix)
+    if role == "out" and mounted in VOLATILE:
+        return finding("warning", f"{found}, which is memory and gone after a restart", ANOTHER[role])
+    if role == "TMPDIR" and mounted in NETWORK:
+        fix = "set TMPDIR to a disk of this machine: sockets and small files go there"
+        return finding("warning", f"{found}, over the network", fix)
+    if role == "TMPDIR" and mounted in VOLATILE:
+        return finding("note", f"{found}: its files take memory")
+    return finding("ok", found)
 
 
 def space(role: str, path: Path, free: int, inodes: int | None, needed: int) -> Finding:
@@ -85,19 +70,15 @@ def space(role: str, path: Path, free: int, inodes: int | None, needed: int) -> 
 
     `free` is in bytes. So many `inodes` (files) can still be made; None if the file system does not count them.
     """
-    found = f"{path}: {gib(free)} free" + (f", and the run writes {gib(needed)}" if needed else "")
+    found = f"{path}: {size_text(free)} free" + (f", and the run writes {size_text(needed)}" if needed else "")
     fix = f"remove old files, or {ANOTHER[role]}" + (", or lower checkpoint.keep" if needed else "")
     values = {"path": str(path), "free": free, "inodes": inodes, "needed": needed}
-    few = f"{path}: no more than {inodes or 0:,} files can be made (inodes)"
-    return first_case(
-        GROUP,
-        f"{role} space",
-        found,
-        values,
-        (needed and free < needed, "error", found, fix),
-        (free < 1 << 30 or free < 1.5 * needed, "warning", found, fix),
-        (inodes is not None and inodes < INODES, "warning", few, fix),
-    )
+    if free < max(1 << 30, 1.5 * needed):
+        return Finding(f"{role} space", "error" if free < needed else "warning", found, fix, values)
+    if inodes is not None and inodes < INODES:
+        found = f"{path}: no more than {inodes:,} files can be made (inodes)"
+        return Finding(f"{role} space", "warning", found, fix, values)
+    return Finding(f"{role} space", "ok", found, values=values)
 
 
 def semantics(folder: Path) -> str:
@@ -117,21 +98,13 @@ def semantics(folder: Path) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class DiskSpeed:
-    """The speed of a file system in bytes/s."""
+def speed(folder: Path, most: int = MOST, patience: float = PATIENCE) -> dict[str, float]:
+    """Write a file of at most `most` bytes for `patience` seconds, flush it, and read it. The caller removes it.
 
-    bytes: int
-    """The size of the file in bytes."""
-    write: float
-    """The writing speed, with fsync every 32 MiB and at the end."""
-    read: float
-    """The reading speed, after the kernel was asked to drop the file from its cache; a server may still have it cached.
+    Returns:
+        `bytes` of the file; `write`, in bytes/s, with fsync every 32 MiB and at the end; `read`, in bytes/s, after the
+        kernel was asked to drop the file from its cache. A server may still have it cached.
     """
-
-
-def speed(folder: Path, most: int = MOST, patience: float = PATIENCE) -> DiskSpeed:
-    """Write a file of at most `most` bytes for `patience` seconds, flush it, and read it. The caller removes it."""
     block = os.urandom(BLOCK)  # no file system compresses random bytes
     written, began = 0, time.perf_counter()
     with open(folder / "speed", "xb", buffering=0) as file:
@@ -141,26 +114,24 @@ def speed(folder: Path, most: int = MOST, patience: float = PATIENCE) -> DiskSpe
                 os.fsync(file)
         os.fsync(file)
         write = written / (time.perf_counter() - began)
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError, AttributeError):  # macOS has no such call
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     read, began = 0, time.perf_counter()
     with open(folder / "speed", "rb", buffering=0) as file:
         while time.perf_counter() - began < patience / 2 and (part := file.read(BLOCK)):
             read += len(part)
-    return DiskSpeed(written, write, read / (time.perf_counter() - began))
+    return {"bytes": written, "write": write, "read": read / (time.perf_counter() - began)}
 
 
-def directory(role: str, path: Path, mounts: Sequence[Mount], needed: int, measured: set[int]) -> Iterator[Finding]:
+def directory(role: str, path: Path, mounts: str, needed: int, measured: set[int]) -> Iterator[Finding]:
     """Check one directory, or the nearest one above it that exists: type, room, rights, semantics and speed.
 
     `measured` has the device numbers of disks that were timed, so that each is timed once. This disk is added.
     """
     absolute = path.expanduser().absolute()
     here = next(one for one in (absolute, *absolute.parents) if one.is_dir()).resolve()
-    mount = mount_of(here, mounts)
-    if mount is not None:
-        yield kind(role, here, mount)
+    if (mount := mount_of(here, mounts)) is not None:
+        yield kind(role, here, *mount)
     known = os.statvfs(here)
     free = known.f_bavail * known.f_frsize
     yield space(role, here, free, known.f_favail if known.f_files else None, needed)
@@ -169,30 +140,32 @@ def directory(role: str, path: Path, mounts: Sequence[Mount], needed: int, measu
     except OSError as error:
         message = (error.strerror or str(error)).lower()
         found, fix = f"{here}: nothing can be written there ({message})", f"{ANOTHER[role]}, or get write access"
-        yield Finding(GROUP, f"{role} writable", "error", found, fix, {"path": str(here), "error": message})
+        yield Finding(f"{role} writable", "error", found, fix, {"path": str(here), "error": message})
         return
     with folder as name:
         if wrong := semantics(Path(name)):
             fix = f"{ANOTHER[role]}, on a disk of the machine or NFS 4"
-            yield Finding(GROUP, f"{role} files", "error", f"{here}: {wrong}", fix, {"wrong": [wrong]})
+            yield Finding(f"{role} files", "error", f"{here}: {wrong}", fix, {"wrong": [wrong]})
         if here.stat().st_dev in measured:
             return
         measured.add(here.stat().st_dev)
         disk = speed(Path(name), max(1 << 20, min(MOST, free // 4)))
-    found = f"{here}: writes {disk.write / 1e6:,.0f} MB/s to the disk, reads {disk.read / 1e6:,.0f} MB/s"
-    fix = "save less often (checkpoint.every), or choose a faster file system with out=DIR"
-    case: Case = (role == "out" and disk.write < SLOW, "warning", found, fix)
-    yield first_case(GROUP, f"{role} speed", found, {"path": str(here), **asdict(disk)}, case)
+    found = f"{here}: writes {disk['write'] / 1e6:,.0f} MB/s to the disk, reads {disk['read'] / 1e6:,.0f} MB/s"
+    finding = partial(Finding, f"{role} speed", values={"path": str(here), **disk})
+    if role == "out" and disk["write"] < SLOW:
+        fix = "save less often (checkpoint.every), or choose a faster file system with out=DIR"
+        yield finding("warning", found, fix)
+    else:
+        yield finding("ok", found)
 
 
 def check(out: Path, cache: Path, needed: int, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check the run's directory, to which the run writes `needed` bytes, the cache, and TMPDIR of the environment."""
-    mounts: list[Mount] = []
-    with suppress(OSError):
-        mounts = parse_mounts(Path("/proc/self/mountinfo").read_text(encoding="utf-8"))
+    mounts = MOUNTS.read_text(encoding="utf-8") if MOUNTS.is_file() else ""
     temporary = environment.get("TMPDIR") or "/tmp"  # noqa: S108
-    if environment.get("TMPDIR") and not Path(temporary).is_dir():
-        yield Finding(GROUP, "TMPDIR", "error", f"TMPDIR={temporary} is not a directory", f"mkdir -p {temporary}")
+    if not Path(temporary).is_dir():
+        yield Finding("TMPDIR", "error", f"TMPDIR={temporary} is not a directory", f"mkdir -p {temporary}")
     measured: set[int] = set()
-    for role, path, bytes_needed in (("out", out, needed), ("cache", cache, 0), ("TMPDIR", Path(temporary), 0)):
-        yield from directory(role, path, mounts, bytes_needed, measured)
+    yield from directory("out", out, mounts, needed, measured)
+    yield from directory("cache", cache, mounts, 0, measured)
+    yield from directory("TMPDIR", Path(temporary), mounts, 0, measured)

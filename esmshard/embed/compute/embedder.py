@@ -17,8 +17,9 @@ from esmshard.data.batching.packing import by_length
 from esmshard.embed.compute.outputs import Dtype, Long, Output
 from esmshard.model.contacts import ContactAccumulators
 from esmshard.model.threads import packs_at_once
-from esmshard.model.trunk import ESM2
+from esmshard.model.trunk import Trunk
 from esmshard.monitor.out_of_memory import is_out_of_memory
+from esmshard.vocab import VOCAB_SIZE
 
 Tokens = npt.NDArray[np.uint8]
 TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -66,7 +67,7 @@ class Embedder:
 
     def __init__(
         self,
-        esm: ESM2,
+        esm: Trunk,
         outputs: Sequence[Output],
         *,
         dtype: Dtype = "fp32",
@@ -75,7 +76,7 @@ class Embedder:
         device: torch.device | None = None,
         workers: int | None = None,
     ) -> None:
-        self.esm, self.outputs, self.long, self._dtype = esm, tuple(outputs), long.check(), TORCH[dtype]
+        self.esm, self.outputs, self.long, self._dtype = esm, tuple(outputs), long.for_family(esm.config), TORCH[dtype]
         self.device = device or next(esm.parameters()).device
         self._workers = workers or packs_at_once(self.device)
         self.tokens = tokens or PACK.get(self.device.type, GPU_PACK)
@@ -184,7 +185,7 @@ class Embedder:
                 part[f"residue_{layer}"], part[f"cls_{layer}"] = x_LD, x_TD[start]
         if found.logits_PV is not None:
             for part, x_LV in zip(parts, found.logits_PV.split(batch.lengths), strict=True):
-                part["logits"] = x_LV
+                part["logits"] = x_LV[:, :VOCAB_SIZE]  # ESM-C has more columns, which mean nothing.
         if sums is not None:
             for part, logits_1LL in zip(parts, sums.logits(), strict=True):
                 part["contacts"] = logits_1LL[0].sigmoid()

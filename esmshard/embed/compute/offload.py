@@ -17,8 +17,8 @@ import torch
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError, UsageError
 from esmshard.model.attention import OnAttention
-from esmshard.model.trunk import ESM2, EsmOutput
-from esmshard.model.weights.key_maps import TIED
+from esmshard.model.families import family_registry
+from esmshard.model.trunk import Trunk, TrunkOutput
 from esmshard.model.weights.open_weights import Weights
 from esmshard.progress import say
 
@@ -29,7 +29,7 @@ Place = int | str
 """A location in `accelerate`'s terms: the number of a GPU, `mps`, `cpu` or `disk`."""
 
 
-def offloaded(found: Weights, folder: Path, dtype: torch.dtype, device: torch.device) -> ESM2:
+def offloaded(found: Weights, folder: Path, dtype: torch.dtype, device: torch.device) -> Trunk:
     """Build a model in evaluation mode whose layers are on GPUs, in memory and on disk, in this order, as they fit.
 
     Its weights have no gradients. A batch may come from any device. Outputs, embedding, LM head and contact regression
@@ -54,7 +54,7 @@ def offloaded(found: Weights, folder: Path, dtype: torch.dtype, device: torch.de
     except ImportError:
         raise UsageError("--offload needs accelerate; pip install 'esmshard[big]'") from None
     with torch.device("meta"):
-        model = ESM2(found.config)
+        model = family_registry.build(found.config)
     model.to(dtype).requires_grad_(False).eval()
     main, places = _places(model, device, dtype)
     on_disk = sum(_bytes(model.get_submodule(name)) for name, place in places.items() if place == "disk")
@@ -68,7 +68,7 @@ def offloaded(found: Weights, folder: Path, dtype: torch.dtype, device: torch.de
     return model
 
 
-def _places(model: ESM2, device: torch.device, dtype: torch.dtype) -> tuple[Place, dict[str, Place]]:
+def _places(model: Trunk, device: torch.device, dtype: torch.dtype) -> tuple[Place, dict[str, Place]]:
     """Return the computing location, and the location of each layer and of each other part of the model, by name."""
     from accelerate import infer_auto_device_map
 
@@ -78,8 +78,9 @@ def _places(model: ESM2, device: torch.device, dtype: torch.dtype) -> tuple[Plac
     if main in budget:
         budget[main] -= sum(_bytes(model.get_submodule(part)) for part in parts)
     # Keys are layer numbers. A layer is not split, because the projections of its attention are read without a call.
+    block = type(model.layers[0]).__name__
     layers = infer_auto_device_map(
-        model.layers, max_memory=budget, no_split_module_classes=["TransformerLayer"], dtype=dtype, clean_result=False
+        model.layers, max_memory=budget, no_split_module_classes=[block], dtype=dtype, clean_result=False
     )
     return main, dict.fromkeys(parts, main) | {f"layers.{n}": place for n, place in layers.items()}
 
@@ -95,13 +96,13 @@ def _make_room(folder: Path, nbytes: int) -> None:
         )
 
 
-def _read_weights(model: ESM2, found: Weights, places: Mapping[str, Place], main: Place, folder: Path) -> None:
+def _read_weights(model: Trunk, found: Weights, places: Mapping[str, Place], main: Place, folder: Path) -> None:
     """Read the weights one by one, each to the location of its layer or part."""
     from accelerate.utils import offload_weight, save_offload_index, set_module_tensor_to_device
 
     index: dict[str, Any] = {}
     for name, tensor in model.state_dict().items():
-        if name == TIED:
+        if name in model.tied:
             continue
         place = places[".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])]
         value = found[name].to(tensor.dtype)
@@ -115,7 +116,7 @@ def _read_weights(model: ESM2, found: Weights, places: Mapping[str, Place], main
     save_offload_index(index, str(folder))
 
 
-def _dispatch(model: ESM2, places: dict[str, Place], main: Place, folder: Path | None) -> None:
+def _dispatch(model: Trunk, places: dict[str, Place], main: Place, folder: Path | None) -> None:
     """Let `accelerate` copy each layer to where it is computed. `folder` holds the layers on disk, if there are any."""
     from accelerate import dispatch_model
 
@@ -156,8 +157,8 @@ def _summary(places: Mapping[str, Place]) -> str:
     return "layers: " + ", ".join(f"{n} {names.get(str(place), f'on GPU {place}')}" for place, n in counts.items())
 
 
-def _on(forward: Callable[..., EsmOutput], device: torch.device) -> Callable[..., EsmOutput]:
-    """Wrap `ESM2.forward` so that input and output are on one device, and calls run one at a time.
+def _on(forward: Callable[..., TrunkOutput], device: torch.device) -> Callable[..., TrunkOutput]:
+    """Wrap `Trunk.forward` so that input and output are on one device, and calls run one at a time.
 
     With several GPUs, layers use each other's outputs, and an accumulator of contacts uses those of all layers.
     """
@@ -168,7 +169,7 @@ def _on(forward: Callable[..., EsmOutput], device: torch.device) -> Callable[...
         layers: Sequence[int] | None = None,
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
-    ) -> EsmOutput:
+    ) -> TrunkOutput:
         def on_qk(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
             assert on_attention is not None
             on_attention(layer, sequence, q_THK.to(device), k_THK.to(device))
@@ -180,6 +181,6 @@ def _on(forward: Callable[..., EsmOutput], device: torch.device) -> Callable[...
                 logits_at=None if logits_at is None else logits_at.to(device),
                 on_attention=None if on_attention is None else on_qk,
             )
-        return EsmOutput({n: x_TD.to(device) for n, x_TD in output.representations.items()}, output.logits_PV)
+        return TrunkOutput({n: x_TD.to(device) for n, x_TD in output.representations.items()}, output.logits_PV)
 
     return one_at_a_time

@@ -1,13 +1,15 @@
 """The outputs that `embed` computes for each sequence, and the description that a file has of them. No torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import UsageError
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.family_registry import family_of
 from esmshard.vocab import VOCAB_SIZE
 
 Pool = Literal["mean", "max", "cls", "residue", "logits", "contacts"]
@@ -20,8 +22,8 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 NUMPY: Mapping[Dtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 """The numpy type of each dtype. numpy has no bfloat16, so its bits are kept as uint16; see `as_float`."""
 
-MAX_LENGTH, OVERLAP = 1022, 256
-"""The length in residues that ESM-2 was trained on, and the residues that neighbouring windows share."""
+OVERLAP = 256
+"""The residues that neighbouring windows share."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,19 @@ def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
 class Long:
     """The treatment of sequences of more than `window` residues.
 
-    `full`: the model gets the whole sequence. ESM-2 has rotary positions, but was trained on 1,022 residues. `window`:
-    the model gets overlapping windows, whose values are blended. `truncate`: the model gets the first `window`
-    residues, and the others have no values.
+    `full`: the model gets the whole sequence, which rotary positions allow, but models were trained on some 1,000 to
+    2,000 residues. `window`: the model gets overlapping windows, whose values are blended. `truncate`: the model gets
+    the first `window` residues, and the others have no values.
     """
 
     mode: Literal["full", "window", "truncate"] = "full"
-    window: int = MAX_LENGTH
+    window: int = 0
+    """Residues; 0 for as many as the models of the family saw at once in training (`for_family`)."""
     overlap: int = OVERLAP
+
+    def for_family(self, config: ModelConfig) -> "Long":
+        """Put in the window of a model's family, if no other was asked for, and check the values."""
+        return (self if self.window else replace(self, window=family_of(config).window)).check()
 
     def check(self) -> "Long":
         """Raise `UsageError` for impossible values."""
@@ -153,7 +160,7 @@ class Long:
         """Return where the windows of a sequence begin. They are spread evenly, and neighbours share at least `overlap`
         residues.
 
-        >>> Long("window", 100, 20).starts(250), Long().starts(250)
+        >>> Long("window", 100, 20).starts(250), Long("full").starts(250)
         ([0, 75, 150], [0])
         """
         if self.mode != "window" or length <= self.window:

@@ -183,10 +183,11 @@ def _begin(job: _Job) -> dict[str, Any]:
         part_plan.same_input(directory, job.fasta, embeddings.manifest)
         return embeddings.manifest
     tokens = job.part_tokens or (SHARED_PART if job.shard and device != "cpu" else None)
+    wanted = part_plan.PlanRequest(
+        job.fasta, asked.spec, asked.facts, asked.longest, device, tokens, reuse, job.processes
+    )
     try:
-        plan = part_plan.begin(
-            directory, job.fasta, asked.spec, asked.facts, reuse, tokens, device, asked.longest, job.processes
-        )
+        plan = part_plan.begin(directory, wanted)
     except BaseException:
         if not (directory / "plan.json").exists() and not at_work(directory / "work", say):
             with suppress(OSError):

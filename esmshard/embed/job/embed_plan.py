@@ -172,7 +172,10 @@ def _planned(directory: Path, asked: EmbedRequest, fasta: Path, reuse: Path | No
     if fasta == STDIN:  # the standard input can be read only once
         fasta = read_input(fasta, directory / "stdin").path
     device = asked.device.type
-    return part_plan.begin(directory, fasta, asked.spec, asked.facts, reuse, None, device, asked.longest, processes)
+    wanted = part_plan.PlanRequest(
+        fasta, asked.spec, asked.facts, asked.longest, device, reuse=reuse, workers=processes
+    )
+    return part_plan.begin(directory, wanted)
 
 
 def _find_copied(copied_U: npt.NDArray[np.bool_], index: RowIndex, reuse: Reuse, path: Path) -> None:

@@ -1,7 +1,7 @@
 """The request of an `embed` job, checked before the input is read."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,12 @@ class EmbedRequest:
     @property
     def facts(self) -> dict[str, Any]:
         """Return further facts that are written to the plan."""
-        return {"model": self.model, "architecture": asdict(self.found.config), "notices": self.found.notices}
+        return {"model": self.model, "architecture": self.found.config.recorded(), "notices": self.found.notices}
 
     @property
     def longest(self) -> int | None:
         """Return the residues for which the model has positions; None if there is no limit, or sequences are cut."""
-        limit = self.found.config.max_positions
+        limit = self.found.config.most_tokens
         return None if limit is None or self.spec.long.mode != "full" else limit - 2
 
 
@@ -89,10 +89,10 @@ def request(
     if precision not in ("auto", *DTYPES):
         raise UsageError(f"--precision {precision}: auto, {', '.join(DTYPES)} are expected")
     compute: Dtype = precision_on(device, precision)  # type: ignore[arg-type]
-    longest = found.config.max_positions
+    longest, long = found.config.most_tokens, long.for_family(found.config)
     if longest is not None and long.mode != "full" and long.window > longest - 2:
         raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")
-    spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long.check())  # type: ignore[arg-type]
+    spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long)  # type: ignore[arg-type]
     return EmbedRequest(model, out, fmt, spec, found, device)
 
 

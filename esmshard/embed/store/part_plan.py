@@ -26,12 +26,14 @@ import numpy.typing as npt
 
 from esmshard import __version__
 from esmshard.data.store.token_store import TokenStore, is_store
+from esmshard.data.tables import counted
 from esmshard.embed.compute.outputs import Dtype, Long, Output
 from esmshard.embed.store.parts import Kind
 from esmshard.embed.store.row_index import STDIN, read_and_index, read_input
 from esmshard.embed.workers.claims import Worker, publish
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json
+from esmshard.progress import say
 
 FORMAT, VERSION = "esmshard-embeddings", 1
 PART, SMALLEST_PART = 1 << 16, 1 << 13
@@ -122,31 +124,31 @@ def source_of(fasta: Path) -> dict[str, Any]:
     return {"path": str(fasta.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
-def begin(
-    work: Path,
-    fasta: Path,
-    spec: Spec,
-    facts: Mapping[str, Any],
-    reuse: Path | None,
-    part_tokens: int | None,
-    device: str,
-    longest: int | None,
-    workers: int = 1,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PlanRequest:
+    """The input and the settings from which a plan is made."""
+
+    fasta: Path
+    """A FASTA file, `-` or a token store."""
+    spec: Spec
+    facts: Mapping[str, Any]
+    """Further facts for the plan: name and architecture of the model."""
+    longest: int | None
+    """The number of residues for which the model has positions; None if there is no limit."""
+    device: str
+    """The type of the device."""
+    part_tokens: int | None = None
+    """Tokens of a part; by default from the device and the size of the input."""
+    reuse: Path | None = None
+    """An earlier embedding store."""
+    workers: int = 1
+    """The number of processes that will compute, as far as known."""
+
+
+def begin(work: Path, asked: PlanRequest) -> dict[str, Any]:
     """Write the plan of an embedding store, or read the existing plan.
 
-    If there are several workers, one writes the plan and the others wait.
-
-    Args:
-        work: `OUT.partial`.
-        fasta: the input: a FASTA file, `-` or a token store.
-        spec: the requested spec.
-        facts: further facts for the plan: name and architecture of the model.
-        reuse: an earlier embedding store.
-        part_tokens: tokens of a part; by default from the device and the size of the input.
-        device: the type of the device.
-        longest: the number of residues for which the model has positions; None if there is no limit.
-        workers: the number of processes that will compute, as far as known.
+    If there are several workers, one writes the plan into `work`, which is `OUT.partial`, and the others wait.
 
     Raises:
         UsageError: if the existing plan has another request, or a sequence is too long.
@@ -160,17 +162,17 @@ def begin(
             while not plan_file.exists():
                 if worker.claim("plan"):
                     if not plan_file.exists():
-                        _plan(work, fasta, spec, facts, reuse, part_tokens, device, longest, workers)
+                        _plan(work, asked)
                         planned = True
                     break
                 if not worker.settle(lambda: [] if plan_file.exists() else ["plan"]):
                     time.sleep(_LOOK)  # the worker that writes the plan is alive
     plan = read_plan(work)
-    difference = spec.differs(Spec.of(plan), facts["model"], plan["facts"]["model"])
+    difference = asked.spec.differs(Spec.of(plan), asked.facts["model"], plan["facts"]["model"])
     if difference:
         raise UsageError(f"{work}: was begun {difference}; --overwrite starts over")
     if not planned:  # the standard input cannot be read twice
-        same_input(work, fasta, plan)
+        same_input(work, asked.fasta, plan)
     return plan
 
 
@@ -216,17 +218,8 @@ def input_digest(store: TokenStore) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _plan(
-    work: Path,
-    fasta: Path,
-    spec: Spec,
-    facts: Mapping[str, Any],
-    reuse: Path | None,
-    part_tokens: int | None,
-    device: str,
-    longest: int | None,
-    workers: int,
-) -> None:
+def _plan(work: Path, asked: PlanRequest) -> None:
+    fasta, facts, longest, reuse = asked.fasta, asked.facts, asked.longest, asked.reuse
     source = source_of(fasta)
     index, scratch = work / "index", work / "work" / "index"
     # An attempt that ended before its plan was written, or whose removal was interrupted, may have left files of
@@ -243,8 +236,8 @@ def _plan(
             f"{longest:,}; pass --long window or --long truncate"
         )
     tokens = int(store.offsets[-1]) + len(store)
-    least = part_tokens or max(_part_tokens(device, facts["architecture"], tokens, workers), tokens // MOST_PARTS)
-    bounds = _bounds(scratch, spec, unique, least, reuse)
+    usual = _part_tokens(asked.device, facts["architecture"], tokens, asked.workers)
+    bounds = _bounds(scratch, asked.spec, unique, asked.part_tokens or max(usual, tokens // MOST_PARTS), reuse)
     np.save(scratch / "bounds.npy", bounds)
     (work / "parts").mkdir(exist_ok=True)
     scratch.rename(index)
@@ -252,11 +245,11 @@ def _plan(
         "format": FORMAT,
         "version": VERSION,
         "esmshard": __version__,
-        "spec": spec.as_json(),
+        "spec": asked.spec.as_json(),
         "facts": dict(facts),
         "source": source,
         "input": input_digest(store),
-        "notices": store.notices,
+        "notices": [*store.notices, *_beyond_training(length_N, asked.spec.long)],
         "store": str(fasta.resolve()) if is_store(fasta) else None,
         "records": len(store),
         "residues": int(store.offsets[-1]) - len(store),
@@ -266,6 +259,19 @@ def _plan(
     }
     plan["digest"] = digest(plan)
     publish(work / "plan.json", json.dumps(plan, indent=1) + "\n")
+
+
+def _beyond_training(length_N: npt.NDArray[np.int64], long: Long) -> list[str]:
+    """Return a sentence, and print it, if proteins are computed whole that are longer than those of training."""
+    beyond = int((length_N > long.window).sum()) if long.mode == "full" else 0
+    if not beyond:
+        return []
+    notice = (
+        f"{counted(beyond, 'record')} over {long.window:,} residues, the most that such models saw in training, "
+        "computed whole; --long window computes windows of that length"
+    )
+    say(notice)
+    return [notice]
 
 
 def _part_tokens(device: str, architecture: Mapping[str, Any], tokens: int, workers: int) -> int:

@@ -31,7 +31,8 @@ from esmshard.launch.preemption import Preempted
 from esmshard.launch.process_environment import follow_launcher
 from esmshard.launch.process_group import World, own_device, world
 from esmshard.model.contacts import ContactRegression
-from esmshard.model.trunk import ESM2
+from esmshard.model.families import family_registry
+from esmshard.model.trunk import Trunk
 from esmshard.model.weights.open_weights import Weights
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.monitor.stuck_ranks import is_lost
@@ -52,7 +53,7 @@ reason.
 """
 
 
-def sharded(found: Weights, spec: Spec, ranks: World) -> ESM2:
+def sharded(found: Weights, spec: Spec, ranks: World) -> Trunk:
     """Build a model in evaluation mode of which each rank holds its share, in the precision of the arithmetic.
 
     Each rank reads its own rows of each tensor. Layers above the highest requested layer are not loaded. Every rank has
@@ -64,7 +65,7 @@ def sharded(found: Weights, spec: Spec, ranks: World) -> ESM2:
     """
     dtype, n_layers = TORCH[spec.compute], found.config.n_layers
     with torch.device("meta"):
-        esm = ESM2(found.config)
+        esm = family_registry.build(found.config)
     esm.to(dtype).requires_grad_(False).eval()
     highest = max(n_layers if one.layer is None else one.layer for one in spec.outputs)
     esm.layers = esm.layers[: max(1, highest)]
@@ -72,7 +73,7 @@ def sharded(found: Weights, spec: Spec, ranks: World) -> ESM2:
     laid = Layout(world_size=ranks.size, group=ranks.size, precision=spec.compute, prefetch_forward=PREFETCH)
     shard(esm, laid, ranks)
     materialise(esm, found.rows, laid, ranks)
-    head = ContactRegression(n_layers * found.config.n_heads)
+    head = ContactRegression(found.config.n_maps)
     head.load_state_dict({name: found[f"contact_head.{name}"] for name in head.state_dict()})
     esm.contact_head = head.to(ranks.device, dtype).requires_grad_(False)
     return esm
@@ -92,7 +93,7 @@ class Lockstep(Embedder):
     """
 
     def __init__(
-        self, esm: ESM2, spec: Spec, ranks: World, tokens: int | None, progress: Progress, done: int, rows: int
+        self, esm: Trunk, spec: Spec, ranks: World, tokens: int | None, progress: Progress, done: int, rows: int
     ) -> None:
         super().__init__(
             esm, spec.outputs, dtype=spec.dtype, long=spec.long, tokens=tokens, device=ranks.device, workers=1

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ import torch
 
 from esmshard.errors import InputError, reading
 from esmshard.files import found_place
-from esmshard.model.config import EsmConfig
+from esmshard.model import weight_reader
+from esmshard.model.config import ModelConfig
+from esmshard.model.families import family_registry
+from esmshard.model.families.family import Piece
 from esmshard.model.lora import lora_names, merged
-from esmshard.model.weights import hub, open_weights, origin, weight_reader
+from esmshard.model.weight_reader import WeightReader
+from esmshard.model.weights import hub, open_weights, origin
 from esmshard.model.weights.adapter import PREFIX
-from esmshard.model.weights.key_maps import TIED, from_transformers
 from esmshard.model.weights.open_weights import Weights
-from esmshard.model.weights.weight_reader import WeightReader
 
 CONFIG, HEAD = "adapter_config.json", "head.safetensors"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -53,8 +55,8 @@ def is_adapter(path: Path) -> bool:
 def read(directory: Path, above: tuple[Path, ...] = ()) -> Weights:
     """Open the base of an adapter with the trained tensors put in. Each LoRA is added in fp32 when its weight is read.
 
-    `adapter_config.json` names the base: a path (relative to the working directory or to the adapter), a released name
-    or its repository on the hub, or `starter`. A base that was recorded in `esmshard.json` is compared by hash.
+    `adapter_config.json` names the base: a path (relative to the working directory or to the adapter), a released name,
+    a repository of the hub, or `starter`. A base that was recorded in `esmshard.json` is compared by hash.
 
     Args:
         directory: directory of the adapter.
@@ -153,14 +155,11 @@ def _base(directory: Path, settings: Mapping[str, Any], about: Mapping[str, Any]
     known = about.get("base")
     if known and known["seed"] is not None:
         with reading(f"{directory / 'esmshard.json'}", "consolidate the run again"):
-            return open_weights.fresh(EsmConfig(**known["config"]), known["seed"])
+            return open_weights.fresh(family_registry.recorded_config(known["config"]), known["seed"])
     name = str(settings["base_model_name_or_path"])
-    path = open_weights.place(found_place(name, directory))
-    if not path.exists():
-        path = open_weights.place(name)  # PEFT reads the path from the working directory.
-    if not path.exists() and not path.is_absolute() and (directory / path).exists():
-        path = directory / path
-    of_hub = {repository: released for released, repository in hub.RELEASED.items()}
+    places = (found_place(name, directory), name, str(directory / name))  # PEFT reads it from the working directory.
+    here = next((one for one in places if open_weights.is_here(one)), None)
+    path = open_weights.place(here or name)
     fix = f"put it there, or write where it lies as base_model_name_or_path into {directory / CONFIG}"
     if path.resolve() in above:
         raise InputError(f"{directory}: is named as its own base model; {fix}")
@@ -168,7 +167,7 @@ def _base(directory: Path, settings: Mapping[str, Any], about: Mapping[str, Any]
         if is_adapter(path):
             found = read(path, above)
         else:
-            found = open_weights.read(str(path) if path.exists() else of_hub.get(name, name))
+            found = open_weights.read(here or family_registry.released_name(name) or name)
     except InputError as error:
         raise InputError(f"{directory}: adapts {name}, which cannot be read ({error}); {fix}") from None
     if known:
@@ -177,7 +176,7 @@ def _base(directory: Path, settings: Mapping[str, Any], about: Mapping[str, Any]
 
 
 def _sorted(
-    file: Path, found: Mapping[str, WeightReader], config: EsmConfig
+    file: Path, found: Mapping[str, WeightReader], config: ModelConfig
 ) -> tuple[dict[str, tuple[str, WeightReader, WeightReader]], dict[str, WeightReader], set[str]]:
     """Sort the tensors of an adapter, by our names: (module, A, B) of each weight that has a LoRA, the tensors that
     were trained whole, and the names of heads of another task.
@@ -191,18 +190,23 @@ def _sorted(
             left_out.add(name.split(".")[0])
         elif half := re.fullmatch(r"(.+)\.(lora_A|lora_B)\.weight", name):
             # This loop is empty for the pooler, which nothing reads.
-            for weight in from_transformers(f"{half[1]}.weight", config):
-                halves[half[2]][weight] = (half[1], reader)
+            for weight, rows in _pieces(f"{half[1]}.weight", config):
+                halves[half[2]][weight] = (half[1], reader if half[2] == "lora_A" else reader.part(rows))
         elif ".lora_" in name:
             raise InputError(f"{file}: {key} is no part of a plain LoRA of linear layers and cannot be read; {_FIX}")
         else:
-            whole |= dict.fromkeys(from_transformers(name.replace(".base_layer.", "."), config), reader)
+            whole |= {n: reader.part(rows) for n, rows in _pieces(name.replace(".base_layer.", "."), config)}
     if not any(halves.values()):
         raise InputError(f"{file}: holds no LoRA of the language model; it is not a complete adapter, copy it again")
     if alone := sorted(halves["lora_A"].keys() ^ halves["lora_B"].keys()):
         raise InputError(f"{file}: {alone[0]} has one of its two LoRA matrices only; copy or save the adapter again")
     loras = {name: (module, a, halves["lora_B"][name][1]) for name, (module, a) in halves["lora_A"].items()}
     return loras, whole, left_out
+
+
+def _pieces(key: str, config: ModelConfig) -> Sequence[Piece]:
+    """Return our tensors in a key; none for keys that the model does not use."""
+    return family_registry.family_of(config).files.pieces(key, config)
 
 
 def _account(
@@ -214,8 +218,9 @@ def _account(
 ) -> None:
     """Check that every tensor fits the base, and that each layer with a full name in `target_modules` has its LoRA."""
     shapes = open_weights.shapes(base.config)
+    tied = open_weights.tied(base.config)
     for name in (*loras, *whole):
-        if name in (TIED, "embed_tokens.weight"):
+        if name in (*tied.keys(), *tied.values()):
             raise InputError(
                 f"{file}: changes the token embedding or the LM head's matrix, which are one tensor here and two in "
                 f"this adapter; leave word_embeddings, decoder and lm_head out of target_modules and modules_to_save"
@@ -232,7 +237,7 @@ def _account(
         )
     targets = settings.get("target_modules")
     for target in targets if isinstance(targets, list) else []:
-        for name in from_transformers(f"{target}.weight", base.config):
+        for name, _ in _pieces(f"{target}.weight", base.config):
             if name in shapes and name not in loras:
                 raise InputError(f"{file}: has no LoRA for {target}; it is not complete, copy the adapter again")
 

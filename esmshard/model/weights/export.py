@@ -1,4 +1,4 @@
-"""Writes a model in `transformers`' layout with tokenizer files, or as fair-esm's `.pt` with its contact regression.
+"""Writes a model in `transformers`' layout with tokenizer files, or as the file of its authors' own code.
 
 A few tensors are read at a time, with no more numbers than the largest tensor, and written at once. The memory needed
 is a few times that of the largest tensor, whatever the size of the model or of a file.
@@ -6,21 +6,21 @@ is a few times that of the largest tensor, whatever the size of the model or of 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from esmshard.files import replace_json, sha256
-from esmshard.model.config import EsmConfig
-from esmshard.model.weights.key_maps import TIED, fair_esm_settings, to_transformers, transformers_config
-from esmshard.vocab import CLS, EOS, MASK, PAD, TOKENS, UNK
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.family import AuthorsFile
+from esmshard.model.families.family_registry import family_of
 
 MAX_FILE_BYTES = 5_000_000_000
 
-Target = Literal["hf", "fair-esm"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Source = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
@@ -32,18 +32,18 @@ _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 def write_transformers(
     directory: Path,
-    config: EsmConfig,
+    config: ModelConfig,
     sizes: Mapping[str, torch.Size],
     source: Source,
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> dict[str, str]:
-    """Write `model.safetensors`, `config.json` and tokenizer files for `transformers.EsmForMaskedLM`.
+    """Write `model.safetensors`, `config.json` and tokenizer files for the class of `transformers`.
 
     Args:
         directory: an existing, empty directory.
         config: architecture of the trunk.
-        sizes: shape of every tensor to write, by name; the tied `lm_head.weight` is left out.
+        sizes: shape of every tensor to write, by name, without tied ones.
         source: reads tensors.
         dtype: type of the written weights. Rotary frequencies stay fp32.
         max_file_bytes: larger weights are split over several files with an index.
@@ -54,59 +54,51 @@ def write_transformers(
     Raises:
         FloatingPointError: a weight is not finite, or too large for `dtype`.
     """
-    stored = {name: sizes[name].numel() * stored_dtype(name, dtype).itemsize for name in sorted(sizes) if name != TIED}
-    parts = list(_cut(stored, max_file_bytes))
+    theirs = family_of(config).files
+    keys = _keys(config, sizes)
+    stored = {
+        key: sum(sizes[name].numel() * stored_dtype(name, dtype).itemsize for name in names)
+        for key, names in keys.items()
+    }
+    parts = [{key: keys[key] for key in group} for group in _cut(stored, max_file_bytes)]
     files = ["model.safetensors"]
     if len(parts) > 1:
         files = [f"model-{n + 1:05d}-of-{len(parts):05d}.safetensors" for n in range(len(parts))]
-    for file, names in zip(files, parts, strict=True):
-        _write_safetensors(directory / file, {name: sizes[name] for name in names}, source, dtype, to_transformers)
+    for file, part in zip(files, parts, strict=True):
+        _write_safetensors(directory / file, part, sizes, source, dtype)
     if len(parts) > 1:
-        weight_map = {to_transformers(n): file for file, names in zip(files, parts, strict=True) for n in names}
+        weight_map = {key: file for file, part in zip(files, parts, strict=True) for key in part}
         index = {"metadata": {"total_size": sum(stored.values())}, "weight_map": weight_map}
         replace_json(directory / "model.safetensors.index.json", index)
     replace_json(
-        directory / "config.json", transformers_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        directory / "config.json", theirs.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     )
-    _write_tokenizer(directory)
+    theirs.write_tokenizer(directory)
     return {file: sha256(directory / file) for file in files}
 
 
-def write_fair_esm(
-    directory: Path,
-    stem: str,
-    config: EsmConfig,
+def write_pickle(
+    path: Path,
+    kind: AuthorsFile,
+    config: ModelConfig,
     sizes: Mapping[str, torch.Size],
     source: Source,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, str]:
-    """Write `NAME.pt` and `NAME-contact-regression.pt` for `esm.pretrained.load_model_and_alphabet_local`.
+    """Write the file of a family's own code, at `kind.path(...)`.
 
-    NAME is `stem`, after the family's name if `stem` does not begin with one, since fair-esm takes the architecture
-    from the file's name. A task head is left out. Arguments, result and errors are as in `write_transformers`.
-
-    `torch.save` needs all tensors at once. So they are first written to a temporary file and mapped from there, which
-    takes the model's size on disk once more for a while, and no memory.
+    What it cannot hold, such as a task head, is left out. Other arguments, result and errors are as in
+    `write_transformers`. `torch.save` needs all tensors at once. So they are first written to a temporary file and
+    mapped from there, which takes the model's size on disk once more for a while, and no memory.
     """
-    names = {name: size for name, size in sizes.items() if not name.startswith("head.") and name != TIED}
-    mapped = directory / "tensors.safetensors"
-    _write_safetensors(mapped, names, source, dtype, str)
+    joined = kind.joined(config)
+    parts = {name for names in joined.values() for name in names}
+    single = {name: [name] for name in sizes if name not in parts and not name.startswith(kind.lacks)}
+    mapped = path.with_name("tensors.safetensors")
+    _write_safetensors(mapped, single | {key: [*names] for key, names in joined.items()}, sizes, source, dtype)
     tensors = load_file(mapped)
     mapped.unlink()  # If a mapped file cannot be removed (Windows), this raises an error.
-    tensors[TIED] = tensors["embed_tokens.weight"]
-    regression = {name: tensors.pop(name) for name in list(tensors) if name.startswith("contact_head.")}
-    file = fair_esm_file(directory, stem, config)
-    torch.save(fair_esm_settings(config) | {"model": tensors}, file)
-    beside = file.with_name(f"{file.stem}-contact-regression.pt")
-    torch.save({"model": regression}, beside)
-    return {path.name: sha256(path) for path in (file, beside)}
-
-
-def fair_esm_file(directory: Path, stem: str, config: EsmConfig) -> Path:
-    """Return the path of the `.pt` that `write_fair_esm` makes."""
-    family = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
-    whole = stem if stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v")) else f"{family}_{stem}"
-    return directory / f"{whole}.pt"
+    return {file.name: sha256(file) for file in kind.write(path, config, tensors)}
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -144,27 +136,48 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(_bytes(tensor)).hexdigest()
 
 
+def _keys(config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the keys of a `transformers` directory with the tensors that each of them joins, in their order."""
+    files = family_of(config).files
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if (key := files.key(name)) is not None:
+            found.setdefault(key, []).append(name)
+    for key, together in found.items():
+        if len(together) > 1:
+            together.sort(key=[piece.name for piece in files.pieces(key, config)].index)
+    return found
+
+
 def _write_safetensors(
-    path: Path, sizes: Mapping[str, torch.Size], source: Source, dtype: torch.dtype, key_of: Callable[[str], str]
+    path: Path,
+    keys: Mapping[str, Sequence[str]],
+    sizes: Mapping[str, torch.Size],
+    source: Source,
+    dtype: torch.dtype,
 ) -> None:
-    """Write the same bytes as `safetensors.torch.save_file`, which needs all tensors of a file in memory.
+    """Write the tensors that `keys` names for each key, joined along the rows. The bytes are those of
+    `safetensors.torch.save_file`, which needs all tensors of a file in memory.
 
     The format is the header's length (8 bytes, little-endian), a JSON header padded with spaces to a multiple of 8, and
     the tensors, the wider types first so that all are aligned (https://github.com/huggingface/safetensors).
     """
-    order = sorted(sizes, key=lambda name: (-stored_dtype(name, dtype).itemsize, key_of(name)))
+    order = sorted(keys, key=lambda key: (-stored_dtype(keys[key][0], dtype).itemsize, key))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name in order:
-        kept = stored_dtype(name, dtype)
-        end = at + sizes[name].numel() * kept.itemsize
-        header[key_of(name)] = {"dtype": _CODES[kept], "shape": list(sizes[name]), "data_offsets": [at, end]}
+    for key in order:
+        first, *more = keys[key]
+        kept, shape = stored_dtype(first, dtype), list(sizes[first])
+        for name in more:
+            shape[0] += sizes[name][0]
+        end = at + math.prod(shape) * kept.itemsize
+        header[key] = {"dtype": _CODES[kept], "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for names in few({name: sizes[name] for name in order}):
+        for names in few({name: sizes[name] for key in order for name in keys[key]}):
             tensors = dict(source(names))
             for name in names:
                 tensor = tensors.pop(name)
@@ -188,17 +201,3 @@ def _cut(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         group.append(name)
         total += size
     yield group
-
-
-def _write_tokenizer(work: Path) -> None:
-    """Write the files from which `transformers.AutoTokenizer` makes its EsmTokenizer."""
-    special: dict[str, Any] = {
-        "cls_token": TOKENS[CLS],
-        "eos_token": TOKENS[EOS],
-        "mask_token": TOKENS[MASK],
-        "pad_token": TOKENS[PAD],
-        "unk_token": TOKENS[UNK],
-    }
-    (work / "vocab.txt").write_text("\n".join(TOKENS), encoding="utf-8")
-    replace_json(work / "special_tokens_map.json", special)
-    replace_json(work / "tokenizer_config.json", special | {"tokenizer_class": "EsmTokenizer"})

@@ -1,4 +1,4 @@
-"""Released models by name: from the caches of fair-esm and of the Hugging Face hub, else downloaded from the hub.
+"""Released models by name, and repositories of the Hugging Face hub: from the local caches, else downloaded.
 
 Downloads come only from the hub: fair-esm's own server announces no checksums, so a damaged file could not be detected.
 huggingface_hub reads its environment variables on import, and torch is slow to import, so both are imported late.
@@ -12,36 +12,25 @@ import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json, sha256, size_text, whole_directory
+from esmshard.files import is_hub_name, read_json, sha256, size_text, whole_directory
+from esmshard.model.families.family_registry import FAMILIES, RELEASED, transformers_config
 from esmshard.progress import say
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
-
-RELEASED = {
-    name: f"facebook/{name}"
-    for name in (
-        "esm2_t6_8M_UR50D",
-        "esm2_t12_35M_UR50D",
-        "esm2_t30_150M_UR50D",
-        "esm2_t33_650M_UR50D",
-        "esm2_t36_3B_UR50D",
-        "esm2_t48_15B_UR50D",
-        "esm1b_t33_650M_UR50S",
-        *(f"esm1v_t33_650M_UR90S_{number}" for number in range(1, 6)),
-    )
-}
-"""The repository on the Hugging Face hub of each released model, by name."""
 
 _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
 LAYOUTS = tuple(
     f"{weights}{index}" for weights in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
 )
-"""Files that hold the weights of a model, in the order in which `open_weights.read` looks for them."""
+"""Files that hold the weights of a model, in the order in which `open_weights.read` looks for them. A repository that
+has none of them may hold the file of its authors' own code, see `authors_weights`.
+"""
 
 ANSWER = 10.0
 """Most seconds until the hub's first answer."""
@@ -53,9 +42,11 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
     """Check the names and outputs of a command before anything is downloaded.
 
     Raises:
-        UsageError: names are not in `RELEASED`, or outputs exist; all problems are listed.
+        UsageError: names are neither in `RELEASED` nor OWNER/NAME, or outputs exist; all problems are listed.
     """
-    problems = [f"{name}: not a released model; one of {', '.join(RELEASED)}" for name in names if name not in RELEASED]
+    known = f"one of {', '.join(RELEASED)}, or OWNER/NAME for a repository of the Hugging Face hub, is expected"
+    unknown = [name for name in names if name not in RELEASED and not is_hub_name(name)]
+    problems = [f"{name}: not a released model; {known}" for name in unknown]
     if to is not None and not overwrite:
         taken = [to / name for name in names if os.path.lexists(to / name)]
         problems += [f"{path}: exists already; choose another directory or pass --overwrite" for path in taken]
@@ -64,31 +55,32 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
 
 
 def find(name: str) -> Path | None:
-    """Find a released model in the local caches: fair-esm's `NAME.pt` in torch hub's cache, or a complete snapshot in
-    the hub's cache.
+    """Find a model in the local caches: fair-esm's `NAME.pt` in torch hub's cache, or a complete snapshot in the hub's
+    cache. For OWNER/NAME only the snapshot counts.
 
     Never uses the network. A cache that holds the tokenizer only, or lacks a shard, is not a model.
     """
     check([name])
-    file = _torch_hub_file(name)
-    return file if file.is_file() else _snapshot(name)
+    if name in RELEASED and (file := _torch_hub_file(name)).is_file():
+        return file
+    return _snapshot(name)
 
 
 def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
-    """Find a released model in the local caches, or download it into the hub's cache. One process of a machine
-    downloads.
+    """Find a model in the local caches, or download it into the hub's cache. One process of a machine downloads.
 
     Args:
-        name: one of `RELEASED`.
-        to: make `to/NAME`, a directory of plain files, and leave the caches unchanged.
+        name: one of `RELEASED`, or OWNER/NAME for any repository of the hub.
+        to: make the directory `to/name` of plain files, and leave the caches unchanged.
         overwrite: replace `to/NAME` if it exists.
 
     Returns:
-        A directory in transformers' layout, or a fair-esm `.pt` file.
+        A directory that `open_weights.read` opens, or a fair-esm `.pt` file.
 
     Raises:
         UsageError: the name is unknown or the output exists.
-        InputError: the model is not here and cannot be downloaded, or the download is not what the hub announced.
+        InputError: the model is not here and cannot be downloaded, or the download is not what the hub announced, or
+            the configuration of a repository is that of no model that can be read.
     """
     check([name], to, overwrite)
     if to is not None:
@@ -97,9 +89,29 @@ def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
     if found:
         return found
     # The hub is asked before the lock is taken: without a network, all ranks learn this at once, not one by one.
-    info = _ask(name, f"neither {_torch_hub_file(name)} nor a whole copy in {_hub_cache()} is here")
+    info = _ask(name, _not_here(name))
     with _alone(name):
         return find(name) or _download(name, info)
+
+
+def fetch_config(name: str) -> Path:
+    """Find the `config.json` of a repository in the hub's cache, or download this file alone.
+
+    Raises:
+        InputError: it is not here and cannot be downloaded.
+    """
+    check([name])
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repository(name), _CONFIG)
+    if isinstance(cached, str):
+        return Path(cached)
+    info = _ask(name, _not_here(name))
+    _check_has_config(name, [sibling.rfilename for sibling in info.siblings or []])
+    with _one_sentence(f"{name}: {_CONFIG} did not come whole:", name, _hub_cache()):
+        path = Path(hf_hub_download(repository(name), _CONFIG))
+    _verify(name, path, None, binary=False)
+    return path
 
 
 def _fetch_to(name: str, to: Path) -> Path:
@@ -108,14 +120,37 @@ def _fetch_to(name: str, to: Path) -> Path:
     info = None if cached else _ask(name, f"not whole in {_hub_cache()}")
     with _one_sentence(f"{name}:", name, to), whole_directory(target) as work:
         if cached:
-            for wanted in (_CONFIG, *_TOKENIZER, *_weights(cached)):
+            for wanted in dict.fromkeys((_CONFIG, *_TOKENIZER, *_weights(cached))):
                 if (cached / wanted).is_file():
+                    (work / wanted).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(cached / wanted, work / wanted)
         elif info:
             _download(name, info, work)
             shutil.rmtree(work / ".cache", ignore_errors=True)  # files of the library
     say(f"{name}: in {target}")
     return target
+
+
+def repository(name: str) -> str:
+    """Return OWNER/NAME on the hub for a released name; OWNER/NAME itself stays as it is."""
+    return RELEASED[name].repository if name in RELEASED else name
+
+
+def authors_weights(files: Collection[str]) -> str | None:
+    """Return the file with the language model in a repository of files that the authors' own code reads
+    (`data/weights/NAME.pth`); None if there is no such file, or more than one.
+
+    Encoders and decoders of structures and functions, which lie beside an ESM3, are left out.
+    """
+    pattern = re.compile(r"data/weights/(?!\w*(?:encoder|decoder))[^/]+\.pth")
+    found = [file for file in files if pattern.fullmatch(file)]
+    return found[0] if len(found) == 1 else None
+
+
+def _not_here(name: str) -> str:
+    if name in RELEASED:
+        return f"neither {_torch_hub_file(name)} nor a whole copy in {_hub_cache()} is here"
+    return f"no such file or directory, and no whole copy of that repository is in {_hub_cache()}"
 
 
 def _torch_hub_file(name: str) -> Path:
@@ -132,7 +167,7 @@ def _hub_cache() -> Path:
 
 def _snapshot(name: str) -> Path | None:
     """Find a complete snapshot in the hub's cache: the snapshot of `main`, else the newest."""
-    folder = _hub_cache() / f"models--{RELEASED[name].replace('/', '--')}"
+    folder = _hub_cache() / f"models--{repository(name).replace('/', '--')}"
     try:
         main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
@@ -143,9 +178,12 @@ def _snapshot(name: str) -> Path | None:
 
 def _weights(directory: Path) -> list[str]:
     """Return the names of the weight files of a complete model, with the index; nothing if a file is missing."""
+    layout = next((layout for layout in LAYOUTS if (directory / layout).is_file()), None)
+    here = filter(Path.is_file, directory.glob("data/weights/*.pth"))
+    if layout is None and (file := authors_weights([path.relative_to(directory).as_posix() for path in here])):
+        return [file]
     if not (directory / _CONFIG).is_file():
         return []
-    layout = next((layout for layout in LAYOUTS if (directory / layout).is_file()), None)
     if layout is None or not layout.endswith(".index.json"):
         return [layout] if layout else []
     try:
@@ -166,7 +204,7 @@ def _ask(name: str, tried: str) -> "ModelInfo":
             f"{_by_hand(name)}"
         )
     with _one_sentence(f"{name}: {tried}, and", name, _hub_cache()):
-        return HfApi().model_info(RELEASED[name], files_metadata=True, timeout=ANSWER)
+        return HfApi().model_info(repository(name), files_metadata=True, timeout=ANSWER)
 
 
 def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Path:
@@ -176,10 +214,15 @@ def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Pa
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or []}
     weights = _choose(name, siblings.keys())
     # The configuration comes last: a directory without it is never taken for a model, even after a crash.
-    files = [*weights, *(file for file in _TOKENIZER if file in siblings), _CONFIG]
+    files = [*weights, *(file for file in _TOKENIZER if file in siblings)]
+    by_authors = weights == [authors_weights(siblings.keys())]  # Their `config.json` is empty, or missing.
+    files += [_CONFIG] if _CONFIG in siblings or not by_authors else []
     place = directory or _hub_cache()
+    if name not in RELEASED and not by_authors:
+        _check_has_config(name, siblings.keys())
+        _check_config(name, place)
     size = sum(siblings[file].size or 0 for file in files if file in siblings)
-    say(f"{name}: downloading {size_text(size)} from {constants.ENDPOINT}/{RELEASED[name]}")
+    say(f"{name}: downloading {size_text(size)} from {constants.ENDPOINT}/{repository(name)}")
     free = shutil.disk_usage(place).free
     if size > free:
         raise InputError(
@@ -189,14 +232,38 @@ def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Pa
     # `snapshot_download` would bring the configuration first, and in a thread for whose gigabytes Ctrl-C would wait.
     for file in files:
         with _one_sentence(f"{name}: {file} did not come whole:", name, place):
-            path = Path(hf_hub_download(RELEASED[name], file, local_dir=directory))
+            path = Path(hf_hub_download(repository(name), file, local_dir=directory))
         lfs = siblings[file].lfs if file in siblings else None
-        _verify(name, path, lfs.sha256 if lfs else None, binary=Path(file).suffix in (".safetensors", ".bin"))
-    if not _weights(path.parent):
-        raise InputError(f"{name}: {path.parent} lacks files after the download; try again, or {_by_hand(name)}")
+        _verify(name, path, lfs.sha256 if lfs else None, binary=Path(file).suffix in (".safetensors", ".bin", ".pth"))
+    top = path.parents[len(Path(files[-1]).parts) - 1]
+    if not _weights(top):
+        raise InputError(f"{name}: {top} lacks files after the download; try again, or {_by_hand(name)}")
     if directory is None:
-        say(f"{name}: in {path.parent}")
-    return path.parent
+        say(f"{name}: in {top}")
+    return top
+
+
+def _check_has_config(name: str, files: Collection[str]) -> None:
+    if _CONFIG not in files:
+        raise InputError(f"{name}: the repository has no {_CONFIG}, which says what model it holds; {_by_hand(name)}")
+
+
+def _check_config(name: str, place: Path) -> None:
+    """Refuse a repository before its weights are downloaded, if its `config.json` is that of no model that can be read.
+
+    The file is downloaded to a directory of its own: in the cache it must come last.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with TemporaryDirectory() as directory:
+        with _one_sentence(f"{name}: {_CONFIG} did not come whole:", name, place):
+            path = Path(hf_hub_download(repository(name), _CONFIG, local_dir=directory))
+        _verify(name, path, None, binary=False)
+        raw = read_json(path)
+    try:
+        transformers_config(raw)
+    except ValueError as error:
+        raise InputError(f"{name}: {_CONFIG} is not that of a model that can be read: {error}") from None
 
 
 def _choose(name: str, files: Collection[str]) -> list[str]:
@@ -208,7 +275,9 @@ def _choose(name: str, files: Collection[str]) -> list[str]:
             whole = Path(layout.removesuffix(".index.json"))
             shards = re.compile(rf"{whole.stem}-\d+-of-\d+{re.escape(whole.suffix)}")
             return [*sorted(filter(shards.fullmatch, files)), layout]
-    raise InputError(f"{name}: {RELEASED[name]} holds no weights in a form that is read here; {_by_hand(name)}")
+    if file := authors_weights(files):
+        return [file]
+    raise InputError(f"{name}: {repository(name)} holds no weights in a form that is read here; {_by_hand(name)}")
 
 
 def _verify(name: str, path: Path, announced: str | None, *, binary: bool) -> None:
@@ -252,7 +321,7 @@ def _alone(name: str) -> Iterator[None]:
     """Let one process of a machine in at a time. The system frees the lock of a process that dies."""
     from filelock import FileLock, Timeout
 
-    path = _hub_cache() / ".locks" / f"esmshard-{name}.lock"
+    path = _hub_cache() / ".locks" / f"esmshard-{name.replace('/', '--')}.lock"
     lock = FileLock(path)
     with _one_sentence(f"{name}:", name, _hub_cache()):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -293,7 +362,7 @@ def _reason(error: BaseException, name: str, place: Path) -> str:
             return f"{link.filename} cannot be written ({str(link.strerror).lower()}); {_elsewhere(place)}"
     again = f"try again, or {_by_hand(name)}"
     if any(isinstance(link, RepositoryNotFoundError) for link in chain):
-        return f"{constants.ENDPOINT} has no repository {RELEASED[name]}, or asks for a token (HF_TOKEN); {again}"
+        return f"{constants.ENDPOINT} has no repository {repository(name)}, or asks for a token (HF_TOKEN); {again}"
     if any(isinstance(link, (FileMetadataError, json.JSONDecodeError, UnicodeDecodeError)) for link in chain):
         return (
             f"{constants.ENDPOINT} does not answer as a Hugging Face hub does (a proxy or the network's login page may "
@@ -308,4 +377,6 @@ def _elsewhere(place: Path) -> str:
 
 
 def _by_hand(name: str) -> str:
-    return f"put fair-esm's {name}.pt at {_torch_hub_file(name)}, or give a model's path instead of its name"
+    theirs = any(name in family.released and "fair-esm" in family.pickles for family in FAMILIES.values())
+    file = f"put fair-esm's {name}.pt at {_torch_hub_file(name)}, or " if theirs else ""
+    return f"{file}give a model's path instead of its name"

@@ -1,8 +1,8 @@
-"""Weights from fair-esm `.pt` files, `transformers` directories, released names or random draws, and models made of
-them.
+"""Weights of models from files, directories, the Hugging Face hub or random draws, and models made of them.
 
-All functions use `Weights`: tensors by fair-esm name, read one at a time, so that no second copy of the model is
-needed. Every key of a file must be known.
+All functions use `Weights`: tensors by our names, read one at a time, so that no second copy of the model is needed.
+Every key of a file must be known. What a file of a family looks like is in `esmshard.model.families`.
+This file is longer than others, because every kind of file goes through the same checks.
 """
 
 import hashlib
@@ -12,27 +12,29 @@ import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 
 from esmshard.errors import InputError
-from esmshard.model.attention import inverse_frequencies
-from esmshard.model.config import SIZES, STARTER, EsmConfig
-from esmshard.model.trunk import ESM2
-from esmshard.model.weights import hub, key_maps, recorded, weight_reader
-from esmshard.model.weights.key_maps import TIED
-from esmshard.model.weights.weight_reader import ALL, WeightReader
+from esmshard.files import is_hub_name
+from esmshard.model import weight_reader
+from esmshard.model.config import STARTER, ModelConfig
+from esmshard.model.families import family_registry
+from esmshard.model.families.family_registry import RELEASED, SIZES
+from esmshard.model.trunk import Trunk
+from esmshard.model.weight_reader import ALL, WeightReader
+from esmshard.model.weights import hub, recorded, state_dicts
 from esmshard.shipped import shipped
-from esmshard.vocab import MASK, PAD, VOCAB_SIZE
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of one model by fair-esm name. Each tensor is read from disk when it is used."""
+    """Tensors of one model by our names. Each tensor is read from disk when it is used."""
 
-    config: EsmConfig
+    config: ModelConfig
     source: str
     """Source of the weights, for messages."""
     read: Mapping[str, WeightReader]
@@ -67,49 +69,52 @@ class Weights:
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
         """Read some rows of a tensor. From a safetensors file only these rows are read."""
-        return self.read["embed_tokens.weight" if name == TIED else name](rows)
+        return self.read[tied(self.config).get(name, name)](rows)
 
 
-def shapes(config: EsmConfig) -> dict[str, torch.Size]:
-    """Return the shape of every tensor of a model by name, buffers included. No memory is used."""
+@lru_cache(maxsize=8)
+def _sized(config: ModelConfig) -> tuple[dict[str, torch.Size], Mapping[str, str]]:
     with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in ESM2(config).state_dict().items()}
+        trunk = family_registry.build(config)
+    return {name: tensor.shape for name, tensor in trunk.state_dict().items()}, trunk.tied
 
 
-def fresh(config: EsmConfig, seed: int) -> Weights:
+def shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Return the shape of every tensor of a model by name, buffers included. No memory is used."""
+    return dict(_sized(config)[0])
+
+
+def tied(config: ModelConfig) -> Mapping[str, str]:
+    """Return the names that mean the tensor of another name, with this other name."""
+    return _sized(config)[1]
+
+
+def stored_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Return the shape of every tensor that files and checkpoints hold: a tied tensor once, under its first name."""
+    return {name: shape for name, shape in shapes(config).items() if name not in tied(config)}
+
+
+def fresh(config: ModelConfig, seed: int) -> Weights:
     """Make new random weights. Each tensor depends on the seed and its name only, so that every rank can draw its own
-    part.
-
-    Linear layers are Xavier-uniform (q, k and v with gain 1/sqrt 2, as in fair-esm's attention). The embedding, whose
-    matrix is the LM head's too, is normal with deviation 0.02, so that first logits are small, and so are learned
-    positions. Biases are 0 and LayerNorm weights 1.
+    part. The distributions are those of the family (`esmshard.model.families.family.Family.initial`).
     """
     return Weights(config, f"fresh weights, seed {seed}", drawn(config, shapes(config), seed), seed=seed)
 
 
-def drawn(config: EsmConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, WeightReader]:
+def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, WeightReader]:
     """Return readers of random values, as in `fresh`. In a LoRA, A is Kaiming-uniform as in PEFT and B is 0."""
 
     # Rows are taken from the whole tensor, which is drawn once for successive calls.
     @lru_cache(maxsize=1)
     def draw(name: str, shape: torch.Size) -> torch.Tensor:
-        if name.endswith("inv_freq"):
-            return inverse_frequencies(config.head_dim)
-        if re.search(r"layer_norm(_before|_after)?\.weight$", name):
-            return torch.ones(shape)
-        if name.endswith(("bias", "lora_B.weight")):
+        if name.endswith("lora_B.weight"):
             return torch.zeros(shape)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        if name.startswith("embed_"):
-            table = 0.02 * torch.randn(shape, generator=generator)
-            table[PAD] = 0.0
-            return table
-        gain = 1 / math.sqrt(2) if re.search(r"\.[qkv]_proj\.", name) else 1.0
-        bound = gain * math.sqrt(6 / (shape[0] + shape[1]))
         if name.endswith("lora_A.weight"):
             bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_(a=sqrt(5))
-        return torch.rand(shape, generator=generator) * 2 * bound - bound
+            return torch.rand(shape, generator=generator) * 2 * bound - bound
+        return family_registry.family_of(config).initial(config, name, shape, generator)
 
     def rows(name: str, rows: slice) -> torch.Tensor:
         return draw(name, wanted[name])[rows]
@@ -149,11 +154,13 @@ def read(model: str) -> Weights:
     """Open the weights of a model.
 
     Args:
-        model: a fair-esm `.pt`; a directory in `transformers`' layout (ours are such directories); a run that has one;
-            the `.safetensors` in one; an adapter's directory, ours or PEFT's
-            (`esmshard.model.weights.adapted_weights`); a released name such as `esm2_t33_650M_UR50D`, which is searched
-            in the local caches and else downloaded (`esmshard.model.weights.hub`); or `starter`, which comes with the
-            package.
+        model: a file of the authors' own code, such as fair-esm's `.pt`; a directory in `transformers`' layout (ours
+            are such directories); a copy of a repository with `data/weights/*.pth`, or one of these files (ESM3, ESM-C
+            of 2024-12); a run that has a model; the `.safetensors` in a directory; an adapter's directory, ours or
+            PEFT's (`esmshard.model.weights.adapted_weights`); `FILE@SIZE` for a file of tensors alone
+            (`esmshard.model.weights.state_dicts`); a released name such as `esm2_t33_650M_UR50D`, or OWNER/NAME for any
+            repository of the Hugging Face hub, which are searched in the local caches and else downloaded
+            (`esmshard.model.weights.hub`); or `starter`, which comes with the package.
 
     Raises:
         InputError: the model cannot be read; the message names the file and what is wrong.
@@ -166,27 +173,48 @@ def read(model: str) -> Weights:
             return adapted_weights.read(path)
         if not (path / "config.json").exists() and (said := _how_to_make(path)):
             raise InputError(said)
-        return _read_directory(path)
-    if path.is_file() and path.suffix == ".pt":
-        return _read_fair_esm(path)
-    if path.is_file() and path.suffix == ".safetensors":
+        folder = path / "data" / "weights"
+        return _read_directory(path) if _has_config(path) or not folder.is_dir() else _read_published(folder)
+    if path.is_file() and (path.suffix == ".safetensors" or (path.suffix == ".bin" and _has_config(path.parent))):
         return _read_directory(path.parent, path)
+    if path.is_file() and path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        return _read_pickle(path)
     if path.is_file():
         raise InputError(
             f"{path}: not a model; expected a fair-esm .pt file, a .safetensors file with its config.json beside it, "
             "or a directory in transformers' layout"
         )
-    if model in hub.RELEASED:
+    if split := state_dicts.file_and_size(model):
+        return _read_sized(*split)
+    if model in RELEASED or is_hub_name(model):
         found = read(str(hub.fetch(model)))
-        if found.config != SIZES[model]:
-            raise InputError(f"{found.source}: not {model}, whose shape is another; download it again")
+        name = family_registry.released_name(model)
+        if name is not None and found.config != SIZES[name]:
+            raise InputError(f"{found.source}: not {name}, whose shape is another; download it again")
         return found
     if model in SIZES:
         raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
-    raise InputError(f"{model}: no such file or directory, and not a model size ({', '.join(SIZES)})")
+    raise InputError(
+        f"{model}: no such file or directory, and not a model size, of which {_nearest(model)} are the nearest, or "
+        "OWNER/NAME on the Hugging Face hub"
+    )
 
 
-def materialise(model: ESM2, weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+def _nearest(size: str) -> str:
+    return ", ".join(get_close_matches(size, SIZES, n=5, cutoff=0.0))
+
+
+def is_here(model: str) -> bool:
+    """Return whether a model is a file or directory of this machine, which FILE@SIZE may name."""
+    return place(model).exists() or state_dicts.file_and_size(model) is not None
+
+
+def is_model(name: str) -> bool:
+    """Return whether a name means a model although no file or directory has it: a size, FILE@SIZE, or OWNER/NAME."""
+    return name in SIZES or is_hub_name(name) or state_dicts.file_and_size(name) is not None
+
+
+def materialise(model: Trunk, weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Fill a model that was built on the meta device with weights, on one device. Every tensor must
     be in the weights.
     """
@@ -204,8 +232,8 @@ def default_device() -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> ESM2:
-    """Load an ESM-2, ESM-1b or ESM-1v on one device, in evaluation mode.
+def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Trunk:
+    """Load a language model on one device, in evaluation mode.
 
     Args:
         model: see `read`.
@@ -220,24 +248,26 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
         warnings.warn(notice, stacklevel=2)
     altered: list[str] = []
     with recorded.compared(found.files, altered.append):
-        esm = build(found, device or default_device(), dtype).eval()
+        trunk = build(found, device or default_device(), dtype).eval()
     for notice in altered:
         warnings.warn(notice, stacklevel=2)
-    return esm
+    return trunk
 
 
-def build(found: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> ESM2:
+def build(found: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> Trunk:
     """Build a model with these weights on one device. No warning is given about parts that the file does not have."""
     with torch.device("meta"):
-        trunk = ESM2(found.config)
+        trunk = family_registry.build(found.config)
     materialise(trunk, found, device, dtype)
     return trunk
 
 
 def _read_directory(path: Path, single: Path | None = None) -> Weights:
     raw = weight_reader.read_json(path / "config.json")
+    if raw == {}:
+        return _read_published(path / "data" / "weights")
     try:
-        config = key_maps.config_of_transformers(raw)
+        config = family_registry.transformers_config(raw)
     except ValueError as error:
         raise InputError(f"{path / 'config.json'}: not a model that can be read: {error}") from None
     found: dict[str, WeightReader] = {}
@@ -248,14 +278,31 @@ def _read_directory(path: Path, single: Path | None = None) -> Weights:
 
     head = {k.removeprefix("head."): r for k, r in found.items() if k.startswith("head.")}
     left_out = tuple(sorted({k.split(".")[0] for k in found if k.startswith("classifier.")}))
+    pieces = family_registry.family_of(config).files.pieces
     trunk = {
-        name: reader
+        piece.name: reader.part(piece.rows)
         for key, reader in found.items()
         if not key.startswith(("head.", "classifier."))
-        for name in key_maps.from_transformers(key, config)
+        for piece in pieces(key, config)
     }
     complete = _complete(config, str(single or path), trunk, head)
     return replace(complete, left_out=left_out, files=tuple(weight_files))
+
+
+def _has_config(directory: Path) -> bool:
+    return (directory / "config.json").is_file()
+
+
+def _check_tied(config: ModelConfig, source: str, found: Mapping[str, WeightReader]) -> None:
+    """Refuse a file whose LM head has a matrix of its own where the model has that of the embedding.
+
+    Other libraries that trained it so would compute other logits.
+    """
+    for name, first in tied(config).items():
+        if name in found and first in found and found[name].shape == found[first].shape:
+            own, shared = found[name]().nan_to_num(), found[first]().nan_to_num()
+            if not torch.equal(own, shared):
+                raise InputError(f"{source}: {name} is not {first}, and the two are one tensor in such a model")
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -274,44 +321,78 @@ def _weight_files(path: Path) -> list[Path]:
     raise InputError(f"{path}: holds no model.safetensors and no pytorch_model.bin; it is not a complete model")
 
 
-def _read_fair_esm(path: Path) -> Weights:
+def _read_published(folder: Path) -> Weights:
+    """Open the one language model among `.pth` files. Beside an empty `config.json` lie ESM3 and the models that decode
+    its structures, or an ESM-C of 2024-12.
+    """
+    found = {file.name: _opened_pickle(file) for file in sorted(folder.glob("*.pth"))}
+    models = {name: one for name, one in found.items() if one is not None}
+    if len(models) != 1:
+        what = f"{len(models)} models ({', '.join(models)})" if models else "no .pth file of a language model"
+        raise InputError(
+            f"{folder.parents[1] / 'config.json'}: says nothing, and {folder} holds {what}; give the path of the .pth "
+            "file of the model"
+        )
+    return next(iter(models.values()))
+
+
+def _read_pickle(path: Path) -> Weights:
+    found = _opened_pickle(path)
+    if found is None:
+        if state := state_dicts.bare(weight_reader.read_pickle(path)):
+            raise InputError(state_dicts.without_size(path, state))
+        titles = ", ".join(family.title for family in family_registry.FAMILIES.values() if family.read_pickle)
+        raise InputError(f"{path}: not a model file of the authors' code of {titles} (a 'model' holds no weights)")
+    return found
+
+
+def _opened_pickle(path: Path) -> Weights | None:
+    """Open a file of any authors' own code; None for a torch file of something else."""
     data = weight_reader.read_pickle(path)
-    state = data.get("model")
-    if not isinstance(state, dict):
-        raise InputError(f"{path}: not a model file of fair-esm (its 'model' holds no weights)")
+    state = state_dicts.bare(data)
     try:
-        config = key_maps.config_of_fair_esm(data)
+        # Files of the authors name their sizes beside the weights, or have names from which sizes follow.
+        opened = None if state is not None and state is not data else family_registry.read_pickle(data, path)
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"{path}: not a model that can be read: {error}") from None
-    regression = path.with_name(f"{path.stem}-contact-regression.pt")
-    if regression.is_file():
-        extra = weight_reader.read_pickle(regression).get("model")
-        if not isinstance(extra, dict):
-            raise InputError(
-                f"{regression}: not a contact regression of fair-esm (it has no 'model'); download it again"
-            )
-        state = state | extra
-    found = weight_reader.tensors({key_maps.from_fair_esm(str(k)): v for k, v in state.items()})
-    if not config.rotary and "embed_tokens.weight" in found:
-        # fair-esm does this on loading: these files hold noise in the row of <mask>, and the LM head shares the table.
-        found["embed_tokens.weight"] = found["embed_tokens.weight"].then(_without_mask_row)
-    return replace(_complete(config, str(path), found, {}), files=tuple(f for f in (path, regression) if f.is_file()))
+    if opened is None:
+        return None
+    config, found, files = opened
+    return replace(_complete(config, str(path), found, {}), files=files)
 
 
-def _without_mask_row(table: torch.Tensor, rows: slice) -> torch.Tensor:
-    return table.masked_fill((torch.arange(VOCAB_SIZE)[rows] == MASK)[:, None], 0.0)
+def _read_sized(path: Path, size: str) -> Weights:
+    """Read `FILE@SIZE`: a file of tensors alone; or one that says its size, which must be this one."""
+    if size not in SIZES:
+        raise InputError(f"{path}@{size}: {size} is no model size, of which {_nearest(size)} are the nearest")
+    config = SIZES[size]
+    data = weight_reader.read_safetensors(path) if path.suffix == ".safetensors" else weight_reader.read_pickle(path)
+    state = state_dicts.bare(data)
+    if state is None:
+        found = _read_pickle(path)
+        if found.config != config:
+            raise InputError(f"{path}: says its sizes itself, and they are not those of {size}; leave @{size} out")
+        return found
+    tensors, left_out = state_dicts.by_our_names(path, state, size)
+    return replace(_complete(config, str(path), tensors, {}), left_out=left_out, files=(path,))
 
 
-def _complete(config: EsmConfig, source: str, found: dict[str, WeightReader], head: dict[str, WeightReader]) -> Weights:
+def _complete(
+    config: ModelConfig, source: str, found: dict[str, WeightReader], head: dict[str, WeightReader]
+) -> Weights:
     """Check every key. An LM head or contact regression may be missing; it is listed and drawn at random."""
     _compare_sizes(config, source, found)  # This comes before a model of the claimed size is built on the meta device.
-    wanted = shapes(config)
-    found.pop(TIED, None)
+    _check_tied(config, source, found)
+    wanted = stored_shapes(config)
+    for name in tied(config):
+        found.pop(name, None)
     unexpected = sorted(found.keys() - wanted.keys())
     if unexpected:
         raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")
-    missing = sorted(wanted.keys() - found.keys() - {TIED})
-    buffers = {name for name in missing if name.endswith("inv_freq")}
+    missing = sorted(wanted.keys() - found.keys())
+    buffers = set(filter(family_registry.family_of(config).computed, missing))
     parts = [p for p in ("lm_head", "contact_head") if any(n.startswith(p + ".") for n in missing)]
     lost = [n for n in missing if n not in buffers and not n.startswith(tuple(p + "." for p in parts))]
     partial_parts = [p for p in parts if any(n.startswith(p + ".") for n in found)]
@@ -331,7 +412,7 @@ def _complete(config: EsmConfig, source: str, found: dict[str, WeightReader], he
 _LAYER = re.compile(r"layers\.(\d{1,9})\.")
 
 
-def _compare_sizes(config: EsmConfig, source: str, found: Mapping[str, WeightReader]) -> None:
+def _compare_sizes(config: ModelConfig, source: str, found: Mapping[str, WeightReader]) -> None:
     """Check that the sizes in a configuration are not larger than those of the tensors beside it."""
     layers = 1 + max((int(match[1]) for name in found if (match := _LAYER.match(name))), default=-1)
     if layers < config.n_layers:
@@ -340,9 +421,9 @@ def _compare_sizes(config: EsmConfig, source: str, found: Mapping[str, WeightRea
             f"layers.{layers}.* are missing; the file is not a complete model, or the configuration is another model's"
         )
     table = found.get("embed_tokens.weight")
-    if table is not None and table.shape != (VOCAB_SIZE, config.dim):
+    if table is not None and table.shape[1:] != (config.dim,):
         raise InputError(
-            f"{source}: embed_tokens.weight is {list(table.shape)}, {[VOCAB_SIZE, config.dim]} was expected"
+            f"{source}: embed_tokens.weight is {list(table.shape)}, and a width of {config.dim} was expected"
         )
 
 

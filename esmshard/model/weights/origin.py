@@ -6,12 +6,11 @@ A checkpoint of `adapt.method` lora or head does not hold the frozen base, and a
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from esmshard.errors import InputError
 from esmshard.files import remembered_sha256, size_text
-from esmshard.model.config import EsmConfig
+from esmshard.model.families import family_registry
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.progress import say
@@ -30,7 +29,7 @@ def identity(found: Weights, name: str) -> dict[str, Any]:
         found: the weights.
         name: name by which `esmshard.model.weights.open_weights.read` finds them, as in the recipe.
     """
-    known: dict[str, Any] = {"name": name, "config": asdict(found.config), "seed": found.seed, "files": {}}
+    known: dict[str, Any] = {"name": name, "config": found.config.recorded(), "seed": found.seed, "files": {}}
     if found.made:
         known["made"] = found.made
     total = sum(file.stat().st_size for file in found.files)
@@ -46,7 +45,9 @@ def identity(found: Weights, name: str) -> dict[str, Any]:
 def model_hash(found: Weights) -> str:
     """Return one sha256, in hexadecimal digits, of architecture and weights, whatever their files are called."""
     known = identity(found, "")
-    same = {key: known[key] for key in ("config", "seed", "made") if key in known} | {"files": sorted(_hashes(known))}
+    same = {key: known[key] for key in ("seed", "made") if key in known} | {"files": sorted(_hashes(known))}
+    # The hash of an architecture is that of older records, which name no family.
+    same["config"] = _without_default(known["config"])
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
 
@@ -64,8 +65,9 @@ def check(
     Raises:
         InputError: the two are different models.
     """
-    if now["config"] != before["config"] or now["seed"] != before["seed"]:
-        what = "another architecture" if now["config"] != before["config"] else "other random weights"
+    other_config = _without_default(now["config"]) != _without_default(before["config"])
+    if other_config or now["seed"] != before["seed"]:
+        what = "another architecture" if other_config else "other random weights"
     elif sorted(_hashes(now)) != sorted(_hashes(before)):
         changed = [name for name in now["files"] if now["files"][name] != before["files"].get(name)]
         what = f"other weights ({', '.join(changed) or 'a file less'})"
@@ -91,7 +93,7 @@ def reopen(before: Mapping[str, Any], where: str, model: str | None = None) -> W
         InputError: the base is missing, or is another model.
     """
     if before["seed"] is not None:
-        return open_weights.fresh(EsmConfig(**before["config"]), before["seed"])
+        return open_weights.fresh(family_registry.recorded_config(before["config"]), before["seed"])
     name = model or before["name"]
     try:
         found = open_weights.read(name)
@@ -102,6 +104,11 @@ def reopen(before: Mapping[str, Any], where: str, model: str | None = None) -> W
         ) from None
     check(identity(found, name), before, where)
     return found
+
+
+def _without_default(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the family if it is the one of records that name none."""
+    return {key: value for key, value in config.items() if (key, value) != ("family", family_registry.UNNAMED.name)}
 
 
 def _hashes(known: Mapping[str, Any]) -> list[str]:

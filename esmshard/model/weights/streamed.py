@@ -5,33 +5,33 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from esmshard.model.config import EsmConfig
-from esmshard.model.trunk import ESM2
+from esmshard.model.config import ModelConfig
+from esmshard.model.families import family_registry
+from esmshard.model.trunk import Trunk
 from esmshard.model.weights.export import Source, few
-from esmshard.model.weights.key_maps import TIED
 
 
 def streamed(
-    config: EsmConfig, source: Source, seen: Callable[[str, torch.Tensor], None] = lambda name, tensor: None
-) -> ESM2:
-    """Make an `ESM2` on the CPU, in fp32 and for evaluation, which reads each layer just before it runs.
+    config: ModelConfig, source: Source, seen: Callable[[str, torch.Tensor], None] = lambda name, tensor: None
+) -> Trunk:
+    """Make a model on the CPU, in fp32 and for evaluation, which reads each layer just before it runs.
 
     Every forward pass reads all layers again; embedding, LM head and contact regression are read once, now.
 
     Args:
         config: architecture of the model.
-        source: reads tensors by name. The tied `lm_head.weight` is never requested.
+        source: reads tensors by name. Tied tensors are requested once.
         seen: called with each tensor after it was read.
     """
     with torch.device("meta"):
-        model = ESM2(config)
+        model = family_registry.build(config)
     # All places share one block: memory that is freed in pieces would not be used again for new blocks.
     block = model.layers[0]
     model.layers = nn.ModuleList([block] * config.n_layers)
     model.to_empty(device="cpu")
     model.tie_weights()
-    others = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("layers.")}
-    del others[TIED]
+    stored = (item for item in model.state_dict().items() if item[0] not in model.tied)
+    others = {name: tensor for name, tensor in stored if not name.startswith("layers.")}
     _fill(others, source, seen)
 
     def next_layer(block: nn.Module, inputs: tuple[object, ...]) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 
 from esmshard import __version__
 from esmshard.errors import InputError, UsageError, reading, writing
-from esmshard.files import replace_text
+from esmshard.files import memory_text, replace_text
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file
 from esmshard.report.read.run_directory import RunFiles, json_object, read
 from esmshard.report.read.variant_run_directory import is_cross_validated, read_variants
 from esmshard.report.text import scores, training, variant_report
-from esmshard.report.text.page_parts import PageTable, Section, memory_text, range_text, value_text
+from esmshard.report.text.page_parts import PageTable, Section, range_text, value_text
 from esmshard.report.text.path_hiding import Places
 from esmshard.train.records import goodput
 from esmshard.train.records.verdict import comparison

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from esmshard.files import is_hub_name
 from esmshard.model.config import STARTER
-from esmshard.model.weights.hub import RELEASED
+from esmshard.model.families.family_registry import FAMILIES, RELEASED, released_name
 from esmshard.recipe.sections import Recipe
 from esmshard.report.read.run_directory import RunFiles
 from esmshard.report.read.variant_run_directory import CrossValidated, Pooled
@@ -16,9 +17,10 @@ from esmshard.tasks.variants.variant_settings import VariantSettings
 from esmshard.tasks.variants.variant_task import AUGMENTED, FROZEN, ONE_HOT, SCORE, THRESHOLDS, VariantTask
 from esmshard.train.records.verdict import MAIN
 
+_PAPERS = (*(family.paper for family in FAMILIES.values()), *(one.paper for one in RELEASED.values()))
 REFERENCES = {
-    "Lin et al. 2023": "Lin et al. 2023, Science 379:1123 (ESM-2), doi:10.1126/science.ade2574",
     "Hu et al. 2021": "Hu et al. 2021 (LoRA), arXiv:2106.09685",
+    **{paper.short: paper.line for paper in _PAPERS},
     "Meier et al. 2021": "Meier et al. 2021 (zero-shot scores), doi:10.1101/2021.07.09.450648",
     "Rennie and Srebro 2005": "Rennie and Srebro 2005, Loss functions for preference levels, IJCAI workshop on "
     "preference handling",
@@ -47,8 +49,12 @@ def _model(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     task, name, adapt = recipe.task, recipe.model.name, recipe.adapt
     assert isinstance(task, VariantSettings)
     model = f"the protein language model {Path(name).name}"
-    if name in RELEASED:
-        model = f"ESM-2 ({name}; Lin et al. 2023)" if recipe.init == "pretrained" else f"a model of the shape of {name}"
+    if known := released_name(name):
+        model = f"a model of the shape of {known}"
+        if recipe.init == "pretrained":
+            model = f"{RELEASED[known].title} ({known}; {RELEASED[known].paper.short})"
+    elif is_hub_name(name):
+        model = f"the protein language model {name} of the Hugging Face hub"
     elif name == STARTER:
         model = "the starter model that comes with esmshard"
     weights = "" if recipe.init == "pretrained" else ", from random weights"

@@ -86,15 +86,6 @@ def cell(found: Interval | None, sign: str = "") -> str:
     return f"{value_text(found.value, sign)}{star}\n{range_text(found)}"
 
 
-def memory_text(count: float) -> str:
-    """Format a number of bytes as memory is measured; see `esmshard.files.size_text` for that of files.
-
-    >>> memory_text(3 * 2**29), memory_text(3 * 2**20)
-    ('1.50 GiB', '3 MiB')
-    """
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
 def count_text(count: int, what: str) -> str:
     """Format a number of things.
 

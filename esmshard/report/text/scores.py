@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from esmshard.data.splits.recipe_splits import open_split, open_tested
 from esmshard.errors import InputError
+from esmshard.files import memory_text
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, number
-from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, memory_text, value_text
+from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, value_text
 from esmshard.tasks.base import BEFORE
 from esmshard.tasks.finetuner import load_finetuned
 from esmshard.tasks.intervals import Interval

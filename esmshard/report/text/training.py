@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from esmshard.files import memory_text
 from esmshard.progress import duration, rate
 from esmshard.report.draw import charts
 from esmshard.report.read.run_directory import RunFiles, Values, number
-from esmshard.report.text.page_parts import Figure, PageTable, Section, count_text, memory_text, value_text
+from esmshard.report.text.page_parts import Figure, PageTable, Section, count_text, value_text
 from esmshard.train.records import goodput
 from esmshard.train.records.attempt import METRICS
 

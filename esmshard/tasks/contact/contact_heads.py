@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
 from esmshard.model.weights.open_weights import Weights
 from esmshard.tasks.contact.contact_settings import DILATIONS, KEPT_PAIRS, MAPS, MAX_SEPARATION, ContactSettings
@@ -186,7 +186,7 @@ class BothHead(nn.Module):
     what the network sees of them. Its own output starts near zero, so that all starts where the attention head does.
     """
 
-    def __init__(self, config: EsmConfig, channels: int, blocks: int) -> None:
+    def __init__(self, config: ModelConfig, channels: int, blocks: int) -> None:
         super().__init__()
         n_maps = config.n_layers * config.n_heads
         self.regression = nn.Linear(n_maps, 1)
@@ -208,7 +208,7 @@ class BothHead(nn.Module):
         return [maps_ALL[0] + logits_LL for maps_ALL, logits_LL in zip(maps, products, strict=True)]
 
 
-def new_head(settings: ContactSettings, config: EsmConfig) -> nn.Module:
+def new_head(settings: ContactSettings, config: ModelConfig) -> nn.Module:
     """Make the head that a recipe names."""
     if settings.head == "attention":
         return AttentionHead(config.n_layers * config.n_heads)

@@ -7,7 +7,7 @@ from pydantic import Field
 from esmshard.recipe.task_section import TaskSettings
 
 if TYPE_CHECKING:
-    from esmshard.model.config import EsmConfig
+    from esmshard.model.config import ModelConfig
 
 
 MAX_SEPARATION = 64
@@ -48,7 +48,7 @@ class ContactSettings(TaskSettings):
             else "probe fits a regression over attention maps; set task.head: attention"
         )
 
-    def head_parameters(self, config: "EsmConfig") -> int:
+    def head_parameters(self, config: "ModelConfig") -> int:
         """Count the regression over attention maps and their mixtures; and LayerNorm, two projections, separations, two
         norms and two 3x3 convolutions for each block, and the last layer.
         """

@@ -15,7 +15,7 @@ from esmshard.data.labels.coordinates import CoordinateLabels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures.contact_labels import MIN_SEPARATION, contact_labels
 from esmshard.errors import InputError
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
@@ -57,7 +57,7 @@ class ContactTask(Task):
             "structures of folded domains"
         )
 
-    def head(self, config: EsmConfig) -> nn.Module:
+    def head(self, config: ModelConfig) -> nn.Module:
         """Make the head; see `contact_heads`."""
         return contact_heads.new_head(self.settings, config)
 

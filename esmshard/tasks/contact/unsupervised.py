@@ -15,7 +15,7 @@ from esmshard.batch import pack
 from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError
 from esmshard.model.contacts import ContactAccumulators, corrected_maps
-from esmshard.model.trunk import ESM2
+from esmshard.model.trunk import Trunk
 from esmshard.tasks.contact.contact_precision import valid_pairs
 
 PROTEINS = 20
@@ -28,7 +28,7 @@ MOST_NUMBERS = 40_000_000
 
 
 def fit(
-    trunk: ESM2, examples: Sequence[Example], labels: Sequence[npt.NDArray[np.int8]], seed: int
+    trunk: Trunk, examples: Sequence[Example], labels: Sequence[npt.NDArray[np.int8]], seed: int
 ) -> tuple[npt.NDArray[np.float32], float]:
     """Fit the weight of each map [C], layer-major, and the bias, in the order of `contact_head.regression`.
 
@@ -96,7 +96,7 @@ def thin(
 
 @torch.no_grad()
 def pair_features(
-    trunk: ESM2, tokens: npt.NDArray[np.uint8], i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
+    trunk: Trunk, tokens: npt.NDArray[np.uint8], i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.float32]:
     """Return the features of some pairs of one protein, fp32 [P, C]. Maps of one layer are in memory at a time."""
     device = trunk.embed_tokens.weight.device
@@ -112,7 +112,7 @@ def pair_features(
 
 @torch.no_grad()
 def logits(
-    trunk: ESM2, tokens: npt.NDArray[np.uint8], weight_C: npt.NDArray[np.float32], bias: float
+    trunk: Trunk, tokens: npt.NDArray[np.uint8], weight_C: npt.NDArray[np.float32], bias: float
 ) -> npt.NDArray[np.float32]:
     """Return the logits of the regression for one protein, fp32 [L, L]."""
     device = trunk.embed_tokens.weight.device

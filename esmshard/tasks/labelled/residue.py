@@ -17,7 +17,7 @@ from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.dropout import RecordDropout, of_tokens
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
@@ -145,7 +145,7 @@ class ResidueTask(Task):
             )
         return type(self)(self.settings, {"mean": mean, "std": std})
 
-    def head(self, config: EsmConfig) -> nn.Module:
+    def head(self, config: ModelConfig) -> nn.Module:
         """Make a `ResidueHead`. It starts at the mean, or the shares, of the training labels."""
         prior = self._prior()
         head = ResidueHead(config.dim, self.settings.hidden, len(prior), self.settings.dropout)

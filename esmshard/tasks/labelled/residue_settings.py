@@ -8,7 +8,7 @@ from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks.labelled.class_balance import OUTPUTS, for_classes
 
 if TYPE_CHECKING:
-    from esmshard.model.config import EsmConfig
+    from esmshard.model.config import ModelConfig
 
 
 KERNEL = 7
@@ -63,7 +63,7 @@ class ResidueSettings(TaskSettings):
         """A probe can fit a linear head only."""
         return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
-    def head_parameters(self, config: "EsmConfig") -> int:
+    def head_parameters(self, config: "ModelConfig") -> int:
         """Count LayerNorm, convolution and last layer. Labels are not read yet: without `classes`, OUTPUTS are
         counted.
         """

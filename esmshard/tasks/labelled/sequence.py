@@ -17,7 +17,7 @@ from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.dropout import RecordDropout
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
@@ -157,7 +157,7 @@ class SequenceTask(Task):
             facts = {"classes": list(names), "counts": counts.tolist(), "records": len(found)}
         return type(self)(self.settings, facts)
 
-    def head(self, config: EsmConfig) -> nn.Module:
+    def head(self, config: ModelConfig) -> nn.Module:
         """Make a `SequenceHead`. It starts at the mean, or the shares, of the training labels."""
         hidden = config.dim if self.settings.hidden is None else self.settings.hidden
         prior = self._prior()

@@ -8,7 +8,7 @@ from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks.labelled.class_balance import OUTPUTS, for_classes
 
 if TYPE_CHECKING:
-    from esmshard.model.config import EsmConfig
+    from esmshard.model.config import ModelConfig
 
 
 class SequenceSettings(TaskSettings):
@@ -49,7 +49,7 @@ class SequenceSettings(TaskSettings):
         """A probe can fit a linear head only."""
         return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
-    def head_parameters(self, config: "EsmConfig") -> int:
+    def head_parameters(self, config: "ModelConfig") -> int:
         """Count LayerNorm and one or two linear layers. Labels are not read yet: OUTPUTS are counted, or one for
         numbers.
         """

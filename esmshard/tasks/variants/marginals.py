@@ -7,13 +7,12 @@ import numpy.typing as npt
 import torch
 
 from esmshard.batch import pack
+from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
-from esmshard.model.trunk import ESM2
+from esmshard.model.trunk import Trunk
 from esmshard.progress import Progress
 from esmshard.vocab import MASK, RESIDUES, encode
 
-WINDOW = 1022
-"""Residues that ESM-2 saw at once in training."""
 TOKENS = 4096
 """The tokens of a pack. Larger packs are no faster on a CPU, and need more memory."""
 
@@ -24,7 +23,7 @@ View = tuple[npt.NDArray[np.uint8], int]
 
 
 def log_probabilities(
-    model: ESM2, sequence: str, sites: Sequence[int], *, hidden: bool = True, window: int = WINDOW
+    model: Trunk, sequence: str, sites: Sequence[int], *, hidden: bool = True, window: int | None = None
 ) -> npt.NDArray[np.float32]:
     """Compute the logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
 
@@ -34,8 +33,10 @@ def log_probabilities(
         sites: places in `sequence`, from 0.
         hidden: the model sees `<mask>` at the site that is predicted, in a pass of its own; else the residue, all sites
             of a window in one pass.
-        window: see `score`.
+        window: residues of a longer sequence that the model sees at once; by default as many as in training.
     """
+    if window is None:
+        window = family_of(model.config).window
     tokens = encode(sequence)
     views = [_view(tokens, site, window, hidden) for site in sites]
     if hidden or len(sequence) > window:
@@ -56,7 +57,7 @@ def _view(tokens: npt.NDArray[np.uint8], site: int, window: int, hidden: bool) -
     return seen, place
 
 
-def _rows_of(model: ESM2, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
+def _rows_of(model: Trunk, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
     """Compute one row a view, in packs of about TOKENS, side by side on a CPU."""
     groups = list(_groups(views))
     device = next(model.parameters()).device
@@ -81,7 +82,7 @@ def _groups(views: Sequence[View]) -> Iterator[Sequence[View]]:
 
 @torch.no_grad()
 def _log_p(
-    model: ESM2, tokens: Sequence[npt.NDArray[np.uint8]], places: Sequence[npt.NDArray[np.int64]]
+    model: Trunk, tokens: Sequence[npt.NDArray[np.uint8]], places: Sequence[npt.NDArray[np.int64]]
 ) -> npt.NDArray[np.float32]:
     device = next(model.parameters()).device
     batch = pack(tokens, logits_at=[np.asarray(place, np.int64) for place in places]).to(device)

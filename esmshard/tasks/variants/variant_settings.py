@@ -10,7 +10,7 @@ from esmshard.recipe.task_section import TaskSettings
 from esmshard.vocab import VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from esmshard.model.config import EsmConfig
+    from esmshard.model.config import ModelConfig
 
 
 DEFAULTS: dict[str, Any] = {
@@ -89,7 +89,7 @@ class VariantSettings(TaskSettings):
             raise Clash("lower_is_better", f"{min(foreign)} is no target; data.target names {', '.join(data.target)}")
         return data
 
-    def head_parameters(self, config: "EsmConfig") -> int:
+    def head_parameters(self, config: "ModelConfig") -> int:
         """Count LayerNorm, one or two linear layers over the input of the head, letters, and the weight of the
         zero-shot score. Labels are not read yet: one target is counted.
         """

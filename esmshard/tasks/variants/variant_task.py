@@ -15,7 +15,7 @@ from esmshard.data.splits.variant_records import VariantLabels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError
-from esmshard.model.config import EsmConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
@@ -104,7 +104,7 @@ class VariantTask(Task):
         }
         return type(self)(self.settings, facts)
 
-    def head(self, config: EsmConfig) -> nn.Module:
+    def head(self, config: ModelConfig) -> nn.Module:
         """Make a `VariantHead`."""
         s = self.settings
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)

@@ -29,6 +29,18 @@ class WeightReader:
         """Read the tensor, or these rows of it."""
         return self.rows(rows)
 
+    def part(self, part: slice) -> "WeightReader":
+        """Return a reader of some rows of the tensor, for a file that joins several tensors in one."""
+        if part == ALL:
+            return self
+        inside = range(self.shape[0])[part]
+
+        def read(rows: slice) -> torch.Tensor:
+            these = inside[rows]
+            return self.rows(slice(these.start, these.stop, these.step))
+
+        return WeightReader(torch.Size((len(inside), *self.shape[1:])), read)
+
     def then(self, change: Callable[[torch.Tensor, slice], torch.Tensor]) -> "WeightReader":
         """Return a reader whose tensors are passed through `change(tensor, rows)`."""
         return WeightReader(self.shape, lambda rows: change(self.rows(rows), rows))

@@ -6,10 +6,13 @@ The key maps follow `transformers`' own converter.
 import argparse
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from esmshard.model.config import EsmConfig
-from esmshard.vocab import EOS, MASK, PAD, VOCAB_SIZE
+from esmshard.files import replace_json
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.family import Piece
+from esmshard.vocab import CLS, EOS, MASK, PAD, TOKENS, UNK, VOCAB_SIZE
 
 TIED = "lm_head.weight"
 """The LM head's matrix: the same tensor as `embed_tokens.weight`, stored once."""
@@ -52,8 +55,8 @@ def to_transformers(name: str) -> str:
     return _TOP.get(name, name)
 
 
-def from_transformers(key: str, config: EsmConfig) -> tuple[str, ...]:
-    """Return our names for a `transformers` key; none for keys that this model does not use."""
+def from_transformers(key: str, config: EsmConfig) -> tuple[Piece, ...]:
+    """Return our tensors in a `transformers` key; none for keys that this model does not use."""
     if not re.match(r"(esm|lm_head|head)\.", key):
         key = "esm." + key  # The key is from a bare EsmModel.
     if _UNUSED.match(key) or (config.rotary and key == _TOP["embed_positions.weight"]):
@@ -63,11 +66,11 @@ def from_transformers(key: str, config: EsmConfig) -> tuple[str, ...]:
     key = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", key)
     match = re.fullmatch(r"esm\.encoder\.layer\.(\d+)\.(.+)\.(weight|bias|inv_freq)", key)
     if match:
-        return (f"layers.{match[1]}.{_LAYER_BACK.get(match[2], match[2])}.{match[3]}",)
+        return (Piece(f"layers.{match[1]}.{_LAYER_BACK.get(match[2], match[2])}.{match[3]}"),)
     # All layers share one table: at model level, or (transformers 5.23) under a literal `layer.*`.
     if re.search(r"(^esm\.|layer\.\*.*)rotary_embeddings\.inv_freq$", key):
-        return tuple(f"layers.{n}.self_attn.rot_emb.inv_freq" for n in range(config.n_layers))
-    return (_TOP_BACK.get(key, key),)
+        return tuple(Piece(f"layers.{n}.self_attn.rot_emb.inv_freq") for n in range(config.n_layers))
+    return (Piece(_TOP_BACK.get(key, key)),)
 
 
 def transformers_config(config: EsmConfig) -> dict[str, Any]:
@@ -94,15 +97,12 @@ def transformers_config(config: EsmConfig) -> dict[str, Any]:
     }
 
 
-def config_of_transformers(raw: Any) -> EsmConfig:
+def config_of_transformers(raw: Mapping[str, Any]) -> EsmConfig:
     """Return the architecture that a `config.json` describes.
 
     Raises:
         ValueError: it is not an architecture that is supported here; the message says why.
     """
-    if not isinstance(raw, dict) or raw.get("model_type") != "esm":
-        found = raw.get("model_type") if isinstance(raw, dict) else None
-        raise ValueError(f"model_type is {found!r} and not 'esm'; only ESM-2, ESM-1b and ESM-1v can be read")
     if raw.get("is_folding_model"):
         raise ValueError("it is an ESMFold; only ESM-2, ESM-1b and ESM-1v can be read")
     positions = raw.get("position_embedding_type", "absolute")
@@ -198,3 +198,17 @@ def fair_esm_settings(config: EsmConfig) -> dict[str, Any]:
 def from_fair_esm(key: str) -> str:
     """Return our name for a key of a fair-esm `.pt`: released files keep the prefixes of the fairseq trainer."""
     return re.sub(r"^(encoder\.sentence_encoder\.|encoder\.)", "", key)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write the files from which `transformers.AutoTokenizer` makes its EsmTokenizer."""
+    special: dict[str, Any] = {
+        "cls_token": TOKENS[CLS],
+        "eos_token": TOKENS[EOS],
+        "mask_token": TOKENS[MASK],
+        "pad_token": TOKENS[PAD],
+        "unk_token": TOKENS[UNK],
+    }
+    (directory / "vocab.txt").write_text("\n".join(TOKENS), encoding="utf-8")
+    replace_json(directory / "special_tokens_map.json", special)
+    replace_json(directory / "tokenizer_config.json", special | {"tokenizer_class": "EsmTokenizer"})

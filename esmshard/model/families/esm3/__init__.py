@@ -1,0 +1,1 @@
+"""ESM3: shapes, sequence track, and file layouts."""

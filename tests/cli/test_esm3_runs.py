@@ -1,0 +1,85 @@
+"""ESM3 as a user trains it: runs from random weights, and what is made of their models."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command import esmshard
+from conftest import RECIPE, write_subset
+
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.weights import open_weights
+
+TARGETS = "adapt: {method: lora, rank: 2, targets: [q, k, v, out, fc1, fc2]}\n"
+
+
+def run(directory: Path, task: str, adapt: str = "", ranks: int = 1) -> Path:
+    """A run of four steps; its directory."""
+    write_subset(directory, "train", "train", range(8))
+    write_subset(directory, "valid", "valid", range(2))
+    text = RECIPE.format(tokens_per_rank=200, out=directory / "run").replace("{name: nano}", "{name: esm3_nano}")
+    text = text.replace("steps: 6", "steps: 4").replace("{name: contact, channels: 8, blocks: 1}", task) + adapt
+    (directory / "esm3.yaml").write_text(text)
+    done = esmshard("finetune", directory / "esm3.yaml", *(["--nproc", str(ranks)] if ranks > 1 else []))
+    assert done.returncode == 0, done.stderr
+    return directory / "run"
+
+
+def embed(model: Path, directory: Path) -> np.ndarray:
+    """The embeddings of the validation proteins."""
+    out = directory / f"{model.name}.npy"
+    done = esmshard("embed", model, directory / "valid.fasta", "-o", out)
+    assert done.returncode == 0, done.stderr
+    found = np.load(out)
+    assert found.shape == (2, 128)
+    assert np.isfinite(found).all()
+    return found
+
+
+def losses(directory: Path) -> list[float]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line and "split" not in line]
+
+
+def test_masked_language_modelling_and_its_model_in_both_layouts(tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    directory = run(tmp_path, "{name: mlm}", ranks=2)
+    expected = losses(run(tmp_path / "alone", "{name: mlm}"))
+    assert len(expected) == 4
+    assert losses(directory) == pytest.approx(expected, rel=1e-5), "on two ranks as on one"
+    model = directory / "model"
+    assert json.loads((model / "config.json").read_text())["model_type"] == "esm3"
+    text = (model / "README.md").read_text()
+    assert "transformers" not in text
+    assert "--to hf" not in text
+    embeddings = embed(model, tmp_path)
+    made, start = open_weights.read(str(model)), open_weights.fresh(SIZES["esm3_nano"], 3)
+    for name in open_weights.stored_shapes(made.config):
+        same = torch.equal(made[name], start[name])
+        frozen = name.startswith(("geom_attn.", "other_tracks.", "other_heads.")) or name.endswith("inv_freq")
+        assert same == frozen or name.startswith("contact_head."), name
+
+    done = esmshard("consolidate", model, "-o", tmp_path / "authors", "--to", "esm3-pth")
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "authors" / "authors.pth"
+    assert "model.load_state_dict(state)" in (tmp_path / "authors" / "README.md").read_text()
+    state = torch.load(file, weights_only=True)
+    assert state["transformer.blocks.1.attn.layernorm_qkv.1.weight"].shape == (3 * 128, 128)
+    assert np.array_equal(embed(file, tmp_path), embeddings)
+
+    refused = esmshard("consolidate", tmp_path / "run", "-o", tmp_path / "hf", "--to", "hf")
+    assert refused.returncode == 2
+    assert "--to hf: ESM3 models can be written as esm3-pth, or without --to" in refused.stderr
+
+
+def test_contacts_by_a_lora_on_every_matrix(tmp_path: Path) -> None:
+    directory = run(tmp_path, "{name: contact, channels: 8, blocks: 0}", TARGETS)
+    embeddings = embed(directory / "model", tmp_path)
+    done = esmshard("predict", directory / "model", tmp_path / "valid.fasta", "-o", tmp_path / "contacts.npz")
+    assert done.returncode == 0, done.stderr
+    done = esmshard("consolidate", directory, "-o", tmp_path / "adapter", "--adapter")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["auto_mapping"] is None
+    assert np.abs(embed(tmp_path / "adapter", tmp_path) - embeddings).max() < 1e-6 < embeddings.std()

@@ -1,0 +1,100 @@
+"""A small random ESM-C of `transformers`, and its tensors in each of the four layouts in which ESM-C was published.
+
+A is that of `transformers` from 5.16 on, B that of the hub in May 2026, C that of 2024-12, D that of ESM++.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_files import perturb
+from safetensors.torch import save_file
+from transformers import EsmcConfig as TheirConfig
+from transformers import EsmcForMaskedLM
+
+LAYERS, WIDTH, HEADS, FFN = 2, 128, 2, 512
+"""Heads are 64 wide, as in every published model: layout C does not say it."""
+
+
+def random_esmc(seed: int = 0) -> EsmcForMaskedLM:
+    """The model, perturbed: LayerNorms are off 1 and biases off 0, or swaps would go unnoticed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = TheirConfig(
+            hidden_size=WIDTH, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS
+        )
+        model = EsmcForMaskedLM(config)
+    perturb(model, seed)
+    return model.eval()
+
+
+def layout_b(model: EsmcForMaskedLM) -> dict[str, torch.Tensor]:
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    found = {"esmc.embed.weight": state["esmc.embed_tokens.weight"]}
+    found["esmc.transformer.norm.weight"] = state["esmc.norm.weight"]
+    for n in range(LAYERS):
+        ours, theirs = f"esmc.layers.{n}.", f"esmc.transformer.blocks.{n}."
+        qkv = [state[f"{ours}self_attn.{name}_proj.weight"] for name in "qkv"]
+        found[f"{theirs}attn.layernorm_qkv.layer_norm_weight"] = state[f"{ours}input_layernorm.weight"]
+        found[f"{theirs}attn.layernorm_qkv.layer_norm_bias"] = state[f"{ours}input_layernorm.bias"]
+        found[f"{theirs}attn.layernorm_qkv.weight"] = torch.cat(qkv)
+        found[f"{theirs}attn.layernorm_qkv._extra_state"] = torch.zeros(0, dtype=torch.uint8)
+        found[f"{theirs}attn.q_ln.weight"] = state[f"{ours}self_attn.q_norm.weight"]
+        found[f"{theirs}attn.k_ln.weight"] = state[f"{ours}self_attn.k_norm.weight"]
+        found[f"{theirs}attn.out_proj.weight"] = state[f"{ours}self_attn.o_proj.weight"]
+        found[f"{theirs}ffn.layer_norm_weight"] = state[f"{ours}post_attention_layernorm.weight"]
+        found[f"{theirs}ffn.layer_norm_bias"] = state[f"{ours}post_attention_layernorm.bias"]
+        gate_up = [state[f"{ours}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        found[f"{theirs}ffn.fc1_weight"] = torch.cat(gate_up)
+        found[f"{theirs}ffn.fc2_weight"] = state[f"{ours}mlp.down_proj.weight"]
+    for number, part in (("0", "dense"), ("2", "layer_norm"), ("3", "decoder")):
+        for kind in ("weight", "bias"):
+            found[f"lm_head.{number}.{kind}"] = state[f"lm_head.{part}.{kind}"]
+    return found
+
+
+def layout_c(model: EsmcForMaskedLM) -> dict[str, torch.Tensor]:
+    renamed = (
+        ("esmc.", ""),
+        ("attn.layernorm_qkv.layer_norm_", "attn.layernorm_qkv.0."),
+        ("attn.layernorm_qkv.weight", "attn.layernorm_qkv.1.weight"),
+        ("ffn.layer_norm_", "ffn.0."),
+        ("ffn.fc1_weight", "ffn.1.weight"),
+        ("ffn.fc2_weight", "ffn.3.weight"),
+        ("lm_head.", "sequence_head."),
+    )
+    found = {}
+    for key, tensor in layout_b(model).items():
+        name = key
+        for old, new in renamed:
+            name = name.replace(old, new)
+        if not name.endswith("_extra_state"):
+            found[name] = tensor
+    return found
+
+
+def config_b() -> dict[str, Any]:
+    return {"model_type": "esmc", "d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "vocab_size": 64}
+
+
+def config_d() -> dict[str, Any]:
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "vocab_size": 64}
+    code = {"AutoModelForMaskedLM": "modeling_esm_plusplus.ESMplusplusForMaskedLM"}
+    return {"model_type": "ESMplusplus", "auto_map": code, "dropout": 0.0, "num_labels": 2, **sizes}
+
+
+def write(directory: Path, layout: str, model: EsmcForMaskedLM) -> Path:
+    """Write the model in a layout to a new directory. Return what is given as MODEL."""
+    directory.mkdir(parents=True)
+    if layout == "A":
+        model.save_pretrained(directory)
+    elif layout == "C":
+        file = directory / "data" / "weights" / "esmc_tiny_2024_12_v0.pth"
+        file.parent.mkdir(parents=True)
+        torch.save(layout_c(model), file)
+    else:
+        state = layout_b(model) if layout == "B" else layout_c(model)
+        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(config_b() if layout == "B" else config_d()))
+    return directory

@@ -1,0 +1,105 @@
+"""The four layouts of ESM-C hold the same tensors, and a configuration of unknown names is refused."""
+
+import json
+from pathlib import Path
+
+import esmc_files
+import pytest
+import torch
+from esmc_files import FFN, HEADS, LAYERS, WIDTH
+from safetensors.torch import load_file, save_file
+from transformers import EsmcForMaskedLM
+
+from esmshard.batch import pack
+from esmshard.errors import InputError
+from esmshard.model.families.esmc.esmc_config import EsmcConfig
+from esmshard.model.weights import open_weights
+from esmshard.vocab import encode
+
+
+@pytest.fixture(scope="module")
+def reference() -> EsmcForMaskedLM:
+    return esmc_files.random_esmc()
+
+
+def test_all_four_layouts_hold_the_same_tensors(reference: EsmcForMaskedLM, tmp_path: Path) -> None:
+    found = {
+        layout: open_weights.read(str(esmc_files.write(tmp_path / layout, layout, reference))) for layout in "ABCD"
+    }
+    state = reference.state_dict()
+    # These names are written down here, whatever the map of the package says.
+    same = {
+        "layers.1.self_attn.q_proj.weight": "esmc.layers.1.self_attn.q_proj.weight",
+        "layers.1.self_attn.k_proj.weight": "esmc.layers.1.self_attn.k_proj.weight",
+        "layers.1.self_attn.v_proj.weight": "esmc.layers.1.self_attn.v_proj.weight",
+        "layers.0.self_attn.k_norm.weight": "esmc.layers.0.self_attn.k_norm.weight",
+        "layers.0.gate.weight": "esmc.layers.0.mlp.gate_proj.weight",
+        "layers.0.up.weight": "esmc.layers.0.mlp.up_proj.weight",
+        "layers.0.down.weight": "esmc.layers.0.mlp.down_proj.weight",
+        "layers.1.self_attn_layer_norm.bias": "esmc.layers.1.input_layernorm.bias",
+        "layers.1.final_layer_norm.weight": "esmc.layers.1.post_attention_layernorm.weight",
+        "layer_norm_after.weight": "esmc.norm.weight",
+        "embed_tokens.weight": "esmc.embed_tokens.weight",
+        "lm_head.decoder.bias": "lm_head.decoder.bias",
+    }
+    for layout, weights in found.items():
+        assert weights.config == EsmcConfig(n_layers=LAYERS, dim=WIDTH, n_heads=HEADS), layout
+        assert weights.config.ffn_width == FFN
+        assert weights.absent == ("contact_head",), "no ESM-C has a contact regression"
+        for ours, theirs in same.items():
+            assert torch.equal(weights[ours], state[theirs]), (layout, ours)
+        for name in open_weights.stored_shapes(weights.config):
+            assert torch.equal(weights[name], found["A"][name]), (layout, name)
+
+
+def test_every_layout_says_the_logits_of_transformers(reference: EsmcForMaskedLM, tmp_path: Path) -> None:
+    """`transformers` itself reads layout B as random weights, and ESM++ was read as an ESM-2 elsewhere."""
+    tokens = encode("MKTAYIAKQRQISFVKSHFSRQ")
+    ids = torch.as_tensor(tokens.astype("int64"))[None]
+    with torch.no_grad():
+        expected = reference(ids, attention_mask=torch.ones_like(ids)).logits[0]
+        for layout in "ABCD":
+            model = open_weights.load_model(
+                str(esmc_files.write(tmp_path / layout, layout, reference)), torch.device("cpu")
+            )
+            found = model(pack([tokens]), logits_at=torch.arange(len(tokens))).logits_PV
+            assert (found - expected).abs().max() <= 1e-5, layout
+
+
+@pytest.mark.parametrize("layout", "ABD")
+def test_a_configuration_with_unknown_names_of_sizes_is_refused(
+    layout: str, reference: EsmcForMaskedLM, tmp_path: Path
+) -> None:
+    directory = esmc_files.write(tmp_path / "model", layout, reference)
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    for old, new in (("num_hidden_layers", "layers"), ("n_layers", "layers")):
+        if old in raw:
+            raw[new] = raw.pop(old)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=r"config\.json: not a model that can be read: '\w*layers' is missing"):
+        open_weights.read(str(directory))
+
+
+@pytest.mark.parametrize("layout", "ABD")
+def test_a_file_that_lacks_a_joined_tensor_is_refused(layout: str, reference: EsmcForMaskedLM, tmp_path: Path) -> None:
+    directory = esmc_files.write(tmp_path / "model", layout, reference)
+    file = directory / "model.safetensors"
+    state = load_file(file)
+    key = next(
+        key
+        for key in state
+        if ("s.1.attn.layernorm_qkv" in key or "s.1.self_attn.q_proj" in key) and state[key].ndim > 1
+    )
+    del state[key]
+    save_file(state, file)
+    with pytest.raises(InputError, match=r"layers\.1\.self_attn\..*are missing"):
+        open_weights.read(str(directory))
+
+
+def test_an_esm_plusplus_under_the_type_of_an_esm2_is_refused(reference: EsmcForMaskedLM, tmp_path: Path) -> None:
+    directory = esmc_files.write(tmp_path / "model", "D", reference)
+    raw = json.loads((directory / "config.json").read_text()) | {"model_type": "esm"}
+    (directory / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match="vocab_size is 64, not 33"):
+        open_weights.read(str(directory))

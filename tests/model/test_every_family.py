@@ -1,0 +1,190 @@
+"""What every family of the registry must fulfil: the rest of the package relies on it. Released sizes use no memory."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from esmshard.batch import pack
+from esmshard.model.config import ModelConfig
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.families.family import Family
+from esmshard.model.families.family_registry import FAMILIES, build, recorded_config
+from esmshard.model.trunk import Trunk
+from esmshard.model.weights import open_weights
+from esmshard.recipe.sections import AdaptSettings, OptimSettings
+from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
+from esmshard.train.optimizer import adamw
+from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, encode
+
+TEXTS = ["MKTAYIAKQRQISFVKSHFSRQ", "M", RESIDUES * 2, STANDARD]
+EVERY = [CLS, *(n for n in range(VOCAB_SIZE) if n not in (CLS, EOS)), EOS]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def smallest(family: Family) -> ModelConfig:
+    return min(family.sizes.values(), key=lambda config: config.n_parameters)
+
+
+def perturbed(config: ModelConfig) -> Trunk:
+    """A model with every parameter off its initial value."""
+    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def test_records_import_no_torch() -> None:
+    code = "import sys, esmshard.model.families.family_registry; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
+
+
+def test_names_of_families_sizes_and_released_models_are_their_own() -> None:
+    assert {name: family.name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
+    sizes = [name for family in FAMILIES.values() for name in family.sizes]
+    kinds = [kind for family in FAMILIES.values() for kind in family.files.model_types]
+    assert len(set(sizes)) == len(sizes)
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_sizes_belong_to_the_family_and_are_small_enough_to_test(family: Family) -> None:
+    assert family.sizes.keys() >= family.released.keys()
+    assert smallest(family).n_parameters < 3_000_000
+    for config in family.sizes.values():
+        assert config.family == family.name
+        assert recorded_config(config.recorded()) == config
+
+
+def test_the_numbers_of_a_size_are_those_of_its_tensors(family: Family) -> None:
+    """The planner and the command line use them without building a model."""
+    for config in {*family.sizes.values()}:
+        with torch.device("meta"):
+            model = build(config)
+        counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+        def total(start: str, end: str = "", counts: dict[str, int] = counts) -> int:
+            return sum(n for name, n in counts.items() if name.startswith(start) and name.endswith(end))
+
+        assert sum(counts.values()) == config.n_parameters
+        assert total("layers.0.") == config.layer_parameters == total(f"layers.{config.n_layers - 1}.")
+        assert total("layers.0.", "bias") == config.layer_biases
+        assert total("embed_") == config.embedding_parameters
+        assert total("lm_head.") == config.lm_head_parameters
+        assert total("contact_head.") == config.n_maps + 1
+        assert sum(map(total, model.never_learns)) == config.frozen_parameters
+        ends = {name: n for name, n in counts.items() if "." in name and "norm" in name.split(".")[0]}
+        assert sum(ends.values()) == config.end_parameters
+        assert sum(n for name, n in ends.items() if name.endswith("bias")) == config.end_biases
+        for matrix in config.matrices:
+            linear = model.layers[0].get_submodule(matrix.path)
+            assert (linear.out_features, linear.in_features) == (matrix.rows, matrix.columns)
+        assert {matrix.target for matrix in config.matrices} == {"q", "k", "v", "out", "fc1", "fc2"}
+        wide = [matrix.rows for matrix in config.matrices if matrix.target == "fc1"]
+        assert wide == [config.ffn_width] * (2 if config.gated else 1)
+
+
+def test_names_of_files_and_back(family: Family) -> None:
+    config = smallest(family)
+    files, shapes = family.files, open_weights.shapes(config)
+    for name in shapes:
+        key = files.key(name)
+        if key is None:
+            assert family.computed(name), f"{name} is neither written nor computed"
+            continue
+        found = {piece.name: piece.rows for piece in files.pieces(key, config)}
+        assert name in found
+        if found[name] != slice(None):
+            assert found[name].stop - found[name].start == shapes[name][0]
+    assert files.read_config(files.write_config(config)) == config
+    assert [piece.name for piece in files.pieces("no.such.key", config)] in (["no.such.key"], ["esm.no.such.key"])
+
+
+def test_a_new_model_is_finite_and_follows_from_its_seed(family: Family) -> None:
+    config = smallest(family)
+    one, same, other = (open_weights.fresh(config, seed) for seed in (0, 0, 1))
+    drawn = [name for name in open_weights.shapes(config) if len(one.read[name].shape) > 1]
+    assert all(torch.equal(one[name], same[name]) and one[name].isfinite().all() for name in drawn)
+    assert not any(torch.equal(one[name], other[name]) for name in drawn)
+    with torch.no_grad():
+        model = open_weights.build(one, torch.device("cpu"))
+        logits = model(pack([encode(STANDARD)]), logits_at=torch.arange(22)).logits_PV
+    tokens = encode(STANDARD).astype(np.int64)[1:-1]
+    assert F.cross_entropy(logits[1:-1], torch.from_numpy(tokens)) < math.log(config.n_logits) + 1
+
+
+def test_a_pack_is_its_sequences_one_by_one(family: Family) -> None:
+    model = perturbed(smallest(family))
+    layers = range(model.config.n_layers + 1)
+    batch = pack([encode(text) for text in TEXTS])
+    with torch.no_grad():
+        together = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
+        assert together.logits_PV.shape == (batch.bounds[-1], model.config.n_logits)
+        contacts = predict_contacts(model, batch)
+        for n, text in enumerate(TEXTS):
+            single, own = pack([encode(text)]), slice(batch.bounds[n], batch.bounds[n + 1])
+            alone = model(single, layers=layers, logits_at=torch.arange(single.bounds[-1]))
+            assert (together.logits_PV[own] - alone.logits_PV).abs().max() < 1e-5
+            for layer in layers:
+                other = alone.representations[layer]
+                assert (together.representations[layer][own] - other).abs().max() < 1e-6 * max(10, other.abs().max())
+            assert (contacts[n] - predict_contacts(model, single)[0]).abs().max() < 1e-5
+    assert together.representations[0].std() > 0
+    assert not torch.equal(together.representations[model.config.n_layers], together.representations[0])
+
+
+def test_every_token_can_be_read_and_the_logits_are_finite_in_half_precision(family: Family) -> None:
+    batch = pack([np.array(EVERY, dtype=np.uint8)])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = perturbed(smallest(family)).to(dtype)
+        with torch.no_grad():
+            logits = model(batch, logits_at=torch.arange(len(EVERY))).logits_PV
+        assert logits.dtype == dtype
+        assert logits.isfinite().all()
+        tokens = encode(STANDARD)[1:-1].astype(np.int64)
+        known = logits[:, torch.from_numpy(tokens)]
+        assert (known.float().std(1) > 0).all(), "the columns of the amino acids are told apart"
+
+
+def test_a_mask_is_not_a_residue_and_residues_are_told_apart(family: Family) -> None:
+    model = perturbed(smallest(family))
+    with torch.no_grad():
+        rows = model(pack([np.array(EVERY, dtype=np.uint8)]), layers=(0,)).representations[0]
+    place = {token: n for n, token in enumerate(EVERY)}
+    seen = [rows[place[token]] for token in (MASK, CLS, EOS, *encode(STANDARD)[1:-1].tolist())]
+    assert all(not torch.equal(a, b) for n, a in enumerate(seen) for b in seen[:n])
+
+
+def test_everything_learns_that_may_from_masked_residues(family: Family) -> None:
+    """As FSDP needs it: a parameter without a gradient would stop a run."""
+    model = FineTuner(perturbed(smallest(family)).train(), LanguageModelHead())
+    batch = pack([encode(text) for text in TEXTS], logits_at=[np.arange(1, len(text) + 1) for text in TEXTS])
+    logits = torch.cat(list(model(batch)))
+    F.cross_entropy(logits, batch.tokens_T[batch.logits_at_P].clamp(4, 23)).backward()
+    for name, parameter in model.trunk.named_parameters():
+        if not name.startswith(model.trunk.never_learns):
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+            assert parameter.grad.any() or name.endswith("k_proj.bias"), name
+
+
+def test_norms_have_no_weight_decay_and_can_be_frozen(family: Family) -> None:
+    model = FineTuner(perturbed(smallest(family)).train(), LanguageModelHead())
+    model.adapt(AdaptSettings(method="full"), 0)
+    groups = adamw(model, OptimSettings(lr=1e-4, weight_decay=0.1)).param_groups
+    assert {p.ndim for group in groups if group["weight_decay"] for p in group["params"]} == {2}
+    assert any(p.ndim == 1 for group in groups if not group["weight_decay"] for p in group["params"])
+    model.adapt(AdaptSettings(method="full", freeze=("norms",)), 0)
+    norms = {name: p for name, p in model.trunk.named_parameters() if "norm" in name}
+    assert len(norms) >= 2 * model.trunk.config.n_layers + 1
+    assert not any(parameter.requires_grad for parameter in norms.values())
+    assert model.trunk.embed_tokens.weight.requires_grad

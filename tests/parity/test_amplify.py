@@ -1,0 +1,323 @@
+"""AMPLIFY gives the numbers and gradients of its authors' code, packed or alone, and every command takes one.
+
+`amplify_reference.py` made the golden file with the authors' code. Where AMPLIFY_SOURCE names their folder `src`, it
+runs again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from command import esmshard
+from conftest import RECIPE, write_subset
+from model_files import tokenise
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.checkpoint.compare import ComparedModel, compare
+from esmshard.checkpoint.consolidate import consolidate, consolidate_adapter
+from esmshard.data.variants.substitutions import Mutation
+from esmshard.errors import InputError
+from esmshard.model.attention import attention_map
+from esmshard.model.config import ModelConfig
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.families.amplify.amplify_config import ROWS, VOCABULARY
+from esmshard.model.families.amplify.amplify_layouts import pieces, to_transformers
+from esmshard.model.families.family_registry import RELEASED, SIZES
+from esmshard.model.trunk import ABSENT, Trunk
+from esmshard.model.weights import open_weights
+from esmshard.predict.zero_shot import score
+from esmshard.vocab import MASK, RESIDUES, TOKENS, encode
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "amplify.safetensors"
+REFERENCE = Path(__file__).with_name("amplify_reference.py")
+SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "M", "MXBUZO<mask>KT", "ACDEFGHIKLMNPQRSTVWY" * 3]
+SETTINGS = {
+    "model_type": "AMPLIFY",
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+TOLERANCE = 1e-5
+KNOWN = [n for n, row in enumerate(ROWS) if row is not None]
+"""The tokens that AMPLIFY has."""
+THEIRS = [row for row in ROWS if row is not None]
+"""Their rows in AMPLIFY."""
+
+
+class Saved(NamedTuple):
+    golden: dict[str, torch.Tensor]
+    directory: Path
+    batch: TokenBatch
+
+    def part(self, name: str) -> dict[str, torch.Tensor]:
+        return {key.removeprefix(f"{name}."): t for key, t in self.golden.items() if key.startswith(f"{name}.")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The authors' weights as a directory such as theirs on the hub."""
+    found = load_file(GOLDEN)
+    directory = tmp_path_factory.mktemp("amplify") / "theirs"
+    directory.mkdir()
+    weights = {name.removeprefix("weights."): t for name, t in found.items() if name.startswith("weights.")}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(SETTINGS))
+    return Saved(found, directory, tokenise(SEQUENCES)[1])
+
+
+@pytest.fixture(scope="module")
+def model(saved: Saved) -> Trunk:
+    found = open_weights.read(str(saved.directory))
+    assert found.absent == ("contact_head",), "no published AMPLIFY has one"
+    return open_weights.build(found, torch.device("cpu")).eval()
+
+
+def everything(model: Trunk, batch: TokenBatch) -> tuple[list[torch.Tensor], torch.Tensor]:
+    layers = range(model.config.n_layers + 1)
+    with torch.no_grad():
+        out = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
+    return [out.representations[layer] for layer in layers], out.logits_PV
+
+
+def test_the_tokens_are_those_of_the_authors(saved: Saved) -> None:
+    """In their order, with X, U, Z, O and gaps as `<unk>`."""
+    block = saved.golden["tokens"]
+    mine = [VOCABULARY.index("<unk>") if ROWS[t] is None else ROWS[t] for t in saved.batch.tokens_T.tolist()]
+    assert mine == block[block != 0].tolist()
+    assert {TOKENS[n] for n, row in enumerate(ROWS) if row is None} == {*"XUZO.-"}
+    assert sorted(THEIRS) == list(range(27))
+
+
+def test_every_layer_attention_and_the_logits_are_those_of_the_authors(saved: Saved, model: Trunk) -> None:
+    layers, logits = everything(model, saved.batch)
+    theirs = [saved.golden[f"layers.{n}"] for n in range(3)] + [saved.golden["normed"]]
+    for mine, other in zip(layers, theirs, strict=True):
+        assert other.abs().max() > 0.1
+        assert (mine - other).abs().max() < TOLERANCE
+    assert (logits[:, KNOWN] - saved.golden["logits"][:, THEIRS]).abs().max() < TOLERANCE
+    maps = {}
+    with torch.no_grad():
+        model(saved.batch, on_attention=lambda layer, n, q, k: maps.update({(layer, n): attention_map(q, k)}))
+    assert (maps[0, 0] - saved.golden["attention.0"]).abs().max() < 1e-6
+    for n, (start, end) in enumerate(zip(saved.batch.bounds, saved.batch.bounds[1:], strict=False)):
+        alone = saved.golden[f"alone.{n}"]
+        assert (logits[start:end, KNOWN] - alone[:, THEIRS]).abs().max() < TOLERANCE
+
+
+def test_gradients_are_those_of_the_authors(saved: Saved) -> None:
+    mine = open_weights.build(open_weights.read(str(saved.directory)), torch.device("cpu")).train()
+    logits = mine(saved.batch, logits_at=torch.arange(saved.batch.bounds[-1])).logits_PV
+    # A letter that AMPLIFY lacks is `<unk>` in the targets of its authors, too.
+    target_T = torch.tensor([t if ROWS[t] is not None else TOKENS.index("<unk>") for t in range(33)])[
+        saved.batch.tokens_T
+    ]
+    F.cross_entropy(logits, target_T).backward()
+    theirs = saved.part("gradients")
+    compared = set()
+    gradients = {name: parameter.grad for name, parameter in mine.named_parameters()}
+    for key, other in theirs.items():
+        for name, rows in pieces(key, mine.config):
+            grad = gradients[name]
+            assert grad is not None
+            assert (grad - other[rows]).abs().max() < TOLERANCE * other.abs().max(), name
+            compared.add(name)
+    assert compared == {name for name in gradients if not name.startswith("contact_head.")}
+
+
+def test_a_token_that_is_absent_has_no_probability_and_the_embedding_of_unk(model: Trunk) -> None:
+    layers, logits = everything(model, pack([encode("MXK")]))
+    assert torch.equal(layers[0][2], model.embed_tokens.weight[VOCABULARY.index("<unk>")])
+    others = [n for n in range(33) if n not in KNOWN]
+    assert len(others) == 6
+    assert (logits[:, others] == ABSENT).all()
+    assert (logits.half().log_softmax(-1).exp()[:, others] == 0).all()
+    both = [everything(model, pack([encode(text)]))[1] for text in ("MXK", "MOK")]
+    assert torch.equal(*both)
+
+
+def test_packed_is_alone_and_no_protein_sees_another(saved: Saved, model: Trunk) -> None:
+    texts = [encode(text) for text in ("MKTAYIAKQRQISFVKSHFSRQ", "M")]
+    with_one, _ = everything(model, pack([*texts, encode("ACDEFG")]))
+    with_other, _ = everything(model, pack([*texts, encode("WYVKLL")]))
+    first = slice(0, len(texts[0]))
+    assert all(torch.equal(a[first], b[first]) for a, b in zip(with_one, with_other, strict=True))
+    assert not torch.equal(with_one[-1], with_other[-1])
+
+
+def test_attention_in_a_padded_block_is_the_same(saved: Saved, model: Trunk) -> None:
+    expected, _ = everything(model, saved.batch)
+    for layer in model.layers:
+        layer.self_attn.padded = True  # type: ignore[union-attr]
+    layers, _ = everything(model, saved.batch)
+    contacts = predict_contacts(model, saved.batch)
+    for layer in model.layers:
+        layer.self_attn.padded = False  # type: ignore[union-attr]
+    assert (layers[-1] - expected[-1]).abs().max() < TOLERANCE
+    assert [len(one) for one in contacts] == saved.batch.lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(saved: Saved, model: Trunk, dtype: torch.dtype) -> None:
+    half = open_weights.build(open_weights.read(str(saved.directory)), torch.device("cpu"), dtype).eval()
+    layers, logits = everything(half, saved.batch)
+    expected, _ = everything(model, saved.batch)
+    assert layers[-1].dtype == dtype
+    assert logits.isfinite().all()
+    assert (layers[-1].float() - expected[-1]).square().mean().sqrt() < 0.03 * expected[-1].square().mean().sqrt()
+
+
+# Files
+
+
+def test_what_is_written_has_the_tensors_of_the_authors(saved: Saved, tmp_path: Path) -> None:
+    """Gate and up joined as theirs, whether in one file or in several."""
+    weights = saved.part("weights")
+    for n, most in enumerate((10**9, 20_000)):
+        out = consolidate(saved.directory, tmp_path / str(n), max_file_bytes=most)
+        files = sorted(out.glob("*.safetensors"))
+        assert len(files) == 1 if n == 0 else len(files) > 1
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+        raw = json.loads((out / "config.json").read_text())
+        assert raw.items() >= SETTINGS.items()
+        assert raw["auto_map"]["AutoModel"] == "chandar-lab/AMPLIFY_350M--amplify.AMPLIFY"
+        tokens = AutoTokenizer.from_pretrained(out)(RESIDUES + "<mask>|")["input_ids"]
+        unknown = VOCABULARY.index("<unk>")
+        letters = [unknown if ROWS[t] is None else ROWS[t] for t in encode(RESIDUES)[1:-1].tolist()]
+        assert tokens == [3, *letters, 2, 5, 4]
+
+
+def test_another_architecture_of_the_authors_is_refused(saved: Saved, tmp_path: Path) -> None:
+    """Their code has options that no released model uses."""
+    wrong = {"rms_norm": False, "hidden_act": "gelu", "layer_norm_after_embedding": True, "vocab_size": 33}
+    for key, value in wrong.items():
+        (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {key: value}))
+        with pytest.raises(InputError, match=f"{key} is {value!r}"):
+            open_weights.read(str(tmp_path))
+
+
+def test_a_difference_of_logits_counts_beside_absent_tokens(saved: Saved) -> None:
+    """The logit of an absent token is so large that it would hide every difference of the others."""
+    found = open_weights.read(str(saved.directory))
+    names = frozenset(open_weights.stored_shapes(found.config))
+
+    def source(wanted: list[str], factor: float = 1.0) -> dict[str, torch.Tensor]:
+        return {n: (factor if n == "lm_head.decoder.weight" else 1.0) * found[n] for n in wanted}
+
+    given = ComparedModel(source, names, None)
+    assert not any(compare(found.config, given, source, "here", torch.float32).values())
+    with pytest.raises(InputError):
+        compare(found.config, given, lambda n: source(n, 1.5), "here", torch.float32)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(("name", "bytes_"), [("amplify_120m", 473_126_988), ("amplify_350m", 1_416_062_764)])
+def test_sizes_are_those_of_the_released_models(name: str, bytes_: int) -> None:
+    """Files on the hub: fp32, and a header of about a hundred bytes a tensor."""
+    config = SIZES[name]
+    assert config.head_dim == 64
+    tensors = config.n_layers * 8 + 4
+    header = bytes_ - 4 * (config.n_parameters - (config.n_maps + 1))
+    assert 90 * tensors < header < 120 * tensors
+    assert SIZES[f"{name}_base"] == config
+    assert RELEASED[name].repository == f"chandar-lab/AMPLIFY_{name[8:].upper()}"
+    assert RELEASED[f"{name}_base"].repository == f"chandar-lab/AMPLIFY_{name[8:].upper()}_base"
+
+
+def test_the_numbers_of_a_size_are_those_of_its_tensors() -> None:
+    config: ModelConfig = SIZES["amplify_nano"]
+    shapes = {n: s for n, s in open_weights.stored_shapes(config).items() if not n.endswith("inv_freq")}
+    assert sum(shape.numel() for shape in shapes.values()) == config.n_parameters
+    own = {n: s.numel() for n, s in shapes.items() if n.startswith("layers.0.")}
+    assert sum(own.values()) == config.layer_parameters
+    assert sum(n for name, n in own.items() if name.endswith("bias")) == config.layer_biases == 0
+    head = sum(s.numel() for n, s in shapes.items() if n.startswith("lm_head."))
+    assert head == config.lm_head_parameters
+    assert len({to_transformers(name) for name in shapes}) == 2 * 8 + 4 + 2, "and the two of the contact regression"
+
+
+# Use
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of all matrices for masked residues, trained from random weights."""
+    directory = tmp_path_factory.mktemp("run")
+    return finetuned(directory, "task: {name: mlm}\nadapt: {method: lora, rank: 2, alpha: 8.0}\n")
+
+
+def finetuned(directory: Path, more: str) -> Path:
+    write_subset(directory, "train", "train", range(8))
+    write_subset(directory, "valid", "valid", range(2))
+    text = RECIPE.format(tokens_per_rank=130, out=directory / "run").replace("{name: nano}", "{name: amplify_nano}")
+    name = more.partition(":")[0]
+    kept = [line for line in text.splitlines() if not line.startswith(f"{name}:")]
+    (directory / "tiny.yaml").write_text("\n".join(kept) + "\n" + more)
+    done = esmshard("finetune", directory / "tiny.yaml")
+    assert done.returncode == 0, done.stderr
+    return directory / "run"
+
+
+def test_an_adapter_of_joined_matrices_is_the_merged_model(run: Path, tmp_path: Path) -> None:
+    merged = open_weights.read(str(run / "model"))
+    adapter = consolidate_adapter(run, tmp_path / "adapter")
+    found = open_weights.read(str(adapter))
+    fresh = open_weights.fresh(found.config, 3)
+    for name in open_weights.stored_shapes(found.config):
+        if not name.startswith("contact_head."):  # of which a model that never learned contacts has none
+            assert (found[name] - merged[name]).abs().max() < 1e-6, name
+    for name in ("layers.0.gate.weight", "layers.1.up.weight"):
+        assert (found[name] - fresh[name]).abs().max() > 1e-5
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    joined = [f"transformer_encoder.{n}.ffn.w12" for n in range(2)]
+    assert settings["rank_pattern"] == dict.fromkeys(joined, 4)
+    assert settings["alpha_pattern"] == dict.fromkeys(joined, 16.0)
+    keys = load_file(adapter / "adapter_model.safetensors")
+    assert keys[f"base_model.model.{joined[0]}.lora_A.weight"].shape == (4, 32)
+    assert keys[f"base_model.model.{joined[0]}.lora_B.weight"].shape == (2 * 88, 4)
+
+
+def test_contacts_embeddings_and_scores(run: Path, tmp_path: Path) -> None:
+    contact = finetuned(tmp_path, "")
+    predicted = esmshard("predict", contact, tmp_path / "valid.fasta", "-o", tmp_path / "contacts.npz")
+    assert predicted.returncode == 0, predicted.stderr
+    assert len(np.load(tmp_path / "contacts.npz").files) > 0
+    fasta = tmp_path / "some.fasta"
+    fasta.write_text(">a\nMKTAYIAKQRQISFVK\n>b\nMXBUZOKT\n")
+    done = esmshard("embed", run / "model", fasta, "-o", tmp_path / "out.parquet", "--pool", "mean,logits")
+    assert done.returncode == 0, done.stderr
+    plan = esmshard("plan", tmp_path / "tiny.yaml", "--gpus", "8xA100-40GB")
+    assert plan.returncode == 0, plan.stderr
+    trunk = open_weights.load_model(str(run / "model"), torch.device("cpu"))
+    found = score(trunk, "MKTAYIAKQRQISFVK", [(Mutation(1, "K", "A"),), ()], "masked-marginals")
+    tokens = encode("MKTAYIAKQRQISFVK").copy()
+    tokens[2] = MASK
+    with torch.no_grad():
+        log_p = trunk(pack([tokens]), logits_at=torch.tensor([2])).logits_PV[0].log_softmax(-1)
+    by_hand = float(log_p[TOKENS.index("A")] - log_p[TOKENS.index("K")])
+    np.testing.assert_allclose(found, [by_hand, 0], atol=1e-5)
+
+
+@pytest.mark.skipif(
+    "AMPLIFY_SOURCE" not in os.environ, reason="AMPLIFY_SOURCE names no folder `src` of the authors' code"
+)
+def test_the_authors_code_still_says_what_the_golden_file_holds(saved: Saved, tmp_path: Path) -> None:
+    out = tmp_path / "again.safetensors"
+    subprocess.run([sys.executable, REFERENCE, os.environ["AMPLIFY_SOURCE"], out], check=True, timeout=900)
+    again = load_file(out)
+    assert again.keys() == saved.golden.keys()
+    for name, tensor in saved.golden.items():
+        assert (again[name].double() - tensor.double()).abs().max() < 1e-6, name

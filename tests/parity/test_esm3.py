@@ -1,0 +1,293 @@
+"""The sequence track of ESM3 gives the numbers and gradients of the authors' code, and their file is read and written.
+
+`tests/golden/esm3.safetensors` holds what their code says; `esm3_golden.py` beside this file made it. Every parameter
+is off its initial value: norms that are 1 and biases that are 0 would hide an exchange.
+"""
+
+import json
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from esm3_golden import TARGETS, TOKENS, weights
+from plan_model import counted_numbers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.checkpoint import card
+from esmshard.checkpoint.consolidate import consolidate
+from esmshard.errors import InputError, UsageError
+from esmshard.model.families.esm3.esm3_config import Esm3Config
+from esmshard.model.families.esm3.esm3_layouts import config_of_own, own_config, pieces
+from esmshard.model.families.esm3.esm3_model import ESM3
+from esmshard.model.families.family_registry import SIZES, build, recorded_config
+from esmshard.model.trunk import Trunk
+from esmshard.model.weights import hub, open_weights
+from esmshard.planner.parameter_counts import numbers_of
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
+from esmshard.vocab import encode
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "esm3.safetensors"
+TOLERANCE = 1e-5
+NANO = SIZES["esm3_nano"]
+FILE = "data/weights/esm3_sm_open_v1.pth"
+
+
+def authors_state(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A state dict under the names and in the shapes of the authors' model."""
+    with safe_open(GOLDEN, framework="pt") as file:
+        shapes = json.loads(file.metadata()["shapes"])
+    return {name: tensor.to(dtype) for name, tensor in weights(shapes).items()}
+
+
+def published(directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A copy of the repository: an empty configuration, the model, and another model that decodes structures."""
+    (directory / "data" / "weights").mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    torch.save(authors_state(dtype), directory / FILE)
+    torch.save({"decoder.weight": torch.ones(2)}, directory / "data" / "weights" / "esm3_structure_decoder_v0.pth")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("esm3"))
+
+
+def model_of(source: Path) -> Trunk:
+    found = open_weights.read(str(source))
+    assert found.config == NANO
+    assert found.absent == ("contact_head",), "no published ESM3 has one"
+    return open_weights.build(found, torch.device("cpu")).eval()
+
+
+def tokens(sequences: list[list[int]]) -> TokenBatch:
+    return pack([np.array(one, dtype=np.uint8) for one in sequences])
+
+
+def everything(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
+    """All layers, and the logits of all tokens."""
+    layers = range(model.config.n_layers + 1)
+    with torch.no_grad():
+        out = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
+    assert out.logits_PV is not None
+    return [*(out.representations[layer] for layer in layers), out.logits_PV]
+
+
+def compare_with(golden: Mapping[str, torch.Tensor], model: Trunk) -> tuple[float, float]:
+    """The largest difference of outputs, and of gradients relative to the largest number of a tensor."""
+    batch, worst, relative = tokens(TOKENS), 0.0, 0.0
+    names = [*(f"layer.{n}" for n in range(NANO.n_layers + 1)), "logits"]
+    for name, mine in zip(names, everything(model, batch), strict=True):
+        assert golden[name].abs().max() > 0.5
+        assert mine.shape == golden[name].shape
+        worst = max(worst, float((mine - golden[name]).abs().max()))
+    logits = model(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
+    assert logits is not None
+    F.cross_entropy(logits, torch.tensor([*chain(*TARGETS)]), reduction="sum").backward()
+    mine_by_name = {name: parameter.grad for name, parameter in model.named_parameters()}
+    learned = set()
+    for stored, theirs in golden.items():
+        if stored.startswith("gradient."):
+            key = stored.removeprefix("gradient.")
+            names = [piece.name for piece in pieces(key, NANO)]
+            grads = [mine_by_name[name] for name in names]
+            flat = torch.cat([grad for grad in grads if grad is not None]).flatten()
+            assert theirs.abs().max() > 1e-3, key
+            difference = (flat[golden[f"places.{key}"].long()] - theirs).abs().max() / theirs.abs().max()
+            relative = max(relative, float(difference))
+            learned |= set(names)
+    never = ESM3.never_learns
+    assert {name for name in mine_by_name if not name.startswith(never)} == {
+        name for name in learned if not name.startswith(never)
+    }, "every parameter that learns is compared"
+    return worst, relative
+
+
+def test_every_layer_the_logits_and_gradients_are_those_of_the_authors(repository: Path) -> None:
+    worst, relative = compare_with(load_file(GOLDEN), model_of(repository))
+    assert worst < TOLERANCE
+    assert relative < TOLERANCE
+
+
+def test_packed_is_alone_and_no_protein_sees_another(repository: Path) -> None:
+    model = model_of(repository)
+    together = everything(model, tokens(TOKENS))
+    own = slice(0, len(TOKENS[0]))
+    for mine, other in zip(together, everything(model, tokens(TOKENS[:1])), strict=True):
+        assert (mine[own] - other).abs().max() < 1e-6
+    # Bit for bit where nothing but the other protein changes.
+    changed = everything(model, tokens([TOKENS[0], [0, 16, 2]]))
+    assert all(torch.equal(mine[own], other[own]) for mine, other in zip(together, changed, strict=True))
+    assert not torch.equal(together[-1], changed[-1])
+
+
+def test_other_tracks_and_attention_over_frames_have_the_parts_that_they_should(repository: Path) -> None:
+    """Without coordinates nothing depends on geometric attention; ends of a protein have structure tokens of ends."""
+    model = model_of(repository)
+    before = everything(model, tokens(TOKENS))
+    with torch.no_grad():
+        for parameter in [*model.geom_attn.parameters(), *model.other_heads.parameters()]:  # type: ignore[union-attr]
+            parameter.add_(1)
+    assert all(torch.equal(mine, other) for mine, other in zip(before, everything(model, tokens(TOKENS)), strict=True))
+    table = model.other_tracks.structure_tokens_embed.weight  # type: ignore[union-attr]
+    with torch.no_grad():
+        table[4098] += 1  # type: ignore[operator,index]
+    moved = everything(model, tokens(TOKENS))[0] - before[0]
+    assert torch.equal(moved.abs().sum(1) > 0.5, tokens(TOKENS).tokens_T == 0)
+
+
+def test_sizes_are_those_of_the_released_model() -> None:
+    config = SIZES["esm3_sm_open_v1"]
+    assert config.n_parameters - (config.n_maps + 1) == 1_401_735_748, "but for the contact regression"
+    assert (config.ffn_width, config.head_dim) == (4096, 64)
+    assert config.branch_scale == pytest.approx((36 / 48) ** 0.5)
+    assert recorded_config(config.recorded()) == config
+    assert config_of_own(json.loads(json.dumps(own_config(config)))) == config  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", ["esm3_nano", "esm3_mini", "esm3_sm_open_v1"])
+@pytest.mark.parametrize(
+    "adapt",
+    [
+        AdaptSettings(method="full"),
+        AdaptSettings(method="full", freeze=("embedding",)),
+        AdaptSettings(method="head"),
+        AdaptSettings(method="lora", rank=4, targets=("q", "k", "v", "out", "fc1", "fc2"), bias="all"),
+    ],
+    ids=["full", "frozen embedding", "head", "lora"],
+)
+def test_what_learns_is_what_the_planner_counts(size: str, adapt: AdaptSettings) -> None:
+    """All blocks are alike for it: what the first block has in addition lies beside the blocks."""
+    config = SIZES[size]
+    with torch.device("meta"):
+        tuner = FineTuner(build(config), LanguageModelHead())
+        tuner.adapt(adapt, seed=0)
+    learns = {name for name, parameter in tuner.trunk.named_parameters() if parameter.requires_grad}
+    assert learns
+    assert not any(name.startswith(ESM3.never_learns) for name in learns)
+    frozen = sum(p.numel() for name, p in tuner.trunk.named_parameters() if name.startswith(ESM3.never_learns))
+    assert config.frozen_parameters == frozen
+    counted = counted_numbers(tuner, config)
+    planned = numbers_of(config, 0, adapt, logits=True)
+    assert counted == planned
+    assert counted.parameters == sum(parameter.numel() for parameter in tuner.parameters())
+
+
+def test_the_file_of_the_authors_is_written_as_it_was(tmp_path: Path) -> None:
+    source = published(tmp_path / "source", torch.bfloat16)
+    out = consolidate(source, tmp_path / "written", to="esm3-pth", dtype="bf16")
+    assert [path.name for path in out.iterdir()] == ["written.pth"]
+    written = torch.load(out / "written.pth", weights_only=True)
+    expected = authors_state(torch.bfloat16)
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert written[name].dtype == torch.bfloat16
+        assert torch.equal(written[name], tensor), name
+
+
+def test_a_directory_of_our_own_holds_the_same_model(repository: Path, tmp_path: Path) -> None:
+    out = consolidate(repository / FILE, tmp_path / "own")
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((out / "config.json").read_text())["model_type"] == "esm3"
+    again, given = open_weights.read(str(out)), open_weights.read(str(repository))
+    assert again.config == NANO
+    for name in open_weights.stored_shapes(NANO):
+        if not name.startswith("contact_head."):
+            assert torch.equal(again[name], given[name]), name
+    with pytest.raises(UsageError, match="--to hf: ESM3 models can be written as esm3-pth, or without --to as a dir"):
+        consolidate(out, tmp_path / "hf", to="hf")
+    with pytest.raises(UsageError, match="--to fair-esm: ESM3 models"):
+        consolidate(out, tmp_path / "hf", to="fair-esm")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_head_of_another_width_is_not_written_to_a_file_that_cannot_tell(tmp_path: Path) -> None:
+    config = Esm3Config(n_layers=1, dim=32, n_heads=4, v_heads=2)
+    directory = tmp_path / "own"
+    directory.mkdir()
+    found = open_weights.fresh(config, 0)
+    from esmshard.model.weights.export import write_transformers
+
+    sizes = open_weights.stored_shapes(config)
+    write_transformers(directory, config, sizes, lambda names: {name: found[name] for name in names})
+    with pytest.raises(InputError, match="tells neither the width of a head"):
+        consolidate(directory, tmp_path / "out", to="esm3-pth")
+
+
+def test_what_cannot_be_read_is_refused_with_the_fix(tmp_path: Path) -> None:
+    source = published(tmp_path / "source")
+    second = source / "data" / "weights" / "second.pth"
+    torch.save(authors_state(), second)
+    with pytest.raises(InputError, match=r"holds 2 models \(.*, second\.pth\); give the path of the \.pth file"):
+        open_weights.read(str(source))
+    assert open_weights.read(str(second)).config == NANO
+    for path in (second, source / FILE):
+        path.unlink()
+    with pytest.raises(InputError, match=r"holds no \.pth file of a language model; give the path"):
+        open_weights.read(str(source))
+    state = authors_state()
+    del state["transformer.blocks.0.geom_attn.distance_scale_per_head"]
+    torch.save(state, second)
+    with pytest.raises(InputError, match=r"it has no transformer\.blocks\.0\.geom_attn\.distance_scale_per_head"):
+        open_weights.read(str(source))
+    torch.save(authors_state() | {"strange.weight": torch.ones(2)}, second)
+    with pytest.raises(InputError, match=r"strange\.weight do not belong"):
+        open_weights.read(str(source))
+    (source / "config.json").write_text('{"model_type": "esm3", "n_layers": 2, "dim": 128, "n_heads": 2}')
+    with pytest.raises(InputError, match="v_heads is missing"):
+        open_weights.read(str(source))
+
+
+@pytest.mark.parametrize(("size", "value"), [("v_heads", 0), ("v_heads", True), ("v_heads", 10**6), ("dim", 12)])
+def test_sizes_that_cannot_be_right_are_refused(size: str, value: int) -> None:
+    with pytest.raises(ValueError, match=size):
+        Esm3Config(**{"n_layers": 1, "dim": 32, "n_heads": 2, "v_heads": 2} | {size: value})
+
+
+def test_of_the_released_repository_only_the_model_is_downloaded(repository: Path) -> None:
+    """Its files are https://huggingface.co/biohub/esm3-sm-open-v1/tree/main."""
+    parts = ("structure_encoder", "structure_decoder", "function_decoder")
+    others = [f"data/weights/esm3_{part}_v0.pth" for part in parts]
+    assert hub._choose("esm3_sm_open_v1", ["README.md", "config.json", *others, FILE]) == [FILE]
+    assert hub._weights(repository) == [FILE]
+
+
+def test_lora_on_every_matrix_learns_and_moves_nothing_else(repository: Path) -> None:
+    found, tuner = open_weights.read(str(repository)), FineTuner(model_of(repository), LanguageModelHead())
+    targets = ("q", "k", "v", "out", "fc1", "fc2")
+    tuner.adapt(AdaptSettings(method="lora", rank=2, targets=targets, bias="none"), seed=1)
+    read = tuner.rows_of(found, tuner.head)
+    with torch.no_grad():
+        for name, parameter in tuner.named_parameters():
+            parameter.copy_(read(name, slice(None)))
+    before = {name: parameter.clone() for name, parameter in tuner.trunk.named_parameters()}
+    batch = pack([encode("MKTAYIAKQR"), encode("ACDEFGHIKL")])
+    targets_P = batch.tokens_T.long()
+    optimizer = torch.optim.AdamW([p for p in tuner.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for _ in range(20):
+        logits = tuner.trunk(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
+        assert logits is not None
+        loss = F.cross_entropy(logits, targets_P)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.4
+    changed = {name for name, p in tuner.trunk.named_parameters() if not torch.equal(p, before[name])}
+    assert len(changed) == 2 * 7 * NANO.n_layers
+    assert all(".lora_" in name for name in changed)
+
+
+def test_the_card_of_a_directory_that_transformers_does_not_read_names_the_other_file() -> None:
+    about = {"config": NANO.recorded(), "recipe": {"task": {"name": "mlm"}}}
+    text = card._use(Path("model"), about, False)
+    assert "transformers" not in text
+    assert "--to esm3-pth" in text

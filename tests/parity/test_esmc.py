@@ -1,0 +1,158 @@
+"""ESM-C gives the numbers and gradients of `transformers`, packed or alone, and `transformers` reads what is written.
+
+Every parameter is off its initial value: norms that are 1 and biases that are 0 would hide an exchange.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_files import tokenise
+from transformers import AutoTokenizer, EsmcConfig, EsmcForMaskedLM
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.checkpoint.consolidate import consolidate
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.families.esmc.esmc_layouts import to_transformers
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.trunk import Trunk
+from esmshard.model.weights import open_weights
+from esmshard.vocab import RESIDUES, encode
+
+SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "M", "MXBUZO<mask>KT", "ACDEFGHIKLMNPQRSTVWY" * 3]
+TOLERANCE = 1e-5
+
+
+class Saved(NamedTuple):
+    theirs: EsmcForMaskedLM
+    directory: Path
+    block: torch.Tensor
+    batch: TokenBatch
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    torch.manual_seed(0)
+    settings = EsmcConfig(hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=6)
+    theirs = EsmcForMaskedLM(settings).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            else:
+                parameter.copy_(0.3 * torch.randn(parameter.shape) / parameter.shape[1] ** 0.5)
+    directory = tmp_path_factory.mktemp("esmc") / "model"
+    theirs.save_pretrained(directory)
+    return Saved(theirs, directory, *tokenise(SEQUENCES))
+
+
+@pytest.fixture(scope="module")
+def model(saved: Saved) -> Trunk:
+    found = open_weights.read(str(saved.directory))
+    assert found.absent == ("contact_head",), "no published ESM-C has one"
+    return open_weights.build(found, torch.device("cpu")).eval()
+
+
+def everything(model: Trunk, batch: TokenBatch) -> tuple[list[torch.Tensor], torch.Tensor]:
+    layers = range(model.config.n_layers + 1)
+    with torch.no_grad():
+        out = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
+    return [out.representations[layer] for layer in layers], out.logits_PV
+
+
+def test_every_layer_and_the_logits_are_those_of_transformers(saved: Saved, model: Trunk) -> None:
+    layers, logits = everything(model, saved.batch)
+    kept = saved.block != 1
+    with torch.no_grad():
+        theirs = saved.theirs(saved.block, attention_mask=kept.long(), output_hidden_states=True)
+    assert len(theirs.hidden_states) == len(layers) == 4
+    for mine, other in zip(layers, theirs.hidden_states, strict=True):
+        assert other.abs().max() > 0.1
+        assert (mine - other[kept]).abs().max() < TOLERANCE
+    assert logits.shape == (saved.batch.bounds[-1], 64)
+    assert (logits - theirs.logits[kept]).abs().max() < TOLERANCE
+
+
+def test_gradients_are_those_of_transformers(saved: Saved) -> None:
+    mine = open_weights.build(open_weights.read(str(saved.directory)), torch.device("cpu")).train()
+    kept = saved.block != 1
+    logits = mine(saved.batch, logits_at=torch.arange(saved.batch.bounds[-1])).logits_PV
+    F.cross_entropy(logits, saved.batch.tokens_T).backward()
+    saved.theirs.zero_grad()
+    F.cross_entropy(saved.theirs(saved.block, attention_mask=kept.long()).logits[kept], saved.block[kept]).backward()
+    theirs = {name: parameter.grad for name, parameter in saved.theirs.named_parameters()}
+    compared = 0
+    for name, parameter in mine.named_parameters():
+        if name.startswith("contact_head."):
+            continue
+        other = theirs[str(to_transformers(name))]
+        assert other is not None
+        assert parameter.grad is not None
+        assert (parameter.grad - other).abs().max() < TOLERANCE * other.abs().max(), name
+        compared += 1
+    assert compared == len(theirs)
+
+
+def test_packed_is_alone_and_no_protein_sees_another(saved: Saved, model: Trunk) -> None:
+    layers, logits = everything(model, saved.batch)
+    texts = [encode(text) for text in ("MKTAYIAKQRQISFVKSHFSRQ", "M")]
+    alone_layers, alone_logits = everything(model, pack(texts[:1]))
+    own = slice(0, saved.batch.bounds[1])
+    assert (logits[own] - alone_logits).abs().max() < 1e-6
+    assert all((mine[own] - other).abs().max() < 1e-6 for mine, other in zip(layers, alone_layers, strict=True))
+    # Bit for bit where nothing but the other protein changes.
+    with_one, _ = everything(model, pack([*texts, encode("ACDEFG")]))
+    with_other, _ = everything(model, pack([*texts, encode("WYVKLL")]))
+    first = slice(0, len(texts[0]))
+    assert all(torch.equal(a[first], b[first]) for a, b in zip(with_one, with_other, strict=True))
+    assert not torch.equal(with_one[-1], with_other[-1])
+
+
+def test_attention_in_a_padded_block_is_the_same(saved: Saved, model: Trunk) -> None:
+    for layer in model.layers:
+        layer.self_attn.padded = True  # type: ignore[union-attr]
+    contacts = predict_contacts(model, saved.batch)
+    layers, _ = everything(model, saved.batch)
+    for layer in model.layers:
+        layer.self_attn.padded = False  # type: ignore[union-attr]
+    expected, _ = everything(model, saved.batch)
+    assert (layers[-1] - expected[-1]).abs().max() < TOLERANCE
+    assert [len(one) for one in contacts] == saved.batch.lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(saved: Saved, model: Trunk, dtype: torch.dtype) -> None:
+    half = open_weights.build(open_weights.read(str(saved.directory)), torch.device("cpu"), dtype).eval()
+    layers, _ = everything(half, saved.batch)
+    expected, _ = everything(model, saved.batch)
+    assert layers[-1].dtype == dtype
+    assert (layers[-1].float() - expected[-1]).square().mean().sqrt() < 0.03 * expected[-1].square().mean().sqrt()
+
+
+def test_transformers_reads_what_consolidate_writes(saved: Saved, tmp_path: Path) -> None:
+    out = consolidate(saved.directory, tmp_path / "written", max_file_bytes=200_000)
+    again, info = EsmcForMaskedLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, tensor in saved.theirs.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    tokens = AutoTokenizer.from_pretrained(out)(RESIDUES + "<mask>")["input_ids"]
+    assert tokens == [0, *encode(RESIDUES)[1:-1].tolist(), 32, 2]
+
+
+def test_sizes_are_those_of_the_released_models() -> None:
+    published = {"esmc_300m": 332_997_184, "esmc_600m": 575_036_992, "esmc_6b": 6_352_005_184}
+    for name, parameters in published.items():
+        config = SIZES[name]
+        assert config.n_parameters - (config.n_maps + 1) == parameters, "but for the contact regression"
+        assert config.head_dim == 64
+    config = SIZES["esmc_nano"]
+    shapes = open_weights.stored_shapes(config)
+    counted = sum(shape.numel() for name, shape in shapes.items() if not name.endswith("inv_freq"))
+    assert counted == config.n_parameters
+    layer = sum(s.numel() for n, s in shapes.items() if n.startswith("layers.0.") and not n.endswith("inv_freq"))
+    assert layer == config.layer_parameters
+    assert sum(s.numel() for n, s in shapes.items() if n.startswith("layers.0.") and n.endswith("bias")) == (
+        config.layer_biases
+    )
