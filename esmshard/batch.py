@@ -12,8 +12,9 @@ Letters at the end of a tensor's name are its logical dimensions, the same on on
     M  changed residues of the variants of a batch
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,9 @@ class TokenBatch:
     draw_N: torch.Tensor | None = None
     """int32 [N]: for each record, or each variant, the seed of random choices in the model such as dropout
     (`esmshard.model.dropout`). None outside training."""
+    tracks: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What is known of each residue besides the sequence, [T, ...] by the name of the track, such as coordinates. A
+    model takes a track that is absent as unknown everywhere."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -107,6 +111,7 @@ class TokenBatch:
             None if self.changes_4M is None else self.changes_4M.to(device, non_blocking=True),
             self.n_variants,
             None if self.draw_N is None else self.draw_N.to(device, non_blocking=True),
+            {name: values.to(device, non_blocking=True) for name, values in self.tracks.items()},
         )
 
 
@@ -114,6 +119,7 @@ def pack(
     tokens: Sequence[npt.NDArray[np.uint8]],
     record_ids: Sequence[str] | None = None,
     logits_at: Sequence[npt.NDArray[np.int64]] | None = None,
+    tracks: Sequence[Mapping[str, npt.NDArray[Any]]] | None = None,
 ) -> TokenBatch:
     """Pack encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`, and there must be one.
 
@@ -121,6 +127,7 @@ def pack(
         tokens: uint8 [L + 2] of each sequence.
         record_ids: the id of each sequence; numbers by default.
         logits_at: for each sequence, the positions whose logits the model computes; `<cls>` is position 0.
+        tracks: for each sequence, the arrays [L + 2, ...] of its tracks by name. All sequences have the same tracks.
     """
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
@@ -128,6 +135,8 @@ def pack(
         raise ValueError(f"{len(record_ids)} ids for {len(tokens)} sequences")
     if logits_at is not None and len(logits_at) != len(tokens):
         raise ValueError(f"places for {len(logits_at)} of {len(tokens)} sequences")
+    if tracks is not None and len(tracks) != len(tokens):
+        raise ValueError(f"tracks for {len(tracks)} of {len(tokens)} sequences")
     for k, sequence in enumerate(tokens):
         if len(sequence) < 3 or sequence[0] != CLS or sequence[-1] != EOS:
             raise ValueError(f"sequence {k} of the batch is not <cls> residues <eos>")
@@ -144,6 +153,9 @@ def pack(
         if logits_at is None
         else torch.from_numpy(np.concatenate([at + start for at, start in zip(logits_at, bounds, strict=False)])),
         logit_counts=() if logits_at is None else tuple(len(at) for at in logits_at),
+        tracks={}
+        if not tracks
+        else {name: torch.from_numpy(np.concatenate([one[name] for one in tracks])) for name in tracks[0]},
     )
 
 

@@ -1,4 +1,4 @@
-"""The 33-token alphabet of ESM-1b, ESM-1v and ESM-2, and its encoding and decoding. No torch.
+"""The 33-token alphabet of ESM-1b, ESM-1v and ESM-2, its encoding and decoding, and other tracks. No torch.
 
 The order is that of `esm.data.Alphabet.from_architecture("ESM-1b")` in fair-esm 2.0.0; `tests/test_vocab.py` compares
 the two. A sequence is encoded as `<cls> residues <eos>`:
@@ -10,6 +10,8 @@ the two. A sequence is encoded as `<cls> residues <eos>`:
 """
 
 import hashlib
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -72,3 +74,26 @@ def decode(tokens: npt.ArrayLike) -> str:
         if b"\0" not in letters:
             return letters.decode("ascii")
     return "".join(TOKENS[t] for t in np.asarray(tokens).ravel().tolist() if t not in (CLS, EOS, PAD))
+
+
+@dataclass(frozen=True)
+class Track:
+    """Something that the models of a family read of each residue besides its amino acid.
+
+    In a pack it is a tensor with one entry for each token (`esmshard.batch.TokenBatch.tracks`). `<cls>`, `<eos>`, and
+    residues of which nothing is known, have the entry `unknown`.
+    """
+
+    name: str
+    """The word for it in `data.tracks`, after `--track`, and in `TokenBatch.tracks`."""
+    title: str
+    """What it is, in the plural, for messages."""
+    kind: Literal["letters", "coordinates", "codes"]
+    """`letters`: for each residue one of `letters`, as its place among them, uint8 [T]. `coordinates`: N, CA and C in
+    Ångström, float32 [T, 3, 3]. `codes`: for each residue a whole number below `n_codes`, int64 [T]."""
+    unknown: float
+    """The entry for what is not known: NaN for coordinates, a number for the others."""
+    letters: str = ""
+    """The letters, in the order of their numbers; only of the kind `letters`."""
+    n_codes: int = 0
+    """Number of codes; only of the kind `codes`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from esmshard.model.config import ModelConfig
+from esmshard.vocab import Track
 
 if TYPE_CHECKING:
     import torch
@@ -140,3 +141,5 @@ class Family:
     `consolidate --to`."""
     peers: Mapping[str, str]
     """Functions that make other libraries' models for `esmshard verify`, as `module:function`, by library."""
+    tracks: tuple[Track, ...] = ()
+    """What the models read of each residue besides its amino acid, if the user gives it."""
