@@ -86,12 +86,20 @@ def verify(
         Optional[Path],
         typer.Option(help="FASTA file whose first 8 records are compared; by default built-in proteins."),
     ] = None,
+    golden: Annotated[
+        Optional[Path],
+        typer.Option(
+            metavar="FILE",
+            help="File of golden values, some outputs for the built-in proteins: compared if it exists, else written. "
+            "Everything is then computed on the CPU.",
+        ),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Certify that a model computes the same here as in fair-esm and transformers, alone or in any batch."""
     from esmshard.verify.certificate import certify
 
-    certificate = certify(model, out, fasta=fasta, overwrite=overwrite)
+    certificate = certify(model, out, fasta=fasta, golden=golden, overwrite=overwrite)
     print(certificate.as_text())
     if verdict := certificate.verdict():
         raise InputError(verdict)

@@ -1,12 +1,6 @@
 """A certificate of numerical parity: a model here against fair-esm and `transformers`, and alone against batches.
 
-The criterion: logits and embeddings scale with the model. Inner layers of the starter reach 144, where neighbouring
-fp32 numbers differ by 1.5e-5, so a bound of 1e-5 on the difference would depend on the size of the numbers. The largest
-number of a layer is no good measure either: a few channels may be far larger than the others, and would hide errors in
-the others. So the difference in each channel (a dimension of an embedding, a token of the logits) is divided by the
-largest magnitude of the same channel. For a channel that is nearly zero, it is divided by the magnitude of the median
-channel, since rounding errors of cancelled terms remain there. Contacts are probabilities, and their differences are
-bounded directly.
+The criterion is in `esmshard.verify.comparison`.
 """
 
 import json
@@ -24,7 +18,7 @@ from esmshard import __version__
 from esmshard.batch import pack
 from esmshard.checkpoint.compare import UBIQUITIN
 from esmshard.data.fasta.fasta_reader import Record, read_fasta
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.files import replacing, sha256
 from esmshard.model.attention import kernel_name
 from esmshard.model.config import ModelConfig
@@ -36,11 +30,12 @@ from esmshard.model.weights import open_weights, recorded
 from esmshard.model.weights.open_weights import Weights
 from esmshard.model.weights.origin import identity
 from esmshard.predict.writers import check
+from esmshard.progress import say
+from esmshard.verify import golden as golden_values
+from esmshard.verify.comparison import TOLERANCE, Comparison, difference
 from esmshard.vocab import encode
 
 FORMAT, VERSION = "esmshard-certificate", 1
-TOLERANCE = 1e-5
-"""The bound for logits and embeddings relative to each channel, and for contacts in probability."""
 RECORDS = 8
 """The records of a user's FASTA file that are compared, from its start."""
 LONGEST = 2046
@@ -66,29 +61,6 @@ PROTEINS = {
     "fusion": 2 * (_GFP + _LYSOZYME + UBIQUITIN) + _GFP,
 }
 """The sequences for comparisons by default: 1 to 1,124 residues, with B, O, U, X and Z."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The largest differences of one quantity, over all sequences."""
-
-    against: str
-    what: str
-    """The quantity: `logits`, `embeddings`, `mean embeddings` or `contacts`."""
-    layer: int | None
-    """The layer of embeddings: 0 to the number of layers; None for other quantities."""
-    absolute: float
-    relative: float
-    """The difference relative to the magnitude of the channel; for contacts, relative to the largest contact."""
-    magnitude: float
-    """The largest magnitude in the reference."""
-    record: str
-    """The id of the record with the largest absolute difference."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the difference is within tolerance. NaN is not."""
-        return (self.absolute if self.what == "contacts" else self.relative) <= TOLERANCE
 
 
 @dataclass
@@ -135,7 +107,8 @@ class Certificate:
                 f"{one.against:36} {what:26} {one.absolute:9.1e} {one.relative:9.1e} {one.magnitude:9.3g}  "
                 f"{'pass' if one.passed else 'FAIL'}"
             )
-        lines += ["", f"tolerance {TOLERANCE:g}: absolute for contacts, else relative to each channel"]
+        bounds = " and ".join(f"{bound:g}" for bound in sorted({one.tolerance for one in self.comparisons}))
+        lines += ["", f"tolerance {bounds}: absolute for contacts, else relative to each channel"]
         lines += [f"not compared: {text}" for text in self.not_compared]
         return "\n".join(lines)
 
@@ -148,7 +121,7 @@ class Certificate:
         layer = "" if worst.layer is None else f" of layer {worst.layer}"
         return (
             f"{self.facts['model']['name']}: {len(failed)} of {len(self.comparisons)} comparisons are not within "
-            f"{TOLERANCE:g}; the worst are the {worst.what}{layer} against {worst.against}, which differ by "
+            f"{worst.tolerance:g}; the worst are the {worst.what}{layer} against {worst.against}, which differ by "
             f"{worst.absolute:.1e} (relative {worst.relative:.1e}) in {worst.record}; do not mix numbers of the two"
         )
 
@@ -168,6 +141,7 @@ def certify(
     out: Path | None,
     *,
     fasta: Path | None = None,
+    golden: Path | None = None,
     overwrite: bool = False,
     peers: Mapping[str, MakePeer] | None = None,
 ) -> Certificate:
@@ -177,23 +151,31 @@ def certify(
         model: see `esmshard.model.weights.open_weights.read`.
         out: JSON file to write; None writes none.
         fasta: compare on the first RECORDS records of this file instead of PROTEINS.
+        golden: file of golden values (`esmshard.verify.golden`). If it exists, the model is compared with it. Otherwise
+            it is written, unless another comparison fails. Everything is computed on the CPU, whose values they are.
         overwrite: replace `out`.
         peers: functions that make the other libraries' models; by default those of the model's family.
 
     Raises:
         InputError: a model or FASTA file cannot be used, or weights are not those that were recorded. A difference is
             no error: see `Certificate.verdict`.
+        UsageError: `golden` beside `fasta`, since golden values are those of the built-in proteins.
     """
+    if golden is not None and fasta is not None:
+        raise UsageError("--golden: golden values are those of the built-in proteins; leave --fasta out")
     if out is not None:
         check(out, overwrite=overwrite)
     found = open_weights.read(model)
     if changed := recorded.altered(found.files, sha256):
         raise InputError(changed)
-    device = open_weights.default_device()
+    device = open_weights.default_device() if golden is None else torch.device("cpu")
     known = identity(found, model)
     skipped: list[str] = []
     records = list(_records(fasta, found.config, skipped))
     certificate = Certificate(_facts(known, found, device, records), not_compared=skipped)
+    before = None
+    if golden is not None and golden.exists():
+        before = golden_values.read(golden, certificate.facts["model"]["architecture"])
     certificate.not_compared += _outside(found, device)
     parts = [part for part in ("lm_head", "contact_head") if part not in found.unlearned]
 
@@ -225,11 +207,31 @@ def certify(
                 f"contacts of {', '.join(left)}: {peer.name} would need too much memory for its maps"
             )
         del peer, theirs  # Only one peer is in memory at a time.
+    if golden is not None:
+        values = golden_values.sample({record.id: alone[n] for n, record in enumerate(records)}, parts)
+        _compare_or_write(golden, before, values, certificate, found.files)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as file:
             file.write(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
     return certificate
+
+
+def _compare_or_write(
+    golden: Path,
+    before: tuple[dict[str, Any], golden_values.Values] | None,
+    values: golden_values.Values,
+    certificate: Certificate,
+    files: Sequence[Path],
+) -> None:
+    """Compare with the golden values that were read; or, if there are none and nothing failed, write them."""
+    if before is not None:
+        compared, without = golden_values.compare(certificate.facts["model"], values, golden, *before)
+        certificate.comparisons += compared
+        certificate.not_compared += without
+    elif not certificate.failures:
+        golden_values.write(golden, certificate.facts, files, values)
+        say(f"{golden}: written, the golden values of {certificate.facts['model']['name']}")
 
 
 def _facts(known: Mapping[str, Any], found: Weights, device: torch.device, records: Sequence[Record]) -> dict[str, Any]:
@@ -365,30 +367,3 @@ def _of(said: Outputs, what: str, layer: int | None) -> torch.Tensor | None:
         return said.logits
     assert layer is not None
     return said.layers[layer] if what == "embeddings" else said.means[layer][None]
-
-
-def difference(
-    against: str,
-    what: str,
-    layer: int | None,
-    pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
-    measure: Sequence[torch.Tensor] = (),
-) -> Comparison:
-    """Find the largest differences of one quantity.
-
-    Args:
-        against: as in `Comparison`.
-        what: the quantity, as in `Comparison`.
-        layer: the layer, as in `Comparison`.
-        pairs: for each record its id, our values and the reference's, both [places, channels].
-        measure: values that give the magnitudes of the channels; by default the reference's values.
-    """
-    off = torch.stack([(ours.double() - theirs.double()).abs().amax(0) for _, ours, theirs in pairs])
-    measure = measure or [theirs for _, _, theirs in pairs]
-    size = torch.stack([values.double().abs().amax(0) for values in measure]).amax(0)
-    per_channel = off.amax(0)
-    # If all values of a channel are zero on both sides, the difference is zero.
-    relative = torch.where(per_channel == 0, 0.0, per_channel / size.clamp(min=float(size.median())))
-    worst = int(off.amax(1).argmax())
-    magnitude = float(size.max())
-    return Comparison(against, what, layer, float(off.max()), float(relative.max()), magnitude, pairs[worst][0])

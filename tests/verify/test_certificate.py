@@ -23,7 +23,8 @@ from esmshard.model.families import peer as peers
 from esmshard.model.weight_reader import tensors
 from esmshard.model.weights.open_weights import Weights
 from esmshard.verify import certificate as certificates
-from esmshard.verify.certificate import Certificate, certify, difference
+from esmshard.verify.certificate import Certificate, certify
+from esmshard.verify.comparison import difference
 
 FASTA = ">one\nM\n>rare\nMKBUZOXTAYIAKQRQISFVKSHFSRQ\n>plain\nGSHMLEDPVDAFKLWQRNTC\n>long\n" + 4 * (
     "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG\n"
