@@ -227,7 +227,9 @@ def _is_model(source: Path | str) -> bool:
 def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None]) -> Opened:
     """Open a model as it is, with its head and `esmshard.json`. An adapter is combined with its base model."""
     found = open_weights.read(str(source))
-    for notice in found.notices:
+    # A directory is written without the parts that the model lacks; files of authors' code may hold them.
+    lacking = [] if to in (None, "hf") else found.lacking(*_held(found.config, to))
+    for notice in [*lacking, *found.notices]:
         warn(notice)
     head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
     sizes = open_weights.stored_shapes(found.config) | head
@@ -275,6 +277,12 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trus
     tied = open_weights.tied(recorded_config(state["config"]))
     sizes = {name: entry.size for name, (_, entry) in entries.items() if name not in tied}
     return _Checkpoint(checkpoint, state, sizes, read)
+
+
+def _held(config: ModelConfig, to: str) -> list[str]:
+    """Return the parts of a model that a file of the authors' code holds."""
+    lacks = authors_files(family_of(config))[to].lacks if to in family_of(config).pickles else ()
+    return [part for part in ("lm_head", "contact_head") if not f"{part}.".startswith(lacks)]
 
 
 def _without(parts: Collection[str], sizes: Mapping[str, torch.Size], to: str | None) -> dict[str, torch.Size]:

@@ -4,6 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
+
 from esmshard.checkpoint import manifest, sharded
 from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError, reading
@@ -13,6 +15,7 @@ from esmshard.model.weights import origin
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
+from esmshard.tasks.finetuner import LanguageModelHead
 from esmshard.train.records.attempt import METRICS
 from esmshard.train.records.tracking import TRACKED
 from esmshard.train.run_inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
@@ -136,7 +139,10 @@ def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
             f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "
             f"({job.recipe.batch.global_tokens:,}): each has a step to itself, which is as large as the record"
         ] = None
-    return [*found, *job.weights.notices, *(leakage_notices(job) if leakage else [])]
+    with torch.device("meta"):
+        uses_lm_head = isinstance(job.task.head(job.weights.config), LanguageModelHead)
+    lacking = job.weights.lacking("lm_head") if uses_lm_head else []
+    return [*found, *lacking, *job.weights.notices, *(leakage_notices(job) if leakage else [])]
 
 
 def check_room(directory: Path, needed: int, keep: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from command import esmshard as esmshard_command
 from esm.model.esm2 import ESM2 as FairEsm
-from model_files import SMALL, TINY, fair_esm, tokenise, write_fair_esm, write_transformers
+from model_files import SMALL, TINY, edit_tensors, fair_esm, tokenise, write_fair_esm, write_transformers
 
 import esmshard
 from esmshard.embed.compute.outputs import Long
@@ -107,6 +107,16 @@ def test_proteins_longer_than_those_of_training_are_noted(
     if beyond:
         assert said[0].startswith(f"{beyond} records over 40 residues")
         assert said[0] in capsys.readouterr().err
+
+
+def test_a_part_that_the_output_does_not_use_is_not_missed(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
+    """Most families have no contact regression; embeddings do not come from it."""
+    model = write_transformers(given.out.with_name("bare"), given.reference, TINY)
+    edit_tensors(model, lambda state: [state.pop(key) for key in list(state) if "contact_head" in key])
+    given.embed("parts", model=str(model))
+    assert "contact_head" not in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"--pool contacts: .* has no trained contact_head"):
+        given.embed("x.h5", model=str(model), pools=["contacts"])
 
 
 @pytest.mark.parametrize("pool", ["residue", "mean"])

@@ -204,10 +204,10 @@ def test_what_a_model_lacks_is_said_and_not_made_up(part: str, tmp_path: Path) -
     edit_tensors(directory, lambda state: [state.pop(key) for key in list(state) if part in key])
     said: list[str] = []
     out = consolidate(directory, tmp_path / "out", warn=said.append)
-    assert said == [f"{directory}: has no {part}; what it says is random"]
+    assert said == [], "nothing random was written"
     assert open_weights.read(str(out)).absent == (part,)
     consolidate(directory, tmp_path / "esm2_it", to="fair-esm", warn=said.append)
-    assert len(said) == 2
+    assert said == [f"{directory}: has no {part}; what it says is random"]
     by_fair_esm(tmp_path / "esm2_it" / "esm2_it.pt")
 
 

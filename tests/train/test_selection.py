@@ -1,11 +1,13 @@
 """What a recipe says of how long to train, what learns, and which model is taken."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_files import TINY, edit_tensors, fair_esm, write_transformers
 
 from esmshard.errors import InputError
 from esmshard.model.families.esm2.esm2_model import ESM2
@@ -14,8 +16,10 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.contact.contact_settings import ContactSettings
 from esmshard.tasks.finetuner import FineTuner, load_finetuned
+from esmshard.tasks.mlm_settings import MlmSettings
 from esmshard.tasks.registry import new_task
 from esmshard.train import finetune
+from esmshard.train.resume import notices
 from esmshard.train.run_inputs import prepare
 
 CPU = torch.device("cpu")
@@ -110,3 +114,13 @@ def test_a_probe_wants_one_process(tiny_recipe: Path, processes: int, options: t
     recipe = recipe_file.load(tiny_recipe, ["task.head=attention", "adapt.method=probe", *options])
     with pytest.raises(InputError, match="is fitted in one process"):
         prepare(recipe, processes, processes, CPU)
+
+
+def test_a_missing_lm_head_is_named_where_the_task_uses_it(tiny_recipe: Path, tmp_path: Path) -> None:
+    """A contact head does not read the LM head, nor the contact regression, which the model lacks too."""
+    model = write_transformers(tmp_path / "bare", fair_esm(TINY), TINY)
+    edit_tensors(model, lambda state: [state.pop(key) for key in list(state) if "_head" in key])
+    job = prepare(recipe_file.load(tiny_recipe, [f"model.name={model}", "init=pretrained"]), 1, 1, CPU)
+    assert not any("what it says is random" in notice for notice in notices(job, leakage=False))
+    of_language_model = replace(job, task=new_task(MlmSettings(name="mlm"), {}))
+    assert f"{model}: has no lm_head; what it says is random" in notices(of_language_model, leakage=False)

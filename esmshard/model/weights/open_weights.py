@@ -60,9 +60,12 @@ class Weights:
 
     @property
     def notices(self) -> list[str]:
-        """Sentences that the user should read about this file."""
-        found = [f"{self.source}: has no {part}; what it says is random" for part in self.absent]
-        return found + [f"{self.source}: its {part} is of another task and left out" for part in self.left_out]
+        """Sentences that the user should read about this file, whatever is computed."""
+        return [f"{self.source}: its {part} is of another task and left out" for part in self.left_out]
+
+    def lacking(self, *parts: str) -> list[str]:
+        """Return sentences about those of these parts that the file does not have, for a caller that uses them."""
+        return [f"{self.source}: has no {part}; what it says is random" for part in self.absent if part in parts]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.rows(name, ALL)
@@ -244,7 +247,7 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
     not the one that the `esmshard.json` beside it records.
     """
     found = read(model)
-    for notice in found.notices:
+    for notice in [*found.lacking("lm_head", "contact_head"), *found.notices]:
         warnings.warn(notice, stacklevel=2)
     altered: list[str] = []
     with recorded.compared(found.files, altered.append):
