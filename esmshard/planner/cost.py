@@ -35,12 +35,6 @@ ADAMW_BYTES = 40
 reads and writes the gradient.
 """
 
-OUR_PASSES = 88
-"""Vectors of width D that element-wise kernels of one of our layers read or write in the forward pass for a token, in
-the precision of the arithmetic: LayerNorms 4, joined bias and rotation 30 (in fp32), attention 4, sums 6, gelu 8, and
-36 for the reshapes and casts between them. A compiled layer needs about half of them.
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -57,8 +51,9 @@ class Work:
     """Parameters of a matrix after the layers that every token goes through, such as that of a large vocabulary."""
     real: float = 1.0
     """The share of the tokens that is not padding."""
-    passes: float = OUR_PASSES
-    """See OUR_PASSES; another implementation has its own number."""
+    passes: float | None = None
+    """The element-wise passes of a layer; None for ours, see `our_passes`. Another implementation has its own number.
+    """
     recomputed_products: float = 0.0
     """The share of the matrix products that selective checkpointing recomputes; 0 for esmshard, which keeps all of
     them.
@@ -109,6 +104,19 @@ class Cost:
         return self.compute + self.recompute + self.exposed + self.optimizer
 
 
+def our_passes(numbers: ModelNumbers) -> float:
+    """Return how many vectors of width D element-wise kernels of one of our layers read or write in the forward pass
+    for a token, in the precision of the arithmetic.
+
+    In every layer these are 4 for norms, 30 for joined bias and rotation (in fp32), 4 for attention, 6 for sums, and
+    36 for the reshapes and casts between them. Norms of queries and keys have 4 more. The activation is as wide as the
+    feed-forward part: gelu reads one such vector and writes one, and a gate moves five, two of them for silu. A
+    compiled layer needs about half of all this.
+    """
+    wide = numbers.ffn_width / numbers.dim
+    return 80 + (5 if numbers.gated else 2) * wide + (4 if numbers.qk_norm else 0)
+
+
 def training_flops(numbers: ModelNumbers, attended: float) -> float:
     """Return the FLOPs of one token's forward and backward pass.
 
@@ -137,7 +145,8 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
 
     products = work.tokens * 2 * numbers.layer_parameters / (MATMUL_SHARE * peak)
     attention = work.tokens * 4 * numbers.dim * work.attended / (ATTENTION_SHARE * peak)
-    moved = work.tokens * work.passes * numbers.dim * size / (HBM_SHARE * gpu.hbm)
+    passes = our_passes(numbers) if work.passes is None else work.passes
+    moved = work.tokens * passes * numbers.dim * size / (HBM_SHARE * gpu.hbm)
     forward = max(products + attention + moved, LAUNCH)
     # The gradients of inputs and of weights take two products for each product of the forward pass, and fewer where
     # weights are frozen.
