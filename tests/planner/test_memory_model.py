@@ -386,7 +386,7 @@ def test_a_real_step_on_two_ranks_takes_what_was_predicted(size: str, monkeypatc
     predicted = memory(numbers, layout, tokens, head, "cpu").total
     for _ in range(3):  # see above
         measured = peaks.measure(size, layout, tokens, steps=2, length=length)
-        if min(measured) > 0.8 * predicted:
+        if min(measured) > 0.9 * predicted:
             break
     assert len(measured) == 2
-    assert all(0.8 < bytes_ / predicted < 1.2 for bytes_ in measured), (measured, predicted)
+    assert all(0.9 < bytes_ / predicted < 1.1 for bytes_ in measured), (measured, predicted)
