@@ -1,13 +1,13 @@
 """What the planner and all commands need to know of a model's shape, whatever its family. No torch."""
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 STARTER = "starter"
 """Name of the small trained model that comes with the package. It is not a released model."""
 
-MOST = {"n_layers": 1000, "dim": 65536, "n_heads": 4096, "max_positions": 10**7}
+MOST = {"n_layers": 1000, "dim": 65536, "n_heads": 4096, "max_positions": 10**7, "window": 10**7}
 """Limits far above every model (the largest has 80 layers, another a width of 5120), so that a damaged number cannot
 make a model that fills the memory.
 """
@@ -39,6 +39,9 @@ class ModelConfig(ABC):
     n_layers: int
     dim: int
     n_heads: int
+    window: int | None = field(default=None, compare=False)
+    """Residues that the model saw at once in training; None for the window of its family. It is not part of the shape.
+    """
 
     family: ClassVar[str]
     """Name of the family in `esmshard.model.families.family_registry.FAMILIES`."""
@@ -50,7 +53,7 @@ class ModelConfig(ABC):
     def __post_init__(self) -> None:
         for name, most in MOST.items():
             value = getattr(self, name, None)
-            if name == "max_positions" and value is None:
+            if name in ("max_positions", "window") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive whole number, not {value!r}")
@@ -130,6 +133,12 @@ class ModelConfig(ABC):
         ends = self.embedding_parameters + self.end_parameters + self.lm_head_parameters
         return ends + self.n_layers * self.layer_parameters + self.frozen_parameters
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The numbers of the shape, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "window"}
+
     def recorded(self) -> dict[str, Any]:
         """Return what a checkpoint records of the architecture. `esmshard.model.families.family_registry` reads it."""
-        return {"family": self.family, **asdict(self)}
+        window = {} if self.window is None else {"window": self.window}
+        return {"family": self.family, **self.sizes, **window}

@@ -18,7 +18,7 @@ from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.family_registry import family_of
+from esmshard.model.families.family_registry import window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights, recorded
 from esmshard.predict import variant_tables
@@ -81,7 +81,7 @@ def score_table(
         raise InputError(f"{model}: has no trained LM head, which scores are read from; take another model")
     with recorded.compared(read.files, say):
         esm = open_weights.build(read, open_weights.default_device()).eval()
-    window = family_of(read.config).window if window is None else window
+    window = window_of(read.config) if window is None else window
     score_N = score(esm, request.protein, request.mutations, method, window)
     without, notices = _without_score(request), request.notices
     if without:
@@ -225,7 +225,7 @@ def score(
         variants: mutations of each variant; empty for the wild type.
         method: see above.
         window: residues of a longer protein that the model sees, with the site in their middle unless an end of the
-            protein is near; by default as many as models of its family saw in training. In a pass that masks nothing,
+            protein is near; by default as many as it saw in training. In a pass that masks nothing,
             each site is read where it is nearest to the middle of a window.
 
     Raises:
@@ -234,7 +234,7 @@ def score(
     if method not in METHODS:
         raise UsageError(f"method is {method!r}; it is one of {', '.join(METHODS)}")
     if window is None:
-        window = family_of(model.config).window
+        window = window_of(model.config)
     if window < 1:
         raise UsageError(f"a window of {window} residues: give at least 1")
     known = [n for n, mutations in enumerate(variants) if not unscored(mutations)]

@@ -100,7 +100,7 @@ def read(path: Path, architecture: Mapping[str, Any]) -> tuple[dict[str, Any], V
         if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"it is no file of format {FORMAT}, version {VERSION}")
         model = found["model"]
-        name, known, _ = model["name"], model["architecture"], model["files"].items()
+        name, known, _ = model["name"], dict(model["architecture"]), model["files"].items()
         values = {
             str(what): {str(record): torch.tensor(rows, dtype=torch.float32) for record, rows in of.items()}
             for what, of in found["values"].items()
@@ -112,7 +112,7 @@ def read(path: Path, architecture: Mapping[str, Any]) -> tuple[dict[str, Any], V
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise InputError(f"{path}: not a file of golden values ({why}); name another file, or delete it") from None
-    if known != dict(architecture):
+    if known | {"window": None} != {**architecture, "window": None}:
         raise InputError(
             f"{path}: has golden values of {name}, a model of another architecture; name another file, which is then "
             "made"

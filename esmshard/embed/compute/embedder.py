@@ -76,7 +76,7 @@ class Embedder:
         device: torch.device | None = None,
         workers: int | None = None,
     ) -> None:
-        self.esm, self.outputs, self.long, self._dtype = esm, tuple(outputs), long.for_family(esm.config), TORCH[dtype]
+        self.esm, self.outputs, self.long, self._dtype = esm, tuple(outputs), long.for_model(esm.config), TORCH[dtype]
         self.device = device or next(esm.parameters()).device
         self._workers = workers or packs_at_once(self.device)
         self.tokens = tokens or PACK.get(self.device.type, GPU_PACK)

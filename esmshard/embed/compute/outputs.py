@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from esmshard.errors import UsageError
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.family_registry import family_of
+from esmshard.model.families.family_registry import window_of
 from esmshard.vocab import VOCAB_SIZE
 
 Pool = Literal["mean", "max", "cls", "residue", "logits", "contacts"]
@@ -134,12 +134,12 @@ class Long:
 
     mode: Literal["full", "window", "truncate"] = "full"
     window: int = 0
-    """Residues; 0 for as many as the models of the family saw at once in training (`for_family`)."""
+    """Residues; 0 for as many as the model saw at once in training (`for_model`)."""
     overlap: int = OVERLAP
 
-    def for_family(self, config: ModelConfig) -> "Long":
-        """Put in the window of a model's family, if no other was asked for, and check the values."""
-        return (self if self.window else replace(self, window=family_of(config).window)).check()
+    def for_model(self, config: ModelConfig) -> "Long":
+        """Put in the window of a model's training, if no other was asked for, and check the values."""
+        return (self if self.window else replace(self, window=window_of(config))).check()
 
     def check(self) -> "Long":
         """Raise `UsageError` for impossible values."""

@@ -89,7 +89,7 @@ def request(
     if precision not in ("auto", *DTYPES):
         raise UsageError(f"--precision {precision}: auto, {', '.join(DTYPES)} are expected")
     compute: Dtype = precision_on(device, precision)  # type: ignore[arg-type]
-    longest, long = found.config.most_tokens, long.for_family(found.config)
+    longest, long = found.config.most_tokens, long.for_model(found.config)
     if longest is not None and long.mode != "full" and long.window > longest - 2:
         raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")
     spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long)  # type: ignore[arg-type]

@@ -124,7 +124,8 @@ class Family:
     paper: Paper
     """The publication of the architecture."""
     window: int
-    """Residues that the models saw at once in training. Longer proteins are scored and embedded in such windows."""
+    """Residues that the models saw at once in training, unless their configuration says another number. Longer proteins
+    are scored and embedded in such windows."""
     trunk: str
     """The subclass of `esmshard.model.trunk.Trunk`, as `module:Class`, which takes an architecture."""
     initial: Callable[[Any, str, torch.Size, torch.Generator], torch.Tensor]

@@ -1,6 +1,7 @@
 """All families, and what is found in all of them: sizes, released models, the family of a file. No torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +33,8 @@ SIZES: dict[str, ModelConfig] = {name: size for family in FAMILIES.values() for 
 RELEASED: dict[str, Released] = {name: one for family in FAMILIES.values() for name, one in family.released.items()}
 """The models that their authors published, by name."""
 
+WINDOW = "trained_window"
+"""The key of `config.json` for `ModelConfig.window`, which esmshard writes and `transformers` ignores."""
 
 _SAPROT = 446
 """Tokens of a SaProt, which calls itself an ESM."""
@@ -45,6 +48,11 @@ def released_name(name: str) -> str | None:
 def family_of(config: ModelConfig) -> Family:
     """Return the family of an architecture."""
     return FAMILIES[config.family]
+
+
+def window_of(config: ModelConfig) -> int:
+    """Return how many residues a model saw at once in training."""
+    return family_of(config).window if config.window is None else config.window
 
 
 def build(config: ModelConfig) -> "Trunk":
@@ -80,7 +88,7 @@ def transformers_config(raw: Any) -> ModelConfig:
         )
     for family in FAMILIES.values():
         if kind in family.files.model_types:
-            return family.files.read_config(raw)
+            return replace(family.files.read_config(raw), window=raw.get(WINDOW))
     if raw == {}:
         raise ValueError("it is empty, so that it does not say which model it is of")
     kinds = ", ".join(repr(name) for family in FAMILIES.values() for name in family.files.model_types)

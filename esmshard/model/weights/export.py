@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from esmshard.files import replace_json, sha256
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family import AuthorsFile
-from esmshard.model.families.family_registry import family_of
+from esmshard.model.families.family_registry import WINDOW, family_of
 
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -70,9 +70,10 @@ def write_transformers(
         weight_map = {key: file for file, part in zip(files, parts, strict=True) for key in part}
         index = {"metadata": {"total_size": sum(stored.values())}, "weight_map": weight_map}
         replace_json(directory / "model.safetensors.index.json", index)
-    replace_json(
-        directory / "config.json", theirs.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    )
+    about = theirs.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    if config.window is not None:
+        about[WINDOW] = config.window
+    replace_json(directory / "config.json", about)
     theirs.write_tokenizer(directory)
     return {file: sha256(directory / file) for file in files}
 

@@ -194,7 +194,7 @@ def read(model: str) -> Weights:
         name = family_registry.released_name(model)
         if name is not None and found.config != SIZES[name]:
             raise InputError(f"{found.source}: not {name}, whose shape is another; download it again")
-        return found
+        return found if name is None else replace(found, config=SIZES[name])  # The name says the window, too.
     if model in SIZES:
         raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
     raise InputError(

@@ -107,8 +107,9 @@ def reopen(before: Mapping[str, Any], where: str, model: str | None = None) -> W
 
 
 def _without_default(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the family if it is the one of records that name none."""
-    return {key: value for key, value in config.items() if (key, value) != ("family", family_registry.UNNAMED.name)}
+    """Leave out the family if it is the one of records that name none; and the window, which changes no number."""
+    unnamed = ("family", family_registry.UNNAMED.name)
+    return {key: value for key, value in config.items() if (key, value) != unnamed and key != "window"}
 
 
 def _hashes(known: Mapping[str, Any]) -> list[str]:

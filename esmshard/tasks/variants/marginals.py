@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from esmshard.batch import pack
-from esmshard.model.families.family_registry import family_of
+from esmshard.model.families.family_registry import window_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.trunk import Trunk
 from esmshard.progress import Progress
@@ -36,7 +36,7 @@ def log_probabilities(
         window: residues of a longer sequence that the model sees at once; by default as many as in training.
     """
     if window is None:
-        window = family_of(model.config).window
+        window = window_of(model.config)
     tokens = encode(sequence)
     views = [_view(tokens, site, window, hidden) for site in sites]
     if hidden or len(sequence) > window:

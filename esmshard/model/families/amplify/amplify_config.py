@@ -1,6 +1,6 @@
 """The shapes of AMPLIFY. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from esmshard.model.config import ModelConfig
@@ -80,6 +80,7 @@ SIZES: dict[str, ModelConfig] = {
     "amplify_mini": AmplifyConfig(n_layers=6, dim=128, n_heads=8),
     "amplify_120m": _M120,
     "amplify_350m": _M350,
-    "amplify_120m_base": _M120,
-    "amplify_350m_base": _M350,
+    # These are the models after the first stage of training, in which proteins had at most 512 tokens.
+    "amplify_120m_base": replace(_M120, window=510),
+    "amplify_350m_base": replace(_M350, window=510),
 }

@@ -7,7 +7,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def own_key(name: str) -> str | None:
 
 def own_config(config: Esm3Config) -> dict[str, Any]:
     """Return the content of the `config.json` in our own directory."""
-    return {"model_type": "esm3", **asdict(config)}
+    return {"model_type": "esm3", **config.sizes}
 
 
 def config_of_own(raw: Mapping[str, Any]) -> Esm3Config:

@@ -1,0 +1,86 @@
+"""How many residues a model saw at once in training: the family's number, or the released model's own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from esmshard.checkpoint.consolidate import consolidate
+from esmshard.embed.compute.outputs import Long
+from esmshard.embed.job.embed_request import request
+from esmshard.errors import InputError
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.family_registry import FAMILIES, SIZES, recorded_config, window_of
+from esmshard.model.weights import export, hub, open_weights, origin
+from esmshard.tasks.variants.marginals import log_probabilities
+
+BASE = "amplify_120m_base"
+
+
+def write(directory: Path, config: ModelConfig) -> Path:
+    directory.mkdir()
+    found = open_weights.fresh(config, 0)
+    sizes = open_weights.stored_shapes(config)
+    export.write_transformers(directory, config, sizes, lambda names: ((name, found[name]) for name in names))
+    return directory
+
+
+def test_models_of_a_first_stage_have_their_own() -> None:
+    assert {name: window_of(SIZES[name]) for name in SIZES if name.startswith("amplify")} == {
+        "amplify_nano": 2046,
+        "amplify_mini": 2046,
+        "amplify_120m": 2046,
+        "amplify_350m": 2046,
+        "amplify_120m_base": 510,
+        "amplify_350m_base": 510,
+    }
+    assert window_of(SIZES["esm2_t6_8M_UR50D"]) == 1022
+    assert SIZES[BASE] == SIZES["amplify_120m"], "the shape is the same"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_made_from_a_model_keeps_it(family: str, tmp_path: Path) -> None:
+    config = replace(SIZES[f"{family}_nano" if family != "esm2" else "nano"], window=40)
+    assert recorded_config(config.recorded()).window == 40, "as in a checkpoint"
+    first = write(tmp_path / "first", config)
+    assert json.loads((first / "config.json").read_text())["trained_window"] == 40
+    again = consolidate(str(first), tmp_path / "again")
+    found = open_weights.read(str(again))
+    assert (found.config.window, found.config) == (40, config)
+    assert request(str(again), tmp_path / "x.npy").spec.long == Long("full", 40)
+    plain = write(tmp_path / "plain", replace(config, window=None))
+    assert "trained_window" not in json.loads((plain / "config.json").read_text())
+    known = open_weights.read(str(plain))
+    origin.check(origin.identity(found, "a"), origin.identity(known, "b"), "here")
+    assert origin.model_hash(found) == origin.model_hash(known), "the window changes no embedding"
+
+
+def test_a_released_name_says_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `config.json` of its repository does not."""
+    tiny = SIZES["amplify_nano"]
+    monkeypatch.setitem(SIZES, BASE, replace(tiny, window=510))
+    there = write(tmp_path / "there", tiny)
+    monkeypatch.setattr(hub, "fetch", lambda name: there)
+    assert open_weights.read(BASE).config.window == 510
+    assert open_weights.read("chandar-lab/AMPLIFY_120M_base").config.window == 510
+    assert open_weights.read(str(there)).config.window is None
+
+
+def test_scores_see_the_window_of_the_model() -> None:
+    config = replace(SIZES["amplify_nano"], window=20)
+    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")).eval()
+    protein = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDG"
+    by_default = log_probabilities(model, protein, [30])
+    assert (by_default == log_probabilities(model, protein, [30], window=20)).all()
+    assert not (by_default == log_probabilities(model, protein, [30], window=2046)).all()
+
+
+@pytest.mark.parametrize("window", [0, "many", True])
+def test_a_window_that_is_none_is_refused(window: object, tmp_path: Path) -> None:
+    model = write(tmp_path / "model", SIZES["amplify_nano"])
+    about = json.loads((model / "config.json").read_text()) | {"trained_window": window}
+    (model / "config.json").write_text(json.dumps(about))
+    with pytest.raises(InputError, match="window must be a positive whole number"):
+        open_weights.read(str(model))
