@@ -14,7 +14,7 @@ from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.family_registry import SIZES, transformers_config
+from esmshard.model.families.family_registry import SIZES, released_name, transformers_config
 from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory
@@ -208,15 +208,16 @@ def model_numbers(recipe: Recipe) -> ModelNumbers:
 
 
 def _config(model: Path) -> ModelConfig:
-    if str(model) in SIZES and not model.exists():
-        return SIZES[str(model)]
+    known = str(model) if str(model) in SIZES else released_name(str(model))
+    if known and not model.exists():
+        return SIZES[known]
     # These modules import torch, which a released model does without.
     from esmshard.model import weight_reader
     from esmshard.model.weights import hub, open_weights
 
     file = model / "config.json"
     if not model.exists() and is_hub_name(str(model)) and hub.find(str(model)) is None:
-        file = hub.fetch_config(str(model))
+        file = hub.fetch_config(str(model)) or file
     if file.is_file():
         try:
             return transformers_config(weight_reader.read_json(file))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ import torch
 from hub_server import COMMIT, NAME, Hub, own_caches, sha256, snapshot
 from huggingface_hub import constants
 from model_files import TINY, fair_esm, write_transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import EsmForMaskedLM
 
+from esmshard.checkpoint.consolidate import FORMAT, consolidate
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.family_registry import FAMILIES, RELEASED, released_name
-from esmshard.model.weights import hub, open_weights
+from esmshard.model.weights import hub, open_weights, recorded
 from esmshard.model.weights.open_weights import load_model
 from esmshard.planner.recipe_plan import model_numbers
 from esmshard.recipe.sections import Recipe
@@ -497,6 +501,72 @@ def test_a_plan_needs_the_configuration_alone(mine: Hub) -> None:
     assert mine.asked == ["list", "config.json"]
     # What the plan left in the cache is no model, and is none of the checks of a later download.
     assert open_weights.read(MINE).config == TINY
+
+
+def test_a_plan_of_a_released_repository_needs_nothing(mine: Hub) -> None:
+    """Some say nothing in their `config.json`, and a plan needs no weights."""
+    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
+    for name in ("esm3_sm_open_v1", "biohub/esm3-sm-open-v1", "biohub/ESMC-6B"):
+        given = {"task": {"name": "mlm"}, "model": {"name": name}, "data": data, "train": {"steps": 1}, "out": "run"}
+        assert model_numbers(Recipe.model_validate(given)).dim == (2560 if "6B" in name else 1536)
+    assert mine.asked == []
+
+
+def adapter_files(directory: Path, base: Path, **settings: Any) -> dict[str, bytes]:
+    """What PEFT writes of a LoRA on a model, with `settings` changed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lora = LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+        get_peft_model(EsmForMaskedLM.from_pretrained(base), lora).save_pretrained(directory)
+    config = directory / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_an_adapter_is_read_as_its_directory_is(mine: Hub, model: Path, cache: Path, tmp_path: Path) -> None:
+    mine.files = adapter_files(tmp_path / "adapter", model) | {"README.md": b"a card", "optimizer.bin": b"state"}
+    found, local = open_weights.read(MINE), open_weights.read(str(tmp_path / "adapter"))
+    assert mine.asked == ["list", "adapter_model.safetensors", "adapter_config.json"]
+    assert Path(found.source) == cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
+    for name in found.read:
+        assert torch.equal(found[name], local[name])
+    changed = "layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(found[changed], open_weights.read(str(model))[changed])
+    mine.asked.clear()
+    copied = hub.fetch(MINE, tmp_path / "copied")
+    assert names(copied) == {"adapter_model.safetensors", "adapter_config.json"}
+    assert open_weights.read(MINE).config == TINY
+    assert mine.asked == [], "the adapter is in the cache"
+
+
+def test_a_plan_of_an_adapter_is_that_of_its_base(mine: Hub, model: Path, tmp_path: Path) -> None:
+    mine.files = adapter_files(tmp_path / "adapter", model)
+    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
+    given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
+    assert model_numbers(Recipe.model_validate(given)).dim == TINY.dim
+
+
+def test_an_adapter_with_a_flipped_bit_or_of_itself_is_refused(mine: Hub, model: Path, tmp_path: Path) -> None:
+    mine.files = adapter_files(tmp_path / "adapter", model, base_model_name_or_path=MINE)
+    mine.sent["adapter_model.safetensors"] = flip(mine.files["adapter_model.safetensors"])
+    assert "adapter_model.safetensors from" in (said := refused_model(MINE))
+    assert "was announced" in said
+    mine.sent.clear()
+    with pytest.raises(InputError, match="is named as its own base model; put it there"):
+        open_weights.read(MINE)
+
+
+def test_what_esmshard_wrote_beside_the_weights_comes_too(mine: Hub, model: Path, cache: Path, tmp_path: Path) -> None:
+    """The record of the weights is compared, as in a local directory."""
+    out = consolidate(model, tmp_path / "own")
+    mine.files = {path.name: path.read_bytes() for path in out.iterdir()}
+    record = {"format": FORMAT, "weights_sha256": "0", "files": {"model.safetensors": 64 * "0"}}
+    mine.files["esmshard.json"] = json.dumps(record).encode()
+    found = open_weights.read(MINE)
+    assert json.loads((Path(found.source) / "esmshard.json").read_text()) == record
+    assert "esmshard.json" in mine.asked[:-1], "the configuration is still the last file"
+    assert "is not the file that" in str(recorded.altered(found.files))
+    assert "esmshard.json" in names(hub.fetch(MINE, tmp_path / "copied"))
 
 
 def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> None:

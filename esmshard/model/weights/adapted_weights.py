@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from esmshard.errors import InputError, reading
-from esmshard.files import found_place
+from esmshard.files import found_place, is_hub_name
 from esmshard.model import weight_reader
 from esmshard.model.config import ModelConfig
 from esmshard.model.families import family_registry
@@ -29,8 +29,7 @@ from esmshard.model.weights import hub, open_weights, origin
 from esmshard.model.weights.adapter import PREFIX
 from esmshard.model.weights.open_weights import Weights
 
-CONFIG, HEAD = "adapter_config.json", "head.safetensors"
-_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+CONFIG, HEAD = hub.ADAPTER_CONFIG, "head.safetensors"
 _FIX = "let PEFT merge it (merge_and_unload) and save the model"
 
 # Keys of `LoraConfig` that are read here, or that change nothing once the matrices exist. `fan_in_fan_out` is one of
@@ -66,9 +65,9 @@ def read(directory: Path, above: tuple[Path, ...] = ()) -> Weights:
         InputError: the base is missing or is another one, or the adapter cannot be read.
     """
     settings = _settings(directory)
-    file = next((directory / name for name in _FILES if (directory / name).is_file()), None)
+    file = next((directory / name for name in hub.ADAPTERS if (directory / name).is_file()), None)
     if file is None:
-        raise InputError(f"{directory}: holds no {_FILES[0]}; it is not a complete adapter, copy it again")
+        raise InputError(f"{directory}: holds no {hub.ADAPTERS[0]}; it is not a complete adapter, copy it again")
     about = _about(directory)
     base = _base(directory, settings, about, (*above, directory.resolve()))
     found = (
@@ -161,15 +160,19 @@ def _base(directory: Path, settings: Mapping[str, Any], about: Mapping[str, Any]
     here = next((one for one in places if open_weights.is_here(one)), None)
     path = open_weights.place(here or name)
     fix = f"put it there, or write where it lies as base_model_name_or_path into {directory / CONFIG}"
-    if path.resolve() in above:
-        raise InputError(f"{directory}: is named as its own base model; {fix}")
+    released = family_registry.released_name(name)
     try:
-        if is_adapter(path):
+        if here is None and released is None and is_hub_name(name):
+            path = hub.fetch(name)
+        itself = path.resolve() in above
+        if is_adapter(path) and not itself:
             found = read(path, above)
-        else:
-            found = open_weights.read(here or family_registry.released_name(name) or name)
+        elif not itself:
+            found = open_weights.read(here or released or name)
     except InputError as error:
         raise InputError(f"{directory}: adapts {name}, which cannot be read ({error}); {fix}") from None
+    if itself:
+        raise InputError(f"{directory}: is named as its own base model; {fix}")
     if known:
         origin.check(origin.identity(found, name), known, str(directory), fix)
     return found

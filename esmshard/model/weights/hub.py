@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
+ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+"""Files of an adapter of PEFT: its settings, and its matrices in one of two formats."""
+_OWN = ("head.safetensors", "esmshard.json")
+"""Files that esmshard writes beside the weights, if it wrote them."""
 LAYOUTS = tuple(
     f"{weights}{index}" for weights in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
 )
@@ -94,8 +98,9 @@ def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
         return find(name) or _download(name, info)
 
 
-def fetch_config(name: str) -> Path:
-    """Find the `config.json` of a repository in the hub's cache, or download this file alone.
+def fetch_config(name: str) -> Path | None:
+    """Find the `config.json` of a repository in the hub's cache, or download this file alone. Return None for an
+    adapter, whose base has the file.
 
     Raises:
         InputError: it is not here and cannot be downloaded.
@@ -107,7 +112,10 @@ def fetch_config(name: str) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     info = _ask(name, _not_here(name))
-    _check_has_config(name, [sibling.rfilename for sibling in info.siblings or []])
+    files = [sibling.rfilename for sibling in info.siblings or []]
+    if _adapter(files):
+        return None
+    _check_has_config(name, files)
     with _one_sentence(f"{name}: {_CONFIG} did not come whole:", name, _hub_cache()):
         path = Path(hf_hub_download(repository(name), _CONFIG))
     _verify(name, path, None, binary=False)
@@ -120,7 +128,7 @@ def _fetch_to(name: str, to: Path) -> Path:
     info = None if cached else _ask(name, f"not whole in {_hub_cache()}")
     with _one_sentence(f"{name}:", name, to), whole_directory(target) as work:
         if cached:
-            for wanted in dict.fromkeys((_CONFIG, *_TOKENIZER, *_weights(cached))):
+            for wanted in dict.fromkeys((_CONFIG, ADAPTER_CONFIG, *_TOKENIZER, *_OWN, *_weights(cached))):
                 if (cached / wanted).is_file():
                     (work / wanted).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(cached / wanted, work / wanted)
@@ -145,6 +153,13 @@ def authors_weights(files: Collection[str]) -> str | None:
     pattern = re.compile(r"data/weights/(?!\w*(?:encoder|decoder))[^/]+\.pth")
     found = [file for file in files if pattern.fullmatch(file)]
     return found[0] if len(found) == 1 else None
+
+
+def _adapter(files: Collection[str]) -> str | None:
+    """Return the file with the matrices of an adapter of PEFT; None for a repository or directory of a whole model."""
+    if ADAPTER_CONFIG not in files or any(layout in files for layout in LAYOUTS):
+        return None
+    return next((file for file in ADAPTERS if file in files), None)
 
 
 def _not_here(name: str) -> str:
@@ -182,6 +197,8 @@ def _weights(directory: Path) -> list[str]:
     here = filter(Path.is_file, directory.glob("data/weights/*.pth"))
     if layout is None and (file := authors_weights([path.relative_to(directory).as_posix() for path in here])):
         return [file]
+    if file := _adapter([path.name for path in directory.glob("*") if path.is_file()]):
+        return [file]
     if not (directory / _CONFIG).is_file():
         return []
     if layout is None or not layout.endswith(".index.json"):
@@ -214,11 +231,12 @@ def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Pa
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or []}
     weights = _choose(name, siblings.keys())
     # The configuration comes last: a directory without it is never taken for a model, even after a crash.
-    files = [*weights, *(file for file in _TOKENIZER if file in siblings)]
+    files = [*weights, *(file for file in (*_TOKENIZER, *_OWN) if file in siblings)]
     by_authors = weights == [authors_weights(siblings.keys())]  # Their `config.json` is empty, or missing.
-    files += [_CONFIG] if _CONFIG in siblings or not by_authors else []
+    config = ADAPTER_CONFIG if weights == [_adapter(siblings.keys())] else _CONFIG
+    files += [config] if config in siblings or not by_authors else []
     place = directory or _hub_cache()
-    if name not in RELEASED and not by_authors:
+    if name not in RELEASED and not by_authors and config == _CONFIG:
         _check_has_config(name, siblings.keys())
         _check_config(name, place)
     size = sum(siblings[file].size or 0 for file in files if file in siblings)
@@ -275,7 +293,7 @@ def _choose(name: str, files: Collection[str]) -> list[str]:
             whole = Path(layout.removesuffix(".index.json"))
             shards = re.compile(rf"{whole.stem}-\d+-of-\d+{re.escape(whole.suffix)}")
             return [*sorted(filter(shards.fullmatch, files)), layout]
-    if file := authors_weights(files):
+    if file := _adapter(files) or authors_weights(files):
         return [file]
     raise InputError(f"{name}: {repository(name)} holds no weights in a form that is read here; {_by_hand(name)}")
 
