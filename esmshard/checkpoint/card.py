@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from esmshard.checkpoint.stated_licence import forbids_commercial_use, licence_of_base
 from esmshard.files import is_hub_name, replace_text, sync_directory
 from esmshard.model.config import STARTER
 from esmshard.model.families.family import Family
@@ -73,8 +74,11 @@ def _repository(recipe: Mapping[str, Any]) -> str | None:
 def _front_matter(recipe: Mapping[str, Any], model_class: str) -> str:
     """Return the YAML that the hub reads. JSON is a part of YAML. `model_class` reads the model in `transformers`."""
     found: dict[str, Any] = {}
+    licence = licence_of_base(recipe)
     if base := _released(recipe):
         found["license"] = RELEASED[base].licence
+    elif licence is not None and forbids_commercial_use(licence):  # so that what is made from this model knows it
+        found |= {"license": "other", "license_name": licence}
     if repository := _repository(recipe):
         found |= {"base_model": repository, "base_model_relation": "finetune"}
     if model_class:
@@ -290,6 +294,9 @@ def _licence(recipe: Mapping[str, Any]) -> str:
         said = f"No licence is stated; that of the repository {repository} on the Hugging Face hub holds on."
     else:
         said = "No licence is stated; that of the weights it was fine-tuned from holds on."
+    stated = licence_of_base(recipe)
+    if stated is not None and forbids_commercial_use(stated):
+        said += f" The licence of the base model, {_code(stated)}, forbids commercial use, and this holds here too."
     return f"## Licence\n\n{said} The licence of the training data is for whoever publishes this model to state."
 
 

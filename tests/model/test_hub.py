@@ -408,7 +408,7 @@ def test_the_configuration_of_a_repository_decides_family_and_shape(mine: Hub, m
     found = open_weights.read(MINE)
     assert found.config == TINY
     # The configuration is looked at before gigabytes are downloaded, and still is the last file in the cache.
-    assert mine.asked == ["list", "config.json", "model.safetensors", "vocab.txt", "config.json"]
+    assert mine.asked == ["list", "config.json", "model.safetensors", "vocab.txt", "README.md", "config.json"]
     assert Path(found.source) == cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
     assert_same_model(Path(found.source), model)
     mine.asked.clear()
@@ -485,7 +485,7 @@ def test_the_command_downloads_a_repository(server: Hub, tmp_path: Path) -> None
     done = download(tmp_path, server.url, MINE, "--to", tmp_path / "models")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "models" / MINE)
-    assert names(tmp_path / "models" / MINE) == {"config.json", "model.safetensors", "vocab.txt"}
+    assert names(tmp_path / "models" / MINE) == {"config.json", "model.safetensors", "vocab.txt", "README.md"}
     assert names(tmp_path / "models" / "lab") == {"esm2_mine"}
 
 
@@ -526,7 +526,7 @@ def adapter_files(directory: Path, base: Path, **settings: Any) -> dict[str, byt
 def test_an_adapter_is_read_as_its_directory_is(mine: Hub, model: Path, cache: Path, tmp_path: Path) -> None:
     mine.files = adapter_files(tmp_path / "adapter", model) | {"README.md": b"a card", "optimizer.bin": b"state"}
     found, local = open_weights.read(MINE), open_weights.read(str(tmp_path / "adapter"))
-    assert mine.asked == ["list", "adapter_model.safetensors", "adapter_config.json"]
+    assert mine.asked == ["list", "adapter_model.safetensors", "README.md", "adapter_config.json"]
     assert Path(found.source) == cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
     for name in found.read:
         assert torch.equal(found[name], local[name])
@@ -534,7 +534,7 @@ def test_an_adapter_is_read_as_its_directory_is(mine: Hub, model: Path, cache: P
     assert not torch.equal(found[changed], open_weights.read(str(model))[changed])
     mine.asked.clear()
     copied = hub.fetch(MINE, tmp_path / "copied")
-    assert names(copied) == {"adapter_model.safetensors", "adapter_config.json"}
+    assert names(copied) == {"adapter_model.safetensors", "README.md", "adapter_config.json"}
     assert open_weights.read(MINE).config == TINY
     assert mine.asked == [], "the adapter is in the cache"
 
@@ -577,7 +577,7 @@ def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> N
     mine.files = {"config.json": b"{}", file: (directory / file).read_bytes(), other: b"", "README.md": b"a card"}
     found = open_weights.read(MINE)
     assert (found.config.family, found.config.dim) == ("esmc", esmc_files.WIDTH)
-    assert mine.asked == ["list", file, "config.json"]
+    assert mine.asked == ["list", file, "README.md", "config.json"]
     made = hub.fetch(MINE, tmp_path / "copied")
     assert (made / file).read_bytes() == mine.files[file]
     assert not (made / file).is_symlink()

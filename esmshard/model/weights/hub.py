@@ -27,6 +27,8 @@ _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 """Files of an adapter of PEFT: its settings, and its matrices in one of two formats."""
+_CARD = "README.md"
+"""The card of a repository, which may state a licence."""
 _OWN = ("head.safetensors", "esmshard.json")
 """Files that esmshard writes beside the weights, if it wrote them."""
 LAYOUTS = tuple(
@@ -128,7 +130,7 @@ def _fetch_to(name: str, to: Path) -> Path:
     info = None if cached else _ask(name, f"not whole in {_hub_cache()}")
     with _one_sentence(f"{name}:", name, to), whole_directory(target) as work:
         if cached:
-            for wanted in dict.fromkeys((_CONFIG, ADAPTER_CONFIG, *_TOKENIZER, *_OWN, *_weights(cached))):
+            for wanted in dict.fromkeys((_CONFIG, ADAPTER_CONFIG, _CARD, *_TOKENIZER, *_OWN, *_weights(cached))):
                 if (cached / wanted).is_file():
                     (work / wanted).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(cached / wanted, work / wanted)
@@ -232,6 +234,7 @@ def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Pa
     weights = _choose(name, siblings.keys())
     # The configuration comes last: a directory without it is never taken for a model, even after a crash.
     files = [*weights, *(file for file in (*_TOKENIZER, *_OWN) if file in siblings)]
+    files += [_CARD] if _CARD in siblings and name not in RELEASED else []  # Licences of released models are known.
     by_authors = weights == [authors_weights(siblings.keys())]  # Their `config.json` is empty, or missing.
     config = ADAPTER_CONFIG if weights == [_adapter(siblings.keys())] else _CONFIG
     files += [config] if config in siblings or not by_authors else []
@@ -251,6 +254,8 @@ def _download(name: str, info: "ModelInfo", directory: Path | None = None) -> Pa
     for file in files:
         with _one_sentence(f"{name}: {file} did not come whole:", name, place):
             path = Path(hf_hub_download(repository(name), file, local_dir=directory))
+        if file == _CARD:
+            continue  # It may begin as a web page does.
         lfs = siblings[file].lfs if file in siblings else None
         _verify(name, path, lfs.sha256 if lfs else None, binary=Path(file).suffix in (".safetensors", ".bin", ".pth"))
     top = path.parents[len(Path(files[-1]).parts) - 1]
