@@ -93,7 +93,7 @@ def numbers(model_name: str, adapt: AdaptSettings = FULL) -> memory_model.ModelN
 
 def head_bytes(tokens: int, length: int = 256) -> int:
     """Return the bytes that the head of `measure` keeps for a micro-batch."""
-    return tokens // length * TASK.head_bytes(length)
+    return tokens // length * TASK.head_bytes(length, n_logits=0)
 
 
 def _meta(config: ModelConfig, adapt: AdaptSettings) -> FineTuner:

@@ -104,7 +104,7 @@ def prepared(
         numbers,
         layout,
         tokens,
-        head_bytes(TASK, np.array([longest + 2], np.int32), layout)(tokens),
+        head_bytes(TASK, np.array([longest + 2], np.int32), layout, config.n_logits)(tokens),
         kernels[kernel_name(device, DTYPES[layout.precision])],
         micro_batches=micro_batches,
         padding=max(batch.max_seqlen * len(batch) / batch.bounds[-1] for batch, _ in work),

@@ -50,6 +50,8 @@ class ModelNumbers:
     """Whether the feed-forward layer multiplies two products of this width."""
     qk_norm: bool = False
     """Whether queries and keys are normalised before they are rotated."""
+    n_logits: int = 33
+    """The columns of the logits."""
     inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")
     """The matrices that learn or have a LoRA, in this order. Their input is kept for its gradient."""
     lora: int = 0

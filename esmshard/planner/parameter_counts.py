@@ -42,6 +42,7 @@ def numbers_of(config: ModelConfig, head: int, adapt: AdaptSettings, *, logits: 
         ffn_width=config.ffn_width,
         gated=config.gated,
         qk_norm=config.qk_norm,
+        n_logits=config.n_logits,
         layer_parameters=layer + lora,
         root_parameters=root,
         layer_trained=layer_trained,

@@ -64,7 +64,7 @@ class MicroBatches:
     @cached_property
     def head(self) -> Callable[[int], int]:
         """Return the bytes of the head as a function of a micro-batch's tokens."""
-        return head_bytes(self.recipe.task, self.train.tokens, self.layout)
+        return head_bytes(self.recipe.task, self.train.tokens, self.layout, self.numbers.n_logits)
 
     def largest(self, room: int, share: int | None = None) -> int:
         """Return the largest `batch.tokens_per_rank` that fits into `room` bytes; 0 if the longest record does not fit.
@@ -179,7 +179,9 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     return replace(found, options=every, best=_best(every))
 
 
-def head_bytes(task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout) -> Callable[[int], int]:
+def head_bytes(
+    task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
+) -> Callable[[int], int]:
     """Return the bytes that a task's head keeps of a micro-batch, as a function of its tokens.
 
     The micro-batch has the longest record, and is otherwise an average of all records.
@@ -188,9 +190,10 @@ def head_bytes(task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layo
         task: the task, which gives the bytes in fp32.
         tokens_N: the tokens of each training record.
         layout: the layout of the model. FSDP runs the head in the precision of the arithmetic, too.
+        n_logits: the columns of the logits of the model.
     """
     lengths, counts = np.unique(tokens_N, return_counts=True)
-    each = np.array([task.head_bytes(int(length)) for length in lengths], dtype=np.float64)
+    each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
     size = BYTES[layout.precision] / 4 if layout.sharded else 1.0
     longest, per_token = int(lengths[-1]), float((each * counts).sum() / (lengths * counts).sum())
     return lambda tokens: round(size * (each[-1] + max(0, tokens - longest) * per_token))

@@ -70,8 +70,13 @@ class TaskSettings(Settings):
         """
         return registry.new_task(self, {}).head_parameters(config)
 
-    def head_bytes(self, tokens: int) -> int:
-        """Estimate the bytes that the head keeps for the backward pass of a record of this many tokens, in fp32."""
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
+        """Estimate the bytes that the head keeps for the backward pass of a record of this many tokens, in fp32.
+
+        Args:
+            tokens: of the record.
+            n_logits: columns of the logits of the language model, of which a head may keep some.
+        """
         return 0
 
 

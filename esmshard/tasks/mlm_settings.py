@@ -31,8 +31,8 @@ class MlmSettings(TaskSettings):
         """Return 0: the head is the LM head of the model."""
         return 0
 
-    def head_bytes(self, tokens: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Count logits, their log-softmax and its gradient at the predicted residues. Tensors as wide as the model are
         small compared with its layers.
         """
-        return round(4 * 3 * 33 * self.mask * tokens)
+        return round(4 * 3 * n_logits * self.mask * tokens)

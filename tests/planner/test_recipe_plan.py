@@ -168,9 +168,9 @@ def test_what_the_time_is_reckoned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned("8xA100-80GB", *THREE_B, "batch.tokens_per_rank=5000")
     assert (found.options[0].tokens, found.options[0].micro_batches) == (4096, 4)
     assert (seen[0].tokens, seen[0].micro_batches, seen[0].attended) == (4096, 4, found.lengths.attended)
-    assert seen[0].head_bytes == head_bytes(found.recipe.task, _tokens(found), Layout(world_size=2, precision="bf16"))(
-        4096
-    )
+    assert seen[0].head_bytes == head_bytes(
+        found.recipe.task, _tokens(found), Layout(world_size=2, precision="bf16"), 33
+    )(4096)
     seen.clear()
     planned("8xV100-32GB", *THREE_B, "batch.tokens_per_rank=5000")
     assert seen[0].attended == 130  # padded to the longest
@@ -253,7 +253,8 @@ def test_too_few_records() -> None:
 class Squares:
     """A head that keeps as many bytes as the square of a record's tokens."""
 
-    def head_bytes(self, tokens: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
+        assert n_logits == 64
         return tokens**2
 
 
@@ -262,11 +263,29 @@ class Squares:
 )
 def test_head_bytes_are_the_longest_record_and_the_usual_mix(layout: Layout, share: float) -> None:
     tokens_N = np.array([10, 10, 20, 40], dtype=np.int32)
-    bytes_of = head_bytes(Squares(), tokens_N, layout)  # type: ignore[arg-type]
+    bytes_of = head_bytes(Squares(), tokens_N, layout, 64)  # type: ignore[arg-type]
     per_token = (100 + 100 + 400 + 1600) / 80
     assert bytes_of(40) == 1600 * share
     assert bytes_of(10) == 1600 * share  # it is there, however small the rest
     assert bytes_of(120) == round(share * (1600 + 80 * per_token))
+
+
+def test_a_plan_counts_the_columns_of_the_models_logits(three_b: RecipePlan) -> None:
+    """ESM-C has 64 columns, and ESM-2 has 33."""
+    train = recipe_plan.open_split(three_b.recipe, "train", None)
+    recipe = three_b.recipe.model_copy(update={"task": MlmSettings(name="mlm")})
+    names = {"esmc_mini": 64, "mini": 33}
+    numbers = {
+        columns: recipe_plan.model_numbers(
+            recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": name})})
+        )
+        for name, columns in names.items()
+    }
+    head = {
+        columns: recipe_plan.MicroBatches(recipe, train, found, Layout(), "cpu").head(4096)
+        for columns, found in numbers.items()
+    }
+    assert head[64] / head[33] == pytest.approx(64 / 33, rel=1e-3)
 
 
 def test_reasons(three_b: RecipePlan) -> None:

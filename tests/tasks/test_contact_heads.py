@@ -366,7 +366,7 @@ def test_memory_for_the_backward_pass_is_as_planned(trunk: ESM2, head: str) -> N
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         outputs = tuner.head(x_TD.requires_grad_(), batch, given) if given else tuner.head(x_TD.requires_grad_(), batch)
     assert len(outputs) == 1
-    planned = made.head_bytes(122)
+    planned = made.head_bytes(122, 33)
     if head == "attention":
         assert sum(kept.values()) < planned
     else:
@@ -375,5 +375,5 @@ def test_memory_for_the_backward_pass_is_as_planned(trunk: ESM2, head: str) -> N
 
 def test_of_a_large_map_the_planner_counts_each_block_once() -> None:
     planned = settings("pairwise", channels=16, blocks=5)
-    maps = [planned.head_bytes(n) / (4 * 16 * n * n) for n in (256, 257)]
+    maps = [planned.head_bytes(n, 33) / (4 * 16 * n * n) for n in (256, 257)]
     assert maps == pytest.approx([4 + 6 * 5, 4 + 5 + 6], abs=0.2)

@@ -338,5 +338,7 @@ def test_the_head_has_no_parameters_and_nothing_is_learned() -> None:
     assert dict(TASK.facts) == {}
     numbers = SETTINGS
     assert numbers.head_parameters(TINY) == 0
-    assert numbers.head_bytes(1000) == 4 * 3 * 33 * 150  # three arrays of 33 fp32 numbers at 150 places
+    # Three arrays of as many fp32 numbers as the model has logits, at 150 places.
+    assert numbers.head_bytes(1000, TINY.n_logits) == 4 * 3 * 33 * 150
+    assert numbers.head_bytes(1000, SIZES["esmc_nano"].n_logits) == 4 * 3 * 64 * 150
     assert isinstance(new_task(SETTINGS, {}), MlmTask)

@@ -60,7 +60,7 @@ class ContactSettings(TaskSettings):
         network += self.blocks * block + c + 1
         return network if head == "pairwise" else network + n_maps + 1 + MAPS * n_maps + (MAPS + 1) * c
 
-    def head_bytes(self, tokens: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Count pair maps: six for each block and four others. Of a large map, one is kept for each block, and those of
         one block are computed again. The last maps have one number for each pair. Queries and keys belong to the model.
         """

@@ -71,7 +71,7 @@ class ResidueSettings(TaskSettings):
         outputs = 1 if self.kind == "number" else len(self.classes or range(OUTPUTS))
         return 2 * d + (KERNEL * d * h + h if h else 0) + ((h or d) + 1) * outputs
 
-    def head_bytes(self, tokens: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Count the hidden layer before and after gelu, a copy of it with all records end to end, and the probabilities
         of the classes. Tensors as wide as the model are small compared with its layers.
         """

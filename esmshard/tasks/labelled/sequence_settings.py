@@ -57,6 +57,6 @@ class SequenceSettings(TaskSettings):
         outputs = 1 if self.kind == "number" else OUTPUTS
         return 2 * d + ((d + 1) * h if h else 0) + ((h or d) + 1) * outputs
 
-    def head_bytes(self, tokens: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Return 0: a record has one vector only."""
         return 0

@@ -100,6 +100,6 @@ class VariantSettings(TaskSettings):
         first = (seen + 1) * h + h + 1 if h else seen + 1
         return 2 * d + first + int(self.zero_shot)
 
-    def head_bytes(self, tokens: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Return 0: a record has one vector only. The planner counts the wild type of a micro-batch."""
         return 0
