@@ -130,8 +130,6 @@ class Family:
     """The subclass of `esmshard.model.trunk.Trunk`, as `module:Class`, which takes an architecture."""
     initial: Callable[[Any, str, torch.Size, torch.Generator], torch.Tensor]
     """Return the initial values of a tensor of a new model: `initial(config, name, shape, generator)`."""
-    computed: Callable[[str], bool]
-    """Whether a tensor follows from the architecture, so that a file may lack it."""
     files: TransformersFiles
     read_pickle: str | None
     """The function that reads files of the authors' own code, as `module:function`; None if they publish none. Of the
@@ -142,5 +140,7 @@ class Family:
     `consolidate --to`."""
     peers: Mapping[str, str]
     """Functions that make other libraries' models for `esmshard verify`, as `module:function`, by library."""
+    computed: Callable[[str], bool] = lambda name: name.endswith("inv_freq")
+    """Whether a tensor follows from the architecture, so that a file may lack it. Rotary frequencies do."""
     tracks: tuple[Track, ...] = ()
     """What the models read of each residue besides its amino acid, if the user gives it."""

@@ -54,7 +54,6 @@ FAMILY = Family(
     window=2046,
     trunk="esmshard.model.families.amplify.amplify_model:Amplify",
     initial=_initial,
-    computed=lambda name: name.endswith("inv_freq"),
     files=TransformersFiles(
         model_types=("AMPLIFY",),
         read_config=amplify_layouts.config_of_transformers,

@@ -95,7 +95,6 @@ FAMILY = Family(
     window=1022,
     trunk="esmshard.model.families.esm2.esm2_model:ESM2",
     initial=_initial,
-    computed=lambda name: name.endswith("inv_freq"),
     files=TransformersFiles(
         model_types=("esm",),
         read_config=esm2_layouts.config_of_transformers,

@@ -60,7 +60,6 @@ FAMILY = Family(
     window=2046,
     trunk="esmshard.model.families.esm3.esm3_model:ESM3",
     initial=_initial,
-    computed=lambda name: name.endswith("inv_freq"),
     files=TransformersFiles(
         model_types=("esm3",),
         read_config=esm3_layouts.config_of_own,

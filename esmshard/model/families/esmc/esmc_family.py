@@ -56,7 +56,6 @@ FAMILY = Family(
     window=2046,
     trunk="esmshard.model.families.esmc.esmc_model:ESMC",
     initial=_initial,
-    computed=lambda name: name.endswith("inv_freq"),
     files=TransformersFiles(
         model_types=("esmc", "ESMplusplus"),
         read_config=esmc_layouts.config_of_transformers,
