@@ -38,6 +38,7 @@ def counted_numbers(model: Any, config: ModelConfig) -> ModelNumbers:
         ffn_width=config.ffn_width,
         gated=config.gated,
         qk_norm=config.qk_norm,
+        n_logits=config.n_logits,
         layer_parameters=in_layer[0],
         root_parameters=all_of_it[0] - n * in_layer[0],
         layer_trained=in_layer[1],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from outputs import everything
 
 from esmshard.batch import pack
 from esmshard.model.config import ModelConfig
@@ -140,6 +141,36 @@ def test_a_pack_is_its_sequences_one_by_one(family: Family) -> None:
             assert (contacts[n] - predict_contacts(model, single)[0]).abs().max() < 1e-5
     assert together.representations[0].std() > 0
     assert not torch.equal(together.representations[model.config.n_layers], together.representations[0])
+
+
+def test_no_protein_sees_another(family: Family) -> None:
+    """Bit for bit, where nothing but another protein of the pack changes."""
+    model = perturbed(smallest(family))
+    texts = [encode(text) for text in TEXTS[:2]]
+    with_one, with_other = (everything(model, pack([*texts, encode(text)])) for text in ("ACDEFG", "WYVKLL"))
+    own = slice(0, sum(map(len, texts)))
+    for one, other in zip([*with_one[0], with_one[1]], [*with_other[0], with_other[1]], strict=True):
+        assert torch.equal(one[own], other[own])
+        assert not torch.equal(one, other)
+
+
+def test_attention_in_a_padded_block_is_the_same(family: Family) -> None:
+    model, batch = perturbed(smallest(family)), pack([encode(text) for text in TEXTS])
+    expected, contacts = everything(model, batch)[0][-1], predict_contacts(model, batch)
+    for layer in model.layers:
+        layer.self_attn.padded = True  # type: ignore[union-attr]
+    assert (everything(model, batch)[0][-1] - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
+    for mine, other in zip(predict_contacts(model, batch), contacts, strict=True):
+        assert (mine - other).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(family: Family, dtype: torch.dtype) -> None:
+    batch = pack([encode(text) for text in TEXTS])
+    expected = everything(perturbed(smallest(family)), batch)[0][-1]
+    half = everything(perturbed(smallest(family)).to(dtype), batch)[0][-1]
+    assert half.dtype == dtype
+    assert (half.float() - expected).square().mean().sqrt() < 0.03 * expected.square().mean().sqrt()
 
 
 def test_every_token_can_be_read_and_the_logits_are_finite_in_half_precision(family: Family) -> None:

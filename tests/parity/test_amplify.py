@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from command import esmshard
 from conftest import RECIPE, write_subset
 from model_files import tokenise
+from outputs import everything
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -28,7 +29,6 @@ from esmshard.data.variants.substitutions import Mutation
 from esmshard.errors import InputError
 from esmshard.model.attention import attention_map
 from esmshard.model.config import ModelConfig
-from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.amplify.amplify_config import ROWS, VOCABULARY
 from esmshard.model.families.amplify.amplify_layouts import pieces, to_transformers
 from esmshard.model.families.family_registry import RELEASED, SIZES
@@ -80,13 +80,6 @@ def model(saved: Saved) -> Trunk:
     found = open_weights.read(str(saved.directory))
     assert found.absent == ("contact_head",), "no published AMPLIFY has one"
     return open_weights.build(found, torch.device("cpu")).eval()
-
-
-def everything(model: Trunk, batch: TokenBatch) -> tuple[list[torch.Tensor], torch.Tensor]:
-    layers = range(model.config.n_layers + 1)
-    with torch.no_grad():
-        out = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
-    return [out.representations[layer] for layer in layers], out.logits_PV
 
 
 def test_the_tokens_are_those_of_the_authors(saved: Saved) -> None:
@@ -143,37 +136,6 @@ def test_a_token_that_is_absent_has_no_probability_and_the_embedding_of_unk(mode
     assert (logits.half().log_softmax(-1).exp()[:, others] == 0).all()
     both = [everything(model, pack([encode(text)]))[1] for text in ("MXK", "MOK")]
     assert torch.equal(*both)
-
-
-def test_packed_is_alone_and_no_protein_sees_another(saved: Saved, model: Trunk) -> None:
-    texts = [encode(text) for text in ("MKTAYIAKQRQISFVKSHFSRQ", "M")]
-    with_one, _ = everything(model, pack([*texts, encode("ACDEFG")]))
-    with_other, _ = everything(model, pack([*texts, encode("WYVKLL")]))
-    first = slice(0, len(texts[0]))
-    assert all(torch.equal(a[first], b[first]) for a, b in zip(with_one, with_other, strict=True))
-    assert not torch.equal(with_one[-1], with_other[-1])
-
-
-def test_attention_in_a_padded_block_is_the_same(saved: Saved, model: Trunk) -> None:
-    expected, _ = everything(model, saved.batch)
-    for layer in model.layers:
-        layer.self_attn.padded = True  # type: ignore[union-attr]
-    layers, _ = everything(model, saved.batch)
-    contacts = predict_contacts(model, saved.batch)
-    for layer in model.layers:
-        layer.self_attn.padded = False  # type: ignore[union-attr]
-    assert (layers[-1] - expected[-1]).abs().max() < TOLERANCE
-    assert [len(one) for one in contacts] == saved.batch.lengths
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_near(saved: Saved, model: Trunk, dtype: torch.dtype) -> None:
-    half = open_weights.build(open_weights.read(str(saved.directory)), torch.device("cpu"), dtype).eval()
-    layers, logits = everything(half, saved.batch)
-    expected, _ = everything(model, saved.batch)
-    assert layers[-1].dtype == dtype
-    assert logits.isfinite().all()
-    assert (layers[-1].float() - expected[-1]).square().mean().sqrt() < 0.03 * expected[-1].square().mean().sqrt()
 
 
 # Files

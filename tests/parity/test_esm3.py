@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from esm3_golden import TARGETS, TOKENS, weights
+from outputs import everything
 from plan_model import counted_numbers
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -71,20 +72,12 @@ def tokens(sequences: list[list[int]]) -> TokenBatch:
     return pack([np.array(one, dtype=np.uint8) for one in sequences])
 
 
-def everything(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
-    """All layers, and the logits of all tokens."""
-    layers = range(model.config.n_layers + 1)
-    with torch.no_grad():
-        out = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
-    assert out.logits_PV is not None
-    return [*(out.representations[layer] for layer in layers), out.logits_PV]
-
-
 def compare_with(golden: Mapping[str, torch.Tensor], model: Trunk) -> tuple[float, float]:
     """The largest difference of outputs, and of gradients relative to the largest number of a tensor."""
     batch, worst, relative = tokens(TOKENS), 0.0, 0.0
     names = [*(f"layer.{n}" for n in range(NANO.n_layers + 1)), "logits"]
-    for name, mine in zip(names, everything(model, batch), strict=True):
+    layers, logits = everything(model, batch)
+    for name, mine in zip(names, [*layers, logits], strict=True):
         assert golden[name].abs().max() > 0.5
         assert mine.shape == golden[name].shape
         worst = max(worst, float((mine - golden[name]).abs().max()))
@@ -116,30 +109,20 @@ def test_every_layer_the_logits_and_gradients_are_those_of_the_authors(repositor
     assert relative < TOLERANCE
 
 
-def test_packed_is_alone_and_no_protein_sees_another(repository: Path) -> None:
-    model = model_of(repository)
-    together = everything(model, tokens(TOKENS))
-    own = slice(0, len(TOKENS[0]))
-    for mine, other in zip(together, everything(model, tokens(TOKENS[:1])), strict=True):
-        assert (mine[own] - other).abs().max() < 1e-6
-    # Bit for bit where nothing but the other protein changes.
-    changed = everything(model, tokens([TOKENS[0], [0, 16, 2]]))
-    assert all(torch.equal(mine[own], other[own]) for mine, other in zip(together, changed, strict=True))
-    assert not torch.equal(together[-1], changed[-1])
-
-
 def test_other_tracks_and_attention_over_frames_have_the_parts_that_they_should(repository: Path) -> None:
     """Without coordinates nothing depends on geometric attention; ends of a protein have structure tokens of ends."""
     model = model_of(repository)
-    before = everything(model, tokens(TOKENS))
+    before, logits = everything(model, tokens(TOKENS))
     with torch.no_grad():
         for parameter in [*model.geom_attn.parameters(), *model.other_heads.parameters()]:  # type: ignore[union-attr]
             parameter.add_(1)
-    assert all(torch.equal(mine, other) for mine, other in zip(before, everything(model, tokens(TOKENS)), strict=True))
+    layers, logits_after = everything(model, tokens(TOKENS))
+    assert all(torch.equal(mine, other) for mine, other in zip(before, layers, strict=True))
+    assert torch.equal(logits, logits_after)
     table = model.other_tracks.structure_tokens_embed.weight  # type: ignore[union-attr]
     with torch.no_grad():
         table[4098] += 1  # type: ignore[operator,index]
-    moved = everything(model, tokens(TOKENS))[0] - before[0]
+    moved = everything(model, tokens(TOKENS))[0][0] - before[0]
     assert torch.equal(moved.abs().sum(1) > 0.5, tokens(TOKENS).tokens_T == 0)
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_files import tokenise
+from outputs import everything
 from transformers import AutoTokenizer, EsmcConfig, EsmcForMaskedLM
 
-from esmshard.batch import TokenBatch, pack
+from esmshard.batch import TokenBatch
 from esmshard.checkpoint.consolidate import consolidate
-from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esmc.esmc_layouts import to_transformers
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
@@ -55,13 +55,6 @@ def model(saved: Saved) -> Trunk:
     return open_weights.build(found, torch.device("cpu")).eval()
 
 
-def everything(model: Trunk, batch: TokenBatch) -> tuple[list[torch.Tensor], torch.Tensor]:
-    layers = range(model.config.n_layers + 1)
-    with torch.no_grad():
-        out = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
-    return [out.representations[layer] for layer in layers], out.logits_PV
-
-
 def test_every_layer_and_the_logits_are_those_of_transformers(saved: Saved, model: Trunk) -> None:
     layers, logits = everything(model, saved.batch)
     kept = saved.block != 1
@@ -93,42 +86,6 @@ def test_gradients_are_those_of_transformers(saved: Saved) -> None:
         assert (parameter.grad - other).abs().max() < TOLERANCE * other.abs().max(), name
         compared += 1
     assert compared == len(theirs)
-
-
-def test_packed_is_alone_and_no_protein_sees_another(saved: Saved, model: Trunk) -> None:
-    layers, logits = everything(model, saved.batch)
-    texts = [encode(text) for text in ("MKTAYIAKQRQISFVKSHFSRQ", "M")]
-    alone_layers, alone_logits = everything(model, pack(texts[:1]))
-    own = slice(0, saved.batch.bounds[1])
-    assert (logits[own] - alone_logits).abs().max() < 1e-6
-    assert all((mine[own] - other).abs().max() < 1e-6 for mine, other in zip(layers, alone_layers, strict=True))
-    # Bit for bit where nothing but the other protein changes.
-    with_one, _ = everything(model, pack([*texts, encode("ACDEFG")]))
-    with_other, _ = everything(model, pack([*texts, encode("WYVKLL")]))
-    first = slice(0, len(texts[0]))
-    assert all(torch.equal(a[first], b[first]) for a, b in zip(with_one, with_other, strict=True))
-    assert not torch.equal(with_one[-1], with_other[-1])
-
-
-def test_attention_in_a_padded_block_is_the_same(saved: Saved, model: Trunk) -> None:
-    for layer in model.layers:
-        layer.self_attn.padded = True  # type: ignore[union-attr]
-    contacts = predict_contacts(model, saved.batch)
-    layers, _ = everything(model, saved.batch)
-    for layer in model.layers:
-        layer.self_attn.padded = False  # type: ignore[union-attr]
-    expected, _ = everything(model, saved.batch)
-    assert (layers[-1] - expected[-1]).abs().max() < TOLERANCE
-    assert [len(one) for one in contacts] == saved.batch.lengths
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_near(saved: Saved, model: Trunk, dtype: torch.dtype) -> None:
-    half = open_weights.build(open_weights.read(str(saved.directory)), torch.device("cpu"), dtype).eval()
-    layers, _ = everything(half, saved.batch)
-    expected, _ = everything(model, saved.batch)
-    assert layers[-1].dtype == dtype
-    assert (layers[-1].float() - expected[-1]).square().mean().sqrt() < 0.03 * expected[-1].square().mean().sqrt()
 
 
 def test_transformers_reads_what_consolidate_writes(saved: Saved, tmp_path: Path) -> None:
