@@ -270,7 +270,7 @@ def load(
         InputError: with the file and its problem; UsageError for an unknown device or dtype.
     """
     name, where, precision = str(model), _device(device), _dtype(dtype)
-    if (open_weights.place(name) / "esmshard.json").is_file():
+    if (open_weights.directory(name) / "esmshard.json").is_file():
         with torch.random.fork_rng(devices=[]):  # a head gets random values before its weights are read
             tuned = load_finetuned(name, where)
         tuned.model.trunk.to(precision)

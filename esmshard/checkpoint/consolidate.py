@@ -234,7 +234,7 @@ def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None])
     head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
     sizes = open_weights.stored_shapes(found.config) | head
     sizes = _without(found.absent, sizes, to)
-    path = open_weights.place(source)
+    path = open_weights.directory(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
     if not isinstance(about, dict):

@@ -158,7 +158,7 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
 
     Raises `InputError` for a model without a fine-tuned head.
     """
-    path = open_weights.place(model) / "esmshard.json"
+    path = open_weights.directory(model) / "esmshard.json"
     try:
         about: dict[str, Any] = read_json(path)
         settings = settings_of(about["recipe"]["task"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import esmc_files
+import numpy as np
 import pytest
 import torch
 from hub_server import COMMIT, NAME, Hub, own_caches, sha256, snapshot
@@ -23,6 +24,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import EsmForMaskedLM
 
+from esmshard.api.model import load
 from esmshard.checkpoint.consolidate import FORMAT, consolidate
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.family_registry import FAMILIES, RELEASED, released_name
@@ -30,6 +32,7 @@ from esmshard.model.weights import hub, open_weights, recorded
 from esmshard.model.weights.open_weights import load_model
 from esmshard.planner.recipe_plan import model_numbers
 from esmshard.recipe.sections import Recipe
+from esmshard.tasks.finetuner import load_finetuned
 
 
 def flip(body: bytes) -> bytes:
@@ -567,6 +570,19 @@ def test_what_esmshard_wrote_beside_the_weights_comes_too(mine: Hub, model: Path
     assert "esmshard.json" in mine.asked[:-1], "the configuration is still the last file"
     assert "is not the file that" in str(recorded.altered(found.files))
     assert "esmshard.json" in names(hub.fetch(MINE, tmp_path / "copied"))
+
+
+def test_a_fine_tuned_model_of_the_hub_has_its_head(mine: Hub) -> None:
+    """The starter, as somebody's repository."""
+    files = [path for path in open_weights.place("starter").iterdir() if path.suffix != ".npz"]
+    mine.files = {path.name: path.read_bytes() for path in files}
+    found, local = (load_finetuned(name, torch.device("cpu")) for name in (MINE, "starter"))
+    assert found.about == local.about
+    state = local.model.head.state_dict()
+    assert state
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.model.head.state_dict().items())
+    (mine_LL,), (theirs_LL,) = (load(name, "cpu").predict(["MKTAYIAKQR"]) for name in (MINE, "starter"))
+    assert np.array_equal(mine_LL, theirs_LL)
 
 
 def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> None:

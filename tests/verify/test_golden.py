@@ -88,10 +88,11 @@ def test_another_number_of_one_tensor_fails(written: tuple[Path, Path], tmp_path
 
 def test_another_layout_of_the_same_model_passes(tmp_path: Path) -> None:
     """Files of ESM-C by its authors and by `transformers`."""
-    theirs = esmc_files.random_esmc()
-    first, second = (esmc_files.write(tmp_path / layout, layout, theirs) for layout in "CA")
+    theirs, places = esmc_files.random_esmc(), {"c0ffee": "C", "other": "A"}
+    first, second = (esmc_files.write(tmp_path / "snapshots" / name, layout, theirs) for name, layout in places.items())
     golden = tmp_path / "new" / "golden.json"
     certify(str(first), None, golden=golden, peers={})
+    assert json.loads(golden.read_text())["revision"] == "c0ffee"
     found = certify(str(second), None, golden=golden, peers={})
     passed = {("logits", None), ("embeddings", 0), ("embeddings", 1), ("embeddings", 2)}
     assert against_golden(found) == dict.fromkeys(passed, True)

@@ -136,6 +136,16 @@ def place(model: str | Path) -> Path:
     return of_run if not (path / "config.json").exists() and (of_run / "config.json").is_file() else path
 
 
+def directory(model: str | Path) -> Path:
+    """Return what `place` returns; for a repository of the hub its copy in the cache, which is downloaded if need be.
+
+    Raises:
+        InputError: the repository cannot be downloaded.
+    """
+    path = place(model)
+    return hub.fetch(str(model)) if not path.exists() and is_hub_name(str(model)) else path
+
+
 def _how_to_make(path: Path) -> str | None:
     """Advise what to do with a fine-tuning directory that holds no model; None for other directories."""
     source, out = path, path / "model"
