@@ -21,11 +21,13 @@ from esmshard.checkpoint.consolidate import consolidate
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm_layouts import to_transformers
 from esmshard.model.families.family_registry import SIZES, released_name, transformers_config
+from esmshard.model.families.peer import version
 from esmshard.model.families.saprot.saprot_config import SaprotConfig
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import ABSENT, Trunk
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.adapter import adapter_config, write_adapter
+from esmshard.verify.certificate import certify
 from esmshard.vocab import CLS, EOS, MASK, STANDARD, TOKENS, UNK, encode
 
 # The authors' `utils/esm_loader.py` and `utils/constants.py`, commit e91e485.
@@ -271,6 +273,16 @@ def test_an_adapter_loads_in_peft(saved: Saved, tmp_path: Path) -> None:
     with torch.no_grad():
         other = theirs(input_ids=saved.block, attention_mask=saved.mask, output_hidden_states=True)
     assert (other.hidden_states[-1][saved.mask.bool()] - layers[-1]).abs().max() < TOLERANCE
+
+
+def test_a_certificate_compares_with_transformers(saved: Saved, tmp_path: Path) -> None:
+    fasta = tmp_path / "some.fasta"
+    fasta.write_text(">a\nMKTAYIAKQRQISFVK\n>b\nMXBUZOKT\n>c\nM\n")
+    certificate = certify(str(saved.directory), None, fasta=fasta)
+    assert certificate.verdict() is None
+    peer = f"transformers {version('transformers')}"
+    compared = {one.what for one in certificate.comparisons if one.against == peer}
+    assert compared == {"embeddings", "mean embeddings", "logits", "contacts"}
 
 
 def test_names_and_sizes_of_the_released_models() -> None:
