@@ -12,12 +12,16 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
+from esm.data import Alphabet
+from esm.model.esm2 import ESM2 as FairEsm
+from model_files import perturb
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, EsmConfig, EsmForMaskedLM, EsmTokenizer
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
+from esmshard.errors import InputError
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm_layouts import to_transformers
 from esmshard.model.families.family_registry import SIZES, released_name, transformers_config
@@ -273,6 +277,33 @@ def test_an_adapter_loads_in_peft(saved: Saved, tmp_path: Path) -> None:
     with torch.no_grad():
         other = theirs(input_ids=saved.block, attention_mask=saved.mask, output_hidden_states=True)
     assert (other.hidden_states[-1][saved.mask.bool()] - layers[-1]).abs().max() < TOLERANCE
+
+
+def test_the_authors_file_gives_the_numbers_of_fair_esm(tmp_path: Path) -> None:
+    """`load_esm_saprot` of `utils/esm_loader.py`: fair-esm's model with another alphabet."""
+    alphabet = Alphabet(VOCABULARY, prepend_toks=[], append_toks=[], prepend_bos=True, append_eos=True)
+    alphabet.all_toks = alphabet.all_toks[:-2]
+    alphabet.tok_to_idx = {token: n for n, token in enumerate(alphabet.all_toks)}
+    assert alphabet.all_toks == VOCABULARY
+    assert [alphabet.cls_idx, alphabet.padding_idx, alphabet.eos_idx, alphabet.mask_idx] == [0, 1, 2, 4]
+    torch.manual_seed(0)
+    theirs = FairEsm(2, 32, 4, alphabet).eval()
+    perturb(theirs, deviation=0.1)
+    sizes = {"num_layers": 2, "embed_dim": 32, "attention_heads": 4, "token_dropout": True}
+    torch.save({"config": sizes, "model": theirs.state_dict()}, tmp_path / "SaProt.pt")
+    with pytest.raises(InputError, match=r"give it as \S+SaProt.pt@saprot_nano$"):
+        open_weights.read(str(tmp_path / "SaProt.pt"))
+    mine = open_weights.load_model(f"{tmp_path / 'SaProt.pt'}@saprot_nano")
+    for residues, structure in PAIRS.values():
+        pairs = map("".join, zip(text(residues, structure)[::2], structure, strict=True))
+        block = torch.tensor([[0, *(VOCABULARY.index(pair) for pair in pairs), 2]])
+        with torch.no_grad():
+            said = theirs(block, repr_layers=[0, 2])
+        layers, logits = everything(mine, packed((residues, structure)))
+        for layer in (0, 2):
+            assert (layers[layer] - said["representations"][layer][0]).abs().max() < TOLERANCE
+        columns = [TOKENS.index(letter) for letter in STANDARD + "X"]
+        assert (logits.double().softmax(1)[:, columns] - summed(said["logits"][0])).abs().max() < TOLERANCE
 
 
 def test_a_certificate_compares_with_transformers(saved: Saved, tmp_path: Path) -> None:
