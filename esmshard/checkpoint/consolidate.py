@@ -312,9 +312,8 @@ def _open_run(
 def _about(state: Mapping[str, Any]) -> dict[str, Any]:
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
     about |= {key: state[key] for key in ("step", "recipe", "facts")}
-    return about | {
-        key: state[key] for key in ("config", "data", "world_size", "versions", "unlearned", "base") if key in state
-    }
+    others = ("config", "data", "world_size", "versions", "unlearned", "base", "extended")
+    return about | {key: state[key] for key in others if key in state}
 
 
 def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:
