@@ -85,6 +85,10 @@ def test_the_numbers_of_a_size_are_those_of_its_tensors(family: Family) -> None:
         assert total("lm_head.") == config.lm_head_parameters
         assert total("contact_head.") == config.n_maps + 1
         assert sum(map(total, model.never_learns)) == config.frozen_parameters
+        for track, starts in model.learns_with.items():
+            assert track in {track.name for track in family.tracks}
+            assert all(start.startswith(model.never_learns) for start in starts)
+            assert sum(map(total, starts)) == config.learned_with(track) > 0
         ends = {name: n for name, n in counts.items() if "." in name and "norm" in name.split(".")[0]}
         assert sum(ends.values()) == config.end_parameters
         assert sum(n for name, n in ends.items() if name.endswith("bias")) == config.end_biases
