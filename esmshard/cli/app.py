@@ -29,6 +29,7 @@ COMMANDS = (
     data_commands.split,
     model_commands.consolidate,
     model_commands.download,
+    model_commands.push,
     cluster_commands.bundle,
     model_commands.verify,
     inference_commands.embed,
