@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
+from esmshard.data.batching.loader import Example
+from esmshard.data.tracks.track_files import TrackFile, track_files
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import found_place, read_json
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.model.families.family_registry import SIZES
+from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import Trunk
 from esmshard.model.weight_reader import WeightReader
@@ -68,9 +70,9 @@ class FineTuner(nn.Module):
             return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
 
     @torch.no_grad()
-    def representations(self, tokens: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.float32]]:
-        """Return the last-layer representations [L, D] of the residues of some encoded sequences."""
-        batch = pack(tokens).to(self.device)
+    def representations(self, examples: Sequence[Example]) -> list[npt.NDArray[np.float32]]:
+        """Return the last-layer representations [L, D] of the residues of some examples."""
+        batch = pack([e.tokens for e in examples], tracks=[e.tracks for e in examples]).to(self.device)
         x_TD = self.trunk(batch).representations[self.trunk.config.n_layers].float()
         return [x_LD.cpu().numpy() for x_LD in batch.residues(x_TD)]
 
@@ -201,6 +203,17 @@ def initial_weights(recipe: Recipe) -> Weights:
             return open_weights.fresh(SIZES[name], recipe.train.seed)
         return open_weights.fresh(open_weights.read(name).config, recipe.train.seed)
     return open_weights.read(name)
+
+
+def tracks_of(recipe: Recipe) -> list[TrackFile]:
+    """Return the tracks that a recipe names. `UsageError` if its model does not take one of them.
+
+    The model is looked at only if there are any.
+    """
+    if not recipe.data.tracks:
+        return []
+    takes = family_of(initial_weights(recipe).config).tracks
+    return track_files(recipe.data.tracks, takes, recipe.model.name, "data.tracks.")
 
 
 def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str | None]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.batch import TokenBatch, pack
+from esmshard.batch import TokenBatch, pack, piece
 from esmshard.data.batching.packing import by_length
 from esmshard.embed.compute.outputs import Dtype, Long, Output
 from esmshard.model.contacts import ContactAccumulators
@@ -151,7 +151,7 @@ class Embedder:
         while window >= SMALLEST:
             long = replace(self.long, mode="window", window=window, overlap=min(self.long.overlap, window // 4))
             try:
-                (found,) = self._finish([self._blend(_piece(tokens, 0, length), long, at_once=1)])
+                (found,) = self._finish([self._blend(piece(tokens, 0, length), long, at_once=1)])
                 return replace(found, windowed=window) if isinstance(found, Computed) else found
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -166,7 +166,7 @@ class Embedder:
         if len(sequences) == 1 and len(long.starts(len(sequences[0]) - 2)) > 1:
             return [self._blend(sequences[0], long, at_once=max(1, self.tokens // (long.window + 2)))]
         if long.mode == "truncate":
-            sequences = [_piece(tokens, 0, long.window) for tokens in sequences]
+            sequences = [piece(tokens, 0, long.window) for tokens in sequences]
         return [self._reduce(parts) for parts in self._forward(sequences)]
 
     def _forward(self, sequences: list[Tokens]) -> list[dict[str, torch.Tensor]]:
@@ -216,7 +216,7 @@ class Embedder:
         pair_LL = torch.zeros(length, length, device=self.device) if self._contacts else None
         for at in range(0, len(starts), at_once):
             some = starts[at : at + at_once]
-            for start, part in zip(some, self._forward([_piece(tokens, s, long.window) for s in some]), strict=True):
+            for start, part in zip(some, self._forward([piece(tokens, s, long.window) for s in some]), strict=True):
                 rows = slice(start, start + long.window)
                 taper_W = _taper(start, long, length).to(self.device)
                 weight_L[rows] += taper_W
@@ -256,11 +256,6 @@ class Embedder:
                     beyond = f"{name} has values beyond the range of {str(self._dtype).removeprefix('torch.')}"
                     reasons[n] = beyond if bool(x.isfinite().all()) else f"{name} has values that are not finite"
         return [Failed(reasons[n]) if n in reasons else Computed(arrays) for n, arrays in enumerate(done)]
-
-
-def _piece(tokens: Tokens, start: int, length: int) -> Tokens:
-    """Return at most `length` residues from `start` on, between `<cls>` and `<eos>`."""
-    return np.concatenate((tokens[:1], tokens[1 + start : -1][:length], tokens[-1:]))
 
 
 def _residue_places(batch: TokenBatch) -> torch.Tensor:

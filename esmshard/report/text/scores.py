@@ -17,7 +17,7 @@ from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, value_text
 from esmshard.tasks.base import BEFORE
-from esmshard.tasks.finetuner import load_finetuned
+from esmshard.tasks.finetuner import load_finetuned, tracks_of
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.registry import traits
 from esmshard.train.evaluate import without_interval
@@ -154,7 +154,7 @@ def _maps(run: RunFiles) -> tuple[list[Figure], str]:
         if raw and found.about.get("weights_sha256") != raw.get("weights_sha256"):
             return [], "No contact maps: the model directory holds other weights than those that were tested."
         if run.recipe is not None:
-            data = open_split(recipe, "test", found.task.labels)
+            data = open_split(recipe, "test", found.task.labels, tracks_of(recipe))
         else:
             data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels)
         recorded = run.versions.get("data", {}).get("test", {}).get("tokens_sha256")

@@ -144,6 +144,7 @@ class VariantTask(Task):
             wild_type=self._tokens if needed else None,
             wild_type_logits=self.settings.zero_shot,
             wild_type_alone=self.settings.pool == "wild_type",
+            tracks=example.tracks,
         )
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
@@ -183,7 +184,7 @@ class VariantTask(Task):
         if self.settings.zero_shot:
             sites = [n for n, letter in enumerate(self.wild_type) if letter in RESIDUES]
             log_p_LA = np.zeros((len(self.wild_type), len(RESIDUES)), np.float32)
-            log_p_LA[sites] = log_probabilities(base.trunk, self.wild_type, sites)
+            log_p_LA[sites] = log_probabilities(base.trunk, self.wild_type, sites, tracks=train[0].tracks)
             score_N = np.array([self._zero_shot(example, log_p_LA) for example in train])
             scale = np.array([score_N.mean(), score_N.std() or 1.0])
             found |= {f"{SCORE}.log_p": log_p_LA, f"{SCORE}.scale": scale}
@@ -244,7 +245,7 @@ class VariantTask(Task):
         vector of pool `sites` without probabilities, which is the best of them for a linear model.
         """
         pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
-        return frozen(base, self._tokens, [example.tokens for example in examples], pool)
+        return frozen(base, self._tokens, [example.tokens for example in examples], pool, examples[0].tracks)
 
 
 def _letters_seen(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:

@@ -1,0 +1,211 @@
+"""The tracks that a recipe or `--track` names, checked against those that a model takes, and opened for its records."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.store.token_store import TokenStore, is_store
+from esmshard.data.structures.structure_folder import holds_structures
+from esmshard.data.tables import counted, shown
+from esmshard.data.tracks.interleaved import cached_pair
+from esmshard.data.tracks.track_entries import entries
+from esmshard.data.tracks.track_store import TrackStore, cached_track
+from esmshard.data.tracks.track_values import in_batches, known_residues
+from esmshard.errors import InputError, UsageError
+from esmshard.recipe import recipe_file
+from esmshard.recipe.data_section import INSIDE
+from esmshard.vocab import Track, encode_residues
+
+
+@dataclass(frozen=True)
+class TrackFile:
+    """A track, and where its values are."""
+
+    track: Track
+    path: Path | None
+    """The file or directory; None if the file of the sequences has the values: letters between the residues, or the
+    coordinates of the structures that the sequences are read from."""
+
+
+def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
+    """Return the tracks that a user named.
+
+    Args:
+        named: a path, or INSIDE, by the name of the track.
+        takes: the tracks that the model takes.
+        model: name of the model, for messages.
+        key: how the user named a track: `data.tracks.`, or `--track `.
+
+    Raises:
+        UsageError: the model takes no track of a name.
+    """
+    known = {track.name: track for track in takes}
+    for name in named:
+        if name in known:
+            continue
+        if not known:
+            raise UsageError(f"{key}{name}: {model} reads the sequence alone and takes no track; leave it out")
+        what = " and ".join(f"{track.name} ({track.title})" for track in takes)
+        raise UsageError(f"{key}{name}: {model} takes no such track; it takes {what}")
+    return [
+        TrackFile(known[name], None if path == INSIDE else recipe_file.sample(path)) for name, path in named.items()
+    ]
+
+
+def outside(path: Path, files: Sequence[TrackFile]) -> tuple[Path, list[TrackFile]]:
+    """Return the path of the sequences alone, and tracks that all have a path of their own.
+
+    Args:
+        path: a path of sequences, which may have tracks inside.
+        files: the tracks.
+
+    Raises:
+        InputError: the path has no such track inside.
+    """
+    sequences, found = path, []
+    for one in files:
+        track = one.track
+        if one.path is not None:
+            found.append(one)
+        elif track.kind == "coordinates" and holds_structures(path):
+            found.append(replace(one, path=path))
+        elif track.kind == "letters" and not is_store(path) and not holds_structures(path) and sequences == path:
+            sequences, letters = cached_pair(path, track)
+            found.append(replace(one, path=letters))
+        else:
+            expected = {
+                "coordinates": "PDB or mmCIF files hold coordinates",
+                "letters": "a FASTA file with one letter after each residue holds one such track",
+                "codes": "codes are in an .npz file",
+            }[track.kind]
+            raise InputError(f"{path}: has no {track.title} inside ({expected}); give the path of the {track.title}")
+    return sequences, found
+
+
+class RecordTracks:
+    """The tracks of the records of a token store; see `esmshard.data.batching.loader.Tracks`.
+
+    Args:
+        files: the tracks, each with a path; see `outside`.
+        store: the records.
+
+    Raises:
+        InputError: see `cached_track`.
+    """
+
+    def __init__(self, files: Sequence[TrackFile], store: TokenStore) -> None:
+        self._stores: list[TrackStore] = []
+        self._lengths, self._paths = store.lengths, [one.path for one in files]
+        for one in files:
+            assert one.path is not None
+            self._stores.append(cached_track(one.track, one.path, store))
+
+    @property
+    def digest(self) -> str:
+        """A digest of all values."""
+        text = " ".join(f"{store.track.name} {store.digest}" for store in self._stores)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def get(self, n: int, part: slice) -> dict[str, npt.NDArray[Any]]:
+        """Return the entries of a part of record n, with its ends."""
+        return {store.track.name: in_batches(store.track, store[n][part]) for store in self._stores}
+
+    def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
+        """Return sentences on what is known of some records."""
+        found = []
+        for store, path in zip(self._stores, self._paths, strict=True):
+            known_M = store.known_N[records_M]
+            found.append(
+                f"{store.track.title} of {int((known_M > 0).sum()):,} of {counted(len(known_M), 'record')}, and "
+                f"{int(known_M.sum(dtype=np.int64)):,} of {int(self._lengths[records_M].sum(dtype=np.int64)):,} "
+                f"residues, from {path}"
+            )
+            found += [f"{path}: {notice}" for notice in store.notices]
+        return found
+
+
+class ProteinTracks:
+    """The tracks of one protein, which all variants of it have.
+
+    Args:
+        values: for each track its values, [L, ...].
+    """
+
+    def __init__(self, values: Sequence[tuple[Track, npt.NDArray[Any]]]) -> None:
+        self._values = tuple(values)
+
+    @property
+    def digest(self) -> str:
+        """A digest of all values."""
+        digest = hashlib.sha256()
+        for track, values in self._values:
+            digest.update(track.name.encode() + np.ascontiguousarray(values).tobytes())
+        return digest.hexdigest()
+
+    def get(self, n: int, part: slice) -> dict[str, npt.NDArray[Any]]:
+        """Return the entries of a part of the protein, with its ends, whatever the variant."""
+        return {track.name: in_batches(track, values[part]) for track, values in self._values}
+
+    def part(self, first: int, length: int) -> "ProteinTracks":
+        """Return the tracks of a part of the protein."""
+        return ProteinTracks([(track, values[first : first + length]) for track, values in self._values])
+
+    def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
+        """Return sentences on what is known of the protein."""
+        return [
+            f"{track.title} of {known_residues(track, values):,} of {len(values):,} residues of the wild type"
+            for track, values in self._values
+        ]
+
+
+class _OneProtein:
+    """A protein in place of a token store."""
+
+    def __init__(self, record_id: str, sequence: str) -> None:
+        self._id, self._residues = record_id, np.frombuffer(encode_residues(sequence), np.uint8)
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        return np.array([len(self._residues)], np.int32)
+
+    def id(self, n: int) -> str:
+        return self._id
+
+    def find(self, record_id: str) -> int | None:
+        return 0 if record_id == self._id else None
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        return self._residues
+
+
+def protein_tracks(files: Sequence[TrackFile], fasta: Path) -> ProteinTracks:
+    """Read the tracks of the protein in a FASTA file with one record.
+
+    Args:
+        files: the tracks, each with a path; see `outside`.
+        fasta: the file.
+
+    Raises:
+        InputError: a track cannot be read, or has no entry of the protein.
+    """
+    record = next(iter(read_fasta(fasta, Edits())))
+    protein, found = _OneProtein(record.id, record.sequence), []
+    for one in files:
+        assert one.path is not None
+        values = [values for _, values in entries(one.track, one.path, protein, Edits())]
+        if not values:
+            raise InputError(
+                f"{one.path}: has no {one.track.title} of {shown(record.id)}, the protein in {fasta}; give them its id"
+            )
+        found.append((one.track, values[0]))
+    return ProteinTracks(found)
