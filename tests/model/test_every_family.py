@@ -52,9 +52,12 @@ def test_records_import_no_torch() -> None:
 def test_names_of_families_sizes_and_released_models_are_their_own() -> None:
     assert {name: family.name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
     sizes = [name for family in FAMILIES.values() for name in family.sizes]
-    kinds = [kind for family in FAMILIES.values() for kind in family.files.model_types]
+    files = [family.files for family in FAMILIES.values()]
+    kinds = [(kind, one.vocab_size) for one in files for kind in one.model_types]
     assert len(set(sizes)) == len(sizes)
     assert len(set(kinds)) == len(kinds)
+    shared = [kind for kind, _ in kinds if [other for other, _ in kinds].count(kind) > 1]
+    assert not any((kind, None) in kinds for kind in shared), "the size of the vocabulary decides"
 
 
 def test_sizes_belong_to_the_family_and_are_small_enough_to_test(family: Family) -> None:

@@ -12,6 +12,7 @@ from esmshard.model.families.esm2 import esm2_family
 from esmshard.model.families.esm3 import esm3_family
 from esmshard.model.families.esmc import esmc_family
 from esmshard.model.families.family import AuthorsFile, Family, Released
+from esmshard.model.families.saprot import saprot_family
 
 if TYPE_CHECKING:
     from esmshard.model.families.peer import MakePeer
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (esm2_family.FAMILY, esmc_family.FAMILY, esm3_family.FAMILY, amplify_family.FAMILY)
+    for family in (
+        esm2_family.FAMILY,
+        esmc_family.FAMILY,
+        esm3_family.FAMILY,
+        amplify_family.FAMILY,
+        saprot_family.FAMILY,
+    )
 }
 """The families by name. A new family is one more record here."""
 
@@ -31,10 +38,6 @@ SIZES: dict[str, ModelConfig] = {name: size for family in FAMILIES.values() for 
 """The architectures that a name stands for."""
 RELEASED: dict[str, Released] = {name: one for family in FAMILIES.values() for name, one in family.released.items()}
 """The models that their authors published, by name."""
-
-
-_SAPROT = 446
-"""Tokens of a SaProt, which calls itself an ESM."""
 
 
 def released_name(name: str) -> str | None:
@@ -73,17 +76,16 @@ def transformers_config(raw: Any) -> ModelConfig:
         ValueError: it is not an architecture that can be read; the message says why.
     """
     kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if isinstance(raw, dict) and raw.get("vocab_size") == _SAPROT:
-        raise ValueError(
-            f"vocab_size is {_SAPROT}, as of a SaProt, whose tokens are pairs of a residue and a letter of structure; "
-            "models of sequences alone can be read"
-        )
-    for family in FAMILIES.values():
-        if kind in family.files.model_types:
+    of_this_kind = [family for family in FAMILIES.values() if kind in family.files.model_types]
+    for family in of_this_kind:
+        if family.files.vocab_size in (None, raw.get("vocab_size")):
             return family.files.read_config(raw)
+    if of_this_kind:
+        sizes = " or ".join(f"{family.files.vocab_size} ({family.title})" for family in of_this_kind)
+        raise ValueError(f"vocab_size is {raw.get('vocab_size')!r}, not {sizes}")
     if raw == {}:
         raise ValueError("it is empty, so that it does not say which model it is of")
-    kinds = ", ".join(repr(name) for family in FAMILIES.values() for name in family.files.model_types)
+    kinds = ", ".join(dict.fromkeys(repr(name) for family in FAMILIES.values() for name in family.files.model_types))
     titles = ", ".join(family.title for family in FAMILIES.values())
     raise ValueError(f"model_type is {kind!r} and not one of {kinds}; models of {titles} can be read")
 

@@ -9,12 +9,8 @@ from typing import Any
 import torch
 
 from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_layouts import (
-    fair_esm_settings,
-    from_transformers,
-    transformers_config,
-    write_tokenizer,
-)
+from esmshard.model.families.esm2.esm2_layouts import fair_esm_settings
+from esmshard.model.families.esm_layouts import from_transformers, transformers_config, write_tokenizer
 from esmshard.model.families.peer import (
     BLOCK,
     AbsentError,
@@ -92,7 +88,7 @@ def transformers(found: ModelWeights, device: torch.device) -> Peer:
     fill(model, found, lambda key: tuple(piece.name for piece in from_transformers(key, config)))
     model = model.eval().to(device)
     with TemporaryDirectory(prefix="esmshard-verify-") as scratch:
-        write_tokenizer(Path(scratch))
+        write_tokenizer(config.vocabulary, Path(scratch))
         tokenizer = EsmTokenizer(str(Path(scratch) / "vocab.txt"))
 
     def run(records: Sequence[NamedSequence]) -> Iterator[tuple[int, Outputs]]:
