@@ -285,7 +285,7 @@ def test_tracks_inside_the_file_of_the_sequences(tmp_path: Path, folder: Path) -
     assert turns.path is not None
     assert turns.path.read_text() == ">a\nhe\n"
     assert words.path == Path("words.npz")
-    assert outside(folder, [TrackFile(PLACES, None)]) == (folder, [TrackFile(PLACES, folder)])
+    assert outside(folder, [TrackFile(PLACES, None)]) == (folder, [TrackFile(PLACES, folder, inside=folder)])
     for path, track, said in (
         (tmp_path / "x.fasta", PLACES, "x.fasta: has no coordinates inside (PDB or mmCIF files hold coordinates)"),
         (folder, LETTERS, "structures: has no letters of turns inside (a FASTA file with one letter after each"),

@@ -32,6 +32,13 @@ class TrackFile:
     path: Path | None
     """The file or directory; None if the file of the sequences has the values: letters between the residues, or the
     coordinates of the structures that the sequences are read from."""
+    inside: Path | None = None
+    """The file of the sequences, if it had the values (`outside`)."""
+
+    @property
+    def shown(self) -> str:
+        """How messages call the source."""
+        return str(self.path) if self.inside is None else f"inside {self.inside}"
 
 
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
@@ -75,10 +82,10 @@ def outside(path: Path, files: Sequence[TrackFile]) -> tuple[Path, list[TrackFil
         if one.path is not None:
             found.append(one)
         elif track.kind == "coordinates" and holds_structures(path):
-            found.append(replace(one, path=path))
+            found.append(replace(one, path=path, inside=path))
         elif track.kind == "letters" and not is_store(path) and not holds_structures(path) and sequences == path:
             sequences, letters = cached_pair(path, track)
-            found.append(replace(one, path=letters))
+            found.append(replace(one, path=letters, inside=path))
         else:
             expected = {
                 "coordinates": "PDB or mmCIF files hold coordinates",
@@ -102,7 +109,7 @@ class RecordTracks:
 
     def __init__(self, files: Sequence[TrackFile], store: TokenStore) -> None:
         self._stores: list[TrackStore] = []
-        self._lengths, self._paths = store.lengths, [one.path for one in files]
+        self._lengths, self._sources = store.lengths, [one.shown for one in files]
         for one in files:
             assert one.path is not None
             self._stores.append(cached_track(one.track, one.path, store))
@@ -120,14 +127,14 @@ class RecordTracks:
     def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
         """Return sentences on what is known of some records."""
         found = []
-        for store, path in zip(self._stores, self._paths, strict=True):
+        for store, source in zip(self._stores, self._sources, strict=True):
             known_M = store.known_N[records_M]
             found.append(
                 f"{store.track.title} of {int((known_M > 0).sum()):,} of {counted(len(known_M), 'record')}, and "
                 f"{int(known_M.sum(dtype=np.int64)):,} of {int(self._lengths[records_M].sum(dtype=np.int64)):,} "
-                f"residues, from {path}"
+                f"residues, from {source}"
             )
-            found += [f"{path}: {notice}" for notice in store.notices]
+            found += [f"{source}: {notice}" for notice in store.notices]
         return found
 
 
