@@ -6,7 +6,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from esmshard.cli.shared_options import LocalProcesses, MutantColumn, Overwrite
+from esmshard.cli.shared_options import LocalProcesses, MutantColumn, Overwrite, TrackPaths
 from esmshard.errors import UsageError
 
 
@@ -63,6 +63,7 @@ def embed(
             min=1, max=1_000_000_000, help="Tokens computed at once; by default 2,048 on a CPU and 16,384 on a GPU."
         ),
     ] = None,
+    track: TrackPaths = None,
     nproc: LocalProcesses = None,
     reuse: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
@@ -86,6 +87,7 @@ def embed(
     overwrite: Overwrite = False,
 ) -> None:
     """Write embeddings, without BOS and EOS, in input order; or check an output that was written."""
+    from esmshard.data.tracks.track_files import named_tracks
     from esmshard.embed.compute.outputs import Long
 
     if model in ("status", "verify", "merge") and not Path(model).exists():
@@ -106,6 +108,7 @@ def embed(
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
     how |= {"layers": chosen, "dtype": dtype, "precision": precision, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
+    how["tracks"] = named_tracks(track or [])
     asked = embed_request.request(model, out, **how)
     if dry_run and (shard or offload):
         raise UsageError("--dry-run needs the whole model in each process; leave --shard and --offload out")

@@ -1,6 +1,6 @@
 """Trunk and task head as one module: made from a recipe, or opened from a consolidated directory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import open_weights, recorded
 from esmshard.model.weights.open_weights import Weights
 from esmshard.progress import say
+from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import AdaptSettings, Recipe
 from esmshard.tasks.base import Inputs, Task, attention_reader, batch_of, head_outputs
 from esmshard.tasks.registry import UnknownTask, new_task, settings_of
@@ -214,6 +215,28 @@ def tracks_of(recipe: Recipe) -> list[TrackFile]:
         return []
     takes = family_of(initial_weights(recipe).config).tracks
     return track_files(recipe.data.tracks, takes, recipe.model.name, "data.tracks.")
+
+
+def without_tracks(model: str, given: Collection[str]) -> list[str]:
+    """Return a sentence if a model was fine-tuned with tracks that it is not given now.
+
+    Args:
+        model: a model, fine-tuned or not.
+        given: the names of the tracks that it gets.
+    """
+    try:
+        recipe = read_json(open_weights.place(model) / "esmshard.json")["recipe"]
+        missing = [name for name in recipe["data"].get("tracks") or {} if name not in given]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # It is no fine-tuned model, or whoever opens it says what is wrong with it.
+    if not missing:
+        return []
+    options = " ".join(f"--track {name}=PATH" for name in missing)
+    plural = "s" if len(missing) > 1 else ""
+    return [
+        f"{model}: was fine-tuned with the track{plural} {listed(missing)}, which it is not given, so that its test "
+        f"does not say how good it is here; pass {options}"
+    ]
 
 
 def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str | None]:

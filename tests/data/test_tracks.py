@@ -15,7 +15,14 @@ from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tracks.interleaved import cached_pair
 from esmshard.data.tracks.track_entries import entries
-from esmshard.data.tracks.track_files import RecordTracks, TrackFile, outside, protein_tracks, track_files
+from esmshard.data.tracks.track_files import (
+    RecordTracks,
+    TrackFile,
+    outside,
+    protein_tracks,
+    record_tracks,
+    track_files,
+)
 from esmshard.errors import InputError, UsageError
 from esmshard.vocab import Track, decode
 
@@ -196,7 +203,7 @@ def tracks(store: TokenStore, tmp_path: Path) -> RecordTracks:
     (tmp_path / "turns.fasta").write_text(text)
     np.savez(tmp_path / "words.npz", b=np.array([7, 500, 300, 0]))
     files = [TrackFile(LETTERS, tmp_path / "turns.fasta"), TrackFile(CODES, tmp_path / "words.npz")]
-    return RecordTracks(files, store)
+    return record_tracks(files, store)
 
 
 @pytest.mark.parametrize("long", ["crop", "window", "full"])
@@ -235,7 +242,7 @@ def test_a_changed_source_is_read_again_and_has_another_digest(
 ) -> None:
     source = tmp_path / "turns.fasta"
     source.write_text(source.read_text().replace("h", "e"))
-    changed = RecordTracks([TrackFile(LETTERS, source), TrackFile(CODES, tmp_path / "words.npz")], store)
+    changed = record_tracks([TrackFile(LETTERS, source), TrackFile(CODES, tmp_path / "words.npz")], store)
     assert changed.digest != tracks.digest
     assert 0 not in changed.get(0, slice(None))["turns"]
     assert 0 in tracks.get(0, slice(None))["turns"]
@@ -245,9 +252,9 @@ def test_a_source_of_none_of_the_records_is_refused(store: TokenStore, tmp_path:
     (tmp_path / "x.fasta").write_text(">other\nhh\n")
     said = ("x.fasta: has letters of turns of none of the 3 records (a, b, c)", "ids of the sequences")
     with pytest.raises(InputError, match=refusal(*said)):
-        RecordTracks([TrackFile(LETTERS, tmp_path / "x.fasta")], store)
+        record_tracks([TrackFile(LETTERS, tmp_path / "x.fasta")], store)
     with pytest.raises(InputError, match=refusal("nowhere.fasta: no such file")):
-        RecordTracks([TrackFile(LETTERS, tmp_path / "nowhere.fasta")], store)
+        record_tracks([TrackFile(LETTERS, tmp_path / "nowhere.fasta")], store)
 
 
 def test_the_tracks_of_one_protein_are_those_of_its_id(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from esmshard.data.splits.variant_records import open_variants
 from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
-from esmshard.data.tracks.track_files import RecordTracks, TrackFile, outside
+from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
@@ -60,7 +60,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     examples = Examples(name, path, tokens, found, **how)
     examples.notices += notices
     if outer:
-        examples.add_tracks(RecordTracks(outer, tokens))
+        examples.add_tracks(record_tracks(outer, tokens))
     return examples
 
 
@@ -86,7 +86,7 @@ def open_tested(
             "--by given` writes those of the test set to DIR/test.fasta"
         )
     if outer:
-        examples.add_tracks(RecordTracks(outer, tokens))
+        examples.add_tracks(record_tracks(outer, tokens))
     return examples
 
 

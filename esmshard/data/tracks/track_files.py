@@ -1,6 +1,7 @@
 """The tracks that a recipe or `--track` names, checked against those that a model takes, and opened for its records."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from esmshard.data.structures.structure_folder import holds_structures
 from esmshard.data.tables import counted, shown
 from esmshard.data.tracks.interleaved import cached_pair
 from esmshard.data.tracks.track_entries import entries
-from esmshard.data.tracks.track_store import TrackStore, cached_track
+from esmshard.data.tracks.track_store import TrackStore, cached_track, states
 from esmshard.data.tracks.track_values import in_batches, known_residues
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import recipe_file
@@ -66,6 +67,23 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
     ]
 
 
+def named_tracks(options: Sequence[str]) -> dict[str, str]:
+    """Return the paths of `--track NAME=PATH` by the name of the track.
+
+    Raises:
+        UsageError: an option is not of this form, or a track is named twice.
+    """
+    found: dict[str, str] = {}
+    for option in options:
+        name, equals, path = option.partition("=")
+        if not name or not equals or not path:
+            raise UsageError(f"--track {option}: NAME=PATH is expected, with {INSIDE} for a track inside the sequences")
+        if name in found:
+            raise UsageError(f"--track {name}: is given twice; give one path")
+        found[name] = path
+    return found
+
+
 def outside(path: Path, files: Sequence[TrackFile]) -> tuple[Path, list[TrackFile]]:
     """Return the path of the sequences alone, and tracks that all have a path of their own.
 
@@ -96,23 +114,28 @@ def outside(path: Path, files: Sequence[TrackFile]) -> tuple[Path, list[TrackFil
     return sequences, found
 
 
+def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
+    """Return facts, ready for JSON, that show quickly whether the sources are unchanged, by the name of the track."""
+    found = {}
+    for one in files:
+        source = one.inside or one.path
+        assert source is not None
+        facts = [(name, size, written) for name, _, size, written, _ in states(source)]
+        state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        found[one.track.name] = {"path": str(source.resolve()), "state": state}
+    return found
+
+
 class RecordTracks:
     """The tracks of the records of a token store; see `esmshard.data.batching.loader.Tracks`.
 
     Args:
-        files: the tracks, each with a path; see `outside`.
-        store: the records.
-
-    Raises:
-        InputError: see `cached_track`.
+        stores: the opened tracks.
+        sources: how messages call the source of each.
     """
 
-    def __init__(self, files: Sequence[TrackFile], store: TokenStore) -> None:
-        self._stores: list[TrackStore] = []
-        self._lengths, self._sources = store.lengths, [one.shown for one in files]
-        for one in files:
-            assert one.path is not None
-            self._stores.append(cached_track(one.track, one.path, store))
+    def __init__(self, stores: Sequence[TrackStore], sources: Sequence[str] = ()) -> None:
+        self._stores, self._sources = tuple(stores), tuple(sources)
 
     @property
     def digest(self) -> str:
@@ -126,16 +149,31 @@ class RecordTracks:
 
     def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
         """Return sentences on what is known of some records."""
-        found = []
+        found: list[str] = []
         for store, source in zip(self._stores, self._sources, strict=True):
-            known_M = store.known_N[records_M]
-            found.append(
-                f"{store.track.title} of {int((known_M > 0).sum()):,} of {counted(len(known_M), 'record')}, and "
-                f"{int(known_M.sum(dtype=np.int64)):,} of {int(self._lengths[records_M].sum(dtype=np.int64)):,} "
-                f"residues, from {source}"
-            )
+            known_M = store.known_N[records_M].astype(np.int64)
+            residues = f"{known_M.sum():,} of {store.lengths(records_M).sum():,} residues"
+            records = f"{(known_M > 0).sum():,} of {counted(len(known_M), 'record')}"
+            found.append(f"{store.track.title} of {records}, and {residues}, from {source}")
             found += [f"{source}: {notice}" for notice in store.notices]
         return found
+
+
+def record_tracks(files: Sequence[TrackFile], store: TokenStore) -> RecordTracks:
+    """Open the tracks of the records of a store. They are read on first use and kept in the user's cache.
+
+    Args:
+        files: the tracks, each with a path; see `outside`.
+        store: the records.
+
+    Raises:
+        InputError: see `cached_track`.
+    """
+    stores = []
+    for one in files:
+        assert one.path is not None
+        stores.append(cached_track(one.track, one.path, store))
+    return RecordTracks(stores, [one.shown for one in files])
 
 
 class ProteinTracks:

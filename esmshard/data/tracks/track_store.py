@@ -38,14 +38,14 @@ class TrackStore:
     """A track of the N records of a token store, opened for reading."""
 
     def __init__(self, path: Path, track: Track, store: TokenStore) -> None:
-        self.track, self._offsets = track, store.offsets
+        self.path, self.track, self._offsets = path, track, store.offsets
         try:
             about = read_json(path / "manifest.json")
             self.digest: str = about["sha256"]
             """The sha256 of the values."""
             self.notices: list[str] = about["notices"]
             """Sentences about what the source holds."""
-            self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", allow_pickle=False)
+            self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
             """Of how many residues of each record something is known."""
             self._values = np.load(path / "values.npy", mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
@@ -56,6 +56,11 @@ class TrackStore:
         begin, end = int(self._offsets[n]) - n, int(self._offsets[n + 1]) - n - 1
         values: npt.NDArray[Any] = self._values[begin:end]
         return values
+
+    def lengths(self, records_M: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of residues of some records, int64 [M]."""
+        lengths_M: npt.NDArray[np.int64] = self._offsets[records_M + 1] - self._offsets[records_M] - 1
+        return lengths_M
 
 
 def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> TrackStore:
@@ -107,7 +112,7 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     """
     from filelock import FileLock  # slow to import
 
-    key = json.dumps([VERSION, dataclasses.asdict(track), str(source.resolve()), _states(source), _content(store)])
+    key = json.dumps([VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), _content(store)])
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "tracks" / digest, cache_directory() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
@@ -120,8 +125,12 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
         return write_track(track, source, store, out)
 
 
-def _states(source: Path) -> list[Any]:
-    """Return what changes when the source changes."""
+def states(source: Path) -> list[Any]:
+    """Return, ready for JSON, what changes when a file or a directory of structures changes.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     try:
         files = listed_files(source, Edits()) if source.is_dir() else [source]
         return [(path.name, *state(path)) for path in files]
