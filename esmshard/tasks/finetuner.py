@@ -87,16 +87,17 @@ class FineTuner(nn.Module):
         """Whether the task's head is the language model's own."""
         return isinstance(self.head, LanguageModelHead)
 
-    def adapt(self, settings: AdaptSettings, seed: int) -> None:
+    def adapt(self, settings: AdaptSettings, seed: int, tracks: Collection[str] = ()) -> None:
         """Choose the parameters that learn: the head, and the parts of the trunk that the recipe's `adapt` section
         names.
 
-        What no output depends on never does: `Trunk.never_learns`, and the LM head (all but the tied embedding) of
-        tasks that ask for no logits.
+        What no output depends on never does: `Trunk.never_learns`, but for what learns with one of the tracks, and the
+        LM head (all but the tied embedding) of tasks that ask for no logits.
 
         Args:
             settings: of the recipe.
             seed: of new LoRA matrices.
+            tracks: names of the tracks that all batches have besides the sequence.
         """
         trunk = self.trunk.requires_grad_(settings.method == "full")
         if settings.method == "lora":
@@ -104,10 +105,11 @@ class FineTuner(nn.Module):
             self._drawn = open_weights.drawn(trunk.config, added, seed)
             for name, parameter in trunk.named_parameters():
                 parameter.requires_grad_(name in added or (settings.bias == "all" and name.endswith("bias")))
+        with_tracks = tuple(start for track in tracks for start in trunk.learns_with.get(track, ()))
         for name, parameter in trunk.named_parameters():  # Tied ones come once, under their first name.
             if name.startswith("lm_head."):
                 parameter.requires_grad_(self.asks_logits and settings.method in ("full", "head"))
-            elif name.startswith(trunk.never_learns):
+            elif name.startswith(trunk.never_learns) and not name.startswith(with_tracks):
                 parameter.requires_grad_(False)
         for part in settings.freeze:
             _freeze(trunk, part)

@@ -5,7 +5,7 @@ is off its initial value: norms that are 1 and biases that are 0 would hide an e
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from esm3_golden import TARGETS, TOKENS, weights
+from esm3_golden import STRUCTURED, TARGETS, TOKENS, structures, weights
 from plan_model import counted_numbers
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -67,8 +67,13 @@ def model_of(source: Path) -> Trunk:
     return open_weights.build(found, torch.device("cpu")).eval()
 
 
-def tokens(sequences: list[list[int]]) -> TokenBatch:
+def tokens(sequences: Sequence[Sequence[int]]) -> TokenBatch:
     return pack([np.array(one, dtype=np.uint8) for one in sequences])
+
+
+def structured() -> TokenBatch:
+    """The proteins with coordinates and structure tokens."""
+    return pack([np.array(one, dtype=np.uint8) for one in STRUCTURED], tracks=structures())
 
 
 def everything(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
@@ -80,9 +85,16 @@ def everything(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
     return [*(out.representations[layer] for layer in layers), out.logits_PV]
 
 
-def compare_with(golden: Mapping[str, torch.Tensor], model: Trunk) -> tuple[float, float]:
-    """The largest difference of outputs, and of gradients relative to the largest number of a tensor."""
-    batch, worst, relative = tokens(TOKENS), 0.0, 0.0
+def compare_with(golden: Mapping[str, torch.Tensor], model: Trunk, tracks: bool = False) -> tuple[float, float]:
+    """The largest difference of outputs, and of gradients relative to the largest number of a tensor.
+
+    With `tracks`, of proteins with coordinates and structure tokens.
+    """
+    batch, targets, worst, relative = tokens(TOKENS), TARGETS, 0.0, 0.0
+    if tracks:
+        batch, targets = structured(), STRUCTURED
+        start = "structures."
+        golden = {name.removeprefix(start): tensor for name, tensor in golden.items() if name.startswith(start)}
     names = [*(f"layer.{n}" for n in range(NANO.n_layers + 1)), "logits"]
     for name, mine in zip(names, everything(model, batch), strict=True):
         assert golden[name].abs().max() > 0.5
@@ -90,7 +102,7 @@ def compare_with(golden: Mapping[str, torch.Tensor], model: Trunk) -> tuple[floa
         worst = max(worst, float((mine - golden[name]).abs().max()))
     logits = model(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
     assert logits is not None
-    F.cross_entropy(logits, torch.tensor([*chain(*TARGETS)]), reduction="sum").backward()
+    F.cross_entropy(logits, torch.tensor([*chain(*targets)]), reduction="sum").backward()
     mine_by_name = {name: parameter.grad for name, parameter in model.named_parameters()}
     learned = set()
     for stored, theirs in golden.items():
@@ -103,10 +115,9 @@ def compare_with(golden: Mapping[str, torch.Tensor], model: Trunk) -> tuple[floa
             difference = (flat[golden[f"places.{key}"].long()] - theirs).abs().max() / theirs.abs().max()
             relative = max(relative, float(difference))
             learned |= set(names)
-    never = ESM3.never_learns
-    assert {name for name in mine_by_name if not name.startswith(never)} == {
-        name for name in learned if not name.startswith(never)
-    }, "every parameter that learns is compared"
+    some = tuple(start for starts in ESM3.learns_with.values() for start in starts) if tracks else ()
+    learns = {name for name in mine_by_name if not name.startswith(ESM3.never_learns) or name.startswith(some)}
+    assert learns == learned & learns, "every parameter that learns is compared"
     return worst, relative
 
 

@@ -32,6 +32,8 @@ def test_the_authors_code_says_now_what_the_golden_file_holds(tmp_path: Path) ->
     mine = authors_state()
     assert state.keys() == mine.keys()
     assert all(torch.equal(tensor, mine[name]) for name, tensor in state.items())
-    worst, relative = compare_with(whole, model_of(published(tmp_path / "repository")))
-    assert worst < TOLERANCE
-    assert relative < TOLERANCE
+    repository = published(tmp_path / "repository")
+    for tracks in (False, True):
+        worst, relative = compare_with(whole, model_of(repository), tracks)
+        assert worst < TOLERANCE
+        assert relative < TOLERANCE
