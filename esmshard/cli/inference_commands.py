@@ -239,9 +239,11 @@ def score(
             help="Residues of a long protein that the model sees at once; by default as many as in training.",
         ),
     ] = None,
+    track: TrackPaths = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Score variants with the language model alone (zero-shot). A higher score is more natural."""
+    from esmshard.data.tracks.track_files import named_tracks
     from esmshard.predict.zero_shot import score_table
 
     if out is None:
@@ -249,7 +251,7 @@ def score(
     if (table is None) != all_singles:
         raise UsageError("give either a table of variants or --all-singles")
     how: dict[str, Any] = {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
-    how |= {"method": method, "window": window, "overwrite": overwrite}
+    how |= {"method": method, "window": window, "tracks": named_tracks(track or []), "overwrite": overwrite}
     print(score_table(model, wild_type, table, out, **how))
 
 

@@ -213,7 +213,8 @@ def model_numbers(recipe: Recipe) -> ModelNumbers:
         InputError: if the model's file or directory cannot be read.
     """
     config = _config(Path(recipe.model.name))
-    return numbers_of(config, recipe.task.head_parameters(config), recipe.adapt, logits=recipe.task.trains_lm_head)
+    head, logits = recipe.task.head_parameters(config), recipe.task.trains_lm_head
+    return numbers_of(config, head, recipe.adapt, logits=logits, tracks=recipe.data.tracks or ())
 
 
 def _config(model: Path) -> ModelConfig:

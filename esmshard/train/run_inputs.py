@@ -92,7 +92,8 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
     found = initial_weights(recipe)
     with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
-        FineTuner(family_registry.build(found.config), task.head(found.config)).adapt(recipe.adapt, recipe.train.seed)
+        model = FineTuner(family_registry.build(found.config), task.head(found.config))
+        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or ())
     new_head(recipe, task, found)  # raises if the head's starting weights are missing
     return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
 

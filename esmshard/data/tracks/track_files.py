@@ -202,8 +202,8 @@ class ProteinTracks:
         """Return the tracks of a part of the protein."""
         return ProteinTracks([(track, values[first : first + length]) for track, values in self._values])
 
-    def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
-        """Return sentences on what is known of the protein."""
+    def notices(self, records_M: npt.NDArray[np.int64] | None = None) -> list[str]:
+        """Return sentences on what is known of the protein, whatever the variants."""
         return [
             f"{track.title} of {known_residues(track, values):,} of {len(values):,} residues of the wild type"
             for track, values in self._values
