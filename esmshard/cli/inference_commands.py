@@ -175,14 +175,17 @@ def predict(
     png: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="For contacts: directory for a picture of each map.")
     ] = None,
+    track: TrackPaths = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Write the predictions of a fine-tuned head: contact maps, classes and values; variants ranked, best first."""
+    from esmshard.data.tracks.track_files import named_tracks
     from esmshard.predict import variant_ranking
 
+    tracks = named_tracks(track or [])
     if out is None:
         raise UsageError("-o: name the file to write")
     if variant_ranking.models_of(model):
@@ -190,6 +193,8 @@ def predict(
             raise UsageError("a model of variants needs either a table or --all-singles; pass one of them")
         if png or strict:
             raise UsageError("--png and --strict are for FASTA files, and these are variants")
+        if tracks:
+            raise UsageError("--track: a model of variants keeps the tracks of its wild type; leave it out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity}
         print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} variants")
@@ -204,7 +209,7 @@ def predict(
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
-    done = predictions.predict(model, data, out, png=png, overwrite=overwrite)
+    done = predictions.predict(model, data, out, png=png, tracks=tracks, overwrite=overwrite)
     failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
     print(f"{out}: {done.records:,} records{failed}")
     if done.failures and strict:
@@ -266,10 +271,13 @@ def evaluate(
         Optional[Path],
         typer.Option(metavar="DIR", help="For contacts: directory for pictures of predicted and true contacts."),
     ] = None,
+    track: TrackPaths = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on labelled data, with intervals and baselines."""
     from esmshard.data.splits.recipe_splits import open_tested
+    from esmshard.data.tracks.track_files import named_tracks, track_files
+    from esmshard.model.families.family_registry import family_of
     from esmshard.predict import contact_pictures
     from esmshard.progress import say
     from esmshard.recipe.sections import Recipe
@@ -291,11 +299,13 @@ def evaluate(
         )
     if png is not None and found.task.names:
         raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
-    examples = open_tested(data, labels, recipe, found.task.labels)
+    tracks = named_tracks(track or [])
+    files = track_files(tracks, family_of(found.model.trunk.config).tracks, model, "--track ")
+    examples = open_tested(data, labels, recipe, found.task.labels, files)
     for notice in examples.notices:
         say(f"{examples.path}: {notice}")
     out.mkdir(parents=True, exist_ok=True)
-    print(evaluation.report(model, examples, out, warn=say, labels=labels))
+    print(evaluation.report(model, examples, out, warn=say, labels=labels, tracks=tracks))
     if png is not None:
         draw_maps(found, examples, png)
         say(f"maps in {png}: predictions are above the diagonal, true contacts below it")

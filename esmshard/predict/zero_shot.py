@@ -75,11 +75,7 @@ def score_table(
         raise UsageError(f"{out}: scores are written as .csv; give the file that ending")
     check(out, variant_tables.facts_file(out), overwrite=overwrite)
     column = method.replace("-", "_")
-    fasta, known = wild_type, ProteinTracks([])
-    if tracks:
-        files = track_files(tracks, family_of(open_weights.read(model).config).tracks, model, "--track ")
-        fasta, files = outside(wild_type, files)
-        known = protein_tracks(files, fasta)
+    fasta, known = _with_tracks(model, wild_type, tracks or {})
     if table is None:
         request = _singles(fasta)
     else:
@@ -117,6 +113,15 @@ def score_table(
     facts |= {"method": method, "window": window, "offset": request.offset, "rows": rows, "scored": scored}
     variant_tables.write_facts(out, facts | {"notices": notices, "compared": message or None})
     return f"{out}: {scored:,} variants" + (f"; {message}" if message else "")
+
+
+def _with_tracks(model: str, wild_type: Path, tracks: Mapping[str, str]) -> tuple[Path, ProteinTracks]:
+    """Return the FASTA file of the sequence alone, and the tracks of the protein."""
+    if not tracks:
+        return wild_type, ProteinTracks([])
+    files = track_files(tracks, family_of(open_weights.read(model).config).tracks, model, "--track ")
+    fasta, outer = outside(wild_type, files)
+    return fasta, protein_tracks(outer, fasta)
 
 
 @dataclass(frozen=True)
