@@ -232,12 +232,14 @@ def _pictures(run: Path, resolved: Recipe) -> None:
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.draw.plots import contact_figure
     from esmshard.report.text.html_report import report as write
+    from esmshard.tasks.finetuner import tracks_of
     from esmshard.tasks.registry import new_task
 
     try:
         if resolved.task.predicts_contacts:
             labels = new_task(resolved.task, {}).labels
-            say(f"figure in {contact_figure(run, open_split(resolved, 'test', labels))}")
+            test = open_split(resolved, "test", labels, tracks_of(resolved))
+            say(f"figure in {contact_figure(run, test)}")
         say(f"report in {write(run)}")
     except InputError as error:
         say(f"no figures: {error}")

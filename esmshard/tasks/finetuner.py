@@ -11,16 +11,19 @@ import torch
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
+from esmshard.data.batching.loader import Example
+from esmshard.data.tracks.track_files import TrackFile, track_files
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import found_place, read_json
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.model.families.family_registry import SIZES
+from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import Trunk
 from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import open_weights, recorded
 from esmshard.model.weights.open_weights import Weights
 from esmshard.progress import say
+from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import AdaptSettings, Recipe
 from esmshard.tasks.base import Inputs, Task, attention_reader, batch_of, head_outputs
 from esmshard.tasks.registry import UnknownTask, new_task, settings_of
@@ -68,9 +71,9 @@ class FineTuner(nn.Module):
             return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
 
     @torch.no_grad()
-    def representations(self, tokens: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.float32]]:
-        """Return the last-layer representations [L, D] of the residues of some encoded sequences."""
-        batch = pack(tokens).to(self.device)
+    def representations(self, examples: Sequence[Example]) -> list[npt.NDArray[np.float32]]:
+        """Return the last-layer representations [L, D] of the residues of some examples."""
+        batch = pack([e.tokens for e in examples], tracks=[e.tracks for e in examples]).to(self.device)
         x_TD = self.trunk(batch).representations[self.trunk.config.n_layers].float()
         return [x_LD.cpu().numpy() for x_LD in batch.residues(x_TD)]
 
@@ -203,6 +206,39 @@ def initial_weights(recipe: Recipe) -> Weights:
             return open_weights.fresh(SIZES[name], recipe.train.seed)
         return open_weights.fresh(open_weights.read(name).config, recipe.train.seed)
     return open_weights.read(name)
+
+
+def tracks_of(recipe: Recipe) -> list[TrackFile]:
+    """Return the tracks that a recipe names. `UsageError` if its model does not take one of them.
+
+    The model is looked at only if there are any.
+    """
+    if not recipe.data.tracks:
+        return []
+    takes = family_of(initial_weights(recipe).config).tracks
+    return track_files(recipe.data.tracks, takes, recipe.model.name, "data.tracks.")
+
+
+def without_tracks(model: str, given: Collection[str]) -> list[str]:
+    """Return a sentence if a model was fine-tuned with tracks that it is not given now.
+
+    Args:
+        model: a model, fine-tuned or not.
+        given: the names of the tracks that it gets.
+    """
+    try:
+        recipe = read_json(open_weights.place(model) / "esmshard.json")["recipe"]
+        missing = [name for name in recipe["data"].get("tracks") or {} if name not in given]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # It is no fine-tuned model, or whoever opens it says what is wrong with it.
+    if not missing:
+        return []
+    options = " ".join(f"--track {name}=PATH" for name in missing)
+    plural = "s" if len(missing) > 1 else ""
+    return [
+        f"{model}: was fine-tuned with the track{plural} {listed(missing)}, which it is not given, so that its test "
+        f"does not say how good it is here; pass {options}"
+    ]
 
 
 def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str | None]:

@@ -99,7 +99,7 @@ def _check_same(job: RunInputs, start: Path) -> None:
         changed = [line for line in changed if not line.startswith("train.steps ")]
     here = provenance(job)["train"]["tokens_sha256"]
     if before != here:  # the order of records and the crops depend on these values
-        changed.append(f"data.train ({job.train.path} holds other sequences than it did)")
+        changed.append(f"data.train ({job.train.path} holds other sequences, or tracks, than it did)")
     if changed:
         raise UsageError(
             f"{start}: was written under another recipe: {'; '.join(changed)}; go on with the old values, or start "

@@ -20,7 +20,7 @@ from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.layout import Layout, layout
 from esmshard.tasks.base import Task
-from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
+from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task
 from esmshard.train.records.lease import is_lease
 from esmshard.train.records.tracking import TRACKED, check_installed
@@ -66,9 +66,10 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     check_installed(recipe.track)
     laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
     task = new_task(recipe.task, {})
-    train = open_split(recipe, "train", task.labels)
+    tracks = tracks_of(recipe)
+    train = open_split(recipe, "train", task.labels, tracks)
     task = task.learn(train)
-    valid, test = (open_split(recipe, name, task.labels) for name in ("valid", "test"))
+    valid, test = (open_split(recipe, name, task.labels, tracks) for name in ("valid", "test"))
     recipe = in_tokens(recipe, train)
     probe = recipe.adapt.method == "probe"
     if probe and (processes > 1 or recipe.parallel.cpu_offload):
@@ -92,7 +93,8 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
     found = initial_weights(recipe)
     with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
-        FineTuner(family_registry.build(found.config), task.head(found.config)).adapt(recipe.adapt, recipe.train.seed)
+        model = FineTuner(family_registry.build(found.config), task.head(found.config))
+        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or ())
     new_head(recipe, task, found)  # raises if the head's starting weights are missing
     return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
 
@@ -139,7 +141,7 @@ def versions() -> dict[str, Any]:
 
 
 def provenance(job: RunInputs) -> dict[str, Any]:
-    """Describe the data of each split: path, number of records, sha256 of the residues, and notices.
+    """Describe the data of each split: path, number of records, sha256 of the residues and tracks, and notices.
 
     The notices are sentences on records and labels that were changed, averaged or left out.
     """
