@@ -27,6 +27,7 @@ COMMANDS = (
     finetune_commands.plan,
     data_commands.ingest,
     data_commands.split,
+    data_commands.track,
     model_commands.consolidate,
     model_commands.download,
     model_commands.push,
