@@ -26,9 +26,9 @@ from esmshard.data.batching.packing import by_length
 from esmshard.launch.process_group import World
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_layouts import to_transformers, transformers_config
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.esm2.esm2_pickle import FAIR_ESM
+from esmshard.model.families.esm_layouts import to_transformers, transformers_config
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.weights import export, open_weights

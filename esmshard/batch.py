@@ -115,6 +115,16 @@ class TokenBatch:
         )
 
 
+def piece(values: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[Any]:
+    """Return tokens, or the entries of a track, of at most `length` residues from `start` on, and those of `<cls>` and
+    `<eos>`.
+
+    >>> piece(np.array([0, 20, 15, 11, 2]), 1, 2).tolist()
+    [0, 15, 11, 2]
+    """
+    return np.concatenate((values[:1], values[1 + start : -1][:length], values[-1:]))
+
+
 def pack(
     tokens: Sequence[npt.NDArray[np.uint8]],
     record_ids: Sequence[str] | None = None,
@@ -166,6 +176,7 @@ def pack_variants(
     *,
     logits: bool = False,
     alone: bool = False,
+    tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> TokenBatch:
     """Pack variants of one protein, followed by the protein (see `TokenBatch.changes_4M`).
 
@@ -180,6 +191,7 @@ def pack_variants(
         record_ids: the ids of the variants; numbers by default.
         logits: compute the language model's logits at the M changed residues in the wild type.
         alone: pack the wild type only.
+        tracks: the arrays [L + 2, ...] of the wild type's tracks by name, which the variants have too.
     """
     length = len(wild_type)
     if any(len(one) != length for one in tokens):
@@ -193,5 +205,6 @@ def pack_variants(
         record_ids = [str(k) for k in range(len(tokens))]
     packed = [] if alone else list(tokens)
     logits_at = [*[np.empty(0, np.int64)] * len(packed), place_M.astype(np.int64)] if logits else None
-    batch = pack([*packed, wild_type], ["wild type"] if alone else [*record_ids, "wild type"], logits_at)
+    ids = ["wild type"] if alone else [*record_ids, "wild type"]
+    batch = pack([*packed, wild_type], ids, logits_at, [tracks or {}] * len(ids))
     return replace(batch, changes_4M=torch.from_numpy(changes_4M), n_variants=len(tokens))

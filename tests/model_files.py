@@ -22,8 +22,8 @@ from torch import nn
 from esmshard.batch import TokenBatch, pack
 from esmshard.model import weight_reader
 from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_layouts import TIED, to_transformers, transformers_config
 from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm_layouts import TIED, to_transformers, transformers_config
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.vocab import MASK

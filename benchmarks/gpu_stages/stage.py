@@ -21,7 +21,7 @@ import measure
 import torch
 from random_models import SHORT
 
-from esmshard.model.families.esm2.esm2_model import TransformerLayer
+from esmshard.model.families.esm_blocks import TransformerLayer
 
 REHEARSED = "nano"
 """The model that is used for all models in a rehearsal."""

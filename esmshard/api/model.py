@@ -12,12 +12,14 @@ import torch
 
 from esmshard.api import sequence_inputs
 from esmshard.api.sequence_inputs import SequenceInputs, Sequences
+from esmshard.api.track_inputs import Tracks, tracks_of_inputs
 from esmshard.data.batching.loader import Example
 from esmshard.data.batching.packing import by_length
 from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
 from esmshard.embed.compute.outputs import Dtype, Long, Output, choose
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import ModelConfig
+from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights, recorded
@@ -25,7 +27,7 @@ from esmshard.predict.variant_ranking import predictions
 from esmshard.predict.zero_shot import Method, score
 from esmshard.progress import say
 from esmshard.tasks.base import Task
-from esmshard.tasks.finetuner import FineTuned, load_finetuned
+from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
 from esmshard.vocab import decode
 
@@ -93,6 +95,7 @@ class Model:
         layers: int | Sequence[int] | None = None,
         long: str | Long = "full",
         tokens: int | None = None,
+        tracks: Tracks | None = None,
     ) -> Any:
         """Compute embeddings, float32.
 
@@ -105,6 +108,7 @@ class Model:
             long: the treatment of sequences that are longer than those which the model was trained on: `full`, `window`
                 or `truncate`, or an `embed.compute.outputs.Long`.
             tokens: tokens computed at once. A longer sequence is computed alone.
+            tracks: what is known of the residues besides, for models that read it; see `track_inputs.Tracks`.
 
         Returns:
             An array or list. If `pool` or `layers` is a list, it is a dictionary of arrays or lists by names such as
@@ -124,12 +128,12 @@ class Model:
                 self._needs(part)
         how = long if isinstance(long, Long) else Long(long)  # type: ignore[arg-type]  # the embedder checks it
         asked = sequence_inputs.sequences(sequences)
-        found = self._computed(asked, outputs, how, tokens)
+        found = self._computed(asked, outputs, how, tokens, self._tracks(tracks, asked))
         if isinstance(pool, str) and (layers is None or isinstance(layers, int)):
             return found[outputs[0].name]
         return found
 
-    def contacts(self, sequences: Sequences) -> Any:
+    def contacts(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
         """Compute contact probabilities, symmetric float32 [L, L] for each sequence.
 
         They come from the fine-tuned head if it predicts contacts, else from the language model's regression on
@@ -138,10 +142,17 @@ class Model:
         Raises:
             InputError: as for `embed` and `predict`.
         """
-        return self.predict(sequences) if traits(self.task).predicts_contacts else self.embed(sequences, "contacts")
+        if traits(self.task).predicts_contacts:
+            return self.predict(sequences, tracks)
+        return self.embed(sequences, "contacts", tracks=tracks)
 
     def score(
-        self, wild_type: str, variants: Iterable[str], method: Method = "masked-marginals", window: int | None = None
+        self,
+        wild_type: str,
+        variants: Iterable[str],
+        method: Method = "masked-marginals",
+        window: int | None = None,
+        tracks: Tracks | None = None,
     ) -> npt.NDArray[np.float64]:
         """Score variants of a protein by the language model, without training; float64 [N], higher is more natural.
 
@@ -150,6 +161,7 @@ class Model:
             variants: N variants, such as `A24G`, `A24G:V30L`, `p.Ala24Gly` or `WT`.
             method: `masked-marginals`, `wild-type-marginals` or `pseudo-perplexity`; see `predict.zero_shot.score`.
             window: residues of a longer protein that the model gets at once; by default as many as in training.
+            tracks: what is known of the residues of the protein besides, which its variants have too.
 
         Returns:
             The scores. A variant that changes a residue outside the 20 amino acids, such as X or U, has NaN.
@@ -158,12 +170,13 @@ class Model:
             InputError: if a variant does not fit the protein, with the variant's name; or the model has no trained LM
                 head.
         """
-        protein = _protein(wild_type)
+        asked = _protein(wild_type)
+        protein = decode(asked.tokens[0])
         mutations = sequence_inputs.variants(variants, protein)
         self._needs("lm_head")
-        return score(self.esm, protein, mutations, method, window)
+        return score(self.esm, protein, mutations, method, window, self._tracks(tracks, asked)[0])
 
-    def predict(self, sequences: Sequences) -> Any:
+    def predict(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
         """Compute the predictions of the fine-tuned head, float32.
 
         For whole proteins the result is [N, C] with the columns `names`. For residues it is a list of [L, C] or, if the
@@ -179,15 +192,19 @@ class Model:
             raise InputError(f"{self.name}: has no fine-tuned head; fine-tune it first, or take embed or contacts")
         task, model = self.tuned.task, self.tuned.model
         if task.settings.reads_table:
+            if tracks:
+                raise UsageError("tracks: a model of variants keeps the tracks of its wild type; leave them out")
             return self._predict_variants(sequences, task)
         asked = sequence_inputs.sequences(sequences)
+        known = self._tracks(tracks, asked)
         self._check_lengths(asked)
         # pair maps are computed one at a time
         most = max(TOKENS // packs_at_once(self.device), SMALL) if task.names else 1
         groups = list(by_length([len(tokens) for tokens in asked.tokens], most))
 
         def one(members: Sequence[int]) -> list[Array]:
-            questions = [task.question(Example(asked.names[n], asked.tokens[n], {})) for n in members]
+            examples = [Example(asked.names[n], asked.tokens[n], {}, tracks=known[n]) for n in members]
+            questions = [task.question(example) for example in examples]
             return [task.predict(output) for output in model.outputs(questions)]
 
         values: list[Array] = [np.empty(0, np.float32)] * len(asked.tokens)
@@ -221,14 +238,26 @@ class Model:
         values = predictions(self.tuned, mutations)
         return values[0] if isinstance(variants, str) else values
 
+    def _tracks(self, given: Tracks | None, asked: SequenceInputs) -> list[dict[str, npt.NDArray[Any]]]:
+        """Return the tracks of each sequence. A model that was fine-tuned with others causes a warning."""
+        found = tracks_of_inputs(given, asked, family_of(self.config).tracks, self.name)
+        for notice in without_tracks(self.name, given or ()):
+            warnings.warn(notice, stacklevel=3)
+        return found
+
     def _computed(
-        self, asked: SequenceInputs, outputs: Sequence[Output], long: Long, tokens: int | None
+        self,
+        asked: SequenceInputs,
+        outputs: Sequence[Output],
+        long: Long,
+        tokens: int | None,
+        tracks: list[dict[str, npt.NDArray[Any]]],
     ) -> dict[str, Any]:
         """Compute the arrays of each output, in the order of the sequences."""
         if long.mode == "full":
             self._check_lengths(asked)
         values: dict[str, list[Array]] = {one.name: [np.empty(0, np.float32)] * len(asked.tokens) for one in outputs}
-        for n, found in Embedder(self.esm, outputs, long=long, tokens=tokens).compute(asked.tokens):
+        for n, found in Embedder(self.esm, outputs, long=long, tokens=tokens).compute(asked.tokens, tracks):
             if isinstance(found, Failed):
                 raise InputError(f"{asked.names[n]}: {found.reason}")
             for name, array in found.values.items():
@@ -300,7 +329,7 @@ def _dtype(dtype: Dtype | torch.dtype | None) -> torch.dtype:
     return found
 
 
-def _protein(wild_type: str) -> str:
+def _protein(wild_type: str) -> SequenceInputs:
     if not isinstance(wild_type, str):
         raise UsageError(f"the wild type is of type {type(wild_type).__name__}; a string of residues is expected")
-    return decode(sequence_inputs.sequences(wild_type, "the wild type").tokens[0])
+    return sequence_inputs.sequences(wild_type, "the wild type")

@@ -40,6 +40,8 @@ class SequenceInputs:
     """The name of each sequence in messages: `sequences[3]`, `sequences['P01308']` or `x.fasta: record 'P01308'`."""
     single: bool
     """Whether one sequence was given and not a list."""
+    ids: list[str] | None = None
+    """The keys of a dictionary, or the ids in a file; None for sequences without ids."""
 
 
 def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
@@ -87,7 +89,8 @@ def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
             "ingest x.fasta -o x.store --on-nucleotides keep`, and give pathlib.Path('x.store')"
         )
     _warn(edits, "")
-    return SequenceInputs(tokens, names, alone)
+    ids = [str(key) for key, _ in pairs] if isinstance(given, Mapping) else None
+    return SequenceInputs(tokens, names, alone, ids)
 
 
 def as_list(given: Any, what: str) -> list[Any]:
@@ -148,7 +151,7 @@ def _of_file(path: Path) -> SequenceInputs:
         if found := nucleotides.finding((one[1:-1] for one in tokens), counted(len(records), "record")):
             raise InputError(f"{path}: {found}; translate them, or, {instead([path], '--on-nucleotides keep')}")
         _warn(edits, f"{path}: ")
-    return SequenceInputs(tokens, [f"{path}: record '{shown(record_id)}'" for record_id in ids], single=False)
+    return SequenceInputs(tokens, [f"{path}: record '{shown(record_id)}'" for record_id in ids], single=False, ids=ids)
 
 
 def _refused(pairs: Sequence[tuple[object, object]]) -> int:

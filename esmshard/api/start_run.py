@@ -145,7 +145,8 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
         raise UsageError("--seeds and --folds need --resume auto, because a path names a single run")
     to_do: list[tuple[str, ...]] = [()]
     if several:
-        to_do = [run.overrides for run in [*several, *curve] if options.resume != "auto" or not is_done(run.out)]
+        steps, going_on = resolved.train.steps, options.resume == "auto"
+        to_do = [run.overrides for run in [*several, *curve] if not going_on or not is_done(run.out, steps)]
     for n, own in enumerate(to_do or [several[-1].overrides]):
         one = recipe_file.load(recipe_file.resolve(recipe), [*overrides, *own])
         check_out(Path(one.out), options.resume, options.overwrite)
@@ -231,12 +232,14 @@ def _pictures(run: Path, resolved: Recipe) -> None:
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.draw.plots import contact_figure
     from esmshard.report.text.html_report import report as write
+    from esmshard.tasks.finetuner import tracks_of
     from esmshard.tasks.registry import new_task
 
     try:
         if resolved.task.predicts_contacts:
             labels = new_task(resolved.task, {}).labels
-            say(f"figure in {contact_figure(run, open_split(resolved, 'test', labels))}")
+            test = open_split(resolved, "test", labels, tracks_of(resolved))
+            say(f"figure in {contact_figure(run, test)}")
         say(f"report in {write(run)}")
     except InputError as error:
         say(f"no figures: {error}")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from esmshard.cli.shared_options import LocalProcesses, MutantColumn, Overwrite
+from esmshard.cli.shared_options import LocalProcesses, MutantColumn, Overwrite, TrackPaths
 from esmshard.errors import UsageError
 
 
@@ -63,6 +63,7 @@ def embed(
             min=1, max=1_000_000_000, help="Tokens computed at once; by default 2,048 on a CPU and 16,384 on a GPU."
         ),
     ] = None,
+    track: TrackPaths = None,
     nproc: LocalProcesses = None,
     reuse: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
@@ -86,6 +87,7 @@ def embed(
     overwrite: Overwrite = False,
 ) -> None:
     """Write embeddings, without BOS and EOS, in input order; or check an output that was written."""
+    from esmshard.data.tracks.track_files import named_tracks
     from esmshard.embed.compute.outputs import Long
 
     if model in ("status", "verify", "merge") and not Path(model).exists():
@@ -106,6 +108,7 @@ def embed(
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
     how |= {"layers": chosen, "dtype": dtype, "precision": precision, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
+    how["tracks"] = named_tracks(track or [])
     asked = embed_request.request(model, out, **how)
     if dry_run and (shard or offload):
         raise UsageError("--dry-run needs the whole model in each process; leave --shard and --offload out")
@@ -172,14 +175,17 @@ def predict(
     png: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="For contacts: directory for a picture of each map.")
     ] = None,
+    track: TrackPaths = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Write the predictions of a fine-tuned head: contact maps, classes and values; variants ranked, best first."""
+    from esmshard.data.tracks.track_files import named_tracks
     from esmshard.predict import variant_ranking
 
+    tracks = named_tracks(track or [])
     if out is None:
         raise UsageError("-o: name the file to write")
     if variant_ranking.models_of(model):
@@ -187,6 +193,8 @@ def predict(
             raise UsageError("a model of variants needs either a table or --all-singles; pass one of them")
         if png or strict:
             raise UsageError("--png and --strict are for FASTA files, and these are variants")
+        if tracks:
+            raise UsageError("--track: a model of variants keeps the tracks of its wild type; leave it out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity}
         print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} variants")
@@ -201,7 +209,7 @@ def predict(
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
-    done = predictions.predict(model, data, out, png=png, overwrite=overwrite)
+    done = predictions.predict(model, data, out, png=png, tracks=tracks, overwrite=overwrite)
     failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
     print(f"{out}: {done.records:,} records{failed}")
     if done.failures and strict:
@@ -236,9 +244,11 @@ def score(
             help="Residues of a long protein that the model sees at once; by default as many as in training.",
         ),
     ] = None,
+    track: TrackPaths = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Score variants with the language model alone (zero-shot). A higher score is more natural."""
+    from esmshard.data.tracks.track_files import named_tracks
     from esmshard.predict.zero_shot import score_table
 
     if out is None:
@@ -246,7 +256,7 @@ def score(
     if (table is None) != all_singles:
         raise UsageError("give either a table of variants or --all-singles")
     how: dict[str, Any] = {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
-    how |= {"method": method, "window": window, "overwrite": overwrite}
+    how |= {"method": method, "window": window, "tracks": named_tracks(track or []), "overwrite": overwrite}
     print(score_table(model, wild_type, table, out, **how))
 
 
@@ -261,10 +271,13 @@ def evaluate(
         Optional[Path],
         typer.Option(metavar="DIR", help="For contacts: directory for pictures of predicted and true contacts."),
     ] = None,
+    track: TrackPaths = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on labelled data, with intervals and baselines."""
     from esmshard.data.splits.recipe_splits import open_tested
+    from esmshard.data.tracks.track_files import named_tracks, track_files
+    from esmshard.model.families.family_registry import family_of
     from esmshard.predict import contact_pictures
     from esmshard.progress import say
     from esmshard.recipe.sections import Recipe
@@ -286,11 +299,13 @@ def evaluate(
         )
     if png is not None and found.task.names:
         raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
-    examples = open_tested(data, labels, recipe, found.task.labels)
+    tracks = named_tracks(track or [])
+    files = track_files(tracks, family_of(found.model.trunk.config).tracks, model, "--track ")
+    examples = open_tested(data, labels, recipe, found.task.labels, files)
     for notice in examples.notices:
         say(f"{examples.path}: {notice}")
     out.mkdir(parents=True, exist_ok=True)
-    print(evaluation.report(model, examples, out, warn=say, labels=labels))
+    print(evaluation.report(model, examples, out, warn=say, labels=labels, tracks=tracks))
     if png is not None:
         draw_maps(found, examples, png)
         say(f"maps in {png}: predictions are above the diagonal, true contacts below it")

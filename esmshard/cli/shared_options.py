@@ -17,3 +17,11 @@ Overrides = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result.")]
 RecipeName = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).")]
 Trust = Annotated[bool, typer.Option("--trust", help="Read a checkpoint that another user wrote.")]
+TrackPaths = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        "--track",
+        metavar="NAME=PATH",
+        help="What the model reads besides amino acids, such as 3di=letters.fasta; may be given again.",
+    ),
+]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from esmshard.batch import TokenBatch
 from esmshard.model.lora import LoraLinear
 
-_EAGER = ("_attend_slices", "_attend_padded", "_hand_out")
+_EAGER = ("_attend_slices", "_attend_padded", "_hand_out", "_add_between")
 
 
 def keep_eager() -> None:
@@ -129,8 +129,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
         """Return the angle of each token for each pair, in radians, fp32 [T, K / 2]."""
-        # The angles are computed here, since mixed precision casts the inputs of a sharded layer, and angles must stay
-        # fp32.
+        # Angles stay fp32, whatever the precision of the arithmetic.
         return batch.position_T[:, None].to(torch.float32) * self.inv_freq
 
 
@@ -362,8 +361,20 @@ def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
     return probabilities_HTT
 
 
+Between = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
+"""The type of `between(x_TD, batch)`, which returns what a family adds between attention and feed-forward part."""
+
+
+def _add_between(between: Between, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    return between(x_TD, batch)
+
+
 class TrunkBlock(nn.Module):
     """A layer of a trunk, with attention. Families have subclasses."""
+
+    def add_between(self, between: Between, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        """Return `between(x_TD, batch)`, which is never compiled."""
+        return _add_between(between, x_TD, batch)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place, as `nn.Module.compile`. Attention over sequences of many lengths is not compiled."""

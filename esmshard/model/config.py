@@ -127,6 +127,14 @@ class ModelConfig(ABC):
         """Parameters that never learn: the contact regression, and what a family keeps for its files only."""
         return self.n_maps + 1
 
+    def learned_with(self, track: str) -> int:
+        """Return how many of `frozen_parameters` learn where batches have this track (`esmshard.vocab.Track`)."""
+        return 0
+
+    def kept_with(self, track: str) -> int:
+        """Return the numbers that the model keeps of a token for the backward pass because of this track."""
+        return 0
+
     @property
     def n_parameters(self) -> int:
         """All parameters: those of the trunk, the LM head and what never learns."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.model.attention import OnAttention, SelfAttention, TrunkBlock
+from esmshard.model.attention import Between, OnAttention, SelfAttention, TrunkBlock
 
 
 def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
@@ -114,12 +114,19 @@ class GatedLayer(TrunkBlock):
         self.down = nn.Linear(f, d, bias=False)
 
     def forward(
-        self, x_TD: torch.Tensor, batch: TokenBatch, layer: int = 0, on_attention: OnAttention | None = None
+        self,
+        x_TD: torch.Tensor,
+        batch: TokenBatch,
+        layer: int = 0,
+        on_attention: OnAttention | None = None,
+        between: Between | None = None,
     ) -> torch.Tensor:
-        """Map x [T, D] to [T, D]."""
+        """Map x [T, D] to [T, D]. What `between` returns is added after attention, times the scale of the branches."""
         on_qk = partial(on_attention, layer) if on_attention is not None else None
         y_TD = self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
         x_TD = torch.add(x_TD, y_TD, alpha=self.branch_scale)
+        if between is not None:
+            x_TD = torch.add(x_TD, self.add_between(between, x_TD, batch), alpha=self.branch_scale)
         y_TD = self.final_layer_norm(x_TD)
         y_TD = self.down(gated(self.gate(y_TD), self.up(y_TD)))
         return torch.add(x_TD, y_TD, alpha=self.branch_scale)

@@ -42,6 +42,10 @@ class Trunk(nn.Module):
     """Beginnings of the names of parameters that no fine-tuning changes, since no loss depends on them, or too little.
     `ModelConfig.frozen_parameters` is their number.
     """
+    learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """By the name of a track (`esmshard.vocab.Track`), beginnings of the names of parameters that `never_learns` names,
+    too, and that learn nevertheless where batches have this track. `ModelConfig.learned_with` is their number.
+    """
 
     config: ModelConfig
     embed_tokens: nn.Embedding
@@ -56,6 +60,12 @@ class Trunk(nn.Module):
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the LayerNorm after the last block to x [T, D]."""
         raise NotImplementedError
+
+    def run_block(
+        self, index: int, x_TD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None
+    ) -> torch.Tensor:
+        """Apply block `index` to x [T, D]."""
+        return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
 
     def tie_weights(self) -> None:
         """Make the names in `tied` share their tensor again; `to_empty` gives each name a separate tensor."""
@@ -86,10 +96,10 @@ class Trunk(nn.Module):
         needed = self.config.n_layers
         if logits_at is None and on_attention is None and wanted:
             needed = max(wanted)  # Layers that no result needs are not computed.
-        for index, block in enumerate(self.layers):
+        for index in range(len(self.layers)):
             if index == needed:
                 return TrunkOutput(found, None)
-            x_TD = block(x_TD, batch, index, on_attention)
+            x_TD = self.run_block(index, x_TD, batch, on_attention)
             if index + 1 in wanted and index + 1 < self.config.n_layers:
                 found[index + 1] = x_TD
         x_TD = self.finish(x_TD)

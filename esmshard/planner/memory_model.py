@@ -56,6 +56,9 @@ class ModelNumbers:
     """The matrices that learn or have a LoRA, in this order. Their input is kept for its gradient."""
     lora: int = 0
     """The sum of the ranks of a layer's LoRA matrices."""
+    track_kept: int = 0
+    """Numbers that the first layer keeps of a token in addition, because batches have other tracks than the sequence.
+    Recomputed layers do not keep them."""
 
     @property
     def parameters(self) -> int:
@@ -252,6 +255,8 @@ class _Step:
         """
         number = BYTES[self.layout.precision] if self.layout.sharded else FP32
         ends = 2 * self.numbers.dim * number  # the embedding and the last LayerNorm
+        if self.numbers.layer_trained and self.layout.activation_checkpointing == "none":
+            ends += self.numbers.track_kept * number
         return Memory(
             when=when,
             parameters=self._here * self.numbers.parameters // self.layout.group,

@@ -1,22 +1,26 @@
 """The number of parameters of a model that learn, for planning. No torch."""
 
+from collections.abc import Collection
+
 from esmshard.model.config import ModelConfig
 from esmshard.planner.memory_model import ModelNumbers
 from esmshard.recipe.sections import AdaptSettings
 
 
-def numbers_of(config: ModelConfig, head: int, adapt: AdaptSettings, *, logits: bool = False) -> ModelNumbers:
+def numbers_of(
+    config: ModelConfig, head: int, adapt: AdaptSettings, *, logits: bool = False, tracks: Collection[str] = ()
+) -> ModelNumbers:
     """Return the planner's sizes for a trunk with a task head of `head` parameters.
 
-    What `config.frozen_parameters` counts does not learn. Of the LM head only the matrix that is shared with the
-    embedding learns, unless the task needs its `logits`. Frozen biases and norms count as if they learned, since they
-    are few.
+    What `config.frozen_parameters` counts does not learn, but for what learns with one of the `tracks` of the batches.
+    Of the LM head only the matrix that is shared with the embedding learns, unless the task needs its `logits`. Frozen
+    biases and norms count as if they learned, since they are few.
     """
     layer, lm_head = config.layer_parameters, config.lm_head_parameters
     root = config.n_parameters - config.n_layers * layer + head
     lora, inputs, ranks = 0, set[str](), 0
     if adapt.method == "full":
-        frozen = config.frozen_parameters + (0 if logits else lm_head)
+        frozen = config.frozen_parameters - sum(map(config.learned_with, tracks)) + (0 if logits else lm_head)
         layer_trained, root_trained, inputs = layer, root - frozen, {matrix.reads for matrix in config.matrices}
         if "embedding" in adapt.freeze:
             root_trained -= config.embedding_parameters
@@ -49,6 +53,7 @@ def numbers_of(config: ModelConfig, head: int, adapt: AdaptSettings, *, logits: 
         root_trained=root_trained,
         inputs=tuple(sorted(inputs)),
         lora=ranks,
+        track_kept=sum(map(config.kept_with, tracks)),
     )
 
 

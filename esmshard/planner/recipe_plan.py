@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
+from esmshard.data.tracks.track_files import TrackFile, track_files
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.family_registry import SIZES, released_name, transformers_config
+from esmshard.model.families.family_registry import SIZES, family_of, released_name, transformers_config
 from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory
@@ -155,7 +156,7 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
         InputError: if the training data or the model cannot be read, or there are fewer records than GPUs.
         UsageError: if the settings of `parallel` are possible under no strategy.
     """
-    train = open_split(recipe, "train", None)
+    train = open_split(recipe, "train", None, planned_tracks(recipe))
     recipe, tokens_N = in_tokens(recipe, train), train.tokens
     if len(tokens_N) < machines.world_size:
         raise InputError(
@@ -199,6 +200,14 @@ def head_bytes(
     return lambda tokens: round(size * (each[-1] + max(0, tokens - longest) * per_token))
 
 
+def planned_tracks(recipe: Recipe) -> list[TrackFile]:
+    """Return the tracks that a recipe names. `UsageError` if its model does not take one of them."""
+    if not recipe.data.tracks:
+        return []
+    takes = family_of(_config(Path(recipe.model.name))).tracks
+    return track_files(recipe.data.tracks, takes, recipe.model.name, "data.tracks.")
+
+
 def model_numbers(recipe: Recipe) -> ModelNumbers:
     """Return the sizes of the model that a recipe names, with its head. No weight is read or downloaded; of a
     repository of the hub that is in no local cache, `config.json` is downloaded.
@@ -207,7 +216,8 @@ def model_numbers(recipe: Recipe) -> ModelNumbers:
         InputError: if the model's file or directory cannot be read.
     """
     config = _config(Path(recipe.model.name))
-    return numbers_of(config, recipe.task.head_parameters(config), recipe.adapt, logits=recipe.task.trains_lm_head)
+    head, logits = recipe.task.head_parameters(config), recipe.task.trains_lm_head
+    return numbers_of(config, head, recipe.adapt, logits=logits, tracks=recipe.data.tracks or ())
 
 
 def _config(model: Path) -> ModelConfig:

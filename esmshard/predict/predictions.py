@@ -3,7 +3,7 @@
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -18,15 +18,18 @@ from esmshard.data.batching.packing import by_length
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
+from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
 from esmshard.errors import InputError, UsageError, writing
+from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
+from esmshard.model.weights import open_weights
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.predict import contact_pictures, failures
 from esmshard.predict.failures import Failure, failures_file
 from esmshard.predict.writers import CsvWriter, NpzWriter, ParquetWriter, TableWriter, check, pyarrow
 from esmshard.progress import Progress, rate, say
 from esmshard.tasks.base import Inputs
-from esmshard.tasks.finetuner import FineTuned, load_finetuned
+from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
 from esmshard.vocab import decode
 
 Array = npt.NDArray[np.float32]
@@ -64,6 +67,7 @@ def predict(
     *,
     png: Path | None = None,
     tokens: int | None = None,
+    tracks: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Predicted:
     """Write the head's predictions for each record to an `.npz`, a `.csv` or a `.parquet` file.
@@ -84,6 +88,7 @@ def predict(
         tokens: most tokens computed at once: in one pack on a GPU, in one pack on each core of the CPU, and for pair
             maps always in one pack. A longer record is computed alone. By default 4,096, on a GPU 16,384 except for
             pair maps. The number changes results by rounding only.
+        tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
         overwrite: replace `out`, and pictures of the same names.
 
     Raises:
@@ -99,20 +104,15 @@ def predict(
         contact_pictures.check(png, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
-        with writing(Path(scratch), "make room there, or set TMPDIR to a directory that has room"):
-            read = cached_split(fasta) if holds_structures(fasta) else fasta
-            store = TokenStore(read) if is_store(read) else ingest([read], Path(scratch) / "store")
-        for notice in [*(notices(read) if read != fasta else ()), *store.notices]:
-            say(f"{fasta}: {notice}")
-        found = load_finetuned(model)
-        examples = Examples("input", fasta, store, None)
+        examples, about_tracks = _read(model, fasta, tracks or {}, Path(scratch))
+        store, found = examples.store, load_finetuned(model)
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
         failed: list[Failure] = []
         began, residues = time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
-            _writer(out, found, model) as writer,
+            _writer(out, found, model, about_tracks) as writer,
             nullcontext() if png is None else contact_pictures.MapFolder(png) as pictures,
             Progress("predict", len(store)) as progress,
         ):
@@ -136,7 +136,28 @@ def predict(
         return Predicted(len(store) - len(failed), tuple(failed))
 
 
-def _writer(out: Path, found: FineTuned, model: str) -> NpzWriter | CsvWriter | ParquetWriter:
+def _read(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path) -> tuple[Examples, list[str]]:
+    """Return the records of a file with their tracks, and sentences about the tracks. All notices are printed."""
+    sequences, files = fasta, list[TrackFile]()
+    if tracks:
+        takes = family_of(open_weights.read(model).config).tracks
+        sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
+    structures = holds_structures(fasta)
+    with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
+        read = cached_split(fasta) if structures else sequences
+        store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store")
+    for notice in [*(notices(read) if structures else ()), *store.notices]:
+        say(f"{fasta}: {notice}")
+    examples = Examples("input", fasta, store, None)
+    if files:
+        examples.add_tracks(record_tracks(files, store))
+    about_tracks = [*examples.notices[len(store.notices) :], *without_tracks(model, tracks)]
+    for notice in about_tracks:
+        say(notice)
+    return examples, about_tracks
+
+
+def _writer(out: Path, found: FineTuned, model: str, notices: Sequence[str]) -> NpzWriter | CsvWriter | ParquetWriter:
     task = found.task
     if out.suffix == ".npz":
         return NpzWriter(out)
@@ -151,6 +172,7 @@ def _writer(out: Path, found: FineTuned, model: str) -> NpzWriter | CsvWriter | 
         "model": model,
         "task": json.dumps(found.about["recipe"]["task"]),
         "versions": json.dumps(packages),
+        "notices": json.dumps(list(notices)),
     }
     return ParquetWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names, about=about)
 

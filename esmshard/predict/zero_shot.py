@@ -5,7 +5,7 @@ The method is from Meier et al. 2021 (doi:10.1101/2021.07.09.450648). It needs n
 with an LM head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,18 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.tables import MISSING, NUMBER, counted, first_three, read_table
+from esmshard.data.tracks.track_files import ProteinTracks, outside, protein_tracks, track_files
 from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.family_registry import window_of
+from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights, recorded
 from esmshard.predict import variant_tables
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import check
 from esmshard.progress import say
-from esmshard.tasks.variants.marginals import log_probabilities
+from esmshard.tasks.finetuner import without_tracks
+from esmshard.tasks.variants.marginals import Tracks, log_probabilities
 from esmshard.vocab import RESIDUES, STANDARD
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
@@ -45,6 +47,7 @@ def score_table(
     target: str | None = None,
     offset: int | Literal["auto"] = "auto",
     window: int | None = None,
+    tracks: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> str:
     """Write a CSV file: the columns of the table, the score in a column named after the method, and for each row
@@ -65,16 +68,18 @@ def score_table(
         target: column of measured values; by default the one with a usual name, if there is one.
         offset: see `read_variants`.
         window: see `score`.
+        tracks: a path, or `inside`, by the name of each track of the wild type, which its variants have too.
         overwrite: replace `out`.
     """
     if out.suffix != ".csv":
         raise UsageError(f"{out}: scores are written as .csv; give the file that ending")
     check(out, variant_tables.facts_file(out), overwrite=overwrite)
     column = method.replace("-", "_")
+    fasta, known = _with_tracks(model, wild_type, tracks or {})
     if table is None:
-        request = _singles(wild_type)
+        request = _singles(fasta)
     else:
-        request = _of_table(table, wild_type, mutant, target, offset)
+        request = _of_table(table, fasta, mutant, target, offset)
         variant_tables.check_new(out, request.columns, [column])
     read = open_weights.read(model)
     if "lm_head" in read.unlearned:
@@ -82,8 +87,11 @@ def score_table(
     with recorded.compared(read.files, say):
         esm = open_weights.build(read, open_weights.default_device()).eval()
     window = window_of(read.config) if window is None else window
-    score_N = score(esm, request.protein, request.mutations, method, window)
-    without, notices = _without_score(request), request.notices
+    about_tracks = [*known.notices(), *without_tracks(model, tracks or {})]
+    for notice in about_tracks:
+        say(notice)
+    score_N = score(esm, request.protein, request.mutations, method, window, known.get(0, slice(None)))
+    without, notices = _without_score(request), [*request.notices, *about_tracks]
     if without:
         reasons = list(dict.fromkeys(without.values()))
         notices = [*notices, f"not scored: {counted(len(without), 'variant')}, as {first_three(reasons, str)}"]
@@ -101,9 +109,19 @@ def score_table(
         "wild_type": str(wild_type),
         "table": None if table is None else str(table),
     }
+    facts |= {"tracks": dict(tracks)} if tracks else {}
     facts |= {"method": method, "window": window, "offset": request.offset, "rows": rows, "scored": scored}
     variant_tables.write_facts(out, facts | {"notices": notices, "compared": message or None})
     return f"{out}: {scored:,} variants" + (f"; {message}" if message else "")
+
+
+def _with_tracks(model: str, wild_type: Path, tracks: Mapping[str, str]) -> tuple[Path, ProteinTracks]:
+    """Return the FASTA file of the sequence alone, and the tracks of the protein."""
+    if not tracks:
+        return wild_type, ProteinTracks([])
+    files = track_files(tracks, family_of(open_weights.read(model).config).tracks, model, "--track ")
+    fasta, outer = outside(wild_type, files)
+    return fasta, protein_tracks(outer, fasta)
 
 
 @dataclass(frozen=True)
@@ -209,6 +227,7 @@ def score(
     variants: Sequence[tuple[Mutation, ...]],
     method: Method = "masked-marginals",
     window: int | None = None,
+    tracks: Tracks | None = None,
 ) -> npt.NDArray[np.float64]:
     """Score each variant, float64 [N]. A higher score means that the model finds the variant more natural.
 
@@ -227,6 +246,7 @@ def score(
         window: residues of a longer protein that the model sees, with the site in their middle unless an end of the
             protein is near; by default as many as it saw in training. In a pass that masks nothing,
             each site is read where it is nearest to the middle of a window.
+        tracks: of the wild type, [L + 2, ...] by name; the variants have them too.
 
     Raises:
         UsageError: the method is not known, or the window has less than one residue.
@@ -239,18 +259,23 @@ def score(
         raise UsageError(f"a window of {window} residues: give at least 1")
     known = [n for n, mutations in enumerate(variants) if not unscored(mutations)]
     score_N = np.full(len(variants), np.nan)
-    score_N[known] = _score(model, wild_type, [variants[n] for n in known], method, window)
+    score_N[known] = _score(model, wild_type, [variants[n] for n in known], method, window, tracks)
     return score_N
 
 
 def _score(
-    model: Trunk, wild_type: str, variants: Sequence[tuple[Mutation, ...]], method: Method, window: int
+    model: Trunk,
+    wild_type: str,
+    variants: Sequence[tuple[Mutation, ...]],
+    method: Method,
+    window: int,
+    tracks: Tracks | None,
 ) -> npt.NDArray[np.float64]:
     if method == "pseudo-perplexity":
-        return _pseudo_perplexity(model, wild_type, variants, window)
+        return _pseudo_perplexity(model, wild_type, variants, window, tracks)
     sites = sorted({mutation.position for mutations in variants for mutation in mutations})
     hidden = method == "masked-marginals"
-    log_p_SA = log_probabilities(model, wild_type, sites, hidden=hidden, window=window)
+    log_p_SA = log_probabilities(model, wild_type, sites, hidden=hidden, window=window, tracks=tracks)
     row, letter = {site: n for n, site in enumerate(sites)}, {aa: n for n, aa in enumerate(RESIDUES)}
 
     def effect(mutation: Mutation) -> float:
@@ -261,7 +286,7 @@ def _score(
 
 
 def _pseudo_perplexity(
-    model: Trunk, wild_type: str, variants: Sequence[tuple[Mutation, ...]], window: int
+    model: Trunk, wild_type: str, variants: Sequence[tuple[Mutation, ...]], window: int, tracks: Tracks | None
 ) -> npt.NDArray[np.float64]:
     letter = {aa: n for n, aa in enumerate(RESIDUES)}
     found = []
@@ -270,7 +295,7 @@ def _pseudo_perplexity(
         for mutation in mutations:
             residues[mutation.position] = mutation.mutant
         sites = [n for n, residue in enumerate(residues) if residue in letter]
-        log_p_SA = log_probabilities(model, "".join(residues), sites, window=window)
+        log_p_SA = log_probabilities(model, "".join(residues), sites, window=window, tracks=tracks)
         own = [letter[residues[site]] for site in sites]
         found.append(log_p_SA[np.arange(len(sites)), own].mean(dtype=np.float64))
     return np.array(found, dtype=np.float64)

@@ -14,6 +14,10 @@ OPTIONAL = (
 """Keys that only some tasks read. These tasks name them in `TaskSettings.data_keys`."""
 
 
+INSIDE = "inside"
+"""The word for a track that the file of the sequences has, in place of a path."""
+
+
 class DataSettings(Settings):
     """The training, validation and test records. For contacts each is a directory of PDB or mmCIF files
     (docs/structures.md), or a FASTA file or token store with the coordinates beside it as `.npz` (data/README.md). Task
@@ -70,6 +74,9 @@ class DataSettings(Settings):
     """The column of the table with the ids. By default it is found by its name."""
     mask: str | None = None
     """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
+    tracks: dict[str, str] | None = None
+    """What the model reads of each residue besides the amino acid, if it is of a family that does (docs/tracks.md): a
+    path by the name of the track, such as {3di: letters.fasta}, or `inside` if the file of the sequences has it."""
     folds: int | None = Field(None, ge=3, le=10**4)
     """The number of parts into which `train`, or `table`, is divided for cross-validation. One part is the test set;
     the next part is the validation set of a table, or if `valid` names the same file as `train`. `--folds` sets this

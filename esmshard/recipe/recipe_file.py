@@ -20,6 +20,7 @@ from ruamel.yaml import YAML
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name, shared_place
+from esmshard.recipe.data_section import INSIDE
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import sections
 from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
@@ -29,6 +30,9 @@ PATH_KEYS = (
     ("model", "name"),
     *(("data", key) for key in ("train", "valid", "test", "labels", "mask", "clusters", "table", "wild_type")),
 )
+
+TRACKS = ("data", "tracks")
+"""The key whose members are paths, too."""
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
 """The beginning of the first line of a recipe, which names the schema for editors."""
@@ -123,7 +127,11 @@ def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         directory: of that file.
     """
     told = {key: dict(part) if isinstance(part, Mapping) else part for key, part in recipe.items()}
-    for keys in (*PATH_KEYS, ("out",)):
+    tracks = []
+    if found := told.get("data", {}).get("tracks"):
+        told["data"]["tracks"] = dict(found)
+        tracks = [(*TRACKS, name) for name in found]
+    for keys in (*PATH_KEYS, *tracks, ("out",)):
         section: Any = told
         for key in keys[:-1]:
             section = section.get(key)
@@ -176,8 +184,10 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _expand_all(tree: Tree, base: Path) -> None:
-    for keys in (*PATH_KEYS, ("out",)):
-        here = keys == ("out",) or keys in tree.overrides  # typed in the shell, or made there
+    tracks = [(*TRACKS, str(name)) for _, name in tree.texts(*TRACKS) if name != TRACKS[-1]]
+    for keys in (*PATH_KEYS, *tracks, ("out",)):
+        typed = keys in tree.overrides or (keys[:-1] == TRACKS and TRACKS in tree.overrides)
+        here = keys == ("out",) or typed  # typed in the shell, or made there
         for node, last in tree.texts(*keys):
             if last == keys[-1]:
                 _expand(tree, node, keys, Path.cwd() if here else base)
@@ -192,6 +202,7 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
         return
     is_model = keys == ("model", "name")
     is_name = text.startswith("sample:") or (is_model and (re.fullmatch(r"[\w-]+", text) or is_hub_name(text)))
+    is_name = is_name or (keys[:-1] == TRACKS and text == INSIDE)
     if not is_name or (is_model and (base / text).exists()):
         text = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
     node[keys[-1]] = text

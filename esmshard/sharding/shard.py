@@ -85,7 +85,10 @@ def _mesh(ranks: DeviceMesh, layout: Layout) -> DeviceMesh:
 
 
 def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: DeviceMesh) -> None:
-    mixed = MixedPrecisionPolicy(param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.reduce_dtype])
+    # Inputs are not cast: activations come in this precision already, and coordinates of a batch must stay fp32.
+    mixed = MixedPrecisionPolicy(
+        param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.reduce_dtype], cast_forward_inputs=False
+    )
     pinned = mesh.device_type == "cuda"  # without a GPU, pinning memory raises an error
     offload = CPUOffloadPolicy(pin_memory=pinned) if layout.cpu_offload else OffloadPolicy()
     group = partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload)

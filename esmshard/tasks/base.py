@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,7 +17,7 @@ from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.data.batching.loader import FIXED, Example, Examples, Labels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.model.config import ModelConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
@@ -66,6 +66,8 @@ class Inputs:
     """Whether the head needs logits of the wild type at the changed residues."""
     wild_type_alone: bool = False
     """Whether the wild type is the only input of the model."""
+    tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """`Example.tracks`. A variant and its wild type have the same."""
 
 
 class Task(ABC):
@@ -157,6 +159,17 @@ class Task(ABC):
         """Give a new head the values that the language model has for it, if any, and return a sentence about them."""
         return None
 
+    def means_the_same(self, name: str, facts: Facts) -> bool:
+        """Whether the outputs of the head of another model are those of this task, apart from their scale.
+
+        Args:
+            name: the task of the other model.
+            facts: the facts of its training labels.
+        """
+        return name == self.settings.name and all(
+            facts.get(key) == self.facts.get(key) for key in ("targets", "classes")
+        )
+
     @abstractmethod
     def inputs(self, example: Example) -> Inputs:
         """Return what the model sees of one example, and the target of the head.
@@ -166,7 +179,7 @@ class Task(ABC):
 
     def question(self, example: Example) -> Inputs:
         """Return what the model sees of a record without labels: its sequence. The target is empty."""
-        return Inputs(example.tokens, np.empty(0, np.float32))
+        return Inputs(example.tokens, np.empty(0, np.float32), tracks=example.tracks)
 
     @abstractmethod
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
@@ -233,14 +246,19 @@ def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) 
     first = inputs[0]
     if first.wild_type is not None:
         options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
-        return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, **options)
+        return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, tracks=first.tracks, **options)
     places = [i.logits_at for i in inputs if i.logits_at is not None]
-    return pack([i.tokens for i in inputs], record_ids, places or None)
+    return pack([i.tokens for i in inputs], record_ids, places or None, [i.tracks for i in inputs])
 
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
     """Pack examples, and make their targets. Examples of an epoch have draws for dropout (`TokenBatch.draw_N`)."""
     inputs = [task.inputs(example) for example in examples]
+    if any(one.tracks.keys() != example.tracks.keys() for one, example in zip(inputs, examples, strict=True)):
+        raise UsageError(
+            f"task {task.settings.name}: its method inputs leaves out the tracks of records; pass "
+            "tracks=example.tracks to Inputs"
+        )
     batch = batch_of(inputs, [e.id for e in examples])
     if all(example.draw != FIXED for example in examples):
         batch = replace(batch, draw_N=torch.from_numpy(np.array([_draw(e) for e in examples], dtype=np.int32)))

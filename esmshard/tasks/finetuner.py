@@ -1,6 +1,6 @@
 """Trunk and task head as one module: made from a recipe, or opened from a consolidated directory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +11,19 @@ import torch
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
+from esmshard.data.batching.loader import Example
+from esmshard.data.tracks.track_files import TrackFile, track_files
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import found_place, read_json
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.model.families.family_registry import SIZES
+from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import Trunk
 from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import open_weights, recorded
 from esmshard.model.weights.open_weights import Weights
 from esmshard.progress import say
+from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import AdaptSettings, Recipe
 from esmshard.tasks.base import Inputs, Task, attention_reader, batch_of, head_outputs
 from esmshard.tasks.registry import UnknownTask, new_task, settings_of
@@ -68,9 +71,9 @@ class FineTuner(nn.Module):
             return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
 
     @torch.no_grad()
-    def representations(self, tokens: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.float32]]:
-        """Return the last-layer representations [L, D] of the residues of some encoded sequences."""
-        batch = pack(tokens).to(self.device)
+    def representations(self, examples: Sequence[Example]) -> list[npt.NDArray[np.float32]]:
+        """Return the last-layer representations [L, D] of the residues of some examples."""
+        batch = pack([e.tokens for e in examples], tracks=[e.tracks for e in examples]).to(self.device)
         x_TD = self.trunk(batch).representations[self.trunk.config.n_layers].float()
         return [x_LD.cpu().numpy() for x_LD in batch.residues(x_TD)]
 
@@ -84,16 +87,17 @@ class FineTuner(nn.Module):
         """Whether the task's head is the language model's own."""
         return isinstance(self.head, LanguageModelHead)
 
-    def adapt(self, settings: AdaptSettings, seed: int) -> None:
+    def adapt(self, settings: AdaptSettings, seed: int, tracks: Collection[str] = ()) -> None:
         """Choose the parameters that learn: the head, and the parts of the trunk that the recipe's `adapt` section
         names.
 
-        What no output depends on never does: `Trunk.never_learns`, and the LM head (all but the tied embedding) of
-        tasks that ask for no logits.
+        What no output depends on never does: `Trunk.never_learns`, but for what learns with one of the tracks, and the
+        LM head (all but the tied embedding) of tasks that ask for no logits.
 
         Args:
             settings: of the recipe.
             seed: of new LoRA matrices.
+            tracks: names of the tracks that all batches have besides the sequence.
         """
         trunk = self.trunk.requires_grad_(settings.method == "full")
         if settings.method == "lora":
@@ -101,10 +105,11 @@ class FineTuner(nn.Module):
             self._drawn = open_weights.drawn(trunk.config, added, seed)
             for name, parameter in trunk.named_parameters():
                 parameter.requires_grad_(name in added or (settings.bias == "all" and name.endswith("bias")))
+        with_tracks = tuple(start for track in tracks for start in trunk.learns_with.get(track, ()))
         for name, parameter in trunk.named_parameters():  # Tied ones come once, under their first name.
             if name.startswith("lm_head."):
                 parameter.requires_grad_(self.asks_logits and settings.method in ("full", "head"))
-            elif name.startswith(trunk.never_learns):
+            elif name.startswith(trunk.never_learns) and not name.startswith(with_tracks):
                 parameter.requires_grad_(False)
         for part in settings.freeze:
             _freeze(trunk, part)
@@ -203,6 +208,39 @@ def initial_weights(recipe: Recipe) -> Weights:
     return open_weights.read(name)
 
 
+def tracks_of(recipe: Recipe) -> list[TrackFile]:
+    """Return the tracks that a recipe names. `UsageError` if its model does not take one of them.
+
+    The model is looked at only if there are any.
+    """
+    if not recipe.data.tracks:
+        return []
+    takes = family_of(initial_weights(recipe).config).tracks
+    return track_files(recipe.data.tracks, takes, recipe.model.name, "data.tracks.")
+
+
+def without_tracks(model: str, given: Collection[str]) -> list[str]:
+    """Return a sentence if a model was fine-tuned with tracks that it is not given now.
+
+    Args:
+        model: a model, fine-tuned or not.
+        given: the names of the tracks that it gets.
+    """
+    try:
+        recipe = read_json(open_weights.place(model) / "esmshard.json")["recipe"]
+        missing = [name for name in recipe["data"].get("tracks") or {} if name not in given]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # It is no fine-tuned model, or whoever opens it says what is wrong with it.
+    if not missing:
+        return []
+    options = " ".join(f"--track {name}=PATH" for name in missing)
+    plural = "s" if len(missing) > 1 else ""
+    return [
+        f"{model}: was fine-tuned with the track{plural} {listed(missing)}, which it is not given, so that its test "
+        f"does not say how good it is here; pass {options}"
+    ]
+
+
 def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str | None]:
     """Make a new head, drawn from the recipe's seed whatever the random state is. Also return a sentence about its
     start values, if the model has some.
@@ -210,7 +248,28 @@ def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         head = task.head(found.config)
-    return head, task.start(head, found)
+    return head, start_values(task, head, found)
+
+
+def start_values(task: Task, head: nn.Module, found: Weights) -> str | None:
+    """Give a new head the values of the head in `found`, if the two mean the same, else those that the language model
+    has for it. Return a sentence about them, or about a head that is left out.
+    """
+    if not found.head or not head.state_dict():
+        return task.start(head, found)
+    of_task, facts = recorded.task_of(found.files) or (task.settings.name, task.facts)
+    name, shapes = task.settings.name, {name: tensor.shape for name, tensor in head.state_dict().items()}
+    if not task.means_the_same(of_task, facts):
+        other = f"of task {of_task}" if of_task != name else "for other classes or targets"
+    elif {name: reader.shape for name, reader in found.head.items()} != shapes:
+        other = "of another kind or size"
+    else:
+        head.load_state_dict({name: reader() for name, reader in found.head.items()})
+        scaled = any(facts.get(key) != task.facts.get(key) for key in ("mean", "std"))
+        more = "; its training labels had another mean or deviation, so its first outputs are shifted or scaled"
+        return f"the head goes on from the {name} head of {found.source}{more if scaled else ''}"
+    started = task.start(head, found)
+    return f"{found.source}: its head is {other} and is left out; {started or 'the head is new'}"
 
 
 def _assemble(found: Weights, head: nn.Module, device: torch.device) -> FineTuner:

@@ -87,11 +87,12 @@ class MlmTask(Task):
         Another choice each epoch; outside training always the same one, whatever the recipe's seed.
         """
         tokens, chosen_P = corrupt(example.tokens, self.settings.mask, f"mask:{example.draw}:{example.id}")
-        return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P)
+        return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P, tracks=example.tracks)
 
     def question(self, example: Example) -> Inputs:
         """Return the whole sequence with nothing hidden; logits are computed for every residue."""
-        return Inputs(example.tokens, np.empty(0, np.int64), np.arange(1, len(example.tokens) - 1))
+        places_P = np.arange(1, len(example.tokens) - 1)
+        return Inputs(example.tokens, np.empty(0, np.int64), places_P, tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         """Compute cross-entropy over the 33 tokens, summed over the residues chosen, and their number."""

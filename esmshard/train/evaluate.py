@@ -23,7 +23,7 @@ from esmshard.progress import Progress
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Row, Task, collate
-from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned
+from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, without_tracks
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
 from esmshard.train.records.verdict import MAIN, aligned, verdict
@@ -139,6 +139,7 @@ def report(
     warn: Callable[[str], None],
     leakage: Sequence[str] = (),
     labels: str | None = None,
+    tracks: Mapping[str, str] | None = None,
 ) -> str:
     """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
@@ -152,9 +153,12 @@ def report(
         warn: called with a sentence for each thing that is left out.
         leakage: sentences on what the split shares with the training records, for `evaluation.json`.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
+        tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
     """
     found = load_finetuned(model)
-    base, left_out, why = None, [], ""
+    base, why = None, ""
+    # Without `tracks` the data are a split of the model's own recipe, with the tracks of the recipe.
+    left_out = [] if data.tracks and tracks is None else without_tracks(model, tracks or ())
     recipe = Recipe.model_validate(found.about["recipe"])
     name = Path(recipe.model.name)
     on_hub = is_hub_name(recipe.model.name) and not name.exists() and hub.find(recipe.model.name) is not None
@@ -179,6 +183,7 @@ def report(
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
     facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
+    facts |= {"tracks": dict(tracks)} if tracks else {}
     return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
 
 

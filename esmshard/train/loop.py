@@ -43,7 +43,7 @@ from esmshard.train import evaluate
 from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.records.attempt import Attempt
 from esmshard.train.records.tracking import Tracking
-from esmshard.train.resume import check_room, describe_run, resolved
+from esmshard.train.resume import check_room, describe_run, extensions, resolved
 from esmshard.train.run_inputs import RunInputs, provenance, versions
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 from esmshard.train.token_budget import RESERVED, choose_tokens_per_rank, largest_fitting, out_of_memory_in_steps
@@ -77,7 +77,7 @@ def train(
     training = _build(job, start, ranks, control, preemption, attempt)
     state = training.state
     if ranks.is_first:
-        describe_run(job, training.full_recipe, state.step, ranks)
+        describe_run(job, training.full_recipe, state.step, ranks, training.facts.get("extended", ()))
         attempt.begin(state.step, training.is_validated)
         tracking.begin(state.step)
     start_up_checks.check_first_batch(ranks, training.digests_of_first_step)
@@ -335,11 +335,12 @@ def _build(
     # First shapes, then shards, then values: where there are several ranks, none ever holds the whole model.
     with torch.device("meta"):
         model = FineTuner(family_registry.build(weights.config), task.head(weights.config))
-    model.adapt(recipe.adapt, recipe.train.seed)
+    model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or ())
     shard(model, job.layout, ranks)
     saved = sharded.read_state(start) if start is not None else None
     head = task.head_parameters(weights.config)
-    numbers = numbers_of(weights.config, head, recipe.adapt, logits=recipe.task.trains_lm_head)
+    logits, tracks = recipe.task.trains_lm_head, recipe.data.tracks or ()
+    numbers = numbers_of(weights.config, head, recipe.adapt, logits=logits, tracks=tracks)
     # This comes before the model has memory of its own, because the planner counts the model's memory too.
     free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
     fitting = partial(largest_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)
@@ -409,6 +410,8 @@ def _facts(
         "unlearned": [part for part in weights.unlearned if part != "lm_head" or not model.asks_logits],
         "base": None,
     }
+    if longer := extensions(saved, job.steps):
+        facts["extended"] = longer
     if ranks.is_first and job.recipe.adapt.method != "full":
         # The checkpoint then holds only what is trained, and names the base model.
         facts["base"] = saved["base"] if saved else origin.identity(weights, job.recipe.model.name)

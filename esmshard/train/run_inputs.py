@@ -15,11 +15,12 @@ from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.launch.process_group import precision_on
 from esmshard.model.families import family_registry
+from esmshard.model.weights import recorded
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.layout import Layout, layout
 from esmshard.tasks.base import Task
-from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
+from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task
 from esmshard.train.records.lease import is_lease
 from esmshard.train.records.tracking import TRACKED, check_installed
@@ -65,9 +66,10 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     check_installed(recipe.track)
     laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
     task = new_task(recipe.task, {})
-    train = open_split(recipe, "train", task.labels)
+    tracks = tracks_of(recipe)
+    train = open_split(recipe, "train", task.labels, tracks)
     task = task.learn(train)
-    valid, test = (open_split(recipe, name, task.labels) for name in ("valid", "test"))
+    valid, test = (open_split(recipe, name, task.labels, tracks) for name in ("valid", "test"))
     recipe = in_tokens(recipe, train)
     probe = recipe.adapt.method == "probe"
     if probe and (processes > 1 or recipe.parallel.cpu_offload):
@@ -91,7 +93,8 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
     found = initial_weights(recipe)
     with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
-        FineTuner(family_registry.build(found.config), task.head(found.config)).adapt(recipe.adapt, recipe.train.seed)
+        model = FineTuner(family_registry.build(found.config), task.head(found.config))
+        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or ())
     new_head(recipe, task, found)  # raises if the head's starting weights are missing
     return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
 
@@ -138,7 +141,7 @@ def versions() -> dict[str, Any]:
 
 
 def provenance(job: RunInputs) -> dict[str, Any]:
-    """Describe the data of each split: path, number of records, sha256 of the residues, and notices.
+    """Describe the data of each split: path, number of records, sha256 of the residues and tracks, and notices.
 
     The notices are sentences on records and labels that were changed, averaged or left out.
     """
@@ -155,13 +158,33 @@ def provenance(job: RunInputs) -> dict[str, Any]:
 
 
 def leakage_notices(job: RunInputs) -> list[str]:
-    """Return sentences on what validation and test set share with the training set. Large data are sampled."""
+    """Return sentences on what validation and test set share with the training set, and on the training data of the
+    model that the run starts from. Large data are sampled.
+    """
 
     def records(split: Examples) -> ComparedRecords:
         return ComparedRecords(len(split), split.whole, split.id)
 
     try:
         others = {split.name: records(split) for split in (job.valid, job.test)}
-        return check(records(job.train), others, most=20_000_000).notices()
+        return check(records(job.train), others, most=20_000_000).notices() + _of_base(job)
     except Exception as error:  # the check only informs and must not end the run
         return [f"leakage: could not be checked ({error})"]
+
+
+def _of_base(job: RunInputs) -> list[str]:
+    """Return a sentence if an earlier run may have trained the base model on records of the test set."""
+    before = recorded.data_of(job.weights.files)
+    train = before.get("train", {})
+    mark = job.test.digest
+    if not train or mark == before.get("test", {}).get("tokens_sha256"):  # The earlier run kept the same test set out.
+        return []
+    if mark == train.get("tokens_sha256"):
+        return [f"leakage: {job.weights.source} was trained on this test set, so scores on it are no test"]
+    if train.get("tokens_sha256") == job.train.digest:  # The comparison with the training set covers it.
+        return []
+    name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
+    return [
+        f"leakage: {job.weights.source} was trained before on {count} records of {name}, with which the test set was "
+        "not compared; scores on test records that are among them are no test"
+    ]

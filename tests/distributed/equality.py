@@ -25,7 +25,7 @@ from esmshard.sharding.load import materialise
 from esmshard.sharding.shard import groups, next_micro_batch, shard, trainable
 from esmshard.tasks.base import LossSum, Task, collate
 from esmshard.tasks.contact.contact_task import ContactTask
-from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.finetuner import FineTuner, tracks_of
 from esmshard.train.optimizer import adamw, schedule, set_learning_rate
 from esmshard.train.step import StepResult, train_step
 from esmshard.vocab import MASK
@@ -79,7 +79,7 @@ def plain(path: str, steps: int = STEPS) -> dict[str, Any]:
     """The reference: one process, no sharding, no checkpointing, records one by one."""
     recipe = work.load(path)
     model, task = build(recipe, None, None)
-    data = open_split(recipe, "train", task.labels)
+    data = open_split(recipe, "train", task.labels, tracks_of(recipe))
     total, count = torch.zeros(()), 0.0
     for n in [n for share in SHARES[4] for micro in share for n in micro]:
         batch, targets = collate(task, [data.get(n, 0)])
@@ -102,7 +102,7 @@ def micro_batches(task: Task, data: Examples, share: Sequence[Sequence[int]], mo
 
 def gradients(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout, wrong: bool) -> dict[str, Any]:
     """Loss and gradients of the eight records. `wrong`: each rank divides by its own count, the classic mistake."""
-    data = open_split(recipe, "train", task.labels)
+    data = open_split(recipe, "train", task.labels, tracks_of(recipe))
     shares = SHARES[ranks.size]
     batches = list(micro_batches(task, data, shares[ranks.rank], max(map(len, shares))))
     losses, count = 0.0, 0.0
@@ -128,7 +128,7 @@ def curve(
     """Losses and gradient norms of real steps, and how far they moved each weight."""
     optimizer = adamw(model, recipe.optim)
     before = {name: work.full(p) for name, p in model.named_parameters()}
-    data = open_split(recipe, "train", task.labels)
+    data = open_split(recipe, "train", task.labels, tracks_of(recipe))
     plan = StepPlan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
     results: list[StepResult] = []
     for step in range(steps):

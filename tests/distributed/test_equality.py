@@ -152,6 +152,23 @@ def test_every_family_on_any_number_of_ranks(recipe: Path, ranks_: int) -> None:
         compare([found[n] for found in results], reference, "plain", most=10)
 
 
+def test_a_track_on_two_ranks(recipe: Path) -> None:
+    """Structure letters of all records but one, in crops and in dummy micro-batches too."""
+    (size,) = (f"{family.name}_nano" for family in FAMILIES.values() if "3di" in {one.name for one in family.tracks})
+    text = recipe.read_text().replace("{name: nano}", f"{{name: {size}}}")
+    letters = [one.split() for one in (recipe.parent / "train.fasta").read_text().split(">")[2:]]
+    (recipe.parent / "3di.fasta").write_text("".join(f">{name}\n{letter[::-1]}\n" for name, letter in letters))
+    without, path = recipe.with_name("without.yaml"), recipe.with_name("tracks.yaml")
+    without.write_text(text)
+    path.write_text(text.replace("long: crop", "long: crop, tracks: {3di: 3di.fasta}"))
+    reference = equality.plain(str(path))
+    assert worst(equality.plain(str(without))["gradients"], reference["gradients"], 10) > 1e-3, "the track is not read"
+    wanted = [(str(path), {"strategy": strategy}) for strategy in ("full_shard", "no_shard")]
+    results = run_ranks("equality:recipes", 2, recipe.parent, wanted, equality.STEPS)
+    for n in range(len(wanted)):
+        compare([found[n] for found in results], reference, "plain", most=10)
+
+
 @pytest.mark.parametrize("head", ["attention", "both"])
 def test_heads_over_attention_maps(recipe: Path, head: str) -> None:
     path, options = recipe.with_name(f"{head}.yaml"), ["plain", "checkpointing selective"]

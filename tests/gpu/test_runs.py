@@ -16,7 +16,7 @@ from cases import loaded, written
 from shared import size, start, steps, texts
 
 import esmshard
-from esmshard.model.families.esm2.esm2_model import TransformerLayer
+from esmshard.model.families.esm_blocks import TransformerLayer
 from esmshard.train import evaluate, finetune
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import EsmForMaskedLM, EsmForSequenceClassification, EsmModel
 
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_layouts import TIED, to_transformers
+from esmshard.model.families.esm_layouts import TIED, to_transformers
 from esmshard.model.weights import open_weights, origin
 from esmshard.model.weights.adapter import adapter_config, write_adapter
 from esmshard.model.weights.open_weights import Weights

@@ -11,15 +11,14 @@ from transformers import EsmForMaskedLM
 
 from esmshard.model.families.esm2.esm2_config import SIZES, EsmConfig
 from esmshard.model.families.esm2.esm2_family import FAMILY
-from esmshard.model.families.esm2.esm2_layouts import (
-    config_of_fair_esm,
+from esmshard.model.families.esm2.esm2_layouts import config_of_fair_esm, fair_esm_settings
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm_layouts import (
     config_of_transformers,
-    fair_esm_settings,
     from_transformers,
     to_transformers,
     transformers_config,
 )
-from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.weights import open_weights
 
 PUBLISHED = {
@@ -68,8 +67,8 @@ def test_names_that_mean_nothing_and_names_of_one_table_for_all() -> None:
 def test_settings_of_each_world_and_back(name: str, token_dropout: bool) -> None:
     base = vars(SIZES.get(name) or SMALL[name])
     config = EsmConfig(**base | {"token_dropout": token_dropout})
-    assert config_of_transformers(transformers_config(config)) == config
-    assert config_of_transformers(HfConfig(**transformers_config(config)).to_dict()) == config
+    assert config_of_transformers(EsmConfig, transformers_config(config)) == config
+    assert config_of_transformers(EsmConfig, HfConfig(**transformers_config(config)).to_dict()) == config
     keys = ["encoder.sentence_encoder.emb_layer_norm_before.weight"] * config.emb_layer_norm_before
     assert config_of_fair_esm(fair_esm_settings(config) | {"model": dict.fromkeys(keys)}) == config
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from outputs import everything
 
-from esmshard.batch import pack
+from esmshard.batch import TokenBatch, pack
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family import Family
@@ -20,7 +20,7 @@ from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.train.optimizer import adamw
-from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, encode
+from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, Track, encode
 
 TEXTS = ["MKTAYIAKQRQISFVKSHFSRQ", "M", RESIDUES * 2, STANDARD]
 EVERY = [CLS, *(n for n in range(VOCAB_SIZE) if n not in (CLS, EOS)), EOS]
@@ -53,9 +53,12 @@ def test_records_import_no_torch() -> None:
 def test_names_of_families_sizes_and_released_models_are_their_own() -> None:
     assert {name: family.name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
     sizes = [name for family in FAMILIES.values() for name in family.sizes]
-    kinds = [kind for family in FAMILIES.values() for kind in family.files.model_types]
+    files = [family.files for family in FAMILIES.values()]
+    kinds = [(kind, one.vocab_size) for one in files for kind in one.model_types]
     assert len(set(sizes)) == len(sizes)
     assert len(set(kinds)) == len(kinds)
+    shared = [kind for kind, _ in kinds if [other for other, _ in kinds].count(kind) > 1]
+    assert not any((kind, None) in kinds for kind in shared), "the size of the vocabulary decides"
 
 
 def test_sizes_belong_to_the_family_and_are_small_enough_to_test(family: Family) -> None:
@@ -83,6 +86,10 @@ def test_the_numbers_of_a_size_are_those_of_its_tensors(family: Family) -> None:
         assert total("lm_head.") == config.lm_head_parameters
         assert total("contact_head.") == config.n_maps + 1
         assert sum(map(total, model.never_learns)) == config.frozen_parameters
+        for track, starts in model.learns_with.items():
+            assert track in {track.name for track in family.tracks}
+            assert all(start.startswith(model.never_learns) for start in starts)
+            assert sum(map(total, starts)) == config.learned_with(track) > 0
         ends = {name: n for name, n in counts.items() if "." in name and "norm" in name.split(".")[0]}
         assert sum(ends.values()) == config.end_parameters
         assert sum(n for name, n in ends.items() if name.endswith("bias")) == config.end_biases
@@ -149,17 +156,17 @@ def test_no_protein_sees_another(family: Family) -> None:
     texts = [encode(text) for text in TEXTS[:2]]
     with_one, with_other = (everything(model, pack([*texts, encode(text)])) for text in ("ACDEFG", "WYVKLL"))
     own = slice(0, sum(map(len, texts)))
-    for one, other in zip([*with_one[0], with_one[1]], [*with_other[0], with_other[1]], strict=True):
+    for one, other in zip(with_one, with_other, strict=True):
         assert torch.equal(one[own], other[own])
         assert not torch.equal(one, other)
 
 
 def test_attention_in_a_padded_block_is_the_same(family: Family) -> None:
     model, batch = perturbed(smallest(family)), pack([encode(text) for text in TEXTS])
-    expected, contacts = everything(model, batch)[0][-1], predict_contacts(model, batch)
+    expected, contacts = everything(model, batch)[-2], predict_contacts(model, batch)
     for layer in model.layers:
         layer.self_attn.padded = True  # type: ignore[union-attr]
-    assert (everything(model, batch)[0][-1] - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
+    assert (everything(model, batch)[-2] - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
     for mine, other in zip(predict_contacts(model, batch), contacts, strict=True):
         assert (mine - other).abs().max() < 1e-5
 
@@ -167,10 +174,48 @@ def test_attention_in_a_padded_block_is_the_same(family: Family) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_near(family: Family, dtype: torch.dtype) -> None:
     batch = pack([encode(text) for text in TEXTS])
-    expected = everything(perturbed(smallest(family)), batch)[0][-1]
-    half = everything(perturbed(smallest(family)).to(dtype), batch)[0][-1]
+    expected = everything(perturbed(smallest(family)), batch)[-2]
+    half = everything(perturbed(smallest(family)).to(dtype), batch)[-2]
     assert half.dtype == dtype
     assert (half.float() - expected).square().mean().sqrt() < 0.03 * expected.square().mean().sqrt()
+
+
+TRACKS = [(family.name, track) for family in FAMILIES.values() for track in family.tracks]
+
+
+def entries(track: Track, residues: int, *, known: bool) -> np.ndarray:
+    """A track of one sequence; what is known of its residues is drawn at random."""
+    shape, draw = ((residues + 2, 3, 3) if track.kind == "coordinates" else (residues + 2,)), np.random.default_rng(0)
+    kind = {"letters": np.uint8, "coordinates": np.float32, "codes": np.int64}[track.kind]
+    found = np.full(shape, track.unknown, dtype=kind)
+    if known and track.kind == "coordinates":
+        found[1:-1] = 5 * draw.standard_normal((residues, 3, 3))
+    elif known:
+        found[1:-1] = draw.integers(0, track.n_codes or len(track.letters), residues)
+    return found
+
+
+@pytest.mark.parametrize(("name", "track"), TRACKS, ids=lambda one: getattr(one, "name", one))
+def test_a_track_is_read_and_its_absence_is_that_nothing_is_known(name: str, track: Track) -> None:
+    model = perturbed(smallest(FAMILIES[name]))
+    if track.kind == "letters":
+        assert len(set(track.letters)) == len(track.letters) <= track.unknown < 256
+
+    def rows(batch: TokenBatch) -> list[torch.Tensor]:
+        with torch.no_grad():
+            out = model(batch, range(model.config.n_layers + 1), torch.arange(batch.bounds[-1]))
+        return [*out.representations.values(), out.logits_PV]
+
+    tokens = [encode(text) for text in TEXTS]
+    known, unknown = ([{track.name: entries(track, len(text), known=k)} for text in TEXTS] for k in (True, False))
+    absent, same, other = rows(pack(tokens)), rows(pack(tokens, tracks=unknown)), rows(pack(tokens, tracks=known))
+    assert all(torch.equal(a, b) for a, b in zip(absent, same, strict=True))
+    assert (absent[-1] - other[-1]).abs().max() > 1e-3
+    bounds = pack(tokens).bounds
+    for n, one in enumerate(tokens):
+        alone = rows(pack([one], tracks=[known[n]]))
+        for mine, together in zip(alone, other, strict=True):
+            assert (mine - together[bounds[n] : bounds[n + 1]]).abs().max() < 1e-6 * max(10, mine.abs().max())
 
 
 def test_every_token_can_be_read_and_the_logits_are_finite_in_half_precision(family: Family) -> None:

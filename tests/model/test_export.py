@@ -16,7 +16,7 @@ from transformers import EsmForMaskedLM
 
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_layouts import TIED, to_transformers
+from esmshard.model.families.esm_layouts import TIED, to_transformers
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import export, hub, open_weights
 

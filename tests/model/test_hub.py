@@ -429,7 +429,7 @@ def test_a_local_path_of_that_name_comes_first(mine: Hub, model: Path) -> None:
     ("changes", "reason"),
     [
         ({"model_type": "bert"}, "model_type is 'bert' and not one of 'esm'"),
-        ({"vocab_size": 446}, "vocab_size is 446, as of a SaProt"),
+        ({"vocab_size": 64}, "vocab_size is 64, not 33 (ESM-2) or 446 (SaProt)"),
         ({"is_folding_model": True}, "it is an ESMFold"),
         ({"layer_norm_eps": 1e-12}, "layer_norm_eps is 1e-12, not 1e-05"),
     ],
@@ -605,7 +605,8 @@ def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> N
 
 def test_the_released_names() -> None:
     owners = {name: {one.repository.split("/")[0] for one in f.released.values()} for name, f in FAMILIES.items()}
-    assert owners == {"esm2": {"facebook"}, "esmc": {"biohub"}, "esm3": {"biohub"}, "amplify": {"chandar-lab"}}
+    known = {"esm2": {"facebook"}, "esmc": {"biohub"}, "esm3": {"biohub"}, "amplify": {"chandar-lab"}}
+    assert owners == known | {"saprot": {"westlake-repl"}}
     assert len(FAMILIES["esm2"].released) == 12
     assert released_name("esm2_t6_8M_UR50D") == released_name("facebook/esm2_t6_8M_UR50D") == "esm2_t6_8M_UR50D"
     assert released_name("biohub/ESMC-300M") == "esmc_300m"

@@ -12,8 +12,8 @@ from model_files import TINY, fair_esm, write_fair_esm
 from safetensors.torch import save_file
 
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_config import SIZES as ESM2_SIZES
-from esmshard.model.families.esm2.esm2_layouts import TIED, to_transformers
+from esmshard.model.families.esm_layouts import TIED, to_transformers
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 
 State = dict[str, torch.Tensor]
@@ -22,7 +22,7 @@ State = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def reference() -> FairEsm:
     """Of the size `nano`."""
-    assert ESM2_SIZES["nano"] == TINY
+    assert SIZES["nano"] == TINY
     return fair_esm(TINY)
 
 
@@ -90,16 +90,17 @@ def test_a_safetensors_file_without_its_configuration(state: State, tmp_path: Pa
 
 
 def test_the_sizes_that_fit_are_of_the_same_family(tmp_path: Path) -> None:
-    """ESM-1b, ESM-1v and ESM-2 650M have as many layers of one width; names of tensors tell them apart."""
+    """ESM-1b, ESM-1v, ESM-2 650M and SaProt 650M have as many layers of one width; names of tensors, and the rows of
+    the embedding, tell them apart.
+    """
     from esmshard.model.weights import state_dicts
 
     def empty(size: str) -> State:
-        return {
-            name: torch.empty(shape, device="meta") for name, shape in open_weights.shapes(ESM2_SIZES[size]).items()
-        }
+        return {name: torch.empty(shape, device="meta") for name, shape in open_weights.shapes(SIZES[size]).items()}
 
     assert state_dicts.sizes_of(empty("esm2_t33_650M_UR50D")) == ["esm2_t33_650M_UR50D"]
     assert state_dicts.sizes_of(empty("esm1b_t33_650M_UR50S")) == ["esm1b_t33_650M_UR50S"]
+    assert state_dicts.sizes_of(empty("saprot_650m_pdb")) == ["saprot_650m_af2", "saprot_650m_pdb"]
     # An ESM-1v has all names of tensors that an ESM-1b has, but two.
     assert [f"esm1v_t33_650M_UR90S_{n}" for n in range(1, 6)] == [
         size for size in state_dicts.sizes_of(empty("esm1v_t33_650M_UR90S_1")) if size.startswith("esm1v")
@@ -110,6 +111,11 @@ def test_tensors_of_another_size_say_so(state: State, tmp_path: Path) -> None:
     file = saved(state, tmp_path / "w.pt")
     said = refusal(f"{file}@esm2_t6_8M_UR50D", file)
     assert f"has 2 layers of width 32, and esm2_t6_8M_UR50D has 6 of 320; give {file}@nano" in said
+
+
+def test_tensors_of_another_vocabulary_say_so(state: State, tmp_path: Path) -> None:
+    file = saved(state, tmp_path / "w.pt")
+    assert "embed_tokens.weight is [33, 32], [446, 32] was expected" in refusal(f"{file}@saprot_nano", file)
 
 
 def test_a_size_that_is_none(state: State, tmp_path: Path) -> None:

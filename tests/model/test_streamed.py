@@ -7,7 +7,7 @@ import torch
 from model_files import SMALL, fair_esm, ours, tokenise
 
 from esmshard.model.contacts import ContactAccumulator
-from esmshard.model.families.esm2.esm2_layouts import TIED
+from esmshard.model.families.esm_layouts import TIED
 from esmshard.model.weights.export import few
 from esmshard.model.weights.streamed import streamed
 

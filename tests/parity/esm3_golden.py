@@ -1,4 +1,4 @@
-"""Makes `tests/golden/esm3.safetensors`: what the authors' ESM3 says of two proteins, each alone, with weights by name.
+"""Makes `tests/golden/esm3.safetensors`: what the authors' ESM3 says of proteins, each alone, with weights by name.
 
 Run it where the package `esm` is Biohub's (3.4.1.post1 made the file), and not fair-esm, which has the same name:
 
@@ -16,6 +16,7 @@ import types
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,10 @@ TOKENS = [[0, 20, 15, 32, 11, 5, 24, 2], [0, 19, 2]]
 """`<cls> M K <mask> T A X <eos>` and `<cls> Y <eos>`."""
 TARGETS = [[0, 20, 15, 7, 11, 5, 24, 2], [0, 19, 2]]
 """What the cross-entropy, summed over all tokens of both, asks for."""
+STRUCTURED = [[0, 20, 15, 32, 11, 5, 24, 7, 19, 4, 2], [0, 19, 6, 2], [0, 9, 12, 32, 5, 2]]
+"""Proteins with coordinates and structure tokens (`structures`), whose tokens are their own targets."""
+UNKNOWN = 4096
+"""The structure token of a residue whose structure is unknown."""
 PLACES = 24
 """Numbers of each gradient that are kept: those that are largest, and as many at equal distances."""
 
@@ -50,6 +55,52 @@ def places(gradient: torch.Tensor) -> torch.Tensor:
     return torch.cat((largest, spread)).int()
 
 
+def structures() -> list[dict[str, np.ndarray]]:
+    """Return coordinates and structure tokens of the tokens of STRUCTURED.
+
+    The first protein lacks a residue and an atom of another, and the structure token of a third; of the second nothing
+    is known; the third lies elsewhere.
+    """
+    numbers, found = np.random.RandomState(5), []
+    for n, tokens in enumerate(STRUCTURED):
+        alpha = 3.8 * numbers.standard_normal((len(tokens), 1, 3)).cumsum(0)
+        coordinates = (alpha + 1.4 * numbers.standard_normal((len(tokens), 3, 3))).astype(np.float32) + 20 * n
+        codes = numbers.randint(0, UNKNOWN, len(tokens)).astype(np.int64)
+        coordinates[[0, -1]], codes[[0, -1]] = np.nan, UNKNOWN
+        if n == 0:
+            coordinates[3], coordinates[7, 0, 2], codes[5] = np.nan, np.nan, UNKNOWN
+        if n == 1:
+            coordinates[:], codes[:] = np.nan, UNKNOWN
+        found.append({"coordinates": coordinates, "structure_tokens": codes})
+    return found
+
+
+def answers(model: Any, inputs: Sequence[dict[str, torch.Tensor]], targets: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return representations and logits of proteins, each alone, end to end, and all gradients of their loss."""
+    hidden: list[torch.Tensor] = []
+    handles = [model.transformer.blocks[0].register_forward_pre_hook(lambda block, inputs: hidden.append(inputs[0]))]
+    for part in (*model.transformer.blocks[:-1], model.transformer.norm):
+        handles.append(part.register_forward_hook(lambda part, inputs, output: hidden.append(output)))
+    found: dict[str, list[torch.Tensor]] = {}
+    loss = torch.zeros(())
+    for one, wanted in zip(inputs, targets, strict=True):
+        hidden.clear()
+        logits = model(**{name: values[None] for name, values in one.items()}).sequence_logits[0]
+        for n, x in enumerate(hidden):
+            found.setdefault(f"layer.{n}", []).append((x[0] if isinstance(x, tuple) else x)[0].detach())
+        found.setdefault("logits", []).append(logits.detach())
+        loss = loss + torch.nn.functional.cross_entropy(logits, torch.tensor(wanted), reduction="sum")
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    loss.backward()
+    stored: dict[str, Any] = {name: torch.cat(parts) for name, parts in found.items()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.any():
+            stored[f"gradient.{name}"] = parameter.grad.flatten()
+    return stored
+
+
 def main(out: Path, whole: bool) -> None:
     """Run the authors' model, and write its numbers."""
     from esm.models.esm3 import ESM3
@@ -59,27 +110,18 @@ def main(out: Path, whole: bool) -> None:
     nothing = dict.fromkeys(("structure_encoder_fn", "structure_decoder_fn", "function_decoder_fn"))
     model = ESM3(**SIZES, **nothing, tokenizers=tokenizers).eval()  # type: ignore[call-arg]
     model.load_state_dict(weights({name: tensor.shape for name, tensor in model.state_dict().items()}))
-    hidden: list[torch.Tensor] = []
-    model.transformer.blocks[0].register_forward_pre_hook(lambda block, inputs: hidden.append(inputs[0]))
-    for block in model.transformer.blocks[:-1]:
-        block.register_forward_hook(lambda block, inputs, output: hidden.append(output))
-    model.transformer.norm.register_forward_hook(lambda norm, inputs, output: hidden.append(output))
-    found: dict[str, list[torch.Tensor]] = {}
-    loss = torch.zeros(())
-    for tokens, targets in zip(TOKENS, TARGETS, strict=True):
-        hidden.clear()
-        logits = model(sequence_tokens=torch.tensor([tokens])).sequence_logits[0]
-        for n, x in enumerate(hidden):
-            found.setdefault(f"layer.{n}", []).append((x[0] if isinstance(x, tuple) else x)[0].detach())
-        found.setdefault("logits", []).append(logits.detach())
-        loss = loss + torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="sum")
-    loss.backward()
-    stored = {name: torch.cat(parts) for name, parts in found.items()}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and parameter.grad.any():
-            flat = parameter.grad.flatten()
-            at = torch.arange(len(flat), dtype=torch.int32) if whole else places(flat)
-            stored |= {f"places.{name}": at, f"gradient.{name}": flat[at.long()]}
+    stored = answers(model, [{"sequence_tokens": torch.tensor(tokens)} for tokens in TOKENS], TARGETS)
+    inputs = []
+    for tokens, one in zip(STRUCTURED, structures(), strict=True):
+        known = {"structure_coords": one["coordinates"], "structure_tokens": one["structure_tokens"]}
+        given = {name: torch.from_numpy(values) for name, values in known.items()}
+        unknown = np.isnan(one["coordinates"]).all()
+        inputs.append({"sequence_tokens": torch.tensor(tokens)} | ({} if unknown else given))
+    structured = answers(model, inputs, STRUCTURED)
+    stored |= {f"structures.{name}": tensor for name, tensor in structured.items()}
+    for name in [name for name in stored if "gradient." in name]:
+        at = torch.arange(len(stored[name]), dtype=torch.int32) if whole else places(stored[name])
+        stored |= {name.replace("gradient.", "places."): at, name: stored[name][at.long()]}
     if whole:
         stored |= {f"state.{name}": tensor for name, tensor in model.state_dict().items()}
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -5,7 +5,7 @@ is off its initial value: norms that are 1 and biases that are 0 would hide an e
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from esm3_golden import TARGETS, TOKENS, weights
+from esm3_golden import STRUCTURED, TARGETS, TOKENS, structures, weights
 from outputs import everything
 from plan_model import counted_numbers
 from safetensors import safe_open
@@ -68,22 +68,33 @@ def model_of(source: Path) -> Trunk:
     return open_weights.build(found, torch.device("cpu")).eval()
 
 
-def tokens(sequences: list[list[int]]) -> TokenBatch:
+def tokens(sequences: Sequence[Sequence[int]]) -> TokenBatch:
     return pack([np.array(one, dtype=np.uint8) for one in sequences])
 
 
-def compare_with(golden: Mapping[str, torch.Tensor], model: Trunk) -> tuple[float, float]:
-    """The largest difference of outputs, and of gradients relative to the largest number of a tensor."""
-    batch, worst, relative = tokens(TOKENS), 0.0, 0.0
+def structured() -> TokenBatch:
+    """The proteins with coordinates and structure tokens."""
+    return pack([np.array(one, dtype=np.uint8) for one in STRUCTURED], tracks=structures())
+
+
+def compare_with(golden: Mapping[str, torch.Tensor], model: Trunk, tracks: bool = False) -> tuple[float, float]:
+    """The largest difference of outputs, and of gradients relative to the largest number of a tensor.
+
+    With `tracks`, of proteins with coordinates and structure tokens.
+    """
+    batch, targets, worst, relative = tokens(TOKENS), TARGETS, 0.0, 0.0
+    if tracks:
+        batch, targets = structured(), STRUCTURED
+        start = "structures."
+        golden = {name.removeprefix(start): tensor for name, tensor in golden.items() if name.startswith(start)}
     names = [*(f"layer.{n}" for n in range(NANO.n_layers + 1)), "logits"]
-    layers, logits = everything(model, batch)
-    for name, mine in zip(names, [*layers, logits], strict=True):
+    for name, mine in zip(names, everything(model, batch), strict=True):
         assert golden[name].abs().max() > 0.5
         assert mine.shape == golden[name].shape
         worst = max(worst, float((mine - golden[name]).abs().max()))
     logits = model(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
     assert logits is not None
-    F.cross_entropy(logits, torch.tensor([*chain(*TARGETS)]), reduction="sum").backward()
+    F.cross_entropy(logits, torch.tensor([*chain(*targets)]), reduction="sum").backward()
     mine_by_name = {name: parameter.grad for name, parameter in model.named_parameters()}
     learned = set()
     for stored, theirs in golden.items():
@@ -96,10 +107,9 @@ def compare_with(golden: Mapping[str, torch.Tensor], model: Trunk) -> tuple[floa
             difference = (flat[golden[f"places.{key}"].long()] - theirs).abs().max() / theirs.abs().max()
             relative = max(relative, float(difference))
             learned |= set(names)
-    never = ESM3.never_learns
-    assert {name for name in mine_by_name if not name.startswith(never)} == {
-        name for name in learned if not name.startswith(never)
-    }, "every parameter that learns is compared"
+    some = tuple(start for starts in ESM3.learns_with.values() for start in starts) if tracks else ()
+    learns = {name for name in mine_by_name if not name.startswith(ESM3.never_learns) or name.startswith(some)}
+    assert learns == learned & learns, "every parameter that learns is compared"
     return worst, relative
 
 
@@ -112,17 +122,15 @@ def test_every_layer_the_logits_and_gradients_are_those_of_the_authors(repositor
 def test_other_tracks_and_attention_over_frames_have_the_parts_that_they_should(repository: Path) -> None:
     """Without coordinates nothing depends on geometric attention; ends of a protein have structure tokens of ends."""
     model = model_of(repository)
-    before, logits = everything(model, tokens(TOKENS))
+    before = everything(model, tokens(TOKENS))
     with torch.no_grad():
         for parameter in [*model.geom_attn.parameters(), *model.other_heads.parameters()]:  # type: ignore[union-attr]
             parameter.add_(1)
-    layers, logits_after = everything(model, tokens(TOKENS))
-    assert all(torch.equal(mine, other) for mine, other in zip(before, layers, strict=True))
-    assert torch.equal(logits, logits_after)
+    assert all(torch.equal(mine, other) for mine, other in zip(before, everything(model, tokens(TOKENS)), strict=True))
     table = model.other_tracks.structure_tokens_embed.weight  # type: ignore[union-attr]
     with torch.no_grad():
         table[4098] += 1  # type: ignore[operator,index]
-    moved = everything(model, tokens(TOKENS))[0][0] - before[0]
+    moved = everything(model, tokens(TOKENS))[0] - before[0]
     assert torch.equal(moved.abs().sum(1) > 0.5, tokens(TOKENS).tokens_T == 0)
 
 

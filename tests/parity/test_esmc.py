@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from model_files import tokenise
 from outputs import everything
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, EsmcConfig, EsmcForMaskedLM
 
 from esmshard.batch import TokenBatch
@@ -56,7 +57,7 @@ def model(saved: Saved) -> Trunk:
 
 
 def test_every_layer_and_the_logits_are_those_of_transformers(saved: Saved, model: Trunk) -> None:
-    layers, logits = everything(model, saved.batch)
+    *layers, logits = everything(model, saved.batch)
     kept = saved.block != 1
     with torch.no_grad():
         theirs = saved.theirs(saved.block, attention_mask=kept.long(), output_hidden_states=True)
@@ -94,8 +95,10 @@ def test_transformers_reads_what_consolidate_writes(saved: Saved, tmp_path: Path
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for name, tensor in saved.theirs.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
-    tokens = AutoTokenizer.from_pretrained(out)(RESIDUES + "<mask>")["input_ids"]
-    assert tokens == [0, *encode(RESIDUES)[1:-1].tolist(), 32, 2]
+    expected = [0, *encode(RESIDUES)[1:-1].tolist(), 32, 31, 2]
+    assert AutoTokenizer.from_pretrained(out)(RESIDUES + "<mask>|")["input_ids"] == expected
+    # The class has a vocabulary of its own; other programs take that of the file.
+    assert Tokenizer.from_file(str(out / "tokenizer.json")).encode(RESIDUES + "<mask>|").ids == expected
 
 
 def test_sizes_are_those_of_the_released_models() -> None:

@@ -20,8 +20,8 @@ from esmshard.batch import TokenBatch
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_layouts import TIED, to_transformers, transformers_config
 from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm_layouts import TIED, to_transformers, transformers_config
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import load_model
 

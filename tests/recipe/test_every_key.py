@@ -78,6 +78,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "mask.fasta").write_text("\n".join(masks) + "\n")
     (found / "clusters.tsv").write_text("\n".join(clusters) + "\n")
     (found / "recipe.yaml").write_text(TEXT)
+    letters = (found / "train.fasta").read_text() + (found / "valid.fasta").read_text()  # amino acids will do
+    (found / "letters.fasta").write_text(letters)
     (found / "other.fasta").write_text("".join(f">{k}\n{'MKTAYIAKQR' * 3}\n" for k in "abc"))
     write_variants(found)
     return found
@@ -283,6 +285,12 @@ def goes_elsewhere(recipe: Recipe) -> bool:
     return (Path.cwd() / "elsewhere" / "metrics.jsonl").exists()
 
 
+def known_residues(recipe: Recipe) -> int:
+    """Of how many residues of the training records something besides the amino acid is known."""
+    train = prepare(recipe, 1, 1, CPU).train
+    return sum(int((values < 20).sum()) for n in range(len(train)) for values in train.get(n).tracks.values())
+
+
 def timeouts(recipe: Recipe) -> list[dict[str, Any]]:
     """What watches over the processes gets to know."""
     found: list[dict[str, Any]] = []
@@ -368,6 +376,7 @@ KEYS = {
     "data.target": Key(labels, "[z]", SEQUENCE),
     "data.id_column": Key(labels, "other_id", SEQUENCE),
     "data.mask": Key(targets, "mask.fasta", RESIDUE),
+    "data.tracks": Key(known_residues, "{3di: letters.fasta}", ("model.name=saprot_nano",)),
     "data.folds": Key(records("test"), "3", ("data.fold=0",)),
     "data.fold": Key(records("test"), "1", ("data.folds=3", "data.fold=0")),
     "data.clusters": Key(records("test"), "clusters.tsv", ("data.folds=3", "data.fold=0")),

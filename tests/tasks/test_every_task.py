@@ -8,12 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from model_files import TINY, fair_esm, ours, perturb
 
+from esmshard.data.batching.loader import Example
 from esmshard.data.splits.recipe_splits import open_split
+from esmshard.errors import UsageError
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.weights import open_weights
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings, Recipe
-from esmshard.tasks.base import Task, collate
+from esmshard.tasks.base import Inputs, Task, collate
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.registry import TASKS, new_task, registered
 
@@ -84,3 +89,53 @@ def test_every_task_fulfils_the_base(name: str) -> None:
         assert by_name or base is None
         for baseline_rows in by_name.values():
             assert task.columns[0] in task.summary(baseline_rows)
+
+
+def with_letters(example: Example, shift: int) -> Example:
+    """A record with made-up structure letters."""
+    letters = (np.arange(len(example.tokens)) * 7 + shift) % 20
+    return replace(example, tracks={"3di": letters.astype(np.uint8)})
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_and_its_baselines_read_tracks(name: str) -> None:
+    """On a SaProt, of which every output of a frozen model depends on the letters."""
+    recipe = shipped_recipe(name)
+    train = open_split(recipe, "train", new_task(recipe.task, {}).labels)
+    task: Any = new_task(recipe.task, {}).learn(train)
+    shortest = [train.get(int(n)) for n in np.argsort(train.tokens, kind="stable")[:12]]
+    config = SIZES["saprot_nano"]
+    model = FineTuner(open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")), task.head(config)).eval()
+    perturb(model, deviation=0.3)
+    outputs, fitted, base_outputs = [], [], []
+    for shift in (0, 1):
+        model.remembered.clear()  # a run has one set of tracks
+        examples = [with_letters(example, shift) for example in shortest]
+        batch, _ = collate(task, examples)
+        assert batch.tracks["3di"].tolist()[: len(examples[0].tokens)] == examples[0].tracks["3di"].tolist()
+        questions = [task.question(example) for example in examples]
+        outputs.append([*model.outputs(questions), *model.outputs([task.inputs(example) for example in examples])])
+        known = task.baselines(examples, model)
+        fitted.append(known)
+        # No weight of these is 0, as L1 may have made them on twelve records.
+        rough = {key: array + 0.1 if array.dtype.kind == "f" else array for key, array in fitted[0].items()}
+        found = task.baseline_outputs(examples[0], rough, model)
+        base_outputs.append({name: found[name] for name in task.of_base})
+    for before, after in zip(*outputs, strict=True):
+        assert not np.allclose(before, after, atol=1e-6)
+    for baseline in task.of_base:
+        one, other = (found[baseline] for found in base_outputs)
+        assert not np.array_equal(one, other), baseline
+    for key in known:
+        if key.startswith(("zero-shot.log_p", "frozen embedding")) and key.endswith(("log_p", "weight")):
+            assert not np.array_equal(fitted[0][key], fitted[1][key]), key
+
+
+def test_a_task_that_leaves_out_tracks_is_told_so() -> None:
+    """A task of another package may have been written before there were tracks."""
+    recipe = shipped_recipe("mlm")
+    task = new_task(recipe.task, {})
+    example = with_letters(open_split(recipe, "train", task.labels).get(0), 0)
+    forgetful = type("Forgetful", (type(task),), {"inputs": lambda _, example: Inputs(example.tokens, np.zeros(1))})
+    with pytest.raises(UsageError, match="task mlm: its method inputs leaves out the tracks of records; pass tracks="):
+        collate(forgetful(recipe.task, {}), [example])

@@ -59,7 +59,7 @@ def planted(trunk: ESM2, example: Example, rng: np.random.Generator) -> npt.NDAr
 def test_the_features_of_a_pair_are_those_of_the_reference(trunk: ESM2) -> None:
     (example,) = examples(1)
     i, j = np.triu_indices(30, 6)
-    found = unsupervised.pair_features(trunk, example.tokens, i, j)
+    found = unsupervised.pair_features(trunk, example, i, j)
     assert found.shape == (len(i), N_MAPS)
     assert found.dtype == np.float32
     assert np.abs(found - maps_of(trunk, example.tokens)[i, j]).max() <= 1e-6
@@ -228,7 +228,7 @@ def test_probe_puts_the_fit_into_the_attention_head(trunk: ESM2, labelled: list[
     expected = maps_of(trunk, labelled[0].tokens) @ weight_C + bias
     found = FineTuner(trunk, head).outputs([task.inputs(labelled[0])])[0]
     assert np.abs(found - expected).max() <= 1e-4
-    assert np.abs(unsupervised.logits(trunk, labelled[0].tokens, weight_C, bias) - expected).max() <= 1e-4
+    assert np.abs(unsupervised.logits(trunk, labelled[0], weight_C, bias) - expected).max() <= 1e-4
 
 
 def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, labelled: list[Example]) -> None:

@@ -79,11 +79,12 @@ def _weights(recipe: Recipe) -> Iterator[Finding]:
 def _data(recipe: Recipe) -> Iterator[Finding]:
     """Check whether the splits can be opened. FASTA files are read into the cache, as the run would do."""
     from esmshard.data.splits.recipe_splits import open_split
+    from esmshard.planner.recipe_plan import planned_tracks
 
     counts: dict[str, int] = {}
     for name in ("train", "valid", "test"):
         try:
-            counts[name] = len(open_split(recipe, name, None))
+            counts[name] = len(open_split(recipe, name, None, planned_tracks(recipe)))
         except (InputError, OSError) as error:
             raise InputError(f"{name}: {error}") from None
     found = ", ".join(f"{name} {count:,}" for name, count in counts.items())
@@ -136,11 +137,11 @@ def _on_cpu(recipe: Recipe, processes: int, nodes: int) -> Iterator[Finding]:
     from esmshard.data.splits.recipe_splits import in_tokens, open_split
     from esmshard.launch.process_group import precision_on
     from esmshard.planner import memory_model
-    from esmshard.planner.recipe_plan import MicroBatches, model_numbers
+    from esmshard.planner.recipe_plan import MicroBatches, model_numbers, planned_tracks
     from esmshard.sharding.layout import layout
     from esmshard.train.token_budget import RESERVED
 
-    device, train = torch.device("cpu"), open_split(recipe, "train", None)
+    device, train = torch.device("cpu"), open_split(recipe, "train", None, planned_tracks(recipe))
     recipe = in_tokens(recipe, train)
     precision = precision_on(device, recipe.parallel.precision)
     laid_out = layout(recipe.parallel, processes * nodes, processes, precision)

@@ -234,7 +234,7 @@ def _read_by(recipe: Path | None, resolved: Recipe) -> list[str]:
     """Return the paths that a run reads, without names of samples and released models."""
     data = resolved.data
     paths = [data.train, data.valid, data.test, data.labels, data.mask, data.clusters, data.table, data.wild_type]
-    paths += [resolved.model.name, _absolute(str(recipe)) if recipe else None]
+    paths += [*(data.tracks or {}).values(), resolved.model.name, _absolute(str(recipe)) if recipe else None]
     return [path for path in paths if path is not None and path.startswith("/")]
 
 

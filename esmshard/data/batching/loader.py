@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -38,6 +38,22 @@ class Labels(Protocol):
         """
 
     def __getitem__(self, n: int) -> Mapping[str, npt.NDArray[Any]]: ...
+
+
+class Tracks(Protocol):
+    """What models read of the residues of the records of a store besides amino acids."""
+
+    @property
+    def digest(self) -> str:
+        """A digest of all values."""
+
+    def get(self, n: int, part: slice) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the arrays of some residues of record n by the name of the track, [L + 2, ...]: with an entry for
+        `<cls>` and for `<eos>`.
+        """
+
+    def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
+        """Return sentences on what is known of some records."""
 
 
 class Store(Protocol):
@@ -78,6 +94,9 @@ class Example:
     draw: str = FIXED
     """The text that random choices are derived from, together with the id: seed and epoch in training, FIXED otherwise.
     """
+    tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What is known of each token besides, [L + 2, ...] by the name of the track (`esmshard.vocab.Track`), cropped with
+    the tokens."""
 
 
 class Examples:
@@ -117,6 +136,8 @@ class Examples:
         """Sentences about data that were changed or left out while reading."""
         self.labels = labels
         """Labels of all records of the store."""
+        self.tracks: Tracks | None = None
+        """Tracks of all records of the store; see `add_tracks`."""
         self._seed = seed
         self._crop: int | None = None
         # Record and first residue of each example, [E]; None if every example is a record from its first residue on.
@@ -145,8 +166,17 @@ class Examples:
 
     @property
     def digest(self) -> str:
-        """A digest of the sequences, their order and the choice of members."""
-        return self._digest or self.store.digest
+        """A digest of the sequences with their tracks, their order and the choice of members."""
+        found = self._digest or self.store.digest
+        if self.tracks is None:
+            return found
+        return hashlib.sha256(f"{found} {self.tracks.digest}".encode()).hexdigest()
+
+    def add_tracks(self, tracks: Tracks) -> None:
+        """Let every example have its part of the tracks, and say in the notices what is known."""
+        self.tracks = tracks
+        records_M = np.arange(len(self.store)) if self._record_E is None else np.unique(self._record_E)
+        self.notices += tracks.notices(records_M)
 
     def get(self, n: int, epoch: int | None = None) -> Example:
         """Return example n as it is trained on in an epoch. Without an epoch, nothing is cropped at random.
@@ -169,7 +199,8 @@ class Examples:
             if self.labels is not None and self.labels.per_residue:
                 labels = {name: values[window] for name, values in labels.items()}
         tokens = np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")
-        return Example(record_id, tokens, labels, FIXED if epoch is None else f"{self._seed}:{epoch}")
+        tracks = {} if self.tracks is None else self.tracks.get(record, window or slice(None))
+        return Example(record_id, tokens, labels, FIXED if epoch is None else f"{self._seed}:{epoch}", tracks)
 
     def id(self, n: int) -> str:
         """Return the id of example n, without reading its tokens."""

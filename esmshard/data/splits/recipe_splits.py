@@ -1,7 +1,7 @@
 """Opens the splits of a recipe. No torch."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from esmshard.data.splits.variant_records import open_variants
 from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
+from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
@@ -23,7 +24,7 @@ from esmshard.recipe.sections import Recipe
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
 
-def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples:
+def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Sequence[TrackFile] = ()) -> Examples:
     """Open one split: tokens (ingested on first use) and labels. Only training records are cropped.
 
     Under cross-validation, the test set is one part of the training file. If the recipe names this file for validation,
@@ -34,14 +35,15 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples
         recipe: the recipe as loaded.
         name: train, valid or test.
         labels: opens the labels of a FASTA file and its records; None if only the sequences are needed.
+        tracks: the tracks of the recipe (`esmshard.tasks.finetuner.tracks_of`).
     """
     data, seed = recipe.data, recipe.train.seed
     if recipe.task.reads_table:
-        return open_variants(data, name, alone=recipe.task.wild_type_alone)
+        return open_variants(data, name, alone=recipe.task.wild_type_alone, tracks=tracks)
     valid_is_part = data.valid == data.train
     divided = data.folds is not None and (name != "valid" or valid_is_part)
     path = recipe_file.sample(getattr(data, "train" if divided else name))
-    fasta, tokens = _records(path)
+    fasta, tokens, outer = _records(path, tracks)
     found = None if labels is None else labels(fasta, tokens, data)
     members_N, notices = members(data, name, path, fasta, tokens)
     digest = tokens.digest
@@ -57,10 +59,14 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None) -> Examples
         how |= {"long": data.long, "max_length": data.max_length, "seed": seed}
     examples = Examples(name, path, tokens, found, **how)
     examples.notices += notices
+    if outer:
+        examples.add_tracks(record_tracks(outer, tokens))
     return examples
 
 
-def open_tested(source: str, file: str | None, recipe: Recipe, labels: OpenLabels) -> Examples:
+def open_tested(
+    source: str, file: str | None, recipe: Recipe, labels: OpenLabels, tracks: Sequence[TrackFile] = ()
+) -> Examples:
     """Open labelled records for a test of a model. They are no split of the recipe.
 
     Args:
@@ -68,9 +74,10 @@ def open_tested(source: str, file: str | None, recipe: Recipe, labels: OpenLabel
         file: the file of the labels, if they are not in the records or beside them.
         recipe: the recipe of the model.
         labels: opens the labels of a FASTA file and its records.
+        tracks: the tracks of the records.
     """
     path = recipe_file.sample(source)
-    fasta, tokens = _records(path)
+    fasta, tokens, outer = _records(path, tracks)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
     examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
     if others := marked_otherwise("test", path, tokens):
@@ -78,18 +85,21 @@ def open_tested(source: str, file: str | None, recipe: Recipe, labels: OpenLabel
             f"all its records are scored, whatever SET= in its headers says ({others}); `esmshard split {path} -o DIR "
             "--by given` writes those of the test set to DIR/test.fasta"
         )
+    if outer:
+        examples.add_tracks(record_tracks(outer, tokens))
     return examples
 
 
-def _records(path: Path) -> tuple[Path, TokenStore]:
-    """Return the FASTA file that a data path means, and its records. For structures, the FASTA file
-    is made from them.
+def _records(path: Path, tracks: Sequence[TrackFile]) -> tuple[Path, TokenStore, list[TrackFile]]:
+    """Return the FASTA file that a data path means, its records, and tracks with a path each (`outside`). For
+    structures, the FASTA file is made from them.
     """
+    sequences, outer = outside(path, tracks)
     fasta = structure_folder.cached_split(path) if structure_folder.holds_structures(path) else path
-    tokens = cached(fasta)
+    tokens = cached(fasta if sequences == path else sequences)
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
-    return fasta, tokens
+    return fasta, tokens, outer
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:

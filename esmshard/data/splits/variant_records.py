@@ -4,6 +4,7 @@ each set.
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
 from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.tables import counted, first_three
+from esmshard.data.tracks.track_files import TrackFile, outside, protein_tracks
 from esmshard.data.variants.mutations import Variants, read_variants
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
@@ -101,18 +103,22 @@ class VariantLabels:
         return {"target": self.target_NT[n]}
 
 
-def open_variants(data: DataSettings, name: str, *, alone: bool) -> Examples:
+def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequence[TrackFile] = ()) -> Examples:
     """Open one split of the table that a recipe names. `train` has the notices about the whole table.
 
     Args:
         data: data section of a recipe with task `variant`.
         name: train, valid or test.
         alone: whether the model sees the wild type only, so that a variant takes the room of one residue.
+        tracks: the tracks of the wild type, which its variants have too.
 
     Raises:
         InputError: table or wild type cannot be read, do not fit each other, or cannot be divided by the recipe's
             split.
     """
+    assert data.wild_type is not None
+    fasta, outer = outside(recipe_file.sample(data.wild_type), tracks)
+    data = data.model_copy(update={"wild_type": str(fasta)})
     variants = table_of(data)
     fold_N, notices = divide(data)
     set_N = fold_N
@@ -132,7 +138,9 @@ def open_variants(data: DataSettings, name: str, *, alone: bool) -> Examples:
     examples.beside = len(wild_type) + 2
     if alone:
         examples.tokens = np.full(len(examples), 3, dtype=np.int32)
-    examples.notices = [*variants.notices, *notices] if name == "train" else []
+    if outer:
+        examples.add_tracks(protein_tracks(outer, fasta).part(first, len(wild_type)))
+    examples.notices = [*variants.notices, *notices, *examples.notices] if name == "train" else []
     return examples
 
 
@@ -169,7 +177,7 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 
 def table_of(data: DataSettings) -> Variants:
     """Read the table of a recipe. It is read again only when the table or the wild type has changed."""
-    same = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None})
+    same = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
     paths = [recipe_file.sample(name) for name in (data.table, data.wild_type) if name is not None]
     return _read(same, tuple(sha256(path) if path.is_file() else "" for path in paths))
 

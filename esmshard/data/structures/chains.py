@@ -66,12 +66,15 @@ class Chain:
     """Letters of `vocab.RESIDUES`, unresolved residues too."""
     cb_L3: npt.NDArray[np.float32]
     """Cb in Angstrom, NaN where the atoms that give it are missing."""
+    backbone_L33: npt.NDArray[np.float32]
+    """N, CA and C in Angstrom, NaN where an atom is missing."""
 
 
 def read_chains(
     path: Path,
     *,
     chains: Collection[str] | None = None,
+    every: bool = False,
     cb: Cb = "virtual",
     min_plddt: float | None = None,
     edits: Edits | None = None,
@@ -82,13 +85,14 @@ def read_chains(
         path: the file; its ending decides the format.
         chains: the author's names of the chains to read, all of them kept; by default every protein chain, and of
             those with one sequence the first.
+        every: also return short chains, and chains that have the sequence of another chain.
         cb: `virtual` places Cb by ideal geometry from N, CA and C, glycine's too, as the contact notebook of fair-esm
             does; `real` takes the Cb atom, and CA for glycine.
         min_plddt: residues whose B-factor, which in predicted structures is pLDDT, is lower lose their coordinates.
         edits: collects what was changed and left out.
 
     Returns:
-        The chains in file order; none if no protein chain has ten residues with coordinates.
+        The chains in file order; without `every`, none if no protein chain has ten residues with coordinates.
 
     Raises:
         InputError: naming the file, and line or residue, of what cannot be read, or the chain that is not there.
@@ -118,9 +122,9 @@ def read_chains(
             raise InputError(f"{path}: chain name {chain.name!a} has characters that no id can have; rename the chain")
         about = Edits()
         result = _chain(path, chain, chain_id, letters, entry, cb, min_plddt, about)
-        if (~np.isnan(result.cb_L3[:, 0])).sum() < FEWEST:
+        if not every and (~np.isnan(result.cb_L3[:, 0])).sum() < FEWEST:
             edits.add(f"chain(s) left out with fewer than {FEWEST} residues with coordinates", chain_id)
-        elif chains is None and result.sequence in known:
+        elif not every and chains is None and result.sequence in known:
             edits.add("chain(s) left out with the sequence of another chain of the file", chain_id)
         else:
             known.add(result.sequence)
@@ -235,8 +239,9 @@ def _chain(
     if min_plddt is not None:
         low_L = ~(b_factor_L >= min_plddt) & ~np.isnan(cb_L3[:, 0])
         cb_L3[low_L] = np.nan
+        atoms_L43[low_L] = np.nan
         about.add(f"residue(s) left without coordinates for a pLDDT under {min_plddt:g}", chain_id, int(low_L.sum()))
-    return Chain(chain_id, sequence, cb_L3.astype(np.float32))
+    return Chain(chain_id, sequence, cb_L3.astype(np.float32), atoms_L43[:, :3].astype(np.float32))
 
 
 def _altered(residues: list[Residue]) -> int:

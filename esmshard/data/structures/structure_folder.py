@@ -48,7 +48,7 @@ def cached_split(source: Path) -> Path:
         InputError: see `to_split`.
     """
     edits = Edits()
-    files = [(path.name, *state(path)) for path in _files(source, edits)]
+    files = [(path.name, *state(path)) for path in listed_files(source, edits)]
     key = json.dumps([VERSION, str(source.resolve()), files])
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "structures" / digest, cache_directory() / "locks"
@@ -112,7 +112,7 @@ def to_split(
         if out.exists():
             raise UsageError(f"{out}: exists already; choose another name or delete it")
     edits, broken = Edits(), list[str]()
-    files = _files(source, edits)
+    files = listed_files(source, edits)
     if chains is not None:
         absent = sorted(set(chains) - {path.name for path in files})
         if absent:
@@ -153,8 +153,16 @@ def to_split(
     return notices
 
 
-def _files(source: Path, edits: Edits) -> list[Path]:
-    """Return the structure files that a path means, sorted by name."""
+def listed_files(source: Path, edits: Edits) -> list[Path]:
+    """Return the structure files that a path means, a directory or one file, sorted by name.
+
+    Args:
+        source: the path.
+        edits: collects what was not read.
+
+    Raises:
+        InputError: there is no such path, or no structure in the directory.
+    """
     if not source.is_dir():
         if not source.exists():
             raise InputError(f"{source}: no such file or directory")

@@ -4,15 +4,16 @@ A pack that does not fit into memory is computed in smaller pieces, so the progr
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.batch import TokenBatch, pack
+from esmshard.batch import TokenBatch, pack, piece
 from esmshard.data.batching.packing import by_length
 from esmshard.embed.compute.outputs import Dtype, Long, Output
 from esmshard.model.contacts import ContactAccumulators
@@ -22,12 +23,30 @@ from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.vocab import VOCAB_SIZE
 
 Tokens = npt.NDArray[np.uint8]
+Tracks = Mapping[str, npt.NDArray[Any]]
+"""What a model reads of each token besides, [L + 2, ...] by the name of the track."""
 TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PACK = {"cpu": 2048}
 """Tokens of a pack. On the CPU smaller packs are slower and larger packs are no faster."""
 GPU_PACK = 16384
 SMALLEST = 128
 """Residues below which a window that does not fit into memory is not divided again."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A sequence, or a part of it, as the model gets it."""
+
+    tokens: Tokens
+    tracks: Tracks
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def piece(self, start: int, length: int) -> "Seen":
+        """Return at most `length` residues from `start` on, between `<cls>` and `<eos>`."""
+        tracks = {name: piece(values, start, length) for name, values in self.tracks.items()}
+        return Seen(piece(self.tokens, start, length), tracks)
 
 
 @dataclass(frozen=True)
@@ -96,18 +115,21 @@ class Embedder:
         alone = sorted(set(range(len(lengths))) - set(whole), key=lambda n: lengths[n])
         return [*packs, *([n] for n in alone)][::-1]
 
-    def compute(self, sequences: Sequence[Tokens]) -> Iterator[tuple[int, Computed | Failed]]:
+    def compute(
+        self, sequences: Sequence[Tokens], tracks: Sequence[Tracks] | None = None
+    ) -> Iterator[tuple[int, Computed | Failed]]:
         """Yield each sequence's position and its result, in any order.
 
         Args:
             sequences: `<cls> ... <eos>`, uint8 [L + 2], as from `esmshard.vocab.encode`.
+            tracks: of each sequence, the same ones of all; see `TokenBatch.tracks`.
         """
         jobs = self.packs([len(tokens) - 2 for tokens in sequences])
         workers = self._workers
 
         def job(members: list[int]) -> list[Computed | Failed]:
             with torch.no_grad():  # this setting holds for one thread
-                return self._pack([sequences[n] for n in members])
+                return self._pack([Seen(sequences[n], {} if tracks is None else tracks[n]) for n in members])
 
         if workers == 1 or len(jobs) < workers:  # all cores compute one pack at a time
             for members in jobs:
@@ -128,7 +150,7 @@ class Embedder:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _pack(self, sequences: list[Tokens]) -> list[Computed | Failed]:
+    def _pack(self, sequences: list[Seen]) -> list[Computed | Failed]:
         """Compute as much as fits: all sequences at once, each half, windows of one sequence, or nothing."""
         try:
             return self._finish(self._values(sequences, self.long))
@@ -143,15 +165,15 @@ class Embedder:
             return self._pack(sequences[:half]) + self._pack(sequences[half:])
         return [self._in_windows(sequences[0])]
 
-    def _in_windows(self, tokens: Tokens) -> Computed | Failed:
-        length = int(self.long.kept(np.array([len(tokens) - 2]))[0])
+    def _in_windows(self, seen: Seen) -> Computed | Failed:
+        length = int(self.long.kept(np.array([len(seen) - 2]))[0])
         window = min(length, self.long.window) if len(self.long.starts(length)) == 1 else self.long.window // 2
         if window == length:
             window = length // 2
         while window >= SMALLEST:
             long = replace(self.long, mode="window", window=window, overlap=min(self.long.overlap, window // 4))
             try:
-                (found,) = self._finish([self._blend(_piece(tokens, 0, length), long, at_once=1)])
+                (found,) = self._finish([self._blend(seen.piece(0, length), long, at_once=1)])
                 return replace(found, windowed=window) if isinstance(found, Computed) else found
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -161,17 +183,18 @@ class Embedder:
             window //= 2
         return Failed(f"memory does not suffice for its {length:,} residues, nor for small windows of it")
 
-    def _values(self, sequences: list[Tokens], long: Long) -> list[dict[str, torch.Tensor]]:
+    def _values(self, sequences: list[Seen], long: Long) -> list[dict[str, torch.Tensor]]:
         """Compute the outputs of each sequence, fp32, on the device."""
         if len(sequences) == 1 and len(long.starts(len(sequences[0]) - 2)) > 1:
             return [self._blend(sequences[0], long, at_once=max(1, self.tokens // (long.window + 2)))]
         if long.mode == "truncate":
-            sequences = [_piece(tokens, 0, long.window) for tokens in sequences]
+            sequences = [seen.piece(0, long.window) for seen in sequences]
         return [self._reduce(parts) for parts in self._forward(sequences)]
 
-    def _forward(self, sequences: list[Tokens]) -> list[dict[str, torch.Tensor]]:
+    def _forward(self, sequences: list[Seen]) -> list[dict[str, torch.Tensor]]:
         """Compute values of each sequence: `residue_K` [L, D], `cls_K` [D], `logits` [L, 33], `contacts` [L, L]."""
-        batch = pack(sequences).to(self.device)
+        tokens, tracks = [seen.tokens for seen in sequences], [seen.tracks for seen in sequences]
+        batch = pack(tokens, tracks=tracks).to(self.device)
         regression = self.esm.contact_head.regression
         sums = ContactAccumulators(len(batch), regression.weight, regression.bias) if self._contacts else None
         logits_at = _residue_places(batch).to(self.device) if self._logits else None
@@ -202,7 +225,7 @@ class Embedder:
             values[one.name] = x
         return values
 
-    def _blend(self, tokens: Tokens, long: Long, at_once: int) -> dict[str, torch.Tensor]:
+    def _blend(self, seen: Seen, long: Long, at_once: int) -> dict[str, torch.Tensor]:
         """Compute the outputs of one sequence from overlapping windows, `at_once` windows at a time.
 
         Where two windows overlap, the weight of a window falls towards its cut, which gives a cross-fade. The ends of a
@@ -210,13 +233,13 @@ class Embedder:
         contains is NaN. `cls` is the mean over the windows. Each window has `<cls>` and `<eos>`, as crops in training
         have.
         """
-        length, starts = len(tokens) - 2, long.starts(len(tokens) - 2)
+        length, starts = len(seen) - 2, long.starts(len(seen) - 2)
         sums: dict[str, torch.Tensor] = {}
         weight_L = torch.zeros(length, device=self.device)
         pair_LL = torch.zeros(length, length, device=self.device) if self._contacts else None
         for at in range(0, len(starts), at_once):
             some = starts[at : at + at_once]
-            for start, part in zip(some, self._forward([_piece(tokens, s, long.window) for s in some]), strict=True):
+            for start, part in zip(some, self._forward([seen.piece(s, long.window) for s in some]), strict=True):
                 rows = slice(start, start + long.window)
                 taper_W = _taper(start, long, length).to(self.device)
                 weight_L[rows] += taper_W
@@ -256,11 +279,6 @@ class Embedder:
                     beyond = f"{name} has values beyond the range of {str(self._dtype).removeprefix('torch.')}"
                     reasons[n] = beyond if bool(x.isfinite().all()) else f"{name} has values that are not finite"
         return [Failed(reasons[n]) if n in reasons else Computed(arrays) for n, arrays in enumerate(done)]
-
-
-def _piece(tokens: Tokens, start: int, length: int) -> Tokens:
-    """Return at most `length` residues from `start` on, between `<cls>` and `<eos>`."""
-    return np.concatenate((tokens[:1], tokens[1 + start : -1][:length], tokens[-1:]))
 
 
 def _residue_places(batch: TokenBatch) -> torch.Tensor:

@@ -10,12 +10,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from esmshard.data.tracks.track_files import outside
 from esmshard.embed.formats.format_registry import suits
 from esmshard.embed.job.embed_output import EmbedReport, check_same, finish, finished, report_of
 from esmshard.embed.job.embed_request import PARTS, EmbedRequest, check_output, file_bytes, processes_of, rows_bytes
@@ -101,6 +102,8 @@ def embed(
         nproc = nproc or torch.cuda.device_count()
         check_ranks(nproc)
 
+    fasta, tracks = outside(fasta, asked.tracks)
+    asked = replace(asked, tracks=tuple(tracks))
     processes = 1 if offload else processes_of(asked.device, nproc)
     job = _Job(asked, fasta, processes, tokens, reuse, resume, overwrite, offload, shard, part_tokens)
     with _one_sentence(directory):
@@ -141,7 +144,7 @@ def _prepare(job: _Job) -> EmbedReport | dict[str, Any]:
         remove(directory)
     if job.reuse is not None:
         Reuse(job.reuse, asked.spec)
-    for notice in asked.found.notices:
+    for notice in asked.notices:
         say(notice)
     if changed := recorded.altered(asked.found.files):
         say(changed)
@@ -180,11 +183,12 @@ def _begin(job: _Job) -> dict[str, Any]:
     if (directory / "manifest.json").exists():  # the run was interrupted while the file was written
         embeddings = EmbeddingStore(directory)
         check_same(asked, embeddings, directory)
+        part_plan.same_tracks(directory, asked.tracks, embeddings.manifest)
         part_plan.same_input(directory, job.fasta, embeddings.manifest)
         return embeddings.manifest
     tokens = job.part_tokens or (SHARED_PART if job.shard and device != "cpu" else None)
     wanted = part_plan.PlanRequest(
-        job.fasta, asked.spec, asked.facts, asked.longest, device, tokens, reuse, job.processes
+        job.fasta, asked.spec, asked.facts, asked.longest, device, tokens, reuse, job.processes, asked.tracks
     )
     try:
         plan = part_plan.begin(directory, wanted)

@@ -126,6 +126,8 @@ def merge(embeddings: EmbeddingStore, out: Path, fmt: str) -> None:
         "input": embeddings.manifest["input"],
         "source": embeddings.manifest["source"],
         "spec": embeddings.spec.as_json(),
+        "tracks": embeddings.manifest.get("tracks", {}),
+        "notices": [*embeddings.manifest["facts"].get("notices", []), *embeddings.manifest["notices"]],
     }
     with replacing(beside) as file:
         file.write(json.dumps(said, indent=1) + "\n")
@@ -137,6 +139,7 @@ def finished(asked: EmbedRequest, fasta: Path) -> EmbedReport:
     if asked.fmt == PARTS:
         embeddings = EmbeddingStore(out)
         check_same(asked, embeddings, out)
+        part_plan.same_tracks(out, asked.tracks, embeddings.manifest)
         part_plan.same_input(out, fasta, embeddings.manifest)
         said = report_of(embeddings, asked)
     else:
@@ -151,6 +154,7 @@ def finished(asked: EmbedRequest, fasta: Path) -> EmbedReport:
             ) from None
         if difference := asked.spec.differs(spec, asked.model, known["model"]):
             raise UsageError(f"{out}: was made {difference}; --overwrite starts over")
+        part_plan.same_tracks(out, asked.tracks, known)
         part_plan.same_input(out, fasta, known)
         said = EmbedReport(out, records + failed, 0, 0, 0, 0, failed, _failed_file(out))
     say(f"{out}: is finished already")

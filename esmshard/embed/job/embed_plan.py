@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.tracks.track_files import outside
 from esmshard.embed.compute.outputs import Output
 from esmshard.embed.formats.format_registry import suits
 from esmshard.embed.job.embed_request import PARTS, EmbedRequest, file_bytes, processes_of, rows_bytes
@@ -171,9 +172,10 @@ def _scratch(place: Path) -> Iterator[Path]:
 def _planned(directory: Path, asked: EmbedRequest, fasta: Path, reuse: Path | None, processes: int) -> dict[str, Any]:
     if fasta == STDIN:  # the standard input can be read only once
         fasta = read_input(fasta, directory / "stdin").path
+    fasta, tracks = outside(fasta, asked.tracks)
     device = asked.device.type
     wanted = part_plan.PlanRequest(
-        fasta, asked.spec, asked.facts, asked.longest, device, reuse=reuse, workers=processes
+        fasta, asked.spec, asked.facts, asked.longest, device, reuse=reuse, workers=processes, tracks=tracks
     )
     return part_plan.begin(directory, wanted)
 

@@ -1,21 +1,24 @@
 """The request of an `embed` job, checked before the input is read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from esmshard.data.tracks.track_files import TrackFile, track_files
 from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
 from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
 from esmshard.launch.process_group import precision_on
+from esmshard.model.families.family_registry import family_of
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.model.weights.origin import model_hash
+from esmshard.tasks.finetuner import without_tracks
 
 PARTS = "parts"
 """The format that is a directory, namely the embedding store itself."""
@@ -31,11 +34,17 @@ class EmbedRequest:
     spec: Spec
     found: Weights
     device: torch.device
+    tracks: tuple[TrackFile, ...] = ()
+
+    @property
+    def notices(self) -> list[str]:
+        """Return sentences about the model, and about tracks that it does not get."""
+        return [*self.found.notices, *without_tracks(self.model, [one.track.name for one in self.tracks])]
 
     @property
     def facts(self) -> dict[str, Any]:
         """Return further facts that are written to the plan."""
-        return {"model": self.model, "architecture": self.found.config.recorded(), "notices": self.found.notices}
+        return {"model": self.model, "architecture": self.found.config.recorded(), "notices": self.notices}
 
     @property
     def longest(self) -> int | None:
@@ -54,6 +63,7 @@ def request(
     dtype: str = "fp32",
     precision: str = "auto",
     long: Long = Long(),  # noqa: B008  # frozen
+    tracks: Mapping[str, str] | None = None,
 ) -> EmbedRequest:
     """Check a request, and find the model.
 
@@ -66,6 +76,7 @@ def request(
         dtype: dtype of the numbers in the file.
         precision: precision of the arithmetic: fp32, bf16, fp16 or `auto`, which is fast on the device.
         long: the treatment of long sequences.
+        tracks: a path, or `inside`, by the name of each track of the sequences (docs/tracks.md).
 
     Raises:
         UsageError: if the outputs cannot be computed or written.
@@ -93,7 +104,8 @@ def request(
     if longest is not None and long.mode != "full" and long.window > longest - 2:
         raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")
     spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long)  # type: ignore[arg-type]
-    return EmbedRequest(model, out, fmt, spec, found, device)
+    files = track_files(tracks or {}, family_of(found.config).tracks, model, "--track ")
+    return EmbedRequest(model, out, fmt, spec, found, device, tuple(files))
 
 
 def check_output(asked: EmbedRequest, *, overwrite: bool) -> None:

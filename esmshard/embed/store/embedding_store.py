@@ -145,6 +145,8 @@ class EmbeddingStore:
             "long": long.mode,
             "esmshard": self.manifest["esmshard"],
         }
+        if tracks := self.manifest.get("tracks"):
+            found["tracks"] = ",".join(tracks)
         if long.mode != "full":
             found["window"] = long.window
         if long.mode == "window":

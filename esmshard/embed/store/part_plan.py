@@ -16,7 +16,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,16 @@ import numpy.typing as npt
 from esmshard import __version__
 from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.data.tables import counted
+from esmshard.data.tracks.track_files import RecordTracks, TrackFile, state_of
+from esmshard.data.tracks.track_store import TrackStore
 from esmshard.embed.compute.outputs import Dtype, Long, Output
 from esmshard.embed.store.parts import Kind
-from esmshard.embed.store.row_index import STDIN, read_and_index, read_input
+from esmshard.embed.store.row_index import STDIN, read_and_index, read_input, track_directory
 from esmshard.embed.workers.claims import Worker, publish
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json
 from esmshard.progress import say
+from esmshard.vocab import Track
 
 FORMAT, VERSION = "esmshard-embeddings", 1
 PART, SMALLEST_PART = 1 << 16, 1 << 13
@@ -143,6 +146,8 @@ class PlanRequest:
     """An earlier embedding store."""
     workers: int = 1
     """The number of processes that will compute, as far as known."""
+    tracks: Sequence[TrackFile] = ()
+    """What the model reads of the sequences besides amino acids; each with a path."""
 
 
 def begin(work: Path, asked: PlanRequest) -> dict[str, Any]:
@@ -171,6 +176,7 @@ def begin(work: Path, asked: PlanRequest) -> dict[str, Any]:
     difference = asked.spec.differs(Spec.of(plan), asked.facts["model"], plan["facts"]["model"])
     if difference:
         raise UsageError(f"{work}: was begun {difference}; --overwrite starts over")
+    same_tracks(work, asked.tracks, plan)
     if not planned:  # the standard input cannot be read twice
         same_input(work, asked.fasta, plan)
     return plan
@@ -211,6 +217,32 @@ def same_input(work: Path, fasta: Path, plan: Mapping[str, Any]) -> None:
             )
 
 
+def same_tracks(work: Path, tracks: Sequence[TrackFile], plan: Mapping[str, Any]) -> None:
+    """Raise `UsageError` if the tracks are not those with which a store, or a file made from a store, was begun."""
+    known, now = plan.get("tracks", {}), state_of(tracks)
+    if known != now:
+        changed = " and ".join(name for name in {**known, **now} if known.get(name) != now.get(name))
+        raise UsageError(
+            f"{work}: was begun with another --track {changed}, or without it; give what it was begun with, or start "
+            "over with --overwrite"
+        )
+
+
+def tracks_of(work: Path, plan: Mapping[str, Any], takes: Sequence[Track]) -> RecordTracks | None:
+    """Open the tracks of an unfinished store; None if it has none.
+
+    Args:
+        work: `OUT.partial`.
+        plan: its plan.
+        takes: the tracks that the model takes.
+    """
+    if not plan.get("tracks"):
+        return None
+    store = store_of(work, plan)
+    chosen = [track for track in takes if track.name in plan["tracks"]]
+    return RecordTracks([TrackStore(track_directory(work / "work", one.name), one, store) for one in chosen])
+
+
 def input_digest(store: TokenStore) -> str:
     """Return a digest of the sequences, the ids and their order."""
     hashes = store.manifest["sha256"]
@@ -224,9 +256,10 @@ def _plan(work: Path, asked: PlanRequest) -> None:
     index, scratch = work / "index", work / "work" / "index"
     # An attempt that ended before its plan was written, or whose removal was interrupted, may have left files of
     # another input, and nothing identifies parts without their plan.
-    for left in (work / "work" / "input.partial", work / "work" / "input", index, scratch, work / "parts"):
+    before = [work / "work" / name for name in ("input.partial", "input", "tracks")]
+    for left in (*before, index, scratch, work / "parts"):
         shutil.rmtree(left, ignore_errors=True)
-    unique = read_and_index(fasta, work / "work" / "input", scratch)
+    unique = read_and_index(fasta, work / "work" / "input", scratch, asked.tracks)
     store = TokenStore(fasta) if is_store(fasta) else TokenStore(work / "work" / "input")
     length_N = np.load(scratch / "lengths.npy", mmap_mode="r")
     if longest is not None and int(length_N.max()) > longest:
@@ -249,13 +282,14 @@ def _plan(work: Path, asked: PlanRequest) -> None:
         "facts": dict(facts),
         "source": source,
         "input": input_digest(store),
-        "notices": [*store.notices, *_beyond_training(length_N, asked.spec.long)],
+        "notices": [*store.notices, *_beyond_training(length_N, asked.spec.long), *_known(work, asked.tracks, store)],
         "store": str(fasta.resolve()) if is_store(fasta) else None,
         "records": len(store),
         "residues": int(store.offsets[-1]) - len(store),
         "unique": unique,
         "parts": len(bounds) - 1,
         "reuse": str(reuse.resolve()) if reuse else None,
+        "tracks": state_of(asked.tracks),
     }
     plan["digest"] = digest(plan)
     publish(work / "plan.json", json.dumps(plan, indent=1) + "\n")
@@ -272,6 +306,15 @@ def _beyond_training(length_N: npt.NDArray[np.int64], long: Long) -> list[str]:
     )
     say(notice)
     return [notice]
+
+
+def _known(work: Path, tracks: Sequence[TrackFile], store: TokenStore) -> list[str]:
+    """Return sentences, and print them, on what is known of the sequences besides amino acids."""
+    stores = [TrackStore(track_directory(work / "work", one.track.name), one.track, store) for one in tracks]
+    notices = RecordTracks(stores, [one.shown for one in tracks]).notices(np.arange(len(store)))
+    for notice in notices:
+        say(notice)
+    return notices
 
 
 def _part_tokens(device: str, architecture: Mapping[str, Any], tokens: int, workers: int) -> int:

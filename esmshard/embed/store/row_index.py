@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ import numpy.typing as npt
 from esmshard.data.labels.pairing import UNIPROT
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store, keys
+from esmshard.data.tracks.track_files import TrackFile
+from esmshard.data.tracks.track_store import TrackStore, write_track
 from esmshard.embed.store.parts import KEY_BYTES
 from esmshard.errors import InputError, UsageError
 from esmshard.progress import say
+from esmshard.vocab import Track
 
 STDIN = Path("-")
 LARGE = 1 << 24
@@ -170,25 +174,28 @@ def _accession(record_id: str) -> str | None:
     return found[1] if found else None
 
 
-def read_and_index(fasta: Path, store: Path, index: Path) -> int:
+def read_and_index(fasta: Path, store: Path, index: Path, tracks: Sequence[TrackFile] = ()) -> int:
     """Read the input, write `index` (see `esmshard.embed.store.embedding_store`), and count the different sequences.
 
     Args:
         fasta: a FASTA file, `-` or a token store.
         store: the directory of the token store that is made from the input, unless the input is one.
         index: the directory to create.
+        tracks: tracks of the sequences, which are written to `track_directory`. Equal sequences with other tracks
+            differ.
 
     Raises:
         InputError: if the input cannot be read.
     """
     large = fasta != STDIN and (is_store(fasta) or fasta.stat().st_size >= LARGE)
     if not large:
-        return _read_and_index(fasta, store, index)
-    paths = json.dumps([str(path) for path in (fasta, store, index)])
+        return _read_and_index(fasta, store, index, tracks)
+    named = [(asdict(one.track), str(one.path)) for one in tracks]
+    asked = json.dumps([*(str(path) for path in (fasta, store, index)), named])
     # The child ends with this process in every case, because its end of the pipe is then closed.
     theirs, ours = os.pipe()
     try:
-        command = [sys.executable, "-m", "esmshard.embed.store.row_index", paths, str(theirs)]
+        command = [sys.executable, "-m", "esmshard.embed.store.row_index", asked, str(theirs)]
         done = subprocess.run(command, stdout=subprocess.PIPE, pass_fds=[theirs], check=False)  # noqa: S603
     finally:
         os.close(theirs)
@@ -206,10 +213,19 @@ def read_and_index(fasta: Path, store: Path, index: Path) -> int:
     raise (UsageError if said["usage"] else InputError)(said["error"])
 
 
-def _read_and_index(fasta: Path, store: Path, index: Path) -> int:
+def _read_and_index(fasta: Path, store: Path, index: Path, tracks: Sequence[TrackFile]) -> int:
     found = read_input(fasta, store)
+    written = []
+    for one in tracks:
+        assert one.path is not None
+        written.append(write_track(one.track, one.path, found, track_directory(index.parent, one.track.name)))
     index.mkdir()
-    return write_index(index, found, index.parent)
+    return write_index(index, found, index.parent, written)
+
+
+def track_directory(work: Path, name: str) -> Path:
+    """Return the directory of the entries of a track, while its embedding store is not finished."""
+    return work / "tracks" / name
 
 
 def read_input(fasta: Path, store: Path) -> TokenStore:
@@ -226,13 +242,14 @@ def read_input(fasta: Path, store: Path) -> TokenStore:
     return found
 
 
-def write_index(index: Path, store: TokenStore, scratch: Path) -> int:
+def write_index(index: Path, store: TokenStore, scratch: Path, tracks: Sequence[TrackStore] = ()) -> int:
     """Write the index of records and rows (see `esmshard.embed.store.embedding_store`), and return the number of rows.
 
     Args:
         index: an empty directory.
         store: the token store of the records.
         scratch: a directory for temporary files.
+        tracks: the tracks of the records.
     """
     n = len(store)
     small = np.dtype(np.uint32 if n < 1 << 32 else np.uint64)
@@ -253,11 +270,12 @@ def write_index(index: Path, store: TokenStore, scratch: Path) -> int:
             for first in range(0, n, _AT_ONCE):
                 rows = range(first, min(first + _AT_ONCE, n))
                 store = TokenStore(store.path)  # opened again, because mapped pages count as memory
+                tracks = [TrackStore(one.path, one.track, store) for one in tracks]
                 lines = [store.id(k).encode() + b"\n" for k in rows]
                 ids.write(b"".join(lines))
                 id_N[first + 1 : rows.stop + 1] = id_N[first] + np.cumsum([len(line) for line in lines])
                 length_N[first : rows.stop] = np.diff(store.offsets[first : rows.stop + 1]) - 1
-                digests = [hashlib.blake2b(store.residues(k).data, digest_size=KEY_BYTES).digest() for k in rows]
+                digests = [_content_key(store, tracks, k) for k in rows]
                 keys_N16[first : rows.stop] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, KEY_BYTES)
         np.save(index / "id_keys.npy", store.keys)
         np.save(index / "id_rows.npy", store.rows)
@@ -295,6 +313,17 @@ def write_index(index: Path, store: TokenStore, scratch: Path) -> int:
     return unique
 
 
+def _content_key(store: TokenStore, tracks: Sequence[TrackStore], record: int) -> bytes:
+    """Return the digest of a sequence with what is known of it besides. Where nothing is known, it is that of the
+    sequence alone.
+    """
+    digest = hashlib.blake2b(store.residues(record).data, digest_size=KEY_BYTES)
+    for one in tracks:
+        if one.known_N[record]:
+            digest.update(one.track.name.encode() + one[record].tobytes())
+    return digest.digest()
+
+
 def _equal(keys_N16: npt.NDArray[np.uint8]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
     """Yield groups of equal keys, for one bucket of leading bits at a time: the group's number and record of each key.
 
@@ -326,11 +355,13 @@ def leading(key_M16: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 
 def _main() -> None:
     """Run the process that `read_and_index` started. It prints its result, or an error, as JSON."""
-    paths, alive = json.loads(sys.argv[1]), int(sys.argv[2])
+    (*paths, named), alive = json.loads(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
     said: Any
     try:
-        said = _read_and_index(*map(Path, paths))
+        fasta, store, index = map(Path, paths)
+        tracks = [TrackFile(Track(**track), Path(path)) for track, path in named]
+        said = _read_and_index(fasta, store, index, tracks)
     except InputError as error:
         said = {"error": str(error), "usage": isinstance(error, UsageError), "errno": None}
     except OSError as error:

@@ -18,6 +18,7 @@ import torch
 
 from esmshard import __version__
 from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
+from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import note_file
 from esmshard.embed.store.part_plan import Spec, read_plan, store_of
 from esmshard.embed.store.parts import DONE, WINDOWED, PartLayout, PartWriter
@@ -26,6 +27,7 @@ from esmshard.embed.store.row_index import RowIndex
 from esmshard.embed.workers.claims import Worker, publish
 from esmshard.errors import InputError
 from esmshard.model.attention import kernel_name
+from esmshard.model.families.family_registry import family_of
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.model.weights.origin import model_hash
@@ -101,7 +103,9 @@ def compute_part(
         progressed(len(taken), 0)
         todo = [row for row in range(len(layout)) if row not in taken]
         tokens = [with_ends(store.residues(first_U[row])) for row in todo]
-        for place, found in embedder.compute(tokens):
+        read = part_plan.tracks_of(directory, plan, family_of(embedder.esm.config).tracks)
+        tracks = None if read is None else [read.get(first_U[row], slice(None)) for row in todo]
+        for place, found in embedder.compute(tokens, tracks):
             row = todo[place]
             if isinstance(found, Failed):
                 failed.append((row, found.reason))

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from esmshard.embed.compute.embedder import TORCH, Embedder, Tokens
+from esmshard.embed.compute.embedder import TORCH, Embedder, Seen
 from esmshard.embed.store.embedding_store import note_file, read_note
 from esmshard.embed.store.part_plan import Spec, read_plan
 from esmshard.embed.workers.claims import Worker
@@ -121,7 +121,7 @@ class Lockstep(Embedder):
         self._progress.update(min(self._done + int(rows), self._all_rows), f"{rate(speed)} residues/s")
         return packs > 0
 
-    def _forward(self, sequences: list[Tokens]) -> list[dict[str, torch.Tensor]]:
+    def _forward(self, sequences: list[Seen]) -> list[dict[str, torch.Tensor]]:
         if not self._has_no_pack:
             self._meet()
         try:

@@ -6,7 +6,7 @@ What needs torch is behind functions, which import it when they are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +59,8 @@ class TransformersFiles:
 
     model_types: tuple[str, ...]
     """The values of `model_type` in the `config.json` files of this family."""
+    vocab_size: int | None = field(default=None, kw_only=True)
+    """The value of `vocab_size` there, where other families have the same `model_type`."""
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     """Return the architecture that a `config.json` of one of these types describes."""
     pieces: Callable[[str, Any], Sequence[Piece]]
@@ -144,3 +146,6 @@ class Family:
     """Whether a tensor follows from the architecture, so that a file may lack it. Rotary frequencies do."""
     tracks: tuple[Track, ...] = ()
     """What the models read of each residue besides its amino acid, if the user gives it."""
+    encoders: Mapping[str, str] = field(default_factory=dict)
+    """Functions that compute a track of codes, by its name, as `module:function`: of a file of weights and the
+    coordinates [L, 3, 3] of one protein they return the codes [L]."""

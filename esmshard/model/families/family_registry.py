@@ -1,27 +1,38 @@
 """All families, and what is found in all of them: sizes, released models, the family of a file. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from esmshard.errors import UsageError
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.amplify import amplify_family
 from esmshard.model.families.esm2 import esm2_family
 from esmshard.model.families.esm3 import esm3_family
 from esmshard.model.families.esmc import esmc_family
 from esmshard.model.families.family import AuthorsFile, Family, Released
+from esmshard.model.families.saprot import saprot_family
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from esmshard.model.families.peer import MakePeer
     from esmshard.model.trunk import Trunk
     from esmshard.model.weight_reader import WeightReader
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (esm2_family.FAMILY, esmc_family.FAMILY, esm3_family.FAMILY, amplify_family.FAMILY)
+    for family in (
+        esm2_family.FAMILY,
+        esmc_family.FAMILY,
+        esm3_family.FAMILY,
+        amplify_family.FAMILY,
+        saprot_family.FAMILY,
+    )
 }
 """The families by name. A new family is one more record here."""
 
@@ -35,9 +46,6 @@ RELEASED: dict[str, Released] = {name: one for family in FAMILIES.values() for n
 
 WINDOW = "trained_window"
 """The key of `config.json` for `ModelConfig.window`, which esmshard writes and `transformers` ignores."""
-
-_SAPROT = 446
-"""Tokens of a SaProt, which calls itself an ESM."""
 
 
 def released_name(name: str) -> str | None:
@@ -81,17 +89,16 @@ def transformers_config(raw: Any) -> ModelConfig:
         ValueError: it is not an architecture that can be read; the message says why.
     """
     kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if isinstance(raw, dict) and raw.get("vocab_size") == _SAPROT:
-        raise ValueError(
-            f"vocab_size is {_SAPROT}, as of a SaProt, whose tokens are pairs of a residue and a letter of structure; "
-            "models of sequences alone can be read"
-        )
-    for family in FAMILIES.values():
-        if kind in family.files.model_types:
+    of_this_kind = [family for family in FAMILIES.values() if kind in family.files.model_types]
+    for family in of_this_kind:
+        if family.files.vocab_size in (None, raw.get("vocab_size")):
             return replace(family.files.read_config(raw), window=raw.get(WINDOW))
+    if of_this_kind:
+        sizes = " or ".join(f"{family.files.vocab_size} ({family.title})" for family in of_this_kind)
+        raise ValueError(f"vocab_size is {raw.get('vocab_size')!r}, not {sizes}")
     if raw == {}:
         raise ValueError("it is empty, so that it does not say which model it is of")
-    kinds = ", ".join(repr(name) for family in FAMILIES.values() for name in family.files.model_types)
+    kinds = ", ".join(dict.fromkeys(repr(name) for family in FAMILIES.values() for name in family.files.model_types))
     titles = ", ".join(family.title for family in FAMILIES.values())
     raise ValueError(f"model_type is {kind!r} and not one of {kinds}; models of {titles} can be read")
 
@@ -110,6 +117,19 @@ def read_pickle(
             config, tensors, files = found
             return config, tensors, files
     return None
+
+
+def encoder_of(track: str) -> "Callable[[Path, npt.NDArray[np.float32]], npt.NDArray[np.int64]]":
+    """Return the function that computes a track of codes from coordinates; see `Family.encoders`.
+
+    Raises:
+        UsageError: no family computes this track.
+    """
+    known = {name: place for family in FAMILIES.values() for name, place in family.encoders.items()}
+    if track not in known:
+        raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(known)}")
+    encoder: Callable[[Path, npt.NDArray[np.float32]], npt.NDArray[np.int64]] = _imported(known[track])
+    return encoder
 
 
 def peers_of(config: ModelConfig) -> dict[str, "MakePeer"]:

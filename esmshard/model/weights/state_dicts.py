@@ -66,7 +66,7 @@ def without_size(path: Path, state: Mapping[str, Any]) -> str:
 
 
 def sizes_of(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of all sizes whose number of layers, width and names of tensors are those of a state dict."""
+    """Return the names of all sizes with the layers, the embedding and the names of tensors of a state dict."""
     readers = _readers(state)
     return [size for size, config in SIZES.items() if _fits(readers, config)]
 
@@ -80,8 +80,8 @@ def by_our_names(path: Path, state: Mapping[str, Any], size: str) -> tuple[dict[
     config, readers = SIZES[size], _readers(state)
     pieces = {key: _pieces(key, config) for key in readers}
     strange = [key for key in readers if not _known(pieces[key], config)]
-    found = _layers_and_width(readers, config)
-    if all(found) and found != (config.n_layers, config.dim):
+    *found, _ = _sizes_told(readers, config)
+    if all(found) and found != [config.n_layers, config.dim]:
         fitting = " or ".join(f"{path}@{other}" for other in sizes_of(state))
         raise InputError(
             f"{path}: has {found[0]} layers of width {found[1]}, and {size} has {config.n_layers} of {config.dim}; "
@@ -108,10 +108,11 @@ def _readers(state: Mapping[str, Any]) -> dict[str, WeightReader]:
 
 
 @cache
-def _names(config: ModelConfig) -> frozenset[str]:
-    """Return all names of a model of one such layer. No memory is used."""
+def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Return the shapes of all tensors of a model of one such layer, by name. No memory is used."""
     with torch.device("meta"):
-        return frozenset(family_registry.build(replace(config, n_layers=1)).state_dict())
+        state = family_registry.build(replace(config, n_layers=1)).state_dict()
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def _pieces(key: str, config: ModelConfig) -> tuple[Piece, ...]:
@@ -121,22 +122,23 @@ def _pieces(key: str, config: ModelConfig) -> tuple[Piece, ...]:
 
 
 def _known(pieces: Sequence[Piece], config: ModelConfig) -> bool:
-    return all(_LAYER.sub("layers.0.", piece.name, count=1) in _names(config) for piece in pieces)
+    return all(_LAYER.sub("layers.0.", piece.name, count=1) in _shapes(config) for piece in pieces)
 
 
-def _layers_and_width(readers: Mapping[str, WeightReader], config: ModelConfig) -> tuple[int, int]:
-    """Return the number of layers and the width of the tensors; 0 for what none of them tells."""
-    layers, width = 0, 0
+def _sizes_told(readers: Mapping[str, WeightReader], config: ModelConfig) -> tuple[int, int, int]:
+    """Return the number of layers, the width and the rows of the embedding; 0 for what no tensor tells."""
+    layers, width, rows = 0, 0, 0
     for key, reader in readers.items():
         for piece in _pieces(key, config):
             if match := _LAYER.match(piece.name):
                 layers = max(layers, int(match[1]) + 1)
             if piece.name == "embed_tokens.weight" and len(reader.shape) == 2:
-                width = reader.shape[1]
-    return layers, width
+                rows, width = reader.shape
+    return layers, width, rows
 
 
 def _fits(readers: Mapping[str, WeightReader], config: ModelConfig) -> bool:
-    if _layers_and_width(readers, config) != (config.n_layers, config.dim):
+    rows = _shapes(config)["embed_tokens.weight"][0]
+    if _sizes_told(readers, config) != (config.n_layers, config.dim, rows):
         return False
     return all(_known(_pieces(key, config), config) for key in readers)

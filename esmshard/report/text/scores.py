@@ -10,14 +10,16 @@ import torch
 from pydantic import ValidationError
 
 from esmshard.data.splits.recipe_splits import open_split, open_tested
+from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError
 from esmshard.files import memory_text
+from esmshard.model.families.family_registry import family_of
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, value_text
 from esmshard.tasks.base import BEFORE
-from esmshard.tasks.finetuner import load_finetuned
+from esmshard.tasks.finetuner import load_finetuned, tracks_of
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.registry import traits
 from esmshard.train.evaluate import without_interval
@@ -154,9 +156,11 @@ def _maps(run: RunFiles) -> tuple[list[Figure], str]:
         if raw and found.about.get("weights_sha256") != raw.get("weights_sha256"):
             return [], "No contact maps: the model directory holds other weights than those that were tested."
         if run.recipe is not None:
-            data = open_split(recipe, "test", found.task.labels)
+            data = open_split(recipe, "test", found.task.labels, tracks_of(recipe))
         else:
-            data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels)
+            takes = family_of(found.model.trunk.config).tracks
+            files = track_files(raw.get("tracks", {}), takes, str(model), "--track ")
+            data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels, files)
         recorded = run.versions.get("data", {}).get("test", {}).get("tokens_sha256")
         recorded = recorded or raw.get("tokens_sha256", data.digest)
         places = {data.id(n): n for n in range(len(data))}

@@ -62,12 +62,12 @@ class ContactTask(Task):
         return contact_heads.new_head(self.settings, config)
 
     def start(self, head: nn.Module, found: Weights) -> str | None:
-        """Continue from a contact head of the same shape; else see `contact_heads.start`."""
+        """Copy the model's contact regression; see `contact_heads.start`."""
         return contact_heads.start(head, found)
 
     def inputs(self, example: Example) -> Inputs:
         """Return the target int8 [L, L]: 1 for a contact, 0 for none, -1 where undefined (see `contact_labels`)."""
-        return Inputs(example.tokens, contact_labels(example.labels["cb"]))
+        return Inputs(example.tokens, contact_labels(example.labels["cb"]), tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         """Compute binary cross-entropy, averaged over the valid pairs of each protein and summed over proteins.
@@ -140,7 +140,7 @@ class ContactTask(Task):
             found["separation prior"] = prior[np.minimum(separation_LL, len(prior) - 1)]
         if base is not None:
             if (fitted := known.get("unsupervised head")) is not None:
-                found["unsupervised head"] = unsupervised.logits(base.trunk, inputs.tokens, fitted[:-1], fitted[-1])
+                found["unsupervised head"] = unsupervised.logits(base.trunk, example, fitted[:-1], fitted[-1])
             found[BEFORE] = base.outputs([inputs])[0]
         return found
 

@@ -55,7 +55,7 @@ def fit(
     features, start = [], 0
     for n, (i, j) in zip(chosen, pairs, strict=True):
         kept = keep[start : start + len(i)]
-        features.append(pair_features(trunk, examples[n].tokens, i[kept], j[kept]))
+        features.append(pair_features(trunk, examples[n], i[kept], j[kept]))
         start += len(i)
     # Both say L1; scikit-learn 1.8 renamed it.
     l1 = {"l1_ratio": 1.0} if LogisticRegression().penalty == "deprecated" else {"penalty": "l1"}
@@ -96,7 +96,7 @@ def thin(
 
 @torch.no_grad()
 def pair_features(
-    trunk: Trunk, tokens: npt.NDArray[np.uint8], i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
+    trunk: Trunk, example: Example, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.float32]:
     """Return the features of some pairs of one protein, fp32 [P, C]. Maps of one layer are in memory at a time."""
     device = trunk.embed_tokens.weight.device
@@ -106,16 +106,14 @@ def pair_features(
     def add(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
         found.append(corrected_maps(q_THK, k_THK)[:, rows, columns].T.cpu().numpy())
 
-    trunk(pack([tokens]).to(device), layers=(), on_attention=add)
+    trunk(pack([example.tokens], tracks=[example.tracks]).to(device), layers=(), on_attention=add)
     return np.concatenate(found, axis=1)
 
 
 @torch.no_grad()
-def logits(
-    trunk: Trunk, tokens: npt.NDArray[np.uint8], weight_C: npt.NDArray[np.float32], bias: float
-) -> npt.NDArray[np.float32]:
+def logits(trunk: Trunk, example: Example, weight_C: npt.NDArray[np.float32], bias: float) -> npt.NDArray[np.float32]:
     """Return the logits of the regression for one protein, fp32 [L, L]."""
     device = trunk.embed_tokens.weight.device
     sums = ContactAccumulators(1, torch.from_numpy(weight_C)[None].to(device), torch.tensor([bias], device=device))
-    trunk(pack([tokens]).to(device), layers=(), on_attention=sums.add)
+    trunk(pack([example.tokens], tracks=[example.tracks]).to(device), layers=(), on_attention=sums.add)
     return sums.logits()[0][0].cpu().numpy()

@@ -158,9 +158,9 @@ class ResidueTask(Task):
         target_L = example.labels["target"]
         if self.settings.kind == "number":
             scaled = (target_L.astype(np.float64) - self.facts["mean"]) / self.facts["std"]
-            return Inputs(example.tokens, scaled.astype(np.float32))
+            return Inputs(example.tokens, scaled.astype(np.float32), tracks=example.tracks)
         class_of = _class_of(self.facts["classes"])
-        return Inputs(example.tokens, np.where(target_L >= 0, class_of[target_L], -1))
+        return Inputs(example.tokens, np.where(target_L >= 0, class_of[target_L], -1), tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         """Compute weighted cross-entropy, or squared error in standard deviations, over all labelled residues alike.
@@ -328,7 +328,7 @@ def _features(name: str, example: Example, base: "FineTuner | None") -> npt.NDAr
     """Return what a baseline sees of each residue, [L, F]."""
     if name == "frozen embedding":
         assert base is not None
-        return base.representations([example.tokens])[0]
+        return base.representations([example])[0]
     residues = len(example.tokens) - 2
     if name == "length":
         return np.tile([residues, np.log(residues)], (residues, 1))

@@ -171,7 +171,8 @@ class SequenceTask(Task):
         target = example.labels["target"]
         if self.settings.kind == "number":
             target = ((target - np.array(self.facts["mean"])) / np.array(self.facts["std"])).astype(np.float32)
-        return Inputs(example.tokens, np.array(target))  # a copy, which may be written to, as torch wants it
+        # A copy, which may be written to, as torch wants it.
+        return Inputs(example.tokens, np.array(target), tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         """Compute squared errors or Huber losses of the known values, in standard deviations; weighted cross-entropy
@@ -338,4 +339,4 @@ def _features(name: str, example: Example, base: "FineTuner | None") -> npt.NDAr
     if name == "composition":
         return np.asarray((residues[:, None] == _AMINO_ACIDS).mean(0))
     assert base is not None
-    return np.asarray(base.representations([example.tokens])[0].mean(0, dtype=np.float64))
+    return np.asarray(base.representations([example])[0].mean(0, dtype=np.float64))

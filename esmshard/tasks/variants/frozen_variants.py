@@ -5,9 +5,9 @@ table.
 import hashlib
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,11 @@ FEWEST = 64
 
 
 def frozen(
-    base: "FineTuner", wild_type: npt.NDArray[np.uint8], variants: Sequence[npt.NDArray[np.uint8]], pool: Pool
+    base: "FineTuner",
+    wild_type: npt.NDArray[np.uint8],
+    variants: Sequence[npt.NDArray[np.uint8]],
+    pool: Pool,
+    tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> npt.NDArray[np.float32]:
     """Compute the vectors of `VariantHead` without its LayerNorm and without probabilities, float32 [N, F].
 
@@ -42,11 +46,13 @@ def frozen(
         wild_type: tokens of the protein, `<cls> ... <eos>`.
         variants: of each variant.
         pool: `sites` or `mean`.
+        tracks: of the wild type and of each variant, [L + 2, ...] by name.
     """
     kept = base.remembered.get(pool)
     if kept is None:
         with torch.no_grad():
-            x_TD = base.trunk(pack([wild_type]).to(base.device)).representations[base.trunk.config.n_layers]
+            alone = pack([wild_type], tracks=[tracks or {}]).to(base.device)
+            x_TD = base.trunk(alone).representations[base.trunk.config.n_layers]
         key = hashlib.sha256(f"1 {pool} ".encode() + wild_type.tobytes() + x_TD.float().cpu().numpy().tobytes())
         path = cache_directory() / "variants" / f"{key.hexdigest()[:32]}.npz"
         kept = base.remembered[pool] = (path, _read(path))
@@ -58,7 +64,7 @@ def frozen(
     parts = [new[n : n + each] for n in range(0, len(new), each)]
 
     def one(part: list[int]) -> npt.NDArray[np.float32]:
-        batch = pack_variants([variants[n] for n in part], wild_type).to(base.device)
+        batch = pack_variants([variants[n] for n in part], wild_type, tracks=tracks).to(base.device)
         x_TD = base.trunk(batch).representations[base.trunk.config.n_layers].float()
         x_NF: npt.NDArray[np.float32] = head.features(x_TD, batch, None).cpu().numpy()
         return x_NF

@@ -1,12 +1,13 @@
 """The probabilities of a language model at the residues of a protein, which are masked one at a time or visible."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.batch import pack
+from esmshard.batch import pack, piece
 from esmshard.model.families.family_registry import window_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.trunk import Trunk
@@ -18,12 +19,20 @@ TOKENS = 4096
 
 _LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
 
-View = tuple[npt.NDArray[np.uint8], int]
-"""Tokens as a model gets them, and the place in them whose residue is predicted."""
+Tracks = Mapping[str, npt.NDArray[Any]]
+"""What a model reads of each token besides, [L + 2, ...] by the name of the track."""
+View = tuple[npt.NDArray[np.uint8], Tracks, int]
+"""Tokens and tracks as a model gets them, and the place in them whose residue is predicted."""
 
 
 def log_probabilities(
-    model: Trunk, sequence: str, sites: Sequence[int], *, hidden: bool = True, window: int | None = None
+    model: Trunk,
+    sequence: str,
+    sites: Sequence[int],
+    *,
+    hidden: bool = True,
+    window: int | None = None,
+    tracks: Tracks | None = None,
 ) -> npt.NDArray[np.float32]:
     """Compute the logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
 
@@ -34,27 +43,27 @@ def log_probabilities(
         hidden: the model sees `<mask>` at the site that is predicted, in a pass of its own; else the residue, all sites
             of a window in one pass.
         window: residues of a longer sequence that the model sees at once; by default as many as in training.
+        tracks: of the sequence.
     """
+    tracks = tracks or {}
     if window is None:
         window = window_of(model.config)
     tokens = encode(sequence)
-    views = [_view(tokens, site, window, hidden) for site in sites]
+    views = [_view(tokens, tracks, site, window, hidden) for site in sites]
     if hidden or len(sequence) > window:
         return _rows_of(model, views, "sites")
     if not views:
         return np.empty((0, len(RESIDUES)), np.float32)
-    return _log_p(model, [tokens], [np.array([place for _, place in views])])
+    return _log_p(model, [tokens], [tracks], [np.array([place for _, _, place in views])])
 
 
-def _view(tokens: npt.NDArray[np.uint8], site: int, window: int, hidden: bool) -> View:
-    """Return what the model sees of a protein when a site is predicted."""
-    residues = tokens[1:-1]
-    start = min(max(site - window // 2, 0), max(len(residues) - window, 0))
-    seen = np.concatenate([tokens[:1], residues[start : start + window], tokens[-1:]])
-    place = site - start + 1
+def _view(tokens: npt.NDArray[np.uint8], tracks: Tracks, site: int, window: int, hidden: bool) -> View:
+    """Return what the model sees of a protein when a site is predicted. Its tracks are not hidden."""
+    start = min(max(site - window // 2, 0), max(len(tokens) - 2 - window, 0))
+    seen, place = piece(tokens, start, window), site - start + 1
     if hidden:
         seen[place] = MASK
-    return seen, place
+    return seen, {name: piece(values, start, window) for name, values in tracks.items()}, place
 
 
 def _rows_of(model: Trunk, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
@@ -65,7 +74,8 @@ def _rows_of(model: Trunk, views: Sequence[View], what: str) -> npt.NDArray[np.f
     at_once = max(1, 8 * packs_at_once(device))
 
     def one(group: Sequence[View]) -> npt.NDArray[np.float32]:
-        return _log_p(model, [tokens for tokens, _ in group], [np.array([place]) for _, place in group])
+        tokens, tracks, places = zip(*group, strict=True)
+        return _log_p(model, tokens, tracks, [np.array([place]) for place in places])
 
     with Progress("score", len(views)) as progress:
         for first in range(0, len(groups), at_once):
@@ -82,10 +92,13 @@ def _groups(views: Sequence[View]) -> Iterator[Sequence[View]]:
 
 @torch.no_grad()
 def _log_p(
-    model: Trunk, tokens: Sequence[npt.NDArray[np.uint8]], places: Sequence[npt.NDArray[np.int64]]
+    model: Trunk,
+    tokens: Sequence[npt.NDArray[np.uint8]],
+    tracks: Sequence[Tracks],
+    places: Sequence[npt.NDArray[np.int64]],
 ) -> npt.NDArray[np.float32]:
     device = next(model.parameters()).device
-    batch = pack(tokens, logits_at=[np.asarray(place, np.int64) for place in places]).to(device)
+    batch = pack(tokens, logits_at=[np.asarray(place, np.int64) for place in places], tracks=tracks).to(device)
     logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
     assert logits_PV is not None
     log_p_PV = logits_PV.float().log_softmax(-1)

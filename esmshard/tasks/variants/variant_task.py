@@ -45,8 +45,8 @@ class VariantTask(Task):
     """Values of variants. Outputs: standardised numbers [T].
 
     Facts: `targets` (names), `lower_is_better` (some of them), `scales` (see `esmshard.tasks.variants.value_scale`),
-    `protein` (the wild type), `first` and `length` of the part of it that the model sees, from residue 0, and `offset`,
-    which was added to the positions of the table.
+    `protein` (the wild type), `first` and `length` of the part of it that the model sees, from residue 0, `offset`,
+    which was added to the positions of the table, and `tracks` of that part, if there are any.
     """
 
     settings: VariantSettings
@@ -63,6 +63,9 @@ class VariantTask(Task):
             self._tokens: npt.NDArray[np.uint8] = encode(self.wild_type)
             self._scales = [Scale(**scale) for scale in facts["scales"]]
             lower = set(facts["lower_is_better"])
+            self._tracks = {
+                name: np.array(one["values"], dtype=one["dtype"]) for name, one in facts.get("tracks", {}).items()
+            }
             self._sign_T = np.array([-1 if name in lower else 1 for name in facts["targets"]], dtype=np.float32)
 
     @property
@@ -102,6 +105,8 @@ class VariantTask(Task):
             "length": labels.length,
             "offset": labels.offset,
         }
+        if tracks := train.get(0).tracks:  # the same of every variant
+            facts["tracks"] = {name: _as_json(values) for name, values in tracks.items()}
         return type(self)(self.settings, facts)
 
     def head(self, config: ModelConfig) -> nn.Module:
@@ -144,6 +149,7 @@ class VariantTask(Task):
             wild_type=self._tokens if needed else None,
             wild_type_logits=self.settings.zero_shot,
             wild_type_alone=self.settings.pool == "wild_type",
+            tracks=example.tracks or self._tracks,
         )
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
@@ -183,7 +189,7 @@ class VariantTask(Task):
         if self.settings.zero_shot:
             sites = [n for n, letter in enumerate(self.wild_type) if letter in RESIDUES]
             log_p_LA = np.zeros((len(self.wild_type), len(RESIDUES)), np.float32)
-            log_p_LA[sites] = log_probabilities(base.trunk, self.wild_type, sites)
+            log_p_LA[sites] = log_probabilities(base.trunk, self.wild_type, sites, tracks=train[0].tracks)
             score_N = np.array([self._zero_shot(example, log_p_LA) for example in train])
             scale = np.array([score_N.mean(), score_N.std() or 1.0])
             found |= {f"{SCORE}.log_p": log_p_LA, f"{SCORE}.scale": scale}
@@ -244,7 +250,15 @@ class VariantTask(Task):
         vector of pool `sites` without probabilities, which is the best of them for a linear model.
         """
         pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
-        return frozen(base, self._tokens, [example.tokens for example in examples], pool)
+        return frozen(base, self._tokens, [example.tokens for example in examples], pool, examples[0].tracks)
+
+
+def _as_json(values: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return a track for the facts. JSON has null and no NaN; numpy reads null as NaN."""
+    nullable = values.astype(object)
+    if values.dtype.kind == "f":
+        nullable[np.isnan(values)] = None
+    return {"dtype": str(values.dtype), "values": nullable.tolist()}
 
 
 def _letters_seen(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:

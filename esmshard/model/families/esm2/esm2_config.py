@@ -3,96 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from esmshard.model.config import STARTER, Matrix, ModelConfig
-from esmshard.vocab import PAD, VOCAB_SIZE
+from esmshard.model.config import STARTER
+from esmshard.model.families.esm_shapes import EsmShape
+from esmshard.vocab import TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
-class EsmConfig(ModelConfig):
-    """The architecture of an ESM-2, or of an ESM-1b or ESM-1v with `max_positions`.
-
-    Everything else (vocabulary, 4 x feed-forward, exact gelu, LayerNorm before each part, eps 1e-5) is fixed.
-    """
+class EsmConfig(EsmShape):
+    """The architecture of an ESM-2, or of an ESM-1b or ESM-1v with `max_positions`."""
 
     family: ClassVar[str] = "esm2"
-    token_dropout: bool = True
-    """Whether `<mask>` embeddings are set to zero and the others rescaled, as in training. All
-    released models do this.
-    """
-    max_positions: int | None = None
-    """Number of tokens that the table of learned positions covers (ESM-1b, ESM-1v: 1024); None for rotary positions
-    (ESM-2).
-    """
-    emb_layer_norm_before: bool = False
-    """Whether a LayerNorm follows the embeddings, before the first layer."""
-
-    @property
-    def rotary(self) -> bool:
-        """Whether positions are rotary (ESM-2) instead of learned (ESM-1b, ESM-1v)."""
-        return self.max_positions is None
-
-    @property
-    def position_rows(self) -> int:
-        """Number of rows of the table of learned positions. fairseq counts positions from `<pad>`'s number + 1."""
-        return (self.max_positions or 0) + PAD + 1
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Tokens that the learned positions cover; None for rotary positions."""
-        return self.max_positions
-
-    @property
-    def n_logits(self) -> int:
-        """The 33 tokens."""
-        return VOCAB_SIZE
-
-    @property
-    def ffn_width(self) -> int:
-        """Four times the width of the model."""
-        return 4 * self.dim
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """Attention's four projections, and the two matrices of the feed-forward part."""
-        d = self.dim
-        return (
-            Matrix("q", "self_attn.q_proj", d, d, "qkv"),
-            Matrix("k", "self_attn.k_proj", d, d, "qkv"),
-            Matrix("v", "self_attn.v_proj", d, d, "qkv"),
-            Matrix("out", "self_attn.out_proj", d, d, "out"),
-            Matrix("fc1", "fc1", d, 4 * d, "fc1"),
-            Matrix("fc2", "fc2", 4 * d, d, "fc2"),
-        )
-
-    @property
-    def layer_parameters(self) -> int:
-        """Matrices with their biases, and two LayerNorms."""
-        return sum(matrix.rows * (matrix.columns + 1) for matrix in self.matrices) + 4 * self.dim
-
-    @property
-    def layer_biases(self) -> int:
-        """Biases of the matrices and of two LayerNorms."""
-        return sum(matrix.rows for matrix in self.matrices) + 2 * self.dim
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Tokens, and learned positions."""
-        return self.dim * (VOCAB_SIZE + (0 if self.rotary else self.position_rows))
-
-    @property
-    def end_parameters(self) -> int:
-        """The LayerNorm after the blocks, and the one before them."""
-        return 2 * self.end_biases
-
-    @property
-    def end_biases(self) -> int:
-        """Biases of these LayerNorms."""
-        return self.dim * (1 + self.emb_layer_norm_before)
-
-    @property
-    def lm_head_parameters(self) -> int:
-        """A dense layer, a LayerNorm and a bias for each token. The last matrix is the embedding's."""
-        return self.dim * self.dim + 3 * self.dim + VOCAB_SIZE
+    vocabulary: ClassVar[tuple[str, ...]] = TOKENS
 
 
 SIZES: dict[str, EsmConfig] = {

@@ -1,18 +1,13 @@
 """The record of the family ESM-2, to which ESM-1b and ESM-1v belong. No torch."""
 
-from __future__ import annotations
-
-import math
 import re
-from typing import TYPE_CHECKING
+from functools import partial
 
-from esmshard.model.families.esm2 import esm2_layouts
+from esmshard.model.families import esm_layouts
 from esmshard.model.families.esm2.esm2_config import SIZES, EsmConfig
+from esmshard.model.families.esm_shapes import initial
 from esmshard.model.families.family import Family, Paper, Released, TransformersFiles
-from esmshard.vocab import PAD
-
-if TYPE_CHECKING:
-    import torch
+from esmshard.vocab import VOCAB_SIZE
 
 _LIN = Paper(
     "Lin et al. 2023",
@@ -59,32 +54,6 @@ def _released(name: str) -> Released:
     return Released(title, f"facebook/{name}", "mit", "Meta Platforms, Inc. and affiliates", paper)
 
 
-def _initial(config: EsmConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Draw a tensor of a new model.
-
-    Linear layers are Xavier-uniform (q, k and v with gain 1/sqrt 2, as in fair-esm's attention). The embedding, whose
-    matrix is the LM head's too, is normal with deviation 0.02, so that first logits are small, and so are learned
-    positions. Biases are 0 and LayerNorm weights 1.
-    """
-    import torch
-
-    from esmshard.model.attention import inverse_frequencies
-
-    if name.endswith("inv_freq"):
-        return inverse_frequencies(config.head_dim)
-    if re.search(r"layer_norm(_before|_after)?\.weight$", name):
-        return torch.ones(shape)
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if name.startswith("embed_"):
-        table = 0.02 * torch.randn(shape, generator=generator)
-        table[PAD] = 0.0
-        return table
-    gain = 1 / math.sqrt(2) if re.search(r"\.[qkv]_proj\.", name) else 1.0
-    bound = gain * math.sqrt(6 / (shape[0] + shape[1]))
-    return torch.rand(shape, generator=generator) * 2 * bound - bound
-
-
 FAMILY = Family(
     name=EsmConfig.family,
     title="ESM-2",
@@ -94,14 +63,15 @@ FAMILY = Family(
     paper=_LIN,
     window=1022,
     trunk="esmshard.model.families.esm2.esm2_model:ESM2",
-    initial=_initial,
+    initial=initial,
     files=TransformersFiles(
         model_types=("esm",),
-        read_config=esm2_layouts.config_of_transformers,
-        pieces=esm2_layouts.from_transformers,
-        write_config=esm2_layouts.transformers_config,
-        key=esm2_layouts.to_transformers,
-        write_tokenizer=esm2_layouts.write_tokenizer,
+        vocab_size=VOCAB_SIZE,
+        read_config=partial(esm_layouts.config_of_transformers, EsmConfig),
+        pieces=esm_layouts.from_transformers,
+        write_config=esm_layouts.transformers_config,
+        key=esm_layouts.to_transformers,
+        write_tokenizer=partial(esm_layouts.write_tokenizer, EsmConfig.vocabulary),
         model_class="EsmForMaskedLM",
         model_module="transformers.models.esm.modeling_esm",
         prefix="esm.",
@@ -110,6 +80,6 @@ FAMILY = Family(
     pickles={"fair-esm": "esmshard.model.families.esm2.esm2_pickle:FAIR_ESM"},
     peers={
         "fair-esm": "esmshard.model.families.esm2.esm2_peers:fair_esm",
-        "transformers": "esmshard.model.families.esm2.esm2_peers:transformers",
+        "transformers": "esmshard.model.families.esm_peers:transformers",
     },
 )

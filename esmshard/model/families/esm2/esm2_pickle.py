@@ -9,7 +9,8 @@ import torch
 from esmshard.errors import InputError
 from esmshard.model import weight_reader
 from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_layouts import TIED, config_of_fair_esm, fair_esm_settings, from_fair_esm
+from esmshard.model.families.esm2.esm2_layouts import config_of_fair_esm, fair_esm_settings, from_fair_esm
+from esmshard.model.families.esm_layouts import TIED
 from esmshard.model.families.family import AuthorsFile
 from esmshard.model.weight_reader import WeightReader
 from esmshard.vocab import MASK, VOCAB_SIZE

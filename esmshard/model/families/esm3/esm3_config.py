@@ -8,6 +8,8 @@ from esmshard.model.gated_config import GatedConfig
 
 STRUCTURE_TOKENS = 4096
 """Number of the codes that describe the structure around a residue."""
+STRUCTURE_MASK = STRUCTURE_TOKENS
+"""Row of the structure token of a residue whose structure is unknown."""
 TABLES = {
     "structure_tokens_embed": STRUCTURE_TOKENS + 5,
     "ss8_embed": 8 + 3,
@@ -29,6 +31,8 @@ HEADS = {
 """Columns of the heads of the other tracks, by the authors' names."""
 VECTORS = 15
 """Rows of the projection of geometric attention for each of its heads: five vectors of three numbers."""
+COORDINATES, STRUCTURE = "coordinates", "structure_tokens"
+"""Names of the tracks that the models read besides the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,15 @@ class Esm3Config(GatedConfig):
     def geometric_parameters(self) -> int:
         """Parameters of geometric attention: two matrices, a LayerNorm without bias, and two scales for each head."""
         return (VECTORS + 3) * self.v_heads * self.dim + self.dim + 2 * self.v_heads
+
+    def learned_with(self, track: str) -> int:
+        """Geometric attention learns with coordinates, and the table of structure tokens with structure tokens."""
+        tokens = self.dim * TABLES["structure_tokens_embed"]
+        return {COORDINATES: self.geometric_parameters, STRUCTURE: tokens}.get(track, 0)
+
+    def kept_with(self, track: str) -> int:
+        """Geometric attention keeps its input, the same normalised, its vectors, and the input of the last matrix."""
+        return 2 * self.dim + (VECTORS + 3) * self.v_heads if track == COORDINATES else 0
 
     @property
     def track_parameters(self) -> int:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from esmshard.model.families.esm3 import esm3_layouts
-from esmshard.model.families.esm3.esm3_config import SIZES, Esm3Config
+from esmshard.model.families.esm3.esm3_config import (
+    COORDINATES,
+    SIZES,
+    STRUCTURE,
+    STRUCTURE_MASK,
+    STRUCTURE_TOKENS,
+    Esm3Config,
+)
 from esmshard.model.families.family import Family, Paper, Released, TransformersFiles
+from esmshard.vocab import Track
 
 if TYPE_CHECKING:
     import torch
@@ -73,4 +81,9 @@ FAMILY = Family(
     read_pickle="esmshard.model.families.esm3.esm3_pickle:read",
     pickles={"esm3-pth": "esmshard.model.families.esm3.esm3_pickle:ESM3_PTH"},
     peers={},
+    tracks=(
+        Track(COORDINATES, "coordinates of N, CA and C", "coordinates", float("nan")),
+        Track(STRUCTURE, "structure tokens", "codes", STRUCTURE_MASK, n_codes=STRUCTURE_TOKENS),
+    ),
+    encoders={STRUCTURE: "esmshard.model.families.esm3.esm3_structure_encoder:structure_tokens"},
 )

@@ -1,32 +1,36 @@
-"""The sequence track of ESM3 over packed sequences. All other tracks have the values that stand for nothing known.
+"""ESM3 over packed sequences, with coordinates and structure tokens where a batch has these tracks. All other tracks
+have the values that stand for nothing known.
 
-The reference for every number is `esm` 3.4.1 (`esm/models/esm3.py`), called with `sequence_tokens` alone;
+The reference for every number is `esm` 3.4.1 (`esm/models/esm3.py`), called with one protein at a time;
 `tests/parity/test_esm3.py` compares the two. `esmshard.batch` explains the letters of tensor names.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from esmshard.batch import TokenBatch
+from esmshard.model.attention import OnAttention
 from esmshard.model.contacts import ContactRegression
 from esmshard.model.families.esm3.esm3_config import (
+    COORDINATES,
     FUNCTION_ROWS,
     FUNCTIONS,
     HEADS,
     PLDDT_BINS,
-    STRUCTURE_TOKENS,
+    STRUCTURE,
+    STRUCTURE_MASK,
     TABLES,
-    VECTORS,
     Esm3Config,
 )
+from esmshard.model.families.esm3.esm3_geometry import GeometricAttention
 from esmshard.model.gated_config import CHAIN_BREAK, ROWS
 from esmshard.model.gated_layer import GatedLayer, UntiedLMHead
 from esmshard.model.trunk import Trunk
 from esmshard.vocab import CLS, EOS, PAD
 
-STRUCTURE_MASK = STRUCTURE_TOKENS
 STRUCTURE_SPECIAL = {EOS: STRUCTURE_MASK + 1, CLS: STRUCTURE_MASK + 2, PAD: STRUCTURE_MASK + 3}
 STRUCTURE_SPECIAL[CHAIN_BREAK] = STRUCTURE_MASK + 4
 """Rows of the structure tokens that stand at tokens of the sequence that are not residues."""
@@ -50,12 +54,17 @@ class OtherTracks(nn.Module):
         # Without annotations a residue gets the sum over none of these rows, which is 0.
         self.residue_embed = _table(TABLES["residue_embed"], dim)
 
-    def forward(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        """Return what the tracks add [T, D] where nothing but the sequence is known.
+    def forward(self, tokens_T: torch.Tensor, structure_T: torch.Tensor | None) -> torch.Tensor:
+        """Return what the tracks add [T, D].
 
-        The average pLDDT is 1 and that of each residue 0, structure tokens are masks, and all others are pads.
+        The average pLDDT is 1 and that of each residue 0, as in the reference, and all others but structure are pads.
+
+        Args:
+            tokens_T: the sequence, whose tokens that are no residues have structure tokens of their own.
+            structure_T: int64 [T], the structure tokens; None if none is known.
         """
-        structure_T = torch.full_like(tokens_T, STRUCTURE_MASK)
+        if structure_T is None:
+            structure_T = torch.full_like(tokens_T, STRUCTURE_MASK)
         for token, row in STRUCTURE_SPECIAL.items():
             structure_T = structure_T.masked_fill(tokens_T == token, row)
         x_TD: torch.Tensor = self.structure_tokens_embed(structure_T)
@@ -69,32 +78,23 @@ class OtherTracks(nn.Module):
         return x_TD + (constant_D + functions_D)
 
 
-class GeometricAttention(nn.Module):
-    """The parameters of the attention over frames of the backbone, which the first block has in addition.
-
-    It adds exactly 0 where no coordinates are known, as in the sequence track, so it is not computed. It lies beside
-    the blocks, not in the first one, since sharding, planner and streaming rely on equal blocks.
-    """
-
-    def __init__(self, dim: int, v_heads: int) -> None:
-        super().__init__()
-        self.s_norm = nn.LayerNorm(dim, bias=False)
-        self.proj = nn.Linear(dim, VECTORS * v_heads, bias=False)
-        self.out_proj = nn.Linear(3 * v_heads, dim, bias=False)
-        self.distance_scale_per_head = nn.Parameter(torch.zeros(v_heads))
-        self.rotation_scale_per_head = nn.Parameter(torch.zeros(v_heads))
-
-
 class ESM3(Trunk):
-    """The ESM3 trunk with the LM head of its sequence track, and a contact regression, which no released file has.
+    """The ESM3 trunk with the LM head of the sequence, and a contact regression, which no released file has.
 
-    Everything else in the released file is there too, so that the file can be written again, and never learns.
-    Geometric attention and the other heads have no part in any output. The vectors of the other tracks have; but they
-    are the same at all residues, which the learned rows of tokens can express as well, and of each table one row would
-    get a gradient while weight decay would wear away all others.
+    Everything else in the released file is there too, so that the file can be written again.
+
+    Geometric attention learns with coordinates, and the table of structure tokens with structure tokens. Without these
+    tracks they are frozen, and what never learns is frozen always. Geometric attention without coordinates, and the
+    other heads, have no part in any output. The vectors of unknown tracks have; but they are the same at all residues,
+    which the learned rows of tokens can express as well, and of each table one row would get a gradient while weight
+    decay would wear away all others.
     """
 
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.", "geom_attn.", "other_tracks.", "other_heads.")
+    learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        COORDINATES: ("geom_attn.",),
+        STRUCTURE: ("other_tracks.structure_tokens_embed.",),
+    }
     config: Esm3Config
 
     def __init__(self, config: Esm3Config) -> None:
@@ -106,6 +106,8 @@ class ESM3(Trunk):
             GatedLayer(config.dim, config.n_heads, config.ffn_width, qk_norm=True, branch_scale=config.branch_scale)
             for _ in range(config.n_layers)
         )
+        # It belongs to the first block, but lies beside the blocks, since sharding, planner and streaming rely on
+        # equal blocks.
         self.geom_attn = GeometricAttention(config.dim, config.v_heads)
         self.contact_head = ContactRegression(config.n_maps)
         self.layer_norm_after = nn.LayerNorm(config.dim, bias=False)
@@ -114,7 +116,23 @@ class ESM3(Trunk):
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
         """Add the embeddings [T, D] of all tracks. `<mask>` has a learned row, and nothing is scaled."""
-        return self.embed_tokens(batch.tokens_T) + self.other_tracks(batch.tokens_T)  # type: ignore[no-any-return]
+        others_TD = self.other_tracks(batch.tokens_T, batch.tracks.get(STRUCTURE))
+        return self.embed_tokens(batch.tokens_T) + others_TD  # type: ignore[no-any-return]
+
+    def run_block(
+        self, index: int, x_TD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None
+    ) -> torch.Tensor:
+        """Apply block `index` to x [T, D]. With coordinates the first one has geometric attention, too.
+
+        It is computed wherever batches have the track, even if all coordinates are unknown, so that all ranks have
+        gradients of the same parameters.
+        """
+        if index or COORDINATES not in batch.tracks:
+            return super().run_block(index, x_TD, batch, on_attention)
+        return self.layers[0](x_TD, batch, index, on_attention, self._geometric)  # type: ignore[no-any-return]
+
+    def _geometric(self, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        return self.geom_attn(x_TD, batch.tracks[COORDINATES], batch.token_counts)  # type: ignore[no-any-return]
 
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the last LayerNorm."""

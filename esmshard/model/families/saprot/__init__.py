@@ -1,0 +1,1 @@
+"""SaProt: shapes, the vocabulary of pairs of residue and structure, and file layouts."""

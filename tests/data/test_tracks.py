@@ -1,0 +1,302 @@
+"""Tracks: files of letters, codes and coordinates, matched to records and cut with their tokens."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from in_memory import InMemory
+from structure_texts import OTHER, SEQ, backbone, chain, cif, pdb, three
+
+from esmshard.data.batching.loader import Examples, Long
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.store.ingestion import cached
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tracks.interleaved import cached_pair
+from esmshard.data.tracks.track_entries import entries
+from esmshard.data.tracks.track_files import (
+    RecordTracks,
+    TrackFile,
+    outside,
+    protein_tracks,
+    record_tracks,
+    track_files,
+)
+from esmshard.errors import InputError, UsageError
+from esmshard.vocab import Track, decode
+
+LETTERS = Track("turns", "letters of turns", "letters", unknown=3, letters="hec")
+CODES = Track("words", "words of structure", "codes", unknown=500, n_codes=500)
+PLACES = Track("atoms", "coordinates", "coordinates", unknown=float("nan"))
+
+
+def refusal(*parts: str) -> str:
+    return ".*".join(map(re.escape, parts))
+
+
+def read(track: Track, source: Path, *records: str, edits: Edits | None = None) -> dict[int, np.ndarray]:
+    return dict(entries(track, source, InMemory(*records), edits or Edits()))
+
+
+# Letters
+
+
+def test_letters_are_numbered_in_either_case_and_other_proteins_are_passed_over(tmp_path: Path) -> None:
+    source = tmp_path / "x.fasta"
+    source.write_text(">b one of b\nHE\n#c\n>other\nhhhhhhhhh\n>a\nCEH\n")
+    found = read(LETTERS, source, ">a MKT", ">b MKTV")
+    assert {n: values.tolist() for n, values in found.items()} == {0: [2, 1, 0], 1: [0, 1, 3, 2]}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (">b\nh\n>a\nhxc\n", ("x.fasta:3: record 'a' has 'x' at position 2", "letters of turns (hec)", "write #")),
+        (">a\nhh\u00e9\n", ("record 'a' has 'é' at position 3",)),
+        (">a\nhh\n", ("x.fasta:1: record 'a' has letters of turns of 2 residues", "3 residues", "# where nothing")),
+        (">a\nhhh\n>a\nhhh\n", ("x.fasta:3: record 'a' stands in line 1 too",)),
+        ("hhh\n", ("x.fasta:1: text before the first '>'",)),
+    ],
+)
+def test_wrong_letters_are_refused(text: str, said: Sequence[str], tmp_path: Path) -> None:
+    source = tmp_path / "x.fasta"
+    source.write_text(text)
+    with pytest.raises(InputError, match=refusal(*said)):
+        read(LETTERS, source, ">a MKT")
+
+
+# Codes
+
+
+def test_codes_are_arrays_by_id(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=np.array([0, 499, 500], np.int16), other=np.array([1.5]))
+    assert read(CODES, tmp_path / "x.npz", ">a MKT", ">b M")[0].tolist() == [0, 499, 500]
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.array([0, 501, 2]), ("x.npz: record 'a' has 501 at position 2", "0 to 499, and 500 where nothing")),
+        (np.array([0, -1, 2]), ("has -1 at position 2",)),
+        (np.array([0.0, 1.0, 2.0]), ("x.npz: record 'a' is float64 [3]", "whole numbers")),
+        (np.array([[0, 1, 2]]), ("is int64 [1, 3]",)),
+        (np.array([0, 1]), ("words of structure of 2 residues", "3 residues", "500 where nothing is known")),
+    ],
+)
+def test_wrong_codes_are_refused(array: np.ndarray, said: Sequence[str], tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=array)
+    with pytest.raises(InputError, match=refusal(*said)):
+        read(CODES, tmp_path / "x.npz", ">a MKT")
+
+
+def test_codes_in_another_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=refusal("x.csv: words of structure are read from an .npz file")):
+        read(CODES, tmp_path / "x.csv", ">a MKT")
+
+
+# Coordinates
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An entry of two chains, one of which lacks a residue; a predicted structure; a file of no record."""
+    out = tmp_path / "structures"
+    out.mkdir()
+    lines = [*chain(SEQ, "A", missing=[2]), *chain(OTHER, "B")]
+    (out / "1ABC.cif").write_text(cif(lines, {"A": three(SEQ), "B": three(OTHER)}))
+    (out / "P12345.pdb").write_text(pdb(chain(SEQ[:5], "A", shift=5.0)))
+    (out / "broken.pdb").write_text("ATOM  what?\n")
+    return out
+
+
+@pytest.mark.parametrize("name", ["1abc_A", "1ABC_A", "1abc", "sp|1ABC|SOME"])
+def test_a_record_has_the_chain_of_its_name_or_of_its_sequence(name: str, folder: Path) -> None:
+    (values_L33,) = read(PLACES, folder, f">{name} {SEQ}").values()
+    expected_L33 = backbone(len(SEQ))[:, :3].astype(np.float32)
+    expected_L33[2] = np.nan
+    assert values_L33.dtype == np.float32
+    np.testing.assert_allclose(values_L33, expected_L33, atol=1e-5)
+
+
+def test_several_records_have_coordinates_and_others_none(folder: Path) -> None:
+    found = read(PLACES, folder, f">1abc_B {OTHER}", ">unknown MKT", f">P12345 {SEQ[:5]}", f">1abc_C {SEQ}")
+    assert sorted(found) == [0, 2]
+    np.testing.assert_allclose(found[2], backbone(5)[:, :3] + 5.0, atol=1e-3)
+
+
+def test_a_chain_of_another_length_is_refused_and_other_residues_are_counted(folder: Path) -> None:
+    said = ("1ABC.cif: chain '1abc_B' of record '1abc_B' has coordinates of 12 residues", "3 residues", "SEQRES")
+    with pytest.raises(InputError, match=refusal(*said)):
+        read(PLACES, folder, ">1abc_B MKT")
+    edits = Edits()
+    assert len(read(PLACES, folder, f">1abc_B A{OTHER[1:]}", edits=edits)) == 1
+    assert "the structure has other residues than the sequence in 1 record (1abc_B)" in edits.notices()
+
+
+def test_a_file_of_several_chains_needs_the_sequence_of_one(folder: Path) -> None:
+    with pytest.raises(InputError, match=refusal("1ABC.cif: has 2 protein chains", "'1abc'", "1abc_CHAIN")):
+        read(PLACES, folder, ">1abc MKT")
+
+
+def test_two_files_of_one_record_are_refused(folder: Path) -> None:
+    (folder / "1abc_A.pdb").write_text(pdb(chain(SEQ, "A")))
+    with pytest.raises(InputError, match=refusal("record '1abc_A': it has coordinates in", "1ABC.cif too")):
+        read(PLACES, folder, f">1abc_A {SEQ}")
+
+
+# Residues and letters in turns
+
+
+def test_an_interleaved_file_becomes_two(tmp_path: Path) -> None:
+    source = tmp_path / "x.fasta"
+    source.write_text(">a SET=train\nMhKe\nT#\n>b\nVc\n")
+    sequences, letters = cached_pair(source, LETTERS)
+    assert sequences.read_text() == ">a SET=train\nMKT\n>b\nV\n"
+    assert letters.read_text() == ">a SET=train\nhe#\n>b\nc\n"
+    source.write_text(">a\nMh\n")
+    assert cached_pair(source, LETTERS)[0].read_text() == ">a\nM\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("MKTV", "x.fasta:3: record 'b' has 'K' at position 2; write residues in upper case"),
+        ("MhkeTc", "record 'b' has 'k' at position 3"),
+        ("MhKd", "record 'b' has 'd' at position 4"),
+        ("MhK", "record 'b' ends with a residue without its letter; write residues"),
+    ],
+)
+def test_a_record_that_is_not_interleaved_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    source = tmp_path / "x.fasta"
+    source.write_text(f">a\nMhKe\n>b\n{text}\n")
+    with pytest.raises(InputError, match=refusal(said, "as MhEeVc")):
+        cached_pair(source, LETTERS)
+    with pytest.raises(InputError, match=refusal(said)):  # nothing half made is left in the cache
+        cached_pair(source, LETTERS)
+
+
+# Beside a token store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    fasta = tmp_path / "records.fasta"
+    fasta.write_text(">a\nMKTAYIAKQR\n>b\nGGLV\n>c\nMKTAYIAKQRGGLVMKTAYIAKQRGGLV\n")
+    return cached(fasta)
+
+
+def letters_of(sequence: str) -> str:
+    """A letter for each residue that follows from the residue, so that a shifted track is seen."""
+    return "".join("hec"[ord(letter) % 3] for letter in sequence)
+
+
+def aligned(tokens: np.ndarray, values: np.ndarray) -> bool:
+    expected = [LETTERS.letters.index(letter) for letter in letters_of(decode(tokens))]
+    return values.tolist() == [3, *expected, 3]
+
+
+@pytest.fixture
+def tracks(store: TokenStore, tmp_path: Path) -> RecordTracks:
+    """Letters of `c` and `a`, codes of `b`."""
+    text = "".join(f">{store.id(n)}\n{letters_of(decode(store.residues(n)))}\n" for n in (2, 0))
+    (tmp_path / "turns.fasta").write_text(text)
+    np.savez(tmp_path / "words.npz", b=np.array([7, 500, 300, 0]))
+    files = [TrackFile(LETTERS, tmp_path / "turns.fasta"), TrackFile(CODES, tmp_path / "words.npz")]
+    return record_tracks(files, store)
+
+
+@pytest.mark.parametrize("long", ["crop", "window", "full"])
+def test_crops_and_windows_keep_a_track_with_its_residues(long: Long, store: TokenStore, tracks: RecordTracks) -> None:
+    split = Examples("train", Path("x"), store, None, long=long, max_length=11)
+    before = split.digest
+    split.add_tracks(tracks)
+    assert split.digest != before
+    firsts = set()
+    for epoch in range(6):
+        for n in range(len(split)):
+            example = split.get(n, epoch)
+            turns, words = example.tracks["turns"], example.tracks["words"]
+            assert (turns.dtype, words.dtype) == (np.uint8, np.int64)
+            assert len(turns) == len(words) == len(example.tokens)
+            if example.id == "b":
+                assert turns.tolist() == [3] * 6
+                assert words.tolist() == [500, 7, 500, 300, 0, 500]
+            else:
+                assert aligned(example.tokens, turns)
+                assert set(words.tolist()) == {500}
+                firsts.add(decode(example.tokens)[:4])
+    assert (len(firsts) > 1) == (long != "full")  # parts that begin elsewhere were looked at
+
+
+def test_the_notices_count_what_is_known_of_the_records_of_a_split(store: TokenStore, tracks: RecordTracks) -> None:
+    split = Examples("train", Path("x"), store, None, members_N=np.array([False, True, True]))
+    split.add_tracks(tracks)
+    turns, words = split.notices
+    assert turns.startswith("letters of turns of 1 of 2 records, and 28 of 32 residues, from ")
+    assert words.startswith("words of structure of 1 of 2 records, and 3 of 32 residues, from ")
+
+
+def test_a_changed_source_is_read_again_and_has_another_digest(
+    store: TokenStore, tracks: RecordTracks, tmp_path: Path
+) -> None:
+    source = tmp_path / "turns.fasta"
+    source.write_text(source.read_text().replace("h", "e"))
+    changed = record_tracks([TrackFile(LETTERS, source), TrackFile(CODES, tmp_path / "words.npz")], store)
+    assert changed.digest != tracks.digest
+    assert 0 not in changed.get(0, slice(None))["turns"]
+    assert 0 in tracks.get(0, slice(None))["turns"]
+
+
+def test_a_source_of_none_of_the_records_is_refused(store: TokenStore, tmp_path: Path) -> None:
+    (tmp_path / "x.fasta").write_text(">other\nhh\n")
+    said = ("x.fasta: has letters of turns of none of the 3 records (a, b, c)", "ids of the sequences")
+    with pytest.raises(InputError, match=refusal(*said)):
+        record_tracks([TrackFile(LETTERS, tmp_path / "x.fasta")], store)
+    with pytest.raises(InputError, match=refusal("nowhere.fasta: no such file")):
+        record_tracks([TrackFile(LETTERS, tmp_path / "nowhere.fasta")], store)
+
+
+def test_the_tracks_of_one_protein_are_those_of_its_id(tmp_path: Path) -> None:
+    (tmp_path / "wt.fasta").write_text(">wt\nMKTV\n")
+    (tmp_path / "turns.fasta").write_text(">other\nh\n>wt\nhecc\n")
+    found = protein_tracks([TrackFile(LETTERS, tmp_path / "turns.fasta")], tmp_path / "wt.fasta")
+    assert found.part(1, 2).get(17, slice(None))["turns"].tolist() == [3, 1, 2, 3]
+    assert found.notices(np.arange(9)) == ["letters of turns of 4 of 4 residues of the wild type"]
+    (tmp_path / "turns.fasta").write_text(">other\nh\n")
+    with pytest.raises(InputError, match=refusal("turns.fasta: has no letters of turns of 'wt'", "wt.fasta")):
+        protein_tracks([TrackFile(LETTERS, tmp_path / "turns.fasta")], tmp_path / "wt.fasta")
+
+
+# Names
+
+
+def test_a_track_that_the_model_does_not_take_is_refused() -> None:
+    assert track_files({"turns": "inside", "atoms": "/x"}, [LETTERS, PLACES], "m", "--track ") == [
+        TrackFile(LETTERS, None),
+        TrackFile(PLACES, Path("/x")),
+    ]
+    said = ("--track trns: m takes no such track", "turns (letters of turns) and atoms (coordinates)")
+    with pytest.raises(UsageError, match=refusal(*said)):
+        track_files({"trns": "x"}, [LETTERS, PLACES], "m", "--track ")
+    with pytest.raises(UsageError, match=refusal("data.tracks.turns: m reads the sequence alone")):
+        track_files({"turns": "x"}, [], "m", "data.tracks.")
+
+
+def test_tracks_inside_the_file_of_the_sequences(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "x.fasta").write_text(">a\nMhKe\n")
+    sequences, (turns, words) = outside(
+        tmp_path / "x.fasta", [TrackFile(LETTERS, None), TrackFile(CODES, Path("words.npz"))]
+    )
+    assert sequences.read_text() == ">a\nMK\n"
+    assert turns.path is not None
+    assert turns.path.read_text() == ">a\nhe\n"
+    assert words.path == Path("words.npz")
+    assert outside(folder, [TrackFile(PLACES, None)]) == (folder, [TrackFile(PLACES, folder, inside=folder)])
+    for path, track, said in (
+        (tmp_path / "x.fasta", PLACES, "x.fasta: has no coordinates inside (PDB or mmCIF files hold coordinates)"),
+        (folder, LETTERS, "structures: has no letters of turns inside (a FASTA file with one letter after each"),
+        (tmp_path / "x.fasta", CODES, "has no words of structure inside (codes are in an .npz file); give the path"),
+    ):
+        with pytest.raises(InputError, match=refusal(said)):
+            outside(path, [TrackFile(track, None)])

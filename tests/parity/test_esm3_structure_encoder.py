@@ -1,0 +1,153 @@
+"""Structure tokens are those of the authors' encoder, and its file is read or refused.
+
+`tests/golden/esm3_structure_encoder.safetensors` holds what their code says; `esm3_encoder_golden.py` made it.
+"""
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from command import esmshard
+from esm3_encoder_golden import LENGTHS, proteins
+from esm3_golden import weights
+from safetensors import safe_open
+from safetensors.torch import load_file
+from structure_texts import chain, cif, pdb
+
+from esmshard.data.structures.chains import read_chains
+from esmshard.errors import InputError, UsageError
+from esmshard.model.families.esm3 import esm3_structure_encoder
+from esmshard.model.families.esm3.esm3_structure_encoder import structure_tokens
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.export import write_transformers
+from esmshard.predict.track_codes import write_codes
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "esm3_structure_encoder.safetensors"
+
+
+def authors_state() -> dict[str, torch.Tensor]:
+    with safe_open(GOLDEN, framework="pt") as file:
+        drawn = weights(json.loads(file.metadata()["shapes"]))
+        return drawn | {"codebook.embeddings": file.get_tensor("codes")}
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    torch.save(authors_state(), tmp_path / "encoder.pth")
+    return tmp_path / "encoder.pth"
+
+
+@pytest.mark.parametrize("at_once", [256, 7])
+def test_tokens_are_those_of_the_authors(published: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(esm3_structure_encoder, "AT_ONCE", at_once)
+    golden, encoder = load_file(GOLDEN), esm3_structure_encoder.read(published)
+    codes = encoder.codes_CZ
+    for name, coordinates in proteins().items():
+        described = golden[f"{name}.described"]
+        nearest = torch.cdist(described, codes).topk(2, largest=False).values
+        assert (nearest[:, 1] - nearest[:, 0]).min() > 1e-4, "no code is chosen by rounding"
+        with torch.no_grad():
+            assert (encoder.described(torch.from_numpy(coordinates)) - described).abs().max() < 1e-6
+        tokens = structure_tokens(published, coordinates)
+        assert tokens.dtype == np.int64
+        assert tokens.tolist() == golden[f"{name}.tokens"].tolist()
+        assert len(tokens) == LENGTHS[name]
+    assert len(set(golden["long.tokens"].tolist())) > 20
+
+
+def test_tokens_depend_on_the_structure_alone(published: Path) -> None:
+    """Not on where it lies, and not on residues that are unknown; on the order of residues they do."""
+    coordinates = proteins()["long"]
+    tokens = structure_tokens(published, coordinates)
+    turned = coordinates[..., [1, 2, 0]] + np.array([10, -20, 5], dtype=np.float32)
+    assert (structure_tokens(published, turned) == tokens).mean() > 0.95
+    mirrored = coordinates[..., [1, 0, 2]]
+    assert (structure_tokens(published, mirrored) == tokens).mean() < 0.9
+    assert (structure_tokens(published, coordinates[::-1].copy())[::-1] == tokens).mean() < 0.9
+
+
+def test_the_released_encoder_has_so_many_parameters() -> None:
+    """The authors' `StructureTokenEncoder` has as many with d_model 1024, v_heads 128, n_layers 2 and d_out 128."""
+    with torch.device("meta"):
+        encoder = esm3_structure_encoder.StructureEncoder(1024, 128, 4096, 2, (4096, 128))
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == 30_116_224
+
+
+def test_other_files_are_refused_with_the_fix(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.pth"
+    torch.save({"decoder.weight": torch.ones(2)}, path)
+    with pytest.raises(
+        InputError, match=r"has no relative_positional_embedding.*; give esm3_structure_encoder_v0\.pth"
+    ):
+        structure_tokens(path, np.zeros((2, 3, 3), dtype=np.float32))
+    for name in ("transformer.blocks.1.geom_attn.proj.bias", "transformer.blocks.0.ffn.1.weight"):
+        torch.save({key: tensor for key, tensor in authors_state().items() if key != name}, path)
+        with pytest.raises(InputError, match=r"blocks\.[01].*; give esm3_structure_encoder_v0\.pth"):
+            structure_tokens(path, np.zeros((2, 3, 3), dtype=np.float32))
+    torch.save(authors_state() | {"strange.weight": torch.ones(2)}, path)
+    with pytest.raises(InputError, match=r"strange\.weight.*; give"):
+        structure_tokens(path, np.zeros((2, 3, 3), dtype=np.float32))
+    with pytest.raises(InputError, match="cannot be read as torch weights"):
+        structure_tokens(tmp_path / "none.pth", np.zeros((2, 3, 3), dtype=np.float32))
+
+
+SEQUENCES = {"1abc": "MKTAYIAKQRQISFVKSHFSRQ", "2abc": "GSHMKVLAWEFT"}
+
+
+@pytest.fixture
+def structures(tmp_path: Path) -> Path:
+    folder = tmp_path / "structures"
+    folder.mkdir()
+    for name, sequence in SEQUENCES.items():
+        (folder / f"{name}.pdb").write_text(pdb(chain(sequence, missing=[3] if name == "1abc" else [])))
+    return folder
+
+
+def test_structure_files_become_a_track_that_embed_reads(published: Path, structures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tokens.npz"
+    done = esmshard("track", "structure_tokens", structures, "--weights", published, "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}: structure_tokens of 2 chains and 33 residues\n"
+    with np.load(out) as codes:
+        codes_by_id = {name: codes[name].tolist() for name in codes}
+    assert {name: len(codes) for name, codes in codes_by_id.items()} == {"1abc_A": 21, "2abc_A": 12}
+    fasta = ""
+    for name, codes in codes_by_id.items():
+        (one,) = read_chains(structures / f"{name[:4]}.pdb")
+        assert codes == structure_tokens(published, one.backbone_L33).tolist()
+        fasta += f">{name}\n{one.sequence}\n"
+    (tmp_path / "chains.fasta").write_text(fasta)
+    model = tmp_path / "esm3"
+    model.mkdir()
+    fresh = open_weights.fresh(SIZES["esm3_nano"], 0)
+    sizes = open_weights.stored_shapes(fresh.config)
+    write_transformers(model, fresh.config, sizes, lambda names: {name: fresh[name] for name in names})
+    found = {}
+    for word, options in (("alone", []), ("tokens", ["--track", f"structure_tokens={out}"])):
+        done = esmshard("embed", model, tmp_path / "chains.fasta", "-o", tmp_path / f"{word}.h5", *options)
+        assert done.returncode == 0, done.stderr
+        with h5py.File(tmp_path / f"{word}.h5") as arrays:
+            found[word] = {name: arrays[name][:] for name in codes_by_id}
+    assert all(np.abs(found["tokens"][name] - found["alone"][name]).max() > 1e-3 for name in found["alone"])
+
+
+def test_what_cannot_be_made_a_track_is_one_sentence(published: Path, structures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tokens.npz"
+    with pytest.raises(UsageError, match=r"^colours: no encoder of this track is known, only of structure_tokens$"):
+        write_codes("colours", structures, published, out)
+    with pytest.raises(UsageError, match=r"tokens.csv: codes are written as .npz"):
+        write_codes("structure_tokens", structures, published, tmp_path / "tokens.csv")
+    (structures / "1abc.cif").write_text(cif(chain("GSHMKVLAWEFT")))
+    with pytest.raises(InputError, match=r"chain '1abc_A' comes from .*1abc.cif too; remove one file"):
+        write_codes("structure_tokens", structures, published, out)
+    (structures / "1abc.cif").unlink()
+    out.write_bytes(b"mine")
+    with pytest.raises(UsageError, match="exists already"):
+        write_codes("structure_tokens", structures, published, out)
+    assert out.read_bytes() == b"mine"
+    write_codes("structure_tokens", structures, published, out, overwrite=True)
+    assert out.read_bytes() != b"mine"

@@ -1,0 +1,237 @@
+"""Coordinates and structure tokens in ESM3 give the numbers and gradients of the authors' code, packed and in parts.
+
+`tests/golden/esm3.safetensors` holds what their code says; see `test_esm3.py`.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from esm3_golden import STRUCTURED, structures
+from outputs import everything
+from plan_model import counted_numbers
+from safetensors.torch import load_file
+from test_esm3 import GOLDEN, TOLERANCE, compare_with, model_of, published, structured
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.model.families.esm3 import esm3_geometry
+from esmshard.model.families.esm3.esm3_family import FAMILY
+from esmshard.model.families.esm3.esm3_geometry import GeometricAttention
+from esmshard.model.families.family_registry import SIZES, build
+from esmshard.model.trunk import Trunk
+from esmshard.planner.memory_model import layer_bytes
+from esmshard.planner.parameter_counts import numbers_of
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.sharding.layout import Layout
+from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
+from esmshard.vocab import encode
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("esm3"))
+
+
+@pytest.fixture
+def model(repository: Path) -> Trunk:
+    return model_of(repository)
+
+
+def walk(counts: list[int], seed: int = 0) -> torch.Tensor:
+    """Coordinates [T, 3, 3] of chains, unknown at both ends of each."""
+    generator = torch.Generator().manual_seed(seed)
+    chains = []
+    for count in counts:
+        alpha = torch.randn(count, 1, 3, generator=generator).cumsum(0) * 2.2
+        chain = alpha + 1.4 * torch.randn(count, 3, 3, generator=generator)
+        chain[[0, -1]] = torch.nan
+        chains.append(chain)
+    return torch.cat(chains)
+
+
+def of_chains(texts: list[str], **tracks: torch.Tensor) -> TokenBatch:
+    return replace(pack([encode(text) for text in texts]), tracks=tracks)
+
+
+def test_every_layer_the_logits_and_gradients_are_those_of_the_authors(model: Trunk) -> None:
+    golden = load_file(GOLDEN)
+    worst, relative = compare_with(golden, model, tracks=True)
+    assert worst < TOLERANCE
+    assert relative < TOLERANCE
+    with torch.no_grad():
+        for name in FAMILY.tracks:
+            batch = structured()
+            batch = replace(
+                batch, tracks={other: values for other, values in batch.tracks.items() if other != name.name}
+            )
+            without = everything(model, batch)[-1]
+            assert (without - golden["structures.logits"]).abs().max() > 0.1, f"{name.name} are of no consequence"
+
+
+def test_packed_is_alone_and_no_protein_sees_another(model: Trunk) -> None:
+    batch, known = structured(), structures()
+    together = everything(model, batch)
+    for n, tokens in enumerate(STRUCTURED):
+        own = slice(batch.bounds[n], batch.bounds[n + 1])
+        alone = everything(model, pack([np.array(tokens, dtype=np.uint8)], tracks=known[n : n + 1]))
+        assert all((mine[own] - other).abs().max() < 1e-6 * 10 for mine, other in zip(together, alone, strict=True))
+        # Bit for bit where nothing but the other proteins changes.
+        changed = [
+            one
+            if k == n
+            else {
+                "coordinates": one["coordinates"][::-1] * 3 + 1,
+                "structure_tokens": 4095 - one["structure_tokens"] // 2,
+            }
+            for k, one in enumerate(known)
+        ]
+        moved = everything(model, pack([np.array(one, dtype=np.uint8) for one in STRUCTURED], tracks=changed))
+        assert all(torch.equal(mine[own], other[own]) for mine, other in zip(together, moved, strict=True))
+        others = torch.ones(batch.bounds[-1], dtype=torch.bool)
+        others[own] = False
+        assert not torch.equal(together[-1][others], moved[-1][others])
+
+
+def test_what_is_unknown_adds_exactly_nothing(model: Trunk) -> None:
+    """As if the track were not there: for all proteins, and for one protein beside others."""
+    batch = structured()
+    unknown = {track.name: torch.full_like(batch.tracks[track.name], track.unknown) for track in FAMILY.tracks}
+    for mine, other in zip(
+        everything(model, replace(batch, tracks=unknown)), everything(model, replace(batch, tracks={})), strict=True
+    ):
+        assert torch.equal(mine, other)
+    own = slice(batch.bounds[1], batch.bounds[2])
+    assert batch.tracks["coordinates"][own].isnan().all()
+    coordinates = {"coordinates": batch.tracks["coordinates"]}
+    for mine, other in zip(
+        everything(model, replace(batch, tracks=coordinates)), everything(model, replace(batch, tracks={})), strict=True
+    ):
+        assert torch.equal(mine[own], other[own])
+    assert not torch.equal(mine, other)
+
+
+def test_where_the_structure_lies_does_not_matter(model: Trunk) -> None:
+    batch = structured()
+    rotation = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(2)))[0]
+    rotation *= torch.linalg.det(rotation)
+    coordinates = batch.tracks["coordinates"] @ rotation + torch.tensor([30.0, -50.0, 70.0])
+    moved = everything(model, replace(batch, tracks={**batch.tracks, "coordinates": coordinates}))
+    assert all((a - b).abs().max() < 2e-4 for a, b in zip(everything(model, batch), moved, strict=True))
+    mirrored = everything(model, replace(batch, tracks={**batch.tracks, "coordinates": -batch.tracks["coordinates"]}))
+    assert (mirrored[-1] - moved[-1]).abs().max() > 0.01
+
+
+def test_parts_of_heads_and_queries_give_the_same(model: Trunk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> list[torch.Tensor]:
+        model.zero_grad()
+        batch = structured()
+        logits = model(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
+        assert logits is not None
+        logits.square().mean().backward()
+        return [logits.detach(), *(p.grad for p in model.geom_attn.parameters())]  # type: ignore[union-attr,misc]
+
+    whole = found()
+    for most in (1, 40, 300):
+        monkeypatch.setattr(esm3_geometry, "AT_ONCE", most)
+        assert all((a - b).abs().max() < 1e-5 * b.abs().max() for a, b in zip(found(), whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("counts", "heads", "most"),
+    [
+        ([1024], 16, 70),
+        ([100, 24] * 8, 256, 100),
+        pytest.param([1024], 256, 100, marks=pytest.mark.slow, id="as released"),
+    ],
+)
+def test_a_long_protein_takes_little_memory(counts: list[int], heads: int, most: int) -> None:
+    """Of geometric attention alone. All 256 heads of the released model at once would take 1 GiB for each matrix."""
+    module = GeometricAttention(1536, heads)
+    x_TD, coordinates_T33 = torch.randn(sum(counts), 1536, requires_grad=True), walk(counts)
+    # So that the memory of the gradients is there from here on.
+    module(x_TD[:9], coordinates_T33[:9], [9]).sum().backward()
+    tracker = MemTracker()
+    with tracker:
+        tracker.track_external(module, x_TD, coordinates_T33)
+        before = tracker.get_tracker_snapshot()[x_TD.device]["Total"]
+        module(x_TD, coordinates_T33, counts).square().sum().backward()
+    peak = tracker.get_tracker_snapshot("peak")[x_TD.device]["Total"] - before
+    assert most / 4 < peak / MIB < most
+
+
+def test_what_is_kept_is_what_the_planner_adds() -> None:
+    config = SIZES["esm3_mini"]
+    model = build(config)
+    texts = ["ACDEFGHIKLMNPQRSTVWY" * n for n in (5, 12, 3)]
+    batch = of_chains(texts, coordinates=walk([len(text) + 2 for text in texts]))
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(batch)
+    assert output.representations
+    counted = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    numbers = numbers_of(config, 0, AdaptSettings(), tracks=["coordinates"])
+    layers = config.n_layers * layer_bytes(numbers, Layout(), "cpu").kept
+    predicted = (layers + 4 * (2 * config.dim + numbers.track_kept)) * len(batch.tokens_T)
+    assert 0.97 < predicted / counted < 1.03
+    assert predicted - 4 * numbers.track_kept * len(batch.tokens_T) < 0.98 * counted, "it is too small to be seen"
+
+
+@pytest.mark.parametrize("tracks", [(), ("coordinates",), ("structure_tokens",), ("coordinates", "structure_tokens")])
+@pytest.mark.parametrize("method", ["full", "lora", "head"])
+def test_what_learns_with_a_track_is_what_the_planner_counts(tracks: tuple[str, ...], method: str) -> None:
+    adapt = AdaptSettings.model_validate({"method": method})
+    for size in ("esm3_nano", "esm3_sm_open_v1"):
+        config = SIZES[size]
+        with torch.device("meta"):
+            tuner = FineTuner(build(config), LanguageModelHead())
+            tuner.adapt(adapt, 0, tracks)
+        learns = {name for name, parameter in tuner.trunk.named_parameters() if parameter.requires_grad}
+        full = method == "full"
+        assert any(name.startswith("geom_attn.") for name in learns) == (full and "coordinates" in tracks)
+        of_others = {name for name in learns if name.startswith(("other_", "contact_head."))}
+        tables = {"other_tracks.structure_tokens_embed.weight"} if full and "structure_tokens" in tracks else set()
+        assert of_others == tables
+        planned = numbers_of(config, 0, adapt, logits=True, tracks=tracks)
+        assert replace(planned, track_kept=0) == counted_numbers(tuner, config)
+
+
+def test_half_precision_computes_with_exact_coordinates() -> None:
+    """In bf16, numbers around 200 have steps of 1."""
+    torch.manual_seed(0)
+    module, x_TD, coordinates_T33 = GeometricAttention(64, 16), torch.randn(60, 64), walk([60]) + 200
+    with torch.no_grad():
+        exact = module(x_TD, coordinates_T33, [60])
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = module(x_TD, coordinates_T33, [60])
+        module.to(torch.bfloat16)
+        halved = module(x_TD.bfloat16(), coordinates_T33, [60])
+        rounded = module(x_TD.bfloat16(), coordinates_T33.bfloat16(), [60])
+    assert cast.dtype == halved.dtype == torch.bfloat16
+    assert exact.abs().max() > 0.2
+    assert (cast - exact).abs().max() < 0.02
+    assert (halved - exact).abs().max() < 0.02
+    assert (rounded - exact).abs().max() > 0.05
+
+
+def test_blocks_are_compiled_once_for_all_packs(model: Trunk, repository: Path) -> None:
+    torch._dynamo.reset()
+    plain = model_of(repository)
+    model.compile_layers(backend="eager")
+    for n, text in enumerate(["MKTAYIAK", "MK", "ACDEFGHIKLMNPQRSTVWY" * 3, "AC", "MKTAYIAKQRQ"]):
+        batch = of_chains([text, text[:2]], coordinates=walk([len(text) + 2, 4]))
+        with torch._dynamo.config.patch(error_on_recompile=n > 1):
+            for a, b in zip(everything(model, batch), everything(plain, batch), strict=True):
+                assert (a - b).abs().max() < 1e-5
+    torch._dynamo.reset()

@@ -1,0 +1,189 @@
+"""Predictions and tests of a fine-tuned model that reads structure letters."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command import esmshard as esmshard_command
+from structure_texts import backbone, chain, pdb, three
+from tracked_model import LETTERS, random_pairs, track, write_model, write_pairs
+
+import esmshard
+from esmshard.batch import pack
+from esmshard.checkpoint.consolidate import FORMAT, VERSION
+from esmshard.data.splits.recipe_splits import open_split
+from esmshard.data.tracks.track_files import TrackFile
+from esmshard.errors import InputError, UsageError
+from esmshard.model.trunk import Trunk
+from esmshard.predict.predictions import predict
+from esmshard.recipe import recipe_file
+from esmshard.tasks.base import batch_of
+from esmshard.tasks.registry import new_task
+from esmshard.vocab import STANDARD, TOKENS, Track, encode
+
+PAIRS = random_pairs({"a": 20, "b": 7, "c": 33}) | {"bare": ("MKTAYIAKQR", "")}
+VARIANTS = """\
+task: {name: variant, pool: sites}
+model: {name: saprot_nano}
+init: random
+data: {table: v.csv, wild_type: wt.fasta, folds: 3, fold: 0, long: window, max_length: 14}
+out: run
+"""
+RECIPE = """\
+task: {name: mlm}
+model: {name: saprot_nano}
+init: random
+data: {train: x.fasta, valid: x.fasta, test: x.fasta, tracks: {3di: 3di.fasta}}
+out: run
+"""
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> tuple[Path, Trunk]:
+    """What `consolidate` leaves of a model of hidden residues that reads letters, and letters of all but one."""
+    write_pairs(tmp_path, PAIRS)
+    name, model = write_model(tmp_path / "model")
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    recipe = recipe_file.load(tmp_path / "r.yaml").model_dump(mode="json")
+    about = {"format": FORMAT, "version": VERSION, "esmshard": "0", "step": 7, "recipe": recipe, "facts": {}}
+    (Path(name) / "esmshard.json").write_text(json.dumps(about | {"weights_sha256": {}}))
+    return Path(name), model
+
+
+@torch.no_grad()
+def by_hand(model: Trunk, sequence: str, letters: str) -> np.ndarray:
+    """The probabilities of the 20 amino acids, [L, 20]."""
+    places = np.arange(1, len(sequence) + 1)
+    batch = pack([encode(sequence)], logits_at=[places], tracks=[{"3di": track(letters)}] if letters else None)
+    logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
+    assert logits_PV is not None
+    return logits_PV[:, [TOKENS.index(letter) for letter in STANDARD]].softmax(-1).numpy()
+
+
+def test_predictions_see_letters(tuned: tuple[Path, Trunk], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, model = tuned
+    tracks = {"3di": str(tmp_path / "3di.fasta")}
+    predict(str(name), tmp_path / "x.fasta", tmp_path / "out.npz", tracks=tracks)
+    assert "structure letters (3Di) of 3 of 4 records, and 60 of 70 residues" in capsys.readouterr().err
+    with np.load(tmp_path / "out.npz") as found:
+        for record, (sequence, letters) in PAIRS.items():
+            np.testing.assert_allclose(found[record], by_hand(model, sequence, letters), rtol=0, atol=1e-4)
+    predict(str(name), tmp_path / "x.fasta", tmp_path / "bare.npz")
+    assert "was fine-tuned with the track 3di, which it is not given" in capsys.readouterr().err
+    with np.load(tmp_path / "bare.npz") as found:
+        np.testing.assert_allclose(found["a"], by_hand(model, PAIRS["a"][0], ""), rtol=0, atol=1e-4)
+
+
+def test_the_commands_take_tracks(tuned: tuple[Path, Trunk], tmp_path: Path) -> None:
+    option = ["--track", f"3di={tmp_path / '3di.fasta'}"]
+    done = esmshard_command("predict", tuned[0], tmp_path / "x.fasta", "-o", tmp_path / "x.csv", *option)
+    assert done.returncode == 0, done.stderr
+    scores = []
+    for out, options in (("with", option), ("without", [])):
+        done = esmshard_command("evaluate", tuned[0], tmp_path / "x.fasta", "-o", tmp_path / out, *options)
+        assert done.returncode == 0, done.stderr
+        scores.append(json.loads((tmp_path / out / "evaluation.json").read_text()))
+    assert scores[0]["tracks"] == {"3di": str(tmp_path / "3di.fasta")}
+    assert not any("which it is not given" in one for one in scores[0]["left_out"])
+    assert any("which it is not given" in one for one in scores[1]["left_out"])
+    tables = [(tmp_path / out / "per_protein.csv").read_text() for out in ("with", "without")]
+    assert tables[0] != tables[1]
+    done = esmshard_command("predict", tuned[0], tmp_path / "x.fasta", "-o", tmp_path / "y.csv", "--track", "3dii=x")
+    assert done.returncode == 2
+    assert "takes no such track" in done.stderr
+
+
+# From Python
+
+
+def test_tracks_in_every_form(tuned: tuple[Path, Trunk], tmp_path: Path) -> None:
+    model = esmshard.load(tuned[0])
+    sequences = {name: sequence for name, (sequence, _) in PAIRS.items()}
+    letters = {name: letters for name, (_, letters) in PAIRS.items() if letters}
+    expected = [by_hand(tuned[1], *pair) for pair in PAIRS.values()]
+    forms = [
+        (sequences, letters),
+        (sequences, tmp_path / "3di.fasta"),
+        (tmp_path / "x.fasta", tmp_path / "3di.fasta"),
+        (list(sequences.values()), [letters.get(name) for name in sequences]),
+    ]
+    for given, known in forms:
+        for found, wanted in zip(model.predict(given, tracks={"3di": known}), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    alone = model.predict(sequences["b"], tracks={"3di": letters["b"]})
+    np.testing.assert_allclose(alone, expected[1], rtol=0, atol=1e-4)
+    with_letters = model.embed(sequences, tracks={"3di": letters})
+    with pytest.warns(UserWarning, match="fine-tuned with the track 3di"):
+        without = model.embed(sequences)
+    assert (np.abs(with_letters - without).max(1) > 1e-4).tolist() == [True, True, True, False]
+    variants = [f"{sequences['a'][3]}4{'C' if sequences['a'][3] != 'C' else 'W'}"]
+    (high,) = model.score(sequences["a"], variants, tracks={"3di": letters["a"]})
+    with pytest.warns(UserWarning, match="fine-tuned with the track 3di"):
+        (low,) = model.score(sequences["a"], variants)
+    assert abs(high - low) > 1e-5
+
+
+def test_mistakes_in_python(tuned: tuple[Path, Trunk], tmp_path: Path) -> None:
+    model = esmshard.load(tuned[0])
+    for sequences, tracks, said in (
+        (["MKT"], {"3d": ["vvv"]}, "tracks: 3d: .* takes no such track"),
+        (["MKT"], {"3di": "vvv"}, "tracks: 3di: give a list with an entry for each of the 1 sequences"),
+        (["MKT"], {"3di": ["vvv", "v"]}, "tracks: 3di: give a list with an entry for each of the 1 sequences"),
+        (["MKT"], {"3di": {"a": "vvv"}}, "tracks: 3di: is a dictionary by id, and the sequences have no ids"),
+        (["MKT"], {"3di": tmp_path / "3di.fasta"}, "tracks: 3di: a file has its entries by id"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            model.embed(sequences, tracks=tracks)
+    with pytest.raises(InputError, match=r"tracks\['3di'\] of sequences\[0\] has structure letters .* of 2 residues"):
+        model.embed(["MKT"], tracks={"3di": ["vv"]})
+    with pytest.raises(InputError, match=r"tracks\['3di'\] of the sequence has 'x' at position 3"):
+        model.embed("MKT", tracks={"3di": "vvx"})
+
+
+# Variants of one protein
+
+
+@pytest.mark.parametrize("kind", ["letters", "coordinates"])
+def test_a_model_of_variants_keeps_the_tracks_of_its_wild_type(kind: str, tmp_path: Path) -> None:
+    """Those of the part of it that the model sees; facts are JSON in a checkpoint and in a model."""
+    sequence, letters = PAIRS["a"]
+    changes = [f"{sequence[n]}{n + 1}{'C' if sequence[n] != 'C' else 'W'}" for n in range(5, 17)]
+    (tmp_path / "wt.fasta").write_text(f">wt\n{sequence}\n")
+    (tmp_path / "3di.fasta").write_text(f">wt\n{letters}\n")
+    (tmp_path / "wt.pdb").write_text(pdb(chain(sequence, missing=[7]), {"A": three(sequence)}))
+    (tmp_path / "v.csv").write_text("mutant,score\n" + "".join(f"{one},{n}\n" for n, one in enumerate(changes)))
+    (tmp_path / "r.yaml").write_text(VARIANTS)
+    recipe = recipe_file.load(tmp_path / "r.yaml")
+    files = [TrackFile(Track("3di", "letters", "letters", 20, letters=LETTERS), tmp_path / "3di.fasta")]
+    expected = track(letters)[[0, *range(5, 19), -1]]
+    if kind == "coordinates":
+        files = [TrackFile(Track("xyz", "coordinates", "coordinates", math.nan), tmp_path / "wt.pdb")]
+        expected = np.full((16, 3, 3), np.nan, np.float32)
+        expected[1:-1] = backbone(20)[4:18, :3]
+        expected[8 - 4] = np.nan
+    split = open_split(recipe, "train", None, files)
+    notice = {"letters": "letters of 14 of 14", "coordinates": "coordinates of 13 of 14"}[kind]
+    assert f"{notice} residues of the wild type" in split.notices
+    example = split.get(0)
+    task = new_task(recipe.task, {}).learn(split)
+    again = new_task(recipe.task, json.loads(json.dumps(dict(task.facts), allow_nan=False)))
+    for asked in (task.inputs(example), again.question(replace(example, tracks={}))):
+        ((name, values),) = asked.tracks.items()
+        assert name == files[0].track.name
+        assert values.dtype == expected.dtype
+        np.testing.assert_allclose(values, expected, atol=1e-5)
+    if kind == "letters":
+        batch = batch_of([task.inputs(split.get(n)) for n in (0, 1)])
+        assert batch.tracks["3di"].tolist() == expected.tolist() * 3, "two variants and the wild type"
+
+
+def test_a_model_of_variants_takes_no_other_tracks(tmp_path: Path) -> None:
+    (tmp_path / "esmshard.json").write_text(json.dumps({"recipe": {"task": {"name": "variant"}}}))
+    options = ["--all-singles", "-o", tmp_path / "x.csv", "--track", "3di=x"]
+    done = esmshard_command("predict", tmp_path, *options)
+    assert done.returncode == 2
+    assert "--track: a model of variants keeps the tracks of its wild type; leave it out" in done.stderr

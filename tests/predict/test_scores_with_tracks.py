@@ -1,0 +1,91 @@
+"""Zero-shot scores of a model that reads structure letters of the wild type."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command import esmshard as esmshard_command
+from tracked_model import random_pairs, track, write_model
+
+from esmshard.batch import pack
+from esmshard.data.variants.substitutions import parse_variant
+from esmshard.model.trunk import Trunk
+from esmshard.predict.variant_tables import facts_file
+from esmshard.predict.zero_shot import METHODS, score, score_table
+from esmshard.vocab import MASK, RESIDUES, TOKENS, encode
+
+SEQUENCE, LETTERS = random_pairs({"wt": 40})["wt"]
+NAMES = [f"{SEQUENCE[n]}{n + 1}{'C' if SEQUENCE[n] != 'C' else 'W'}" for n in (0, 7, 20, 39)]
+VARIANTS = [parse_variant(name) for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Trunk]:
+    return write_model(tmp_path_factory.mktemp("tracked") / "model")
+
+
+@torch.no_grad()
+def by_hand(model: Trunk, window: int) -> list[float]:
+    """Masked marginals: each site hidden in a window around it, with the letters of the window."""
+    found = []
+    for (mutation,) in VARIANTS:
+        first = min(max(mutation.position - window // 2, 0), len(SEQUENCE) - window)
+        tokens = encode(SEQUENCE[first : first + window]).copy()
+        place = mutation.position - first + 1
+        tokens[place] = MASK
+        batch = pack([tokens], logits_at=[np.array([place])], tracks=[{"3di": track(LETTERS[first : first + window])}])
+        logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
+        assert logits_PV is not None
+        columns = [TOKENS.index(letter) for letter in RESIDUES]
+        log_p = logits_PV[0, columns].log_softmax(-1)
+        found.append(float(log_p[RESIDUES.index(mutation.mutant)] - log_p[RESIDUES.index(mutation.wild)]))
+    return found
+
+
+@pytest.mark.parametrize("window", [40, 15])
+def test_masked_marginals_see_the_letters_of_the_window(trained: tuple[str, Trunk], window: int) -> None:
+    found = score(trained[1], SEQUENCE, VARIANTS, window=window, tracks={"3di": track(LETTERS)})
+    np.testing.assert_allclose(found, by_hand(trained[1], window), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_reads_them(trained: tuple[str, Trunk], method: str) -> None:
+    values = [
+        score(trained[1], SEQUENCE, VARIANTS, method, tracks=tracks) for tracks in (None, {"3di": track(LETTERS)})
+    ]  # type: ignore[arg-type]
+    assert (np.abs(values[0] - values[1]) > 1e-5).all()
+
+
+def test_a_table_with_letters_beside_and_inside(trained: tuple[str, Trunk], tmp_path: Path) -> None:
+    name, model = trained
+    (tmp_path / "wt.fasta").write_text(f">wt\n{SEQUENCE}\n")
+    (tmp_path / "both.fasta").write_text(f">wt\n{''.join(map(''.join, zip(SEQUENCE, LETTERS, strict=True)))}\n")
+    (tmp_path / "3di.fasta").write_text(f">other\nvv\n>wt\n{LETTERS}\n")
+    (tmp_path / "v.csv").write_text("\n".join(["mutant", *NAMES]) + "\n")
+    expected = by_hand(model, 40)
+    for fasta, path in (("wt.fasta", str(tmp_path / "3di.fasta")), ("both.fasta", "inside")):
+        out = tmp_path / f"{fasta}.csv"
+        options = ["--track", f"3di={path}", "-o", out]
+        done = esmshard_command("score", name, tmp_path / fasta, tmp_path / "v.csv", *options)
+        assert done.returncode == 0, done.stderr
+        found = [float(line.split(",")[1]) for line in out.read_text().splitlines()[1:]]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+        about = json.loads(facts_file(out).read_text())
+        assert about["tracks"] == {"3di": path}
+        assert about["wild_type"] == str(tmp_path / fasta)
+        assert "structure letters (3Di) of 40 of 40 residues of the wild type" in about["notices"]
+        assert "40 of 40 residues of the wild type" in done.stderr
+
+
+def test_a_model_of_tracks_without_them(trained: tuple[str, Trunk], tmp_path: Path) -> None:
+    (tmp_path / "wt.fasta").write_text(f">wt\n{SEQUENCE}\n")
+    about = Path(trained[0]) / "esmshard.json"
+    about.write_text(json.dumps({"recipe": {"data": {"tracks": {"3di": "letters.fasta"}}}}))
+    try:
+        score_table(trained[0], tmp_path / "wt.fasta", None, tmp_path / "x.csv")
+    finally:
+        about.unlink()
+    facts = facts_file(tmp_path / "x.csv")
+    assert any("was fine-tuned with the track 3di" in notice for notice in json.loads(facts.read_text())["notices"])

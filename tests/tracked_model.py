@@ -1,0 +1,65 @@
+"""A model that reads structure letters, as a directory, and sequences with letters."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from esmshard.batch import pack
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.trunk import Trunk
+from esmshard.model.weights import export, open_weights
+from esmshard.vocab import STANDARD, encode
+
+CONFIG = SIZES["saprot_nano"]
+LETTERS = "pynwrqhgdlvtmfsaeikc"
+
+
+def rough_model() -> Trunk:
+    """A SaProt with every parameter off its initial value, so that a letter makes a difference everywhere."""
+    model = open_weights.build(open_weights.fresh(CONFIG, 0), torch.device("cpu")).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def write_model(directory: Path) -> tuple[str, Trunk]:
+    """The model as a directory, and itself."""
+    model = rough_model()
+    state = model.state_dict()
+    sizes = {name: state[name].shape for name, _ in model.named_parameters()}
+    directory.mkdir()
+    export.write_transformers(directory, CONFIG, sizes, lambda some: {name: state[name] for name in some})
+    return str(directory), model
+
+
+def random_pairs(lengths: Mapping[str, int], seed: int = 0) -> dict[str, tuple[str, str]]:
+    """A sequence and its letters for each id."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: ("".join(rng.choice(list(STANDARD), length)), "".join(rng.choice(list(LETTERS), length)))
+        for name, length in lengths.items()
+    }
+
+
+def write_pairs(directory: Path, pairs: Mapping[str, tuple[str, str]]) -> tuple[Path, Path]:
+    """Two FASTA files, the letters in upper case and in another order."""
+    fasta, letters = directory / "x.fasta", directory / "3di.fasta"
+    fasta.write_text("".join(f">{name}\n{sequence}\n" for name, (sequence, _) in pairs.items()))
+    letters.write_text("".join(f">{name}\n{one.upper()}\n" for name, (_, one) in [*pairs.items()][::-1] if one))
+    return fasta, letters
+
+
+def track(letters: str) -> np.ndarray:
+    """The entries of letters, with ends; `#` is unknown."""
+    return np.array([20, *((LETTERS + "#").index(letter) for letter in letters), 20], np.uint8)
+
+
+@torch.no_grad()
+def last_layer(model: Trunk, sequence: str, letters: str) -> np.ndarray:
+    """Representations of the residues of one protein, [L, D]; without letters if these are empty."""
+    batch = pack([encode(sequence)], tracks=[{"3di": track(letters)}] if letters else None)
+    return model(batch).representations[CONFIG.n_layers][1:-1].numpy()
