@@ -38,8 +38,8 @@ class TrackFile:
 
     @property
     def shown(self) -> str:
-        """How messages call the source."""
-        return str(self.path) if self.inside is None else f"inside {self.inside}"
+        """The source as the user named it, for messages."""
+        return str(self.inside or self.path)
 
 
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
