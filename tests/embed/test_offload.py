@@ -17,6 +17,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.family_registry import FAMILIES
 from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
@@ -178,3 +179,20 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(UsageError, match=r"--offload needs accelerate; pip install 'esmshard\[big\]'"):
         offloaded(found, folder, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "esm2"])
+def test_other_families_and_their_tracks(family: str, tmp_path: Path) -> None:
+    config = min(FAMILIES[family].sizes.values(), key=lambda config: config.n_parameters)
+    found = open_weights.fresh(config, 0)
+    model, plain = offloaded_with(0, found, tmp_path / "folder"), open_weights.build(found, CPU).eval()
+    assert on_meta(model) == [True] * config.n_layers
+    generator = torch.Generator().manual_seed(0)
+    _, batch = tokenise(SEQUENCES)
+    for track in FAMILIES[family].tracks:
+        shape = (len(batch.tokens_T), *((3, 3) if track.kind == "coordinates" else ()))
+        numbers_ = torch.randn(shape, generator=generator) if track.kind == "coordinates" else torch.ones(shape).long()
+        batch = replace(batch, tracks={**batch.tracks, track.name: numbers_})
+    with torch.no_grad():
+        mine, other = (one(batch).representations[config.n_layers] for one in (model, plain))
+    assert torch.equal(mine, other)

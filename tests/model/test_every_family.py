@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,10 @@ def test_the_numbers_of_a_size_are_those_of_its_tensors(family: Family) -> None:
         assert total("lm_head.") == config.lm_head_parameters
         assert total("contact_head.") == config.n_maps + 1
         assert sum(map(total, model.never_learns)) == config.frozen_parameters
+        for track, starts in model.learns_with.items():
+            assert track in {track.name for track in family.tracks}
+            assert all(start.startswith(model.never_learns) for start in starts)
+            assert sum(map(total, starts)) == config.learned_with(track) > 0
         ends = {name: n for name, n in counts.items() if "." in name and "norm" in name.split(".")[0]}
         assert sum(ends.values()) == config.end_parameters
         assert sum(n for name, n in ends.items() if name.endswith("bias")) == config.end_biases
@@ -143,6 +148,19 @@ def test_a_pack_is_its_sequences_one_by_one(family: Family) -> None:
             assert (contacts[n] - predict_contacts(model, single)[0]).abs().max() < 1e-5
     assert together.representations[0].std() > 0
     assert not torch.equal(together.representations[model.config.n_layers], together.representations[0])
+
+
+def test_a_track_without_any_known_value_is_as_none(family: Family) -> None:
+    model, batch = perturbed(smallest(family)), pack([encode(text) for text in TEXTS])
+    length = batch.bounds[-1]
+    shapes = {"coordinates": (length, 3, 3), "codes": (length,), "letters": (length,)}
+    dtypes = {"coordinates": torch.float32, "codes": torch.int64, "letters": torch.uint8}
+    unknown = {
+        track.name: torch.full(shapes[track.kind], track.unknown, dtype=dtypes[track.kind]) for track in family.tracks
+    }
+    with torch.no_grad():
+        mine, other = (model(one).representations for one in (replace(batch, tracks=unknown), batch))
+    assert torch.equal(mine[model.config.n_layers], other[model.config.n_layers])
 
 
 def test_every_token_can_be_read_and_the_logits_are_finite_in_half_precision(family: Family) -> None:

@@ -129,7 +129,7 @@ def _dispatch(model: Trunk, places: dict[str, Place], main: Place, folder: Path 
             places,
             main_device=main,
             offload_dir=None if folder is None else str(folder),
-            preload_module_classes=["TransformerLayer"],
+            preload_module_classes=[type(model.layers[0]).__name__],
         )
     finally:
         log.setLevel(before)

@@ -1,1 +1,1 @@
-"""ESM3: shapes, tracks of sequence and structure, and file layouts."""
+"""ESM3: shapes, tracks of sequence and structure, the encoder of structures, and file layouts."""
