@@ -3,14 +3,13 @@
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from esmshard.batch import pack
+from esmshard.batch import TokenBatch, pack
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family import Family
@@ -20,7 +19,7 @@ from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.train.optimizer import adamw
-from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, encode
+from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, Track, encode
 
 TEXTS = ["MKTAYIAKQRQISFVKSHFSRQ", "M", RESIDUES * 2, STANDARD]
 EVERY = [CLS, *(n for n in range(VOCAB_SIZE) if n not in (CLS, EOS)), EOS]
@@ -150,17 +149,42 @@ def test_a_pack_is_its_sequences_one_by_one(family: Family) -> None:
     assert not torch.equal(together.representations[model.config.n_layers], together.representations[0])
 
 
-def test_a_track_without_any_known_value_is_as_none(family: Family) -> None:
-    model, batch = perturbed(smallest(family)), pack([encode(text) for text in TEXTS])
-    length = batch.bounds[-1]
-    shapes = {"coordinates": (length, 3, 3), "codes": (length,), "letters": (length,)}
-    dtypes = {"coordinates": torch.float32, "codes": torch.int64, "letters": torch.uint8}
-    unknown = {
-        track.name: torch.full(shapes[track.kind], track.unknown, dtype=dtypes[track.kind]) for track in family.tracks
-    }
-    with torch.no_grad():
-        mine, other = (model(one).representations for one in (replace(batch, tracks=unknown), batch))
-    assert torch.equal(mine[model.config.n_layers], other[model.config.n_layers])
+TRACKS = [(family.name, track) for family in FAMILIES.values() for track in family.tracks]
+
+
+def entries(track: Track, residues: int, *, known: bool) -> np.ndarray:
+    """A track of one sequence; what is known of its residues is drawn at random."""
+    shape, draw = ((residues + 2, 3, 3) if track.kind == "coordinates" else (residues + 2,)), np.random.default_rng(0)
+    kind = {"letters": np.uint8, "coordinates": np.float32, "codes": np.int64}[track.kind]
+    found = np.full(shape, track.unknown, dtype=kind)
+    if known and track.kind == "coordinates":
+        found[1:-1] = 5 * draw.standard_normal((residues, 3, 3))
+    elif known:
+        found[1:-1] = draw.integers(0, track.n_codes or len(track.letters), residues)
+    return found
+
+
+@pytest.mark.parametrize(("name", "track"), TRACKS, ids=lambda one: getattr(one, "name", one))
+def test_a_track_is_read_and_its_absence_is_that_nothing_is_known(name: str, track: Track) -> None:
+    model = perturbed(smallest(FAMILIES[name]))
+    if track.kind == "letters":
+        assert len(set(track.letters)) == len(track.letters) <= track.unknown < 256
+
+    def rows(batch: TokenBatch) -> list[torch.Tensor]:
+        with torch.no_grad():
+            out = model(batch, range(model.config.n_layers + 1), torch.arange(batch.bounds[-1]))
+        return [*out.representations.values(), out.logits_PV]
+
+    tokens = [encode(text) for text in TEXTS]
+    known, unknown = ([{track.name: entries(track, len(text), known=k)} for text in TEXTS] for k in (True, False))
+    absent, same, other = rows(pack(tokens)), rows(pack(tokens, tracks=unknown)), rows(pack(tokens, tracks=known))
+    assert all(torch.equal(a, b) for a, b in zip(absent, same, strict=True))
+    assert (absent[-1] - other[-1]).abs().max() > 1e-3
+    bounds = pack(tokens).bounds
+    for n, one in enumerate(tokens):
+        alone = rows(pack([one], tracks=[known[n]]))
+        for mine, together in zip(alone, other, strict=True):
+            assert (mine - together[bounds[n] : bounds[n + 1]]).abs().max() < 1e-6 * max(10, mine.abs().max())
 
 
 def test_every_token_can_be_read_and_the_logits_are_finite_in_half_precision(family: Family) -> None:

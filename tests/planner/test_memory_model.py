@@ -228,7 +228,7 @@ def test_padding_and_several_sequences() -> None:
 
 @pytest.mark.parametrize("targets", [None, "q k v out fc1 fc2", "q v", "k fc1", "out fc2 q"])
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("size", ["mini", "esmc_mini", "amplify_mini"])
+@pytest.mark.parametrize("size", ["mini", "esmc_mini", "amplify_mini", "saprot_mini"])
 def test_kept_bytes_are_those_that_autograd_keeps(size: str, half: bool, targets: str | None) -> None:
     """Counted by the hooks of saved tensors, each storage once, parameters not. With and without a LoRA."""
     config = SIZES[size]

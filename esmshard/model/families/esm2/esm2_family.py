@@ -81,6 +81,6 @@ FAMILY = Family(
     pickles={"fair-esm": "esmshard.model.families.esm2.esm2_pickle:FAIR_ESM"},
     peers={
         "fair-esm": "esmshard.model.families.esm2.esm2_peers:fair_esm",
-        "transformers": "esmshard.model.families.esm2.esm2_peers:transformers",
+        "transformers": "esmshard.model.families.esm_peers:transformers",
     },
 )

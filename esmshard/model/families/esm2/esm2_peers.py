@@ -1,16 +1,12 @@
-"""fair-esm's and `transformers`' models of the family ESM-2 with our weights, for `esmshard verify`."""
+"""fair-esm's models of the family ESM-2 with our weights, for `esmshard verify`."""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_layouts import fair_esm_settings
-from esmshard.model.families.esm_layouts import from_transformers, transformers_config, write_tokenizer
 from esmshard.model.families.peer import (
     BLOCK,
     AbsentError,
@@ -18,7 +14,6 @@ from esmshard.model.families.peer import (
     NamedSequence,
     Outputs,
     Peer,
-    blocks,
     fill,
     maps_fit,
     outputs_of,
@@ -70,38 +65,6 @@ def fair_esm(found: ModelWeights, device: torch.device) -> Peer:
                 yield n, outputs_of(row, len(text), tokens, hidden, said["logits"], maps)
 
     return Peer(f"fair-esm {version('fair-esm') or 'of unknown version'}", run)
-
-
-def transformers(found: ModelWeights, device: torch.device) -> Peer:
-    """Make `EsmForMaskedLM` with eager attention, which its contacts need, and `EsmTokenizer`."""
-    if find_spec("transformers") is None:
-        raise AbsentError("not installed", "pip install 'esmshard[hf]'")
-    try:
-        from transformers import EsmConfig as TheirConfig
-        from transformers import EsmForMaskedLM, EsmTokenizer
-    except Exception as error:  # A dependency is missing, or this version does not fit the torch here.
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise AbsentError(f"cannot be imported: {first}", "pip install -U 'esmshard[hf]'") from None
-    config = _config(found)
-    with torch.random.fork_rng(devices=[]):
-        model: Any = EsmForMaskedLM(TheirConfig(**transformers_config(config), attn_implementation="eager"))
-    fill(model, found, lambda key: tuple(piece.name for piece in from_transformers(key, config)))
-    model = model.eval().to(device)
-    with TemporaryDirectory(prefix="esmshard-verify-") as scratch:
-        write_tokenizer(config.vocabulary, Path(scratch))
-        tokenizer = EsmTokenizer(str(Path(scratch) / "vocab.txt"))
-
-    def run(records: Sequence[NamedSequence]) -> Iterator[tuple[int, Outputs]]:
-        for members in blocks([len(r.sequence) + 2 for r in records]):
-            found = tokenizer([records[n].sequence for n in members], padding=True, return_tensors="pt")
-            tokens, mask = found["input_ids"], found["attention_mask"]
-            given = {"attention_mask": mask.to(device)}
-            said = model(tokens.to(device), **given, output_hidden_states=True)
-            maps = model.predict_contacts(tokens.to(device), **given) if maps_fit(config, tokens) else None
-            for row, n in enumerate(members):
-                yield n, outputs_of(row, len(records[n].sequence), tokens, said.hidden_states, said.logits, maps)
-
-    return Peer(f"transformers {version('transformers')}", run)
 
 
 def _config(found: ModelWeights) -> EsmConfig:

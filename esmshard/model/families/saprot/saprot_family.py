@@ -49,6 +49,6 @@ FAMILY = Family(
     ),
     read_pickle=None,
     pickles={},
-    peers={},
+    peers={"transformers": "esmshard.model.families.saprot.saprot_peers:transformers"},
     tracks=(STRUCTURE,),
 )

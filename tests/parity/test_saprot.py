@@ -1,0 +1,325 @@
+"""SaProt gives the numbers and gradients of `transformers` with the authors' 446 tokens, and the same files.
+
+Every parameter is off its initial value. The authors' class is `EsmForMaskedLM`; their tokens are written down here.
+"""
+
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.nn.functional as F
+from esm.data import Alphabet
+from esm.model.esm2 import ESM2 as FairEsm
+from model_files import perturb
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, EsmConfig, EsmForMaskedLM, EsmTokenizer
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.checkpoint.consolidate import consolidate
+from esmshard.errors import InputError
+from esmshard.model.contacts import predict_contacts
+from esmshard.model.families.esm_layouts import to_transformers
+from esmshard.model.families.family_registry import SIZES, released_name, transformers_config
+from esmshard.model.families.peer import version
+from esmshard.model.families.saprot.saprot_config import SaprotConfig
+from esmshard.model.lora import add_lora
+from esmshard.model.trunk import ABSENT, Trunk
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.adapter import adapter_config, write_adapter
+from esmshard.verify.certificate import certify
+from esmshard.vocab import CLS, EOS, MASK, STANDARD, TOKENS, UNK, encode
+
+# The authors' `utils/esm_loader.py` and `utils/constants.py`, commit e91e485.
+AMINO_ACIDS, STRUCTURES = "ACDEFGHIKLMNPQRSTVWY#", "pynwrqhgdlvtmfsaeikc#"
+VOCABULARY = ["<cls>", "<pad>", "<eos>", "<unk>", "<mask>", *map("".join, product(AMINO_ACIDS, STRUCTURES))]
+PAIRS = {
+    "a chain": ("MKTAYIAKQRQISFVKSHFSRQ", "#vpqlydavvvnnrwdd##sae"),
+    "one residue": ("M", "#"),
+    "rare letters and masks": ("MXBUZO?KT?W", "dvpl#qd#vyc"),
+    "every structure letter": (STANDARD + "A", STRUCTURES),
+    "no structure": ("ACDEFGHIKLMNPQRSTVWY" * 3, "#" * 60),
+}
+"""Residues, of which `?` is a mask, and structure letters."""
+TOLERANCE = 1e-5
+
+
+def text(residues: str, structure: str) -> str:
+    """The authors' text: of masks and of letters that they lack, the amino acid is `#`."""
+    return "".join((one if one in STANDARD else "#") + letter for one, letter in zip(residues, structure, strict=True))
+
+
+def tokens(residues: str) -> npt.NDArray[np.uint8]:
+    return np.array([CLS, *(MASK if one == "?" else TOKENS.index(one) for one in residues), EOS], dtype=np.uint8)
+
+
+def track(structure: str) -> npt.NDArray[np.uint8]:
+    return np.array([20, *map(STRUCTURES.index, structure), 20], dtype=np.uint8)
+
+
+def packed(*pairs: tuple[str, str]) -> TokenBatch:
+    return pack([tokens(r) for r, _ in pairs], tracks=[{"3di": track(s)} for _, s in pairs])
+
+
+def everything(model: Trunk, batch: TokenBatch) -> tuple[list[torch.Tensor], torch.Tensor]:
+    layers = range(model.config.n_layers + 1)
+    with torch.no_grad():
+        out = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
+    return [out.representations[layer] for layer in layers], out.logits_PV
+
+
+def summed(logits: torch.Tensor) -> torch.Tensor:
+    """Probabilities [P, 21] of amino acids and of `#`, as the authors sum them in `predict_mut`."""
+    return logits.double().softmax(1)[:, 5:].reshape(-1, 21, 21).sum(2)
+
+
+class Saved(NamedTuple):
+    theirs: EsmForMaskedLM
+    tokenizer: EsmTokenizer
+    directory: Path
+    block: torch.Tensor
+    mask: torch.Tensor
+    batch: TokenBatch
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    torch.manual_seed(0)
+    settings = EsmConfig(
+        vocab_size=446,
+        mask_token_id=4,
+        pad_token_id=1,
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        intermediate_size=384,
+        max_position_embeddings=1026,
+        position_embedding_type="rotary",
+        token_dropout=True,
+        emb_layer_norm_before=False,
+        layer_norm_eps=1e-5,
+        attn_implementation="eager",
+    )
+    theirs = EsmForMaskedLM(settings).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            else:
+                parameter.copy_(torch.randn(parameter.shape) / parameter.shape[1] ** 0.5)
+    directory = tmp_path_factory.mktemp("saprot") / "model"
+    theirs.save_pretrained(directory)
+    (directory / "vocab.txt").write_text("\n".join(VOCABULARY), encoding="utf-8")
+    tokenizer = EsmTokenizer(str(directory / "vocab.txt"))
+    tokenizer.save_pretrained(directory)
+    block = tokenizer([text(*pair) for pair in PAIRS.values()], padding=True, return_tensors="pt")
+    return Saved(theirs, tokenizer, directory, block["input_ids"], block["attention_mask"], packed(*PAIRS.values()))
+
+
+@pytest.fixture(scope="module")
+def model(saved: Saved) -> Trunk:
+    found = open_weights.read(str(saved.directory))
+    assert (found.config.family, found.absent) == ("saprot", ())
+    return open_weights.build(found, torch.device("cpu")).eval()
+
+
+def test_every_layer_and_the_summed_probabilities_are_those_of_transformers(saved: Saved, model: Trunk) -> None:
+    layers, logits = everything(model, saved.batch)
+    kept = saved.mask.bool()
+    with torch.no_grad():
+        theirs = saved.theirs(saved.block, attention_mask=saved.mask, output_hidden_states=True)
+    assert len(theirs.hidden_states) == len(layers) == 4
+    for mine, other in zip(layers, theirs.hidden_states, strict=True):
+        assert other.abs().max() > 0.1
+        assert (mine - other[kept]).abs().max() < TOLERANCE
+    other = theirs.logits[kept]
+    assert other.abs().max() > 3
+    columns = [TOKENS.index(letter) for letter in STANDARD + "X"]
+    found = logits.double().softmax(1)
+    assert (found[:, columns] - summed(other)).abs().max() < TOLERANCE
+    assert (logits[:, columns] - other[:, 5:].reshape(-1, 21, 21).logsumexp(2)).abs().max() < TOLERANCE
+    special = [TOKENS.index(token) for token in VOCABULARY[:5]]
+    assert (logits[:, special] - other[:, :5]).abs().max() < TOLERANCE
+    rest = [n for n in range(33) if n not in columns + special]
+    assert sorted(TOKENS[n] for n in rest) == ["-", ".", "<null_1>", "B", "O", "U", "Z"]
+    assert (logits[:, rest] == ABSENT).all()
+
+
+def test_contacts_are_those_of_transformers(saved: Saved, model: Trunk) -> None:
+    contacts = predict_contacts(model, saved.batch)
+    with torch.no_grad():
+        theirs = saved.theirs.predict_contacts(saved.block, saved.mask)
+    for mine, other, n in zip(contacts, theirs, saved.batch.lengths, strict=True):
+        assert (mine - other[:n, :n]).abs().max() < TOLERANCE
+    assert contacts[0].std() > 0.005
+
+
+def test_gradients_are_those_of_transformers(saved: Saved) -> None:
+    """Of the sum of the probabilities of the pairs of an amino acid."""
+    mine = open_weights.build(open_weights.read(str(saved.directory)), torch.device("cpu")).train()
+    logits = mine(saved.batch, logits_at=torch.arange(saved.batch.bounds[-1])).logits_PV
+    columns = [TOKENS.index(letter) for letter in STANDARD + "X"]
+    target_P = torch.arange(len(logits)) % 21
+    F.cross_entropy(logits, torch.tensor(columns)[target_P]).backward()
+    saved.theirs.zero_grad()
+    other = saved.theirs(saved.block, attention_mask=saved.mask).logits[saved.mask.bool()]
+    chosen = other.softmax(1)[:, 5:].reshape(-1, 21, 21).sum(2)[torch.arange(len(logits)), target_P]
+    (-chosen.log().mean()).backward()
+    theirs = {name: parameter.grad for name, parameter in saved.theirs.named_parameters()}
+    compared = 0
+    for name, parameter in mine.named_parameters():
+        if name.startswith("contact_head."):
+            continue
+        expected = theirs[str(to_transformers(name))]
+        assert expected is not None
+        assert parameter.grad is not None
+        assert (parameter.grad - expected).abs().max() < TOLERANCE * expected.abs().max(), name
+        compared += 1
+    assert compared == len(theirs) - 2, "all but the contact regression"
+
+
+def test_without_a_track_every_structure_letter_is_unknown(saved: Saved, model: Trunk) -> None:
+    residues, structure = PAIRS["a chain"]
+    absent, logits = everything(model, pack([encode(residues)]))
+    unknown, same = everything(model, packed((residues, "#" * len(residues))))
+    known, other = everything(model, packed((residues, structure)))
+    assert torch.equal(logits, same)
+    assert all(torch.equal(a, b) for a, b in zip(absent, unknown, strict=True))
+    assert (logits - other).abs().max() > 0.1
+    assert (absent[0] - known[0]).abs().max() > 0.1
+
+
+def test_packed_is_alone_and_no_protein_sees_another(saved: Saved, model: Trunk) -> None:
+    layers, logits = everything(model, saved.batch)
+    for n, pair in enumerate(PAIRS.values()):
+        own = slice(saved.batch.bounds[n], saved.batch.bounds[n + 1])
+        alone, alone_logits = everything(model, packed(pair))
+        assert (logits[own] - alone_logits).abs().max() < TOLERANCE
+        assert all((mine[own] - other).abs().max() < TOLERANCE for mine, other in zip(layers, alone, strict=True))
+    # Bit for bit where nothing but the structure of the other protein changes.
+    first = ("MKTAYI", "vpql#d")
+    with_one, _ = everything(model, packed(first, ("ACDEFG", "vvvvvv")))
+    with_other, _ = everything(model, packed(first, ("ACDEFG", "pppppp")))
+    assert all(torch.equal(a[:8], b[:8]) for a, b in zip(with_one, with_other, strict=True))
+    assert not torch.equal(with_one[-1], with_other[-1])
+
+
+def test_scores_of_variants_are_the_authors(saved: Saved, model: Trunk) -> None:
+    """`predict_mut`: the amino acid of `V3A` is hidden and its structure letter is not."""
+    residues, structure = "MEVQLVQYK", "#vppp#yda"
+    hidden = "ME?QLVQYK"
+    block = saved.tokenizer(text(hidden, structure), return_tensors="pt")
+    with torch.no_grad():
+        probabilities = summed(saved.theirs(**block).logits[0])[3]
+    score = (probabilities[AMINO_ACIDS.index("A")] / probabilities[AMINO_ACIDS.index("V")]).log()
+    _, logits = everything(model, packed((hidden, structure)))
+    mine = logits[3].log_softmax(0)[TOKENS.index("A")] - logits[3].log_softmax(0)[TOKENS.index(residues[2])]
+    assert abs(score - mine) < TOLERANCE
+    assert abs(score) > 0.01
+
+
+def test_tokens_are_those_of_the_authors_tokenizer(saved: Saved, model: Trunk, tmp_path: Path) -> None:
+    out = consolidate(saved.directory, tmp_path / "written", max_file_bytes=200_000)
+    assert (out / "vocab.txt").read_text() == "\n".join(VOCABULARY)
+    written = AutoTokenizer.from_pretrained(out)
+    assert isinstance(written, EsmTokenizer)
+    assert written("M#EvVp")["input_ids"] == [0, 5 + 21 * 10 + 20, 5 + 21 * 3 + 10, 5 + 21 * 17, 2]
+    assert written("M#<mask>Vp")["input_ids"][2] == written.mask_token_id == 4
+    for n, pair in enumerate(PAIRS.values()):
+        ids = written(text(*pair))["input_ids"]
+        assert ids == saved.block[n][saved.mask[n].bool()].tolist()
+        assert ids == model.rows(packed(pair)).tolist()  # type: ignore[operator]
+    special = pack([np.array([CLS, UNK, TOKENS.index("-"), EOS], dtype=np.uint8)])
+    assert model.rows(special).tolist() == [0, 3, 3, 2]  # type: ignore[operator]
+
+
+def test_files_are_written_as_they_were_read(saved: Saved, tmp_path: Path) -> None:
+    out = consolidate(saved.directory, tmp_path / "written", max_file_bytes=200_000)
+    again, info = EsmForMaskedLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, tensor in saved.theirs.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    for key in ("vocab_size", "mask_token_id", "pad_token_id", "token_dropout", "position_embedding_type"):
+        assert getattr(again.config, key) == getattr(saved.theirs.config, key)
+
+
+def test_token_dropout_is_as_the_configuration_says(saved: Saved) -> None:
+    raw = saved.theirs.config.to_dict()
+    for token_dropout in (True, False):
+        config = transformers_config(raw | {"token_dropout": token_dropout})
+        assert config == SaprotConfig(n_layers=3, dim=96, n_heads=6, token_dropout=token_dropout)
+    with pytest.raises(ValueError, match="mask_token_id is 32, not 4"):
+        transformers_config(raw | {"mask_token_id": 32})
+
+
+def test_an_adapter_loads_in_peft(saved: Saved, tmp_path: Path) -> None:
+    base = open_weights.read(str(saved.directory))
+    model = open_weights.build(base, torch.device("cpu")).eval()
+    add_lora(model.layers, model.config.matrices, 3, 6.0, ("q", "v", "fc1"))
+    state, generator = model.state_dict(), torch.Generator().manual_seed(1)
+    trained = {name: state[name] for name in state if "lora_" in name}
+    _, before = everything(model, saved.batch)
+    with torch.no_grad():
+        for tensor in trained.values():
+            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+    layers, logits = everything(model, saved.batch)
+    assert (logits - before).abs().max() > 1e-2
+    (tmp_path / "adapter").mkdir()
+    settings = adapter_config(str(saved.directory), model.config, 3, 6.0, ("q", "v", "fc1"), "none")
+    write_adapter(tmp_path / "adapter", settings, model.config, ("q", "v", "fc1"), trained)
+    theirs = PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(saved.directory), tmp_path / "adapter").eval()
+    known = {key.replace(".default.", ".") for key in theirs.state_dict()}
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() <= known
+    with torch.no_grad():
+        other = theirs(input_ids=saved.block, attention_mask=saved.mask, output_hidden_states=True)
+    assert (other.hidden_states[-1][saved.mask.bool()] - layers[-1]).abs().max() < TOLERANCE
+
+
+def test_the_authors_file_gives_the_numbers_of_fair_esm(tmp_path: Path) -> None:
+    """`load_esm_saprot` of `utils/esm_loader.py`: fair-esm's model with another alphabet."""
+    alphabet = Alphabet(VOCABULARY, prepend_toks=[], append_toks=[], prepend_bos=True, append_eos=True)
+    alphabet.all_toks = alphabet.all_toks[:-2]
+    alphabet.tok_to_idx = {token: n for n, token in enumerate(alphabet.all_toks)}
+    assert alphabet.all_toks == VOCABULARY
+    assert [alphabet.cls_idx, alphabet.padding_idx, alphabet.eos_idx, alphabet.mask_idx] == [0, 1, 2, 4]
+    torch.manual_seed(0)
+    theirs = FairEsm(2, 32, 4, alphabet).eval()
+    perturb(theirs, deviation=0.1)
+    sizes = {"num_layers": 2, "embed_dim": 32, "attention_heads": 4, "token_dropout": True}
+    torch.save({"config": sizes, "model": theirs.state_dict()}, tmp_path / "SaProt.pt")
+    with pytest.raises(InputError, match=r"give it as \S+SaProt.pt@saprot_nano$"):
+        open_weights.read(str(tmp_path / "SaProt.pt"))
+    mine = open_weights.load_model(f"{tmp_path / 'SaProt.pt'}@saprot_nano")
+    for residues, structure in PAIRS.values():
+        pairs = map("".join, zip(text(residues, structure)[::2], structure, strict=True))
+        block = torch.tensor([[0, *(VOCABULARY.index(pair) for pair in pairs), 2]])
+        with torch.no_grad():
+            said = theirs(block, repr_layers=[0, 2])
+        layers, logits = everything(mine, packed((residues, structure)))
+        for layer in (0, 2):
+            assert (layers[layer] - said["representations"][layer][0]).abs().max() < TOLERANCE
+        columns = [TOKENS.index(letter) for letter in STANDARD + "X"]
+        assert (logits.double().softmax(1)[:, columns] - summed(said["logits"][0])).abs().max() < TOLERANCE
+
+
+def test_a_certificate_compares_with_transformers(saved: Saved, tmp_path: Path) -> None:
+    fasta = tmp_path / "some.fasta"
+    fasta.write_text(">a\nMKTAYIAKQRQISFVK\n>b\nMXBUZOKT\n>c\nM\n")
+    certificate = certify(str(saved.directory), None, fasta=fasta)
+    assert certificate.verdict() is None
+    peer = f"transformers {version('transformers')}"
+    compared = {one.what for one in certificate.comparisons if one.against == peer}
+    assert compared == {"embeddings", "mean embeddings", "logits", "contacts"}
+
+
+def test_names_and_sizes_of_the_released_models() -> None:
+    assert released_name("westlake-repl/SaProt_650M_AF2") == "saprot_650m_af2"
+    assert released_name("westlake-repl/SaProt_35M_AF2") == "saprot_35m_af2"
+    # ESM-2's numbers, with 413 rows and biases more.
+    for ours, esm2 in (("35m_af2", "t12_35M"), ("650m_af2", "t33_650M"), ("650m_pdb", "t33_650M")):
+        mine, other = SIZES[f"saprot_{ours}"], SIZES[f"esm2_{esm2}_UR50D"]
+        assert mine.n_parameters - other.n_parameters == 413 * (mine.dim + 1)
