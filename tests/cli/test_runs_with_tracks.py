@@ -60,7 +60,7 @@ def test_a_run_keeps_what_was_known_and_goes_on_with_it_alone(recipe: Path) -> N
     letters.write_text(letters.read_text().replace("V", "L"))
     done = esmshard("finetune", recipe, "--resume", "auto")
     assert done.returncode == 2
-    assert "x.fasta holds other sequences, or tracks, than it did" in done.stderr
+    assert "x.fasta holds other sequences or tracks than it did" in done.stderr
     done = esmshard("finetune", recipe, "--resume", "auto", "data.tracks=null")
     assert done.returncode == 2
     assert "data.tracks" in done.stderr
