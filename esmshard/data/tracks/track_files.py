@@ -62,8 +62,10 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
             raise UsageError(f"{key}{name}: {model} reads the sequence alone and takes no track; leave it out")
         what = " and ".join(f"{track.name} ({track.title})" for track in takes)
         raise UsageError(f"{key}{name}: {model} takes no such track; it takes {what}")
+    # A shell leaves a ~ after = as it is.
     return [
-        TrackFile(known[name], None if path == INSIDE else recipe_file.sample(path)) for name, path in named.items()
+        TrackFile(known[name], None if path == INSIDE else recipe_file.sample(path).expanduser())
+        for name, path in named.items()
     ]
 
 
