@@ -9,26 +9,37 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "FAMILIES": "esmshard.model.families.family_registry",
-    "InputError": "esmshard.errors",
-    "Model": "esmshard.api.model",
-    "ModelConfig": "esmshard.model.config",
-    "Run": "esmshard.api.runs",
-    "RunFailed": "esmshard.api.start_run",
-    "SIZES": "esmshard.model.families.family_registry",
-    "SequenceEmbedder": "esmshard.api.sequence_embedder",
-    "TokenBatch": "esmshard.batch",
-    "Trunk": "esmshard.model.trunk",
-    "UsageError": "esmshard.errors",
     "build": "esmshard.model.families.family_registry",
     "encode": "esmshard.vocab",
+    "FAMILIES": "esmshard.model.families.family_registry",
     "finetune": "esmshard.api.runs",
+    "InputError": "esmshard.errors",
+    "Layout": "esmshard.sharding.layout",
     "load": "esmshard.api.model",
+    "load_checkpoint": "esmshard.checkpoint.sharded:load",
     "load_model": "esmshard.model.weights.open_weights",
+    "materialise": "esmshard.sharding.load",
+    "Model": "esmshard.api.model",
+    "ModelConfig": "esmshard.model.config",
+    "newest_checkpoint": "esmshard.checkpoint.manifest:newest_good",
     "open": "esmshard.embed.store.embedding_store:EmbeddingStore",
     "pack": "esmshard.batch",
     "predict_contacts": "esmshard.model.contacts",
     "read_fasta": "esmshard.data.fasta.fasta_reader",
+    "read_weights": "esmshard.model.weights.open_weights:read",
+    "Run": "esmshard.api.runs",
+    "RunFailed": "esmshard.api.start_run",
+    "SequenceEmbedder": "esmshard.api.sequence_embedder",
+    "shard": "esmshard.sharding.shard",
+    "SIZES": "esmshard.model.families.family_registry",
+    "state_tensors": "esmshard.train.optimizer",
+    "step_of": "esmshard.checkpoint.manifest",
+    "TokenBatch": "esmshard.batch",
+    "Trunk": "esmshard.model.trunk",
+    "UsageError": "esmshard.errors",
+    "world": "esmshard.launch.process_group",
+    "write_checkpoint": "esmshard.checkpoint.sharded:write",
+    "write_transformers": "esmshard.model.weights.export",
 }
 
 __all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # strings, all of them
@@ -39,14 +50,25 @@ if TYPE_CHECKING:
     from esmshard.api.sequence_embedder import SequenceEmbedder
     from esmshard.api.start_run import RunFailed
     from esmshard.batch import TokenBatch, pack
+    from esmshard.checkpoint.manifest import newest_good as newest_checkpoint
+    from esmshard.checkpoint.manifest import step_of
+    from esmshard.checkpoint.sharded import load as load_checkpoint
+    from esmshard.checkpoint.sharded import write as write_checkpoint
     from esmshard.data.fasta.fasta_reader import read_fasta
     from esmshard.embed.store.embedding_store import EmbeddingStore as open
     from esmshard.errors import InputError, UsageError
+    from esmshard.launch.process_group import world
     from esmshard.model.config import ModelConfig
     from esmshard.model.contacts import predict_contacts
     from esmshard.model.families.family_registry import FAMILIES, SIZES, build
     from esmshard.model.trunk import Trunk
+    from esmshard.model.weights.export import write_transformers
     from esmshard.model.weights.open_weights import load_model
+    from esmshard.model.weights.open_weights import read as read_weights
+    from esmshard.sharding.layout import Layout
+    from esmshard.sharding.load import materialise
+    from esmshard.sharding.shard import shard
+    from esmshard.train.optimizer import state_tensors
     from esmshard.vocab import encode
 
 

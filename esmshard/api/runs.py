@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,7 +122,7 @@ class Run:
 
 
 def finetune(
-    recipe: str | os.PathLike[str],
+    recipe: str | os.PathLike[str] | Mapping[str, Any],
     *,
     nproc: int | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -140,7 +141,8 @@ def finetune(
     ['train.steps=10', 'optim.lr=0.0001', 'out=runs/x']
 
     Args:
-        recipe: a file, or the name of a shipped recipe (`esmshard recipes ls`).
+        recipe: a file, the name of a shipped recipe (`esmshard recipes ls`), or a dictionary with the sections of a
+            recipe. Relative paths in a dictionary are relative to the working directory.
         nproc: the number of processes; by default one for each GPU, or one.
         resume: `auto` continues from the newest checkpoint of `out` if there is one; a path continues from that run or
             checkpoint.
@@ -162,7 +164,9 @@ def finetune(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
             raise UsageError(f"{name} is {value!r}; a number from {minimum} on is expected")
     given = keys(overrides)
-    with _one_run(), _undisturbed():
+    if isinstance(recipe, Mapping):
+        given = [*keys(recipe), *given]
+    with _one_run(), _undisturbed(), _file_of(recipe) as file:
         try:
             options = RunOptions(
                 nproc=nproc,
@@ -173,7 +177,7 @@ def finetune(
                 report=report,
                 started=time.time(),
             )
-            out = start_run.finetune(os.fspath(recipe), given, options)
+            out = start_run.finetune(file, given, options)
         except start_run.RunFailed as failed:
             if failed.exit_code == Preempted.exit_code:
                 raise Preempted(str(failed)) from None
@@ -225,6 +229,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError
+
+
+@contextmanager
+def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str]:
+    """Yield the name of a recipe. A dictionary gets an empty file, over which all of its keys are overrides.
+
+    Other processes of the run read the same file and get the same overrides.
+    """
+    if not isinstance(recipe, Mapping):
+        yield os.fspath(recipe)
+        return
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "recipe.yaml"
+        file.write_text("{}\n", encoding="utf-8")
+        yield str(file)
 
 
 @contextmanager

@@ -145,7 +145,8 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
         raise UsageError("--seeds and --folds need --resume auto, because a path names a single run")
     to_do: list[tuple[str, ...]] = [()]
     if several:
-        to_do = [run.overrides for run in [*several, *curve] if options.resume != "auto" or not is_done(run.out)]
+        steps, going_on = resolved.train.steps, options.resume == "auto"
+        to_do = [run.overrides for run in [*several, *curve] if not going_on or not is_done(run.out, steps)]
     for n, own in enumerate(to_do or [several[-1].overrides]):
         one = recipe_file.load(recipe_file.resolve(recipe), [*overrides, *own])
         check_out(Path(one.out), options.resume, options.overwrite)

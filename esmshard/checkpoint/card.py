@@ -211,7 +211,7 @@ def _training(about: Mapping[str, Any]) -> str:
         ["tokens a step, at most", f"{recipe['batch']['global_tokens']:,}"],
         ["optimizer", f"AdamW, betas {_pair(optim['betas'])}, weight decay {optim['weight_decay']:g}"],
         ["learning rate", f"{optim['lr']:g}, head {optim['head_lr']:g}"],
-        ["schedule", f"{_text(optim['schedule'])}, {100 * optim['warmup']:g}% warm-up"],
+        ["schedule", f"{_text(optim['schedule'])}, {100 * optim['warmup']:g}% warm-up{_extended(about)}"],
         ["gradient norm, at most", f"{optim['clip']:g}"],
         ["seed", _text(recipe["train"]["seed"])],
         ["precision", f"{_text(parallel['precision'])}, weights and optimizer state in fp32"],
@@ -219,6 +219,14 @@ def _training(about: Mapping[str, Any]) -> str:
         ["software", _software(about)],
     ]
     return "## Training\n\n" + _table(["", ""], rows)
+
+
+def _extended(about: Mapping[str, Any]) -> str:
+    """Return the changes of the number of steps in the course of the run, for the row of the schedule."""
+    return "".join(
+        f"; of {change['steps_before']:,} steps until step {change['after']:,}, then of {change['steps']:,}"
+        for change in about.get("extended", [])
+    )
 
 
 def _software(about: Mapping[str, Any]) -> str:

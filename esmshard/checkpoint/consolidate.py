@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from esmshard import __version__
-from esmshard.checkpoint import adapted, card, manifest, sharded
+from esmshard.checkpoint import adapted, card, manifest, regression_head, sharded
 from esmshard.checkpoint.compare import ComparedModel, compare
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
@@ -33,8 +33,6 @@ from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import registry
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
-
-REGRESSION = "contact_head.regression."
 
 NewHead = Callable[[TaskSettings, Mapping[str, Any], ModelConfig], nn.Module]
 """Creates the head of a task that has learned facts of its labels. It is an argument, since this module knows no tasks.
@@ -294,8 +292,8 @@ def _open_run(
         raise UsageError(f"{checkpoint}: holds a whole model, which has no other base; leave --base out")
     _account(checkpoint, config, sizes)
     about = _about(state)
-    if _head_is_regression(state, sizes):
-        read = _with_head_as_regression(read)
+    if regression_head.is_regression(state, sizes):
+        read = regression_head.with_regression(read)
         about |= {"contact_regression": "head"}
         about["unlearned"] = [part for part in state["unlearned"] if part != "contact_head"]
     sizes = _without(about.get("unlearned", ()), sizes, to)
@@ -311,35 +309,11 @@ def _open_run(
     return Opened(config, sizes, read, about, evaluation, run)
 
 
-def _head_is_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> bool:
-    """Return whether the trained head is a regression over attention maps, and the model has no other that learned."""
-    if (
-        "contact_head" not in state.get("unlearned", ())
-        or not registry.traits(state["recipe"]["task"]["name"]).predicts_contacts
-    ):
-        return False
-    head = {name: size for name, size in sizes.items() if name.startswith("head.")}
-    own = {name: size for name, size in sizes.items() if name.startswith(REGRESSION)}
-    return head == {name.replace(REGRESSION, "head.regression."): size for name, size in own.items()}
-
-
-def _with_head_as_regression(read: Source) -> Source:
-    """Return a function that reads the head's tensors for the contact regression, so that it is part of the model."""
-
-    def read_both(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        theirs = {name: name.replace(REGRESSION, "head.regression.") for name in names}
-        found = read(sorted(set(theirs.values())))
-        return {name: found[source] for name, source in theirs.items()}
-
-    return read_both
-
-
 def _about(state: Mapping[str, Any]) -> dict[str, Any]:
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
     about |= {key: state[key] for key in ("step", "recipe", "facts")}
-    return about | {
-        key: state[key] for key in ("config", "data", "world_size", "versions", "unlearned", "base") if key in state
-    }
+    others = ("config", "data", "world_size", "versions", "unlearned", "base", "extended")
+    return about | {key: state[key] for key in others if key in state}
 
 
 def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:

@@ -99,6 +99,19 @@ def ingest(
     print(f"{out}: {len(store):,} records, {store.manifest['residues']:,} residues")
 
 
+def track(
+    name: Annotated[str, typer.Argument(metavar="TRACK", help="The track to compute, such as structure_tokens.")],
+    structures: Annotated[Path, typer.Argument(help="A directory of PDB or mmCIF files, or one file.")],
+    weights: Annotated[Path, typer.Option(help="File of the encoder's weights, as its authors published it.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The .npz file to write.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Compute a track from structures, for `--track TRACK=FILE` and `data.tracks`."""
+    from esmshard.predict.track_codes import write_codes
+
+    print(write_codes(name, structures, weights, out, overwrite=overwrite))
+
+
 def split(
     data: Annotated[Path, typer.Argument(help="FASTA file or token store; with --wild-type, a table of variants.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],

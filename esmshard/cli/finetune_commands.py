@@ -92,6 +92,9 @@ def plan(
     gpus: Annotated[str, typer.Option(help="GPUs of one machine, such as 8xA100-40GB.")] = "",
     nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
     network: Annotated[float, typer.Option(metavar="GBIT", help="Gbit/s of each GPU between machines.")] = 200,
+    memory: Annotated[
+        Optional[str], typer.Option(metavar="GB", help="Memory of a GPU, such as 24GB, for a card that is not known.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
@@ -102,7 +105,7 @@ def plan(
 
     if not gpus:
         raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(machines.GPUS)}")
-    cluster = machines.parse(gpus, nodes, network)
+    cluster = machines.parse(gpus, nodes, network, memory)
     resolved = recipe_file.load(recipe_file.resolve(recipe), overrides or [])
 
     from esmshard.planner import plan_text, recipe_plan

@@ -1,4 +1,4 @@
-"""Commands about models as files: consolidate checkpoints, download released weights, and verify the computation."""
+"""Commands about models as files: consolidate checkpoints, download and upload models, and verify the computation."""
 
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -75,6 +75,20 @@ def download(
     hub.check(names, to, overwrite)
     for name in names:
         print(hub.fetch(name, to, overwrite))
+
+
+def push(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run that has a model, or a model directory.")],
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository to make on the hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Add a commit to a repository that exists already.")
+    ] = False,
+) -> None:
+    """Upload a model with its card to the Hugging Face hub. Needs a token (HF_TOKEN, or `hf auth login`)."""
+    from esmshard.model.weights.push import push as upload
+
+    print(upload(model, name, private=private, overwrite=overwrite))
 
 
 def verify(

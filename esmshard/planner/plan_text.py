@@ -64,7 +64,13 @@ def as_text(found: RecipePlan) -> str:
     lines = [
         f"machines  {machines}: {found.room / GIB:.1f} GiB a GPU to plan with ({machines.gpu.memory_bytes / GIB:.1f} "
         f"less CUDA's own and {RESERVE:.0%}), {machines.gpu.link / 1e9:.0f} GB/s within a machine"
-        + (f", {machines.network * 8 / 1e9:g} Gbit/s a GPU between machines (--network)" if machines.nodes > 1 else ""),
+        + (f", {machines.network * 8 / 1e9:g} Gbit/s a GPU between machines (--network)" if machines.nodes > 1 else "")
+        + (
+            f"; the speed of {machines.gpu.name} is not known, so times are those of {machines.gpu.speed_of} and only "
+            "compare strategies"
+            if machines.gpu.speed_of
+            else ""
+        ),
         f"model     {found.recipe.model.name}: {numbers.parameters:,} parameters, {numbers.trained:,} learn, "
         f"{found.precision}",
         f"data      {lengths.records:,} records of {lengths.mean:.0f} tokens on average, longest {lengths.longest:,}; "

@@ -159,6 +159,17 @@ class Task(ABC):
         """Give a new head the values that the language model has for it, if any, and return a sentence about them."""
         return None
 
+    def means_the_same(self, name: str, facts: Facts) -> bool:
+        """Whether the outputs of the head of another model are those of this task, apart from their scale.
+
+        Args:
+            name: the task of the other model.
+            facts: the facts of its training labels.
+        """
+        return name == self.settings.name and all(
+            facts.get(key) == self.facts.get(key) for key in ("targets", "classes")
+        )
+
     @abstractmethod
     def inputs(self, example: Example) -> Inputs:
         """Return what the model sees of one example, and the target of the head.

@@ -248,7 +248,28 @@ def new_head(recipe: Recipe, task: Task, found: Weights) -> tuple[nn.Module, str
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         head = task.head(found.config)
-    return head, task.start(head, found)
+    return head, start_values(task, head, found)
+
+
+def start_values(task: Task, head: nn.Module, found: Weights) -> str | None:
+    """Give a new head the values of the head in `found`, if the two mean the same, else those that the language model
+    has for it. Return a sentence about them, or about a head that is left out.
+    """
+    if not found.head or not head.state_dict():
+        return task.start(head, found)
+    of_task, facts = recorded.task_of(found.files) or (task.settings.name, task.facts)
+    name, shapes = task.settings.name, {name: tensor.shape for name, tensor in head.state_dict().items()}
+    if not task.means_the_same(of_task, facts):
+        other = f"of task {of_task}" if of_task != name else "for other classes or targets"
+    elif {name: reader.shape for name, reader in found.head.items()} != shapes:
+        other = "of another kind or size"
+    else:
+        head.load_state_dict({name: reader() for name, reader in found.head.items()})
+        scaled = any(facts.get(key) != task.facts.get(key) for key in ("mean", "std"))
+        more = "; its training labels had another mean or deviation, so its first outputs are shifted or scaled"
+        return f"the head goes on from the {name} head of {found.source}{more if scaled else ''}"
+    started = task.start(head, found)
+    return f"{found.source}: its head is {other} and is left out; {started or 'the head is new'}"
 
 
 def _assemble(found: Weights, head: nn.Module, device: torch.device) -> FineTuner:

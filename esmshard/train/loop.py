@@ -43,7 +43,7 @@ from esmshard.train import evaluate
 from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.records.attempt import Attempt
 from esmshard.train.records.tracking import Tracking
-from esmshard.train.resume import check_room, describe_run, resolved
+from esmshard.train.resume import check_room, describe_run, extensions, resolved
 from esmshard.train.run_inputs import RunInputs, provenance, versions
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 from esmshard.train.token_budget import RESERVED, choose_tokens_per_rank, largest_fitting, out_of_memory_in_steps
@@ -77,7 +77,7 @@ def train(
     training = _build(job, start, ranks, control, preemption, attempt)
     state = training.state
     if ranks.is_first:
-        describe_run(job, training.full_recipe, state.step, ranks)
+        describe_run(job, training.full_recipe, state.step, ranks, training.facts.get("extended", ()))
         attempt.begin(state.step, training.is_validated)
         tracking.begin(state.step)
     start_up_checks.check_first_batch(ranks, training.digests_of_first_step)
@@ -410,6 +410,8 @@ def _facts(
         "unlearned": [part for part in weights.unlearned if part != "lm_head" or not model.asks_logits],
         "base": None,
     }
+    if longer := extensions(saved, job.steps):
+        facts["extended"] = longer
     if ranks.is_first and job.recipe.adapt.method != "full":
         # The checkpoint then holds only what is trained, and names the base model.
         facts["base"] = saved["base"] if saved else origin.identity(weights, job.recipe.model.name)

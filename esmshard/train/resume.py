@@ -2,7 +2,9 @@
 
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from esmshard.checkpoint import manifest, sharded
 from esmshard.data.tables import counted
@@ -13,6 +15,7 @@ from esmshard.model.weights import origin
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
+from esmshard.train.optimizer import schedule
 from esmshard.train.records.attempt import METRICS
 from esmshard.train.records.tracking import TRACKED
 from esmshard.train.run_inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
@@ -92,6 +95,8 @@ def _check_same(job: RunInputs, start: Path) -> None:
         changed = recipe_file.differences(Recipe.model_validate(state["recipe"]), now)
         before = state["data"]["train"]["tokens_sha256"]
     changed = [line for line in changed if not line.startswith(_FREE)]
+    if extensions(state, job.steps) != state.get("extended", []):
+        changed = [line for line in changed if not line.startswith("train.steps ")]
     here = provenance(job)["train"]["tokens_sha256"]
     if before != here:  # the order of records and the crops depend on these values
         what = "sequences or tracks" if job.recipe.data.tracks else "sequences"
@@ -99,10 +104,27 @@ def _check_same(job: RunInputs, start: Path) -> None:
     if changed:
         raise UsageError(
             f"{start}: was written under another recipe: {'; '.join(changed)}; go on with the old values, or start "
-            "again with --overwrite or out=DIR"
+            "again with --overwrite or out=DIR. docs/checkpoints.md lists the keys that may change"
         )
     if state.get("base"):
         origin.check(origin.identity(job.weights, job.recipe.model.name), state["base"], str(start))
+
+
+def extensions(saved: Mapping[str, Any] | None, steps: int) -> list[dict[str, int]]:
+    """Return the changes of `train.steps` in the course of a run, with one more if it now has more steps than before.
+
+    Args:
+        saved: `state.json` of the checkpoint that the run goes on from; None for a new run.
+        steps: the steps of the recipe now.
+
+    >>> extensions({"step": 30, "recipe": {"train": {"steps": 30}}}, 60)
+    [{'after': 30, 'steps_before': 30, 'steps': 60}]
+    """
+    if saved is None:
+        return []
+    earlier, before = saved.get("extended", []), saved["recipe"]["train"]["steps"]
+    longer = before is not None and before < steps
+    return [*earlier, {"after": saved["step"], "steps_before": before, "steps": steps}] if longer else earlier
 
 
 def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
@@ -113,16 +135,38 @@ def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
     return job.recipe.model_copy(update={"batch": batch, "parallel": parallel, "train": train})
 
 
-def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World) -> None:
-    """Write recipe and versions beside the results, and print notices on data and weights. One rank calls this."""
+def describe_run(
+    job: RunInputs, recipe: Recipe, done: int, ranks: World, extended: Sequence[Mapping[str, int]] = ()
+) -> None:
+    """Write recipe and versions beside the results, and print notices on data and weights. One rank calls this.
+
+    Args:
+        job: the prepared run.
+        recipe: the recipe with the values that were chosen on this machine.
+        done: the number of optimizer steps done.
+        ranks: all processes of the run.
+        extended: see `extensions`.
+    """
     job.out.mkdir(parents=True, exist_ok=True)
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
     facts = {**versions(), "device": str(ranks.device), "processes": ranks.size, "data": provenance(job)}
+    if extended:
+        facts["extended"] = extended
     replace_json(job.out / "versions.json", facts)
     for notice in notices(job, leakage=not done):
         say(notice)
     if done:
         say(f"going on after step {done} of {job.steps}")
+    if extended and extended[-1]["after"] == done:
+        optim, before = recipe.optim, extended[-1]["steps_before"]
+        last, first = (
+            schedule(step, steps, optim.warmup, optim.schedule)
+            for step, steps in ((done - 1, before), (done, job.steps))
+        )
+        say(
+            f"train.steps was {before} and is {job.steps}: the learning rate now follows the {optim.schedule} schedule "
+            f"of {job.steps} steps, and changes from {last:.0%} to {first:.0%} of its peak"
+        )
 
 
 def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:

@@ -15,6 +15,7 @@ from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.launch.process_group import precision_on
 from esmshard.model.families import family_registry
+from esmshard.model.weights import recorded
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.layout import Layout, layout
@@ -157,13 +158,33 @@ def provenance(job: RunInputs) -> dict[str, Any]:
 
 
 def leakage_notices(job: RunInputs) -> list[str]:
-    """Return sentences on what validation and test set share with the training set. Large data are sampled."""
+    """Return sentences on what validation and test set share with the training set, and on the training data of the
+    model that the run starts from. Large data are sampled.
+    """
 
     def records(split: Examples) -> ComparedRecords:
         return ComparedRecords(len(split), split.whole, split.id)
 
     try:
         others = {split.name: records(split) for split in (job.valid, job.test)}
-        return check(records(job.train), others, most=20_000_000).notices()
+        return check(records(job.train), others, most=20_000_000).notices() + _of_base(job)
     except Exception as error:  # the check only informs and must not end the run
         return [f"leakage: could not be checked ({error})"]
+
+
+def _of_base(job: RunInputs) -> list[str]:
+    """Return a sentence if an earlier run may have trained the base model on records of the test set."""
+    before = recorded.data_of(job.weights.files)
+    train = before.get("train", {})
+    mark = job.test.digest
+    if not train or mark == before.get("test", {}).get("tokens_sha256"):  # The earlier run kept the same test set out.
+        return []
+    if mark == train.get("tokens_sha256"):
+        return [f"leakage: {job.weights.source} was trained on this test set, so scores on it are no test"]
+    if train.get("tokens_sha256") == job.train.digest:  # The comparison with the training set covers it.
+        return []
+    name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
+    return [
+        f"leakage: {job.weights.source} was trained before on {count} records of {name}, with which the test set was "
+        "not compared; scores on test records that are among them are no test"
+    ]

@@ -20,6 +20,7 @@ import sklearn  # noqa: F401  # when it is imported it sets KMP_INIT_AT_FORK and
 import torch
 from command import esmshard as command
 from held_runs import Hold
+from ruamel.yaml import YAML
 
 import esmshard
 from esmshard.api.runs import Run, finetune, keys
@@ -67,13 +68,20 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line and "split" not in line]
 
 
+def as_dictionary(recipe: Path) -> dict[str, Any]:
+    sections = YAML(typ="safe").load(recipe)
+    sections["data"] |= {split: recipe.parent / sections["data"][split] for split in ("train", "valid", "test")}
+    return dict(sections)
+
+
 # Runs
 
 
 @pytest.mark.parametrize("nproc", [None, 2])
 @pytest.mark.usefixtures("unchanged")
 def test_it_does_what_the_command_does(tiny_recipe: Path, tmp_path: Path, nproc: int | None) -> None:
-    run = finetune(tiny_recipe, nproc=nproc, report=False, out=tmp_path / "here", train=TWO_STEPS)
+    recipe = tiny_recipe if nproc is None else as_dictionary(tiny_recipe)
+    run = finetune(recipe, nproc=nproc, report=False, out=tmp_path / "here", train=TWO_STEPS)
     assert isinstance(run, Run)
     assert (run.path, run.status, run.runs) == (tmp_path / "here", "done", {})
     steps = [line for line in run.metrics if "loss" in line and "split" not in line]

@@ -10,8 +10,8 @@ from esmshard import cli
 from esmshard.cli import app, recipe_commands
 
 ORDER = (
-    "finetune plan ingest split consolidate download bundle verify embed predict score evaluate status report launch "
-    "doctor recipes"
+    "finetune plan ingest split track consolidate download push bundle verify embed predict score evaluate status "
+    "report launch doctor recipes"
 )
 
 

@@ -6,17 +6,25 @@
 import json
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
+from command import esmshard
 from esm3_encoder_golden import LENGTHS, proteins
 from esm3_golden import weights
 from safetensors import safe_open
 from safetensors.torch import load_file
+from structure_texts import chain, cif, pdb
 
-from esmshard.errors import InputError
+from esmshard.data.structures.chains import read_chains
+from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm3 import esm3_structure_encoder
 from esmshard.model.families.esm3.esm3_structure_encoder import structure_tokens
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.export import write_transformers
+from esmshard.predict.track_codes import write_codes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "esm3_structure_encoder.safetensors"
 
@@ -85,3 +93,61 @@ def test_other_files_are_refused_with_the_fix(tmp_path: Path) -> None:
         structure_tokens(path, np.zeros((2, 3, 3), dtype=np.float32))
     with pytest.raises(InputError, match="cannot be read as torch weights"):
         structure_tokens(tmp_path / "none.pth", np.zeros((2, 3, 3), dtype=np.float32))
+
+
+SEQUENCES = {"1abc": "MKTAYIAKQRQISFVKSHFSRQ", "2abc": "GSHMKVLAWEFT"}
+
+
+@pytest.fixture
+def structures(tmp_path: Path) -> Path:
+    folder = tmp_path / "structures"
+    folder.mkdir()
+    for name, sequence in SEQUENCES.items():
+        (folder / f"{name}.pdb").write_text(pdb(chain(sequence, missing=[3] if name == "1abc" else [])))
+    return folder
+
+
+def test_structure_files_become_a_track_that_embed_reads(published: Path, structures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tokens.npz"
+    done = esmshard("track", "structure_tokens", structures, "--weights", published, "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}: structure_tokens of 2 chains and 33 residues\n"
+    with np.load(out) as codes:
+        codes_by_id = {name: codes[name].tolist() for name in codes}
+    assert {name: len(codes) for name, codes in codes_by_id.items()} == {"1abc_A": 21, "2abc_A": 12}
+    fasta = ""
+    for name, codes in codes_by_id.items():
+        (one,) = read_chains(structures / f"{name[:4]}.pdb")
+        assert codes == structure_tokens(published, one.backbone_L33).tolist()
+        fasta += f">{name}\n{one.sequence}\n"
+    (tmp_path / "chains.fasta").write_text(fasta)
+    model = tmp_path / "esm3"
+    model.mkdir()
+    fresh = open_weights.fresh(SIZES["esm3_nano"], 0)
+    sizes = open_weights.stored_shapes(fresh.config)
+    write_transformers(model, fresh.config, sizes, lambda names: {name: fresh[name] for name in names})
+    found = {}
+    for word, options in (("alone", []), ("tokens", ["--track", f"structure_tokens={out}"])):
+        done = esmshard("embed", model, tmp_path / "chains.fasta", "-o", tmp_path / f"{word}.h5", *options)
+        assert done.returncode == 0, done.stderr
+        with h5py.File(tmp_path / f"{word}.h5") as arrays:
+            found[word] = {name: arrays[name][:] for name in codes_by_id}
+    assert all(np.abs(found["tokens"][name] - found["alone"][name]).max() > 1e-3 for name in found["alone"])
+
+
+def test_what_cannot_be_made_a_track_is_one_sentence(published: Path, structures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tokens.npz"
+    with pytest.raises(UsageError, match=r"^colours: no encoder of this track is known, only of structure_tokens$"):
+        write_codes("colours", structures, published, out)
+    with pytest.raises(UsageError, match=r"tokens.csv: codes are written as .npz"):
+        write_codes("structure_tokens", structures, published, tmp_path / "tokens.csv")
+    (structures / "1abc.cif").write_text(cif(chain("GSHMKVLAWEFT")))
+    with pytest.raises(InputError, match=r"chain '1abc_A' comes from .*1abc.cif too; remove one file"):
+        write_codes("structure_tokens", structures, published, out)
+    (structures / "1abc.cif").unlink()
+    out.write_bytes(b"mine")
+    with pytest.raises(UsageError, match="exists already"):
+        write_codes("structure_tokens", structures, published, out)
+    assert out.read_bytes() == b"mine"
+    write_codes("structure_tokens", structures, published, out, overwrite=True)
+    assert out.read_bytes() != b"mine"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_files import tokenise
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, EsmcConfig, EsmcForMaskedLM
 
 from esmshard.batch import TokenBatch, pack
@@ -137,8 +138,10 @@ def test_transformers_reads_what_consolidate_writes(saved: Saved, tmp_path: Path
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for name, tensor in saved.theirs.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
-    tokens = AutoTokenizer.from_pretrained(out)(RESIDUES + "<mask>")["input_ids"]
-    assert tokens == [0, *encode(RESIDUES)[1:-1].tolist(), 32, 2]
+    expected = [0, *encode(RESIDUES)[1:-1].tolist(), 32, 31, 2]
+    assert AutoTokenizer.from_pretrained(out)(RESIDUES + "<mask>|")["input_ids"] == expected
+    # The class has a vocabulary of its own; other programs take that of the file.
+    assert Tokenizer.from_file(str(out / "tokenizer.json")).encode(RESIDUES + "<mask>|").ids == expected
 
 
 def test_sizes_are_those_of_the_released_models() -> None:

@@ -32,7 +32,8 @@ from esmshard.tasks.contact.contact_heads import (
     start,
 )
 from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.finetuner import FineTuner, start_values
+from esmshard.tasks.registry import new_task
 from esmshard.vocab import encode
 
 HEAD_NAMES = ("attention", "pairwise", "both")
@@ -183,13 +184,16 @@ def test_a_head_goes_on_from_one_of_its_kind_and_size(trunk: ESM2, name: str) ->
     found = Weights(TINY, "my contacts", state, head=weight_reader.tensors(before.state_dict()))
     after = new_head(settings(name), TINY)
     assert any(not torch.equal(t, before.state_dict()[n]) for n, t in after.state_dict().items())
-    assert start(after, found) == "the head goes on from the contact head of my contacts"
+    task = new_task(settings(name), {})
+    assert start_values(task, after, found) == "the head goes on from the contact head of my contacts"
     assert all(torch.equal(t, before.state_dict()[n]) for n, t in after.state_dict().items())
     # One of another size is new, and so is one of another kind.
     for other in ({"channels": 12}, {"blocks": 1}) if name != "attention" else ():
         head = new_head(settings(name, **other), TINY)
         kept = {n: t.clone() for n, t in head.state_dict().items() if not n.startswith("regression.")}
-        start(head, found)
+        said = start_values(task, head, found)
+        assert said is not None
+        assert said.startswith("my contacts: its head is of another kind or size and is left out; ")
         assert all(torch.equal(head.state_dict()[n], t) for n, t in kept.items())
 
 

@@ -145,3 +145,6 @@ class Family:
     """Functions that make other libraries' models for `esmshard verify`, as `module:function`, by library."""
     tracks: tuple[Track, ...] = ()
     """What the models read of each residue besides its amino acid, if the user gives it."""
+    encoders: Mapping[str, str] = field(default_factory=dict)
+    """Functions that compute a track of codes, by its name, as `module:function`: of a file of weights and the
+    coordinates [L, 3, 3] of one protein they return the codes [L]."""

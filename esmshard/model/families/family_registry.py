@@ -1,11 +1,12 @@
 """All families, and what is found in all of them: sizes, released models, the family of a file. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from esmshard.errors import UsageError
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.amplify import amplify_family
 from esmshard.model.families.esm2 import esm2_family
@@ -15,6 +16,9 @@ from esmshard.model.families.family import AuthorsFile, Family, Released
 from esmshard.model.families.saprot import saprot_family
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from esmshard.model.families.peer import MakePeer
     from esmshard.model.trunk import Trunk
     from esmshard.model.weight_reader import WeightReader
@@ -104,6 +108,19 @@ def read_pickle(
             config, tensors, files = found
             return config, tensors, files
     return None
+
+
+def encoder_of(track: str) -> "Callable[[Path, npt.NDArray[np.float32]], npt.NDArray[np.int64]]":
+    """Return the function that computes a track of codes from coordinates; see `Family.encoders`.
+
+    Raises:
+        UsageError: no family computes this track.
+    """
+    known = {name: place for family in FAMILIES.values() for name, place in family.encoders.items()}
+    if track not in known:
+        raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(known)}")
+    encoder: Callable[[Path, npt.NDArray[np.float32]], npt.NDArray[np.int64]] = _imported(known[track])
+    return encoder
 
 
 def peers_of(config: ModelConfig) -> dict[str, "MakePeer"]:

@@ -59,6 +59,29 @@ def compared(files: Sequence[Path], warn: Callable[[str], object]) -> Iterator[N
             warn(sentence)
 
 
+def task_of(files: Sequence[Path]) -> tuple[str, dict[str, Any]] | None:
+    """Return the name of the task that weight files with a head were trained for, and the facts of its labels.
+
+    None if no `esmshard.json` beside the files says it, as for weights that another program wrote.
+    """
+    for folder in dict.fromkeys(file.parent for file in files):
+        known = _recorded(folder)
+        task = known["recipe"].get("task") if isinstance(known.get("recipe"), dict) else None
+        if isinstance(task, dict) and isinstance(task.get("name"), str):
+            facts = known.get("facts")
+            return task["name"], facts if isinstance(facts, dict) else {}
+    return None
+
+
+def data_of(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Return what the `esmshard.json` beside weight files says of the data of each split; empty if there is nothing."""
+    for folder in dict.fromkeys(file.parent for file in files):
+        data = _recorded(folder).get("data")
+        if isinstance(data, dict):
+            return {split: facts for split, facts in data.items() if isinstance(facts, dict)}
+    return {}
+
+
 def _recorded(folder: Path) -> dict[str, Any]:
     """Read what a directory records; empty if there is nothing. A damaged file is reported elsewhere, where it is
     needed.

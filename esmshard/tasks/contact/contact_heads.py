@@ -218,15 +218,7 @@ def new_head(settings: ContactSettings, config: ModelConfig) -> nn.Module:
 
 
 def start(head: nn.Module, found: Weights) -> str | None:
-    """Give a new head what the model has for it, and say what that was.
-
-    A contact head of the same kind and size goes on from where it was: a contact means the same everywhere. Else the
-    model's own contact regression, where it has one, is copied into a head that has such a part.
-    """
-    wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    if found.head and {name: reader.shape for name, reader in found.head.items()} == wanted:
-        head.load_state_dict({name: reader() for name, reader in found.head.items()})
-        return f"the head goes on from the contact head of {found.source}"
+    """Copy the contact regression of the model, if it has one, into a head that has such a part, and say so."""
     if isinstance(head, AttentionHead | BothHead) and "contact_head" not in found.absent and found.seed is None:
         for name, parameter in head.regression.named_parameters():
             parameter.data.copy_(found[f"contact_head.regression.{name}"])

@@ -62,7 +62,7 @@ class ContactTask(Task):
         return contact_heads.new_head(self.settings, config)
 
     def start(self, head: nn.Module, found: Weights) -> str | None:
-        """Continue from a contact head of the same shape; else see `contact_heads.start`."""
+        """Copy the model's contact regression; see `contact_heads.start`."""
         return contact_heads.start(head, found)
 
     def inputs(self, example: Example) -> Inputs:

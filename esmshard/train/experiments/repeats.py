@@ -51,10 +51,11 @@ def repeats(recipe: Recipe, seeds: int, folds: int | None) -> list[Repeat]:
     return found
 
 
-def is_done(run: Path) -> bool:
-    """Whether a run of an earlier call has ended without an error."""
+def is_done(run: Path, steps: int | None = None) -> bool:
+    """Whether a run of an earlier call has ended without an error, and had these steps, if they are given."""
     found = status.read(run)
-    return found is not None and found["state"] == "done" and (run / "evaluation.json").is_file()
+    ended = found is not None and found["state"] == "done" and (run / "evaluation.json").is_file()
+    return ended and (steps is None or (found is not None and found["steps"] >= steps))
 
 
 def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:

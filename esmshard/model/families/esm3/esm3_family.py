@@ -86,4 +86,5 @@ FAMILY = Family(
         Track(COORDINATES, "coordinates of N, CA and C", "coordinates", float("nan")),
         Track(STRUCTURE, "structure tokens", "codes", STRUCTURE_MASK, n_codes=STRUCTURE_TOKENS),
     ),
+    encoders={STRUCTURE: "esmshard.model.families.esm3.esm3_structure_encoder:structure_tokens"},
 )

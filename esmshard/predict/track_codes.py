@@ -1,0 +1,60 @@
+"""Computes a track of codes, such as ESM3's structure tokens, from structure files."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.structures.chains import read_chains
+from esmshard.data.structures.structure_folder import listed_files
+from esmshard.data.tables import counted
+from esmshard.errors import InputError, UsageError, writing
+from esmshard.files import replacing
+from esmshard.model.families.family_registry import encoder_of
+from esmshard.progress import Progress, say
+
+
+def write_codes(track: str, structures: Path, weights: Path, out: Path, *, overwrite: bool = False) -> str:
+    """Write the codes of every protein chain to an `.npz` file, an array [L] by the id of the chain.
+
+    Args:
+        track: name of the track.
+        structures: a directory of PDB or mmCIF files, or one file.
+        weights: file of the encoder's weights.
+        out: the file to write.
+        overwrite: replace `out` if it exists.
+
+    Returns:
+        A sentence on what was written.
+
+    Raises:
+        UsageError: the track has no encoder, or `out` exists or is no `.npz`.
+        InputError: a file cannot be read, or two chains have one id.
+    """
+    encode = encoder_of(track)
+    if out.suffix != ".npz":
+        raise UsageError(f"{out}: codes are written as .npz; give a name that ends with it")
+    if out.exists() and not overwrite:
+        raise UsageError(f"{out}: exists already; choose another file or pass --overwrite")
+    edits = Edits()
+    files = listed_files(structures, edits)
+    codes: dict[str, npt.NDArray[np.uint16]] = {}
+    first: dict[str, Path] = {}
+    unknown = 0
+    with Progress(f"{track} of {structures.name}", len(files)) as progress:
+        for done, path in enumerate(files, 1):
+            for chain in read_chains(path, every=True, edits=edits):
+                if chain.id in codes:
+                    raise InputError(f"{path}: chain '{chain.id}' comes from {first[chain.id]} too; remove one file")
+                first[chain.id] = path
+                codes[chain.id] = encode(weights, chain.backbone_L33).astype(np.uint16)
+                unknown += int(np.isnan(chain.backbone_L33).any((1, 2)).sum())
+            progress.update(done, path.name)
+    with writing(out, "choose another place with -o"), replacing(out, binary=True) as file:
+        np.savez_compressed(file, **codes)  # type: ignore[arg-type]
+    for notice in edits.notices():
+        say(f"{structures}: {notice}")
+    residues = sum(map(len, codes.values()))
+    said = f"{out}: {track} of {counted(len(codes), 'chain')} and {residues:,} residues"
+    return said + (f"; {unknown:,} have no coordinates, and the code of such a residue" if unknown else "")

@@ -1,0 +1,44 @@
+"""A finished run that goes on to a higher `train.steps`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from esmshard.api.runs import finetune
+from esmshard.errors import UsageError
+from esmshard.recipe.recipe_file import load
+from esmshard.train.experiments.repeats import is_done
+from esmshard.train.optimizer import schedule
+
+
+def test_a_finished_run_is_extended(tiny_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finetune(tiny_recipe, report=False, train={"steps": 2, "eval_every": 2})
+    first = json.loads((run.path / "model" / "esmshard.json").read_text())
+    assert "extended" not in first
+    capsys.readouterr()
+    finetune(tiny_recipe, report=False, resume="auto", train={"steps": 5, "eval_every": 2})
+    said = capsys.readouterr()
+    optim = load(tiny_recipe).optim
+    shares = [schedule(step, steps, optim.warmup, optim.schedule) for step, steps in ((1, 2), (2, 5))]
+    assert f"train.steps was 2 and is 5: the learning rate now follows the {optim.schedule} schedule of 5 steps" in (
+        said.out + said.err
+    )
+    assert f"from {shares[0]:.0%} to {shares[1]:.0%} of its peak" in said.out + said.err
+    lines = [line for line in run.metrics if "loss" in line and "split" not in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    expected = [schedule(s, 2 if s < 2 else 5, optim.warmup, optim.schedule) * optim.lr for s in range(5)]
+    assert [line["lr"] for line in lines] == pytest.approx(expected)
+    about = json.loads((run.path / "model" / "esmshard.json").read_text())
+    change = [{"after": 2, "steps_before": 2, "steps": 5}]
+    assert (about["step"], about["extended"]) == (5, change)
+    assert about["weights_sha256"] != first["weights_sha256"]
+    assert json.loads((run.path / "versions.json").read_text())["extended"] == change
+    assert "of 2 steps until step 2, then of 5" in (run.path / "model" / "README.md").read_text()
+    assert (run.status, is_done(run.path, 5), is_done(run.path, 6)) == ("done", True, False)
+    # Once more, from a checkpoint that has a change already.
+    finetune(tiny_recipe, report=False, resume="auto", train={"steps": 6, "eval_every": 2})
+    about = json.loads((run.path / "model" / "esmshard.json").read_text())
+    assert about["extended"] == [*change, {"after": 5, "steps_before": 5, "steps": 6}]
+    with pytest.raises(UsageError, match=r"train.steps \(4, was 6\); go on with the old values"):
+        finetune(tiny_recipe, report=False, resume="auto", train={"steps": 4, "eval_every": 2})

@@ -1,0 +1,106 @@
+"""A run whose `model.name` is another run: it starts from that run's weights and head, and says what they have seen."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from esmshard.api.runs import Run, finetune
+from esmshard.model.weights import open_weights
+from esmshard.recipe import recipe_file
+from esmshard.tasks.finetuner import new_head
+from esmshard.tasks.registry import new_task
+from esmshard.train.run_inputs import leakage_notices, prepare
+from esmshard.vocab import STANDARD
+
+
+def write(file: Path, seed: int, target: str, shift: float = 0.0) -> Path:
+    draw, lines = random.Random(seed), []
+    for n in range(12):
+        sequence = "".join(draw.choices(STANDARD, k=draw.randint(20, 30)))
+        lines += [f">p{seed}_{n} {target}={sequence.count('A') + shift:.1f}", sequence]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("first")
+    for seed, split in enumerate(("train", "valid", "test")):
+        write(directory / f"{split}.fasta", seed, "TARGET")
+    return finetune(recipe(directory, "nano"), report=False)
+
+
+def recipe(directory: Path, model: str, init: str = "random", **task: object) -> dict[str, object]:
+    return {
+        "task": {"name": "sequence", "kind": "number", **task},
+        "model": {"name": model},
+        "init": init,
+        "data": {split: directory / f"{split}.fasta" for split in ("train", "valid", "test")},
+        "batch": {"global_tokens": 200, "tokens_per_rank": 200},
+        "train": {"steps": 2},
+        "out": directory / "run",
+    }
+
+
+def second(first: Run, directory: Path, target: str = "TARGET", **task: object) -> recipe_file.Recipe:
+    """The recipe of a run on other records that starts from the first."""
+    if not (directory / "train.fasta").exists():
+        for seed, split in enumerate(("train", "valid", "test")):
+            write(directory / f"{split}.fasta", seed + 10, target, shift=100.0)
+    from esmshard.api.runs import keys
+
+    empty = directory / "empty.yaml"
+    empty.write_text("{}\n")
+    given = recipe(directory, str(first.path), "pretrained", **task) | {"data": recipe(directory, "")["data"]}
+    given["data"]["target"] = target  # type: ignore[index]
+    return recipe_file.load(empty, keys(given))
+
+
+def started(resolved: recipe_file.Recipe) -> tuple[torch.nn.Module, str | None]:
+    job = prepare(resolved, 1, 1, torch.device("cpu"))
+    return new_head(resolved, job.task, job.weights)
+
+
+def test_the_head_goes_on(first: Run, tmp_path: Path) -> None:
+    head, said = started(second(first, tmp_path))
+    before = open_weights.read(str(first.path)).head
+    assert all(torch.equal(tensor, before[name]()) for name, tensor in head.state_dict().items())
+    assert said is not None
+    assert said.startswith(f"the head goes on from the sequence head of {first.path / 'model'}")
+    assert said.endswith("another mean or deviation, so its first outputs are shifted or scaled")
+
+
+def test_a_head_that_means_something_else_is_left_out(first: Run, tmp_path: Path) -> None:
+    before = open_weights.read(str(first.path)).head
+    model = first.path / "model"
+    for given, why in (
+        ({"target": "OTHER"}, "for other classes or targets"),
+        ({"dropout": 0.0, "hidden": 7}, "of another kind or size"),
+    ):
+        directory = tmp_path / why.split()[2]
+        directory.mkdir()
+        head, said = started(second(first, directory, **given))  # type: ignore[arg-type]
+        assert said == f"{model}: its head is {why} and is left out; the head is new"
+        assert any(
+            name not in before or not torch.equal(tensor, before[name]()) for name, tensor in head.state_dict().items()
+        )
+    contact = recipe_file.load(recipe_file.resolve("contact"), [f"model.name={first.path}"])
+    _, said = new_head(contact, new_task(contact.task, {}), open_weights.read(str(first.path)))
+    assert said == f"{model}: its head is of task sequence and is left out; the head is new"
+
+
+def test_what_the_first_run_trained_on_is_said(first: Run, tmp_path: Path) -> None:
+    resolved = second(first, tmp_path)
+    job = prepare(resolved, 1, 1, torch.device("cpu"))
+    assert leakage_notices(job)[-1] == (
+        f"leakage: {first.path / 'model'} was trained before on 12 records of train.fasta, with which the test set was "
+        "not compared; scores on test records that are among them are no test"
+    )
+    earlier = recipe(first.path.parent, "")["data"]
+    for test, said in (("train", "was trained on this test set, so scores on it are no test"), ("test", None)):
+        data = resolved.data.model_copy(update={"test": str(earlier[test])})  # type: ignore[index]
+        job = prepare(resolved.model_copy(update={"data": data}), 1, 1, torch.device("cpu"))
+        found = [notice for notice in leakage_notices(job) if str(first.path) in notice]
+        assert found == ([] if said is None else [f"leakage: {first.path / 'model'} {said}"])
