@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -89,12 +90,12 @@ def _wrong_with(words: list[str]) -> str | None:
             return f"there is no command {word}"
         command = command.commands[word]
     known = {"-h", "--help", *(name for p in command.params for name in (*p.opts, *p.secondary_opts))}
-    for word in words:
+    for before, word in itertools.pairwise(["", *words]):
         option = re.match(r"\[?(--?[a-z][a-z0-9-]*)", word)
         if option and option[1] not in known:
             return f"has no option {option[1]}"
         key = re.match(r"([a-z_]+(?:\.[a-z_]+)*)=", word)
-        if key and key[1] not in _keys():
+        if key and key[1] not in _keys() and before != "--track":
             return f"there is no key {key[1]}"
     return None
 

@@ -102,7 +102,8 @@ def _check_same(job: RunInputs, start: Path) -> None:
         changed = [line for line in changed if not line.startswith("train.steps ")]
     here = provenance(job)["train"]["tokens_sha256"]
     if before != here:  # the order of records and the crops depend on these values
-        changed.append(f"data.train ({job.train.path} holds other sequences, or tracks, than it did)")
+        what = "sequences or tracks" if job.recipe.data.tracks else "sequences"
+        changed.append(f"data.train ({job.train.path} holds other {what} than it did)")
     if changed:
         raise UsageError(
             f"{start}: was written under another recipe: {'; '.join(changed)}; go on with the old values, or start "

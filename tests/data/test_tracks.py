@@ -276,6 +276,8 @@ def test_a_track_that_the_model_does_not_take_is_refused() -> None:
         TrackFile(LETTERS, None),
         TrackFile(PLACES, Path("/x")),
     ]
+    (one,) = track_files({"turns": "~/x.fasta"}, [LETTERS], "m", "--track ")
+    assert one.path == Path.home() / "x.fasta"
     said = ("--track trns: m takes no such track", "turns (letters of turns) and atoms (coordinates)")
     with pytest.raises(UsageError, match=refusal(*said)):
         track_files({"trns": "x"}, [LETTERS, PLACES], "m", "--track ")

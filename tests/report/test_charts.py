@@ -245,7 +245,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     task = SimpleNamespace(inputs=inputs, predict=lambda output: output, labels=None)
     found = SimpleNamespace(model=model, task=task, about={"weights_sha256": "w1"})
     monkeypatch.setattr(scores, "load_finetuned", lambda path, device: found)
-    monkeypatch.setattr(scores, "open_split", lambda recipe, name, labels: Split(LENGTHS, name))
+    monkeypatch.setattr(scores, "open_split", lambda recipe, name, labels, tracks: Split(LENGTHS, name))
     return tmp_path
 
 
@@ -283,7 +283,7 @@ def test_why_there_are_no_maps(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(scores, "LONGEST_MAP", 20)
         assert said() == "No contact maps: no protein of up to 20 residues has a long P@L."
     with monkeypatch.context() as patch:
-        patch.setattr(scores, "open_split", lambda recipe, name, labels: Split(LENGTHS[:1]))
+        patch.setattr(scores, "open_split", lambda recipe, name, labels, tracks: Split(LENGTHS[:1]))
         assert said() == "No contact maps: test.fasta is no longer what the model was tested on."
     (run / "versions.json").write_text(json.dumps({"data": {"test": {"tokens_sha256": "d2"}}}))
     assert said() == "No contact maps: test.fasta is no longer what the model was tested on."

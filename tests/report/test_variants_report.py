@@ -241,6 +241,12 @@ def test_the_methods_paragraph(done: Page) -> None:
         (", early_stop: 5", "", "in 40 to 51 of the planned 50 to 51 steps", "validation set was computed"),
         ("fold: 0", "fold: 0, split: random", "whatever positions they change", "are in one fold"),
         ("fold: 0", "fold: 0, transform: log", "log-transformed and standardised", "normal scores"),
+        (
+            "fold: 0",
+            "fold: 0, tracks: {3di: w.3di.fasta}",
+            "the model read structure letters (3Di) of the wild type, which were taken to hold for all variants",
+            "coordinates",
+        ),
     ],
 )
 def test_the_paragraph_follows_the_recipe(

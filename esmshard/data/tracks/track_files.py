@@ -38,8 +38,8 @@ class TrackFile:
 
     @property
     def shown(self) -> str:
-        """How messages call the source."""
-        return str(self.path) if self.inside is None else f"inside {self.inside}"
+        """The source as the user named it, for messages."""
+        return str(self.inside or self.path)
 
 
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
@@ -62,8 +62,10 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
             raise UsageError(f"{key}{name}: {model} reads the sequence alone and takes no track; leave it out")
         what = " and ".join(f"{track.name} ({track.title})" for track in takes)
         raise UsageError(f"{key}{name}: {model} takes no such track; it takes {what}")
+    # A shell leaves a ~ after = as it is.
     return [
-        TrackFile(known[name], None if path == INSIDE else recipe_file.sample(path)) for name, path in named.items()
+        TrackFile(known[name], None if path == INSIDE else recipe_file.sample(path).expanduser())
+        for name, path in named.items()
     ]
 
 

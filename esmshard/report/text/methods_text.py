@@ -70,6 +70,10 @@ def _model(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
     first, seen = found.facts.get("first", 0), found.facts.get("length", len(protein))
     if seen < len(protein):
         yield f"The model saw residues {first + 1:,} to {first + seen:,} of it."
+    if recipe.data.tracks:
+        titles = {track.name: track.title for family in FAMILIES.values() for track in family.tracks}
+        read = _listed([titles.get(name, name) for name in recipe.data.tracks])
+        yield f"Besides amino acids the model read {read} of the wild type, which were taken to hold for all variants."
     if adapt.method == "full":
         part = f" but those of {_listed(adapt.freeze)}" if adapt.freeze else ""
         yield f"All weights of the language model{part} were trained."

@@ -1,0 +1,111 @@
+"""Runs of a model that reads structure letters, from the recipe to the result files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command import esmshard
+from tracked_model import random_pairs, write_pairs
+
+from esmshard.errors import InputError, UsageError
+from esmshard.recipe import recipe_file
+from esmshard.train.run_inputs import RunInputs, prepare
+
+RECIPE = """\
+task: {name: mlm}
+model: {name: saprot_nano}
+init: random
+data: {train: x.fasta, valid: x.fasta, test: x.fasta, max_length: 25, tracks: {3di: 3di.fasta}}
+batch: {global_tokens: 90, tokens_per_rank: 90}
+train: {steps: 4, eval_every: 4}
+checkpoint: {every: 2}
+parallel: {precision: fp32}
+out: run
+"""
+PAIRS = random_pairs({f"r{n}": 20 + n for n in range(10)}) | {"bare": ("MKTAYIAKQR", "")}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path, PAIRS)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return tmp_path / "r.yaml"
+
+
+def prepared(recipe: Path, *overrides: str) -> RunInputs:
+    return prepare(recipe_file.load(recipe, overrides), 1, 1, torch.device("cpu"))
+
+
+def test_a_run_keeps_what_was_known_and_goes_on_with_it_alone(recipe: Path) -> None:
+    done = esmshard("finetune", recipe, "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    known, total = sum(range(20, 30)), sum(range(20, 30)) + 10
+    notice = f"structure letters (3Di) of 10 of 11 records, and {known} of {total} residues, from {recipe.parent}"
+    assert notice in done.stderr
+    about = json.loads(Path("run/versions.json").read_text())["data"]
+    assert all(any(notice in one for one in about[split]["notices"]) for split in ("train", "valid", "test"))
+    assert json.loads(Path("run/model/esmshard.json").read_text())["recipe"]["data"]["tracks"] == {"3di": "3di.fasta"}
+
+    alone = esmshard("finetune", recipe, "out=alone")
+    losses = [
+        [json.loads(line)["loss"] for line in Path(out, "metrics.jsonl").read_text().splitlines() if "loss" in line]
+        for out in ("run", "alone")
+    ]
+    assert alone.returncode == 0
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+    letters = Path("3di.fasta")
+    letters.write_text(letters.read_text().replace("V", "L"))
+    done = esmshard("finetune", recipe, "--resume", "auto")
+    assert done.returncode == 2
+    assert "x.fasta holds other sequences or tracks than it did" in done.stderr
+    done = esmshard("finetune", recipe, "--resume", "auto", "data.tracks=null")
+    assert done.returncode == 2
+    assert "data.tracks" in done.stderr
+
+
+def test_paths_are_those_of_the_recipe_or_of_the_shell(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = recipe.parent
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    monkeypatch.setenv("LETTERS", "more.fasta")
+    for overrides, expected in (
+        ((), here / "3di.fasta"),
+        (("data.tracks.3di=${LETTERS}",), here / "elsewhere" / "more.fasta"),
+        (("data.tracks={3di: more.fasta}",), here / "elsewhere" / "more.fasta"),
+        (("data.tracks.3di=inside",), "inside"),
+    ):
+        assert recipe_file.load(recipe, overrides).data.tracks == {"3di": str(expected)}
+    shared = recipe_file.for_others(recipe_file.load(recipe).model_dump(mode="json"), here)
+    assert shared["data"]["tracks"] == {"3di": "3di.fasta"}
+
+
+def test_mistakes_are_found_before_training(recipe: Path) -> None:
+    with pytest.raises(UsageError, match=r"data\.tracks\.3di: nano reads the sequence alone and takes no track"):
+        prepared(recipe, "model.name=nano")
+    with pytest.raises(UsageError, match=r"data\.tracks\.ss: saprot_nano takes no such track; it takes 3di"):
+        prepared(recipe, "data.tracks={ss: 3di.fasta}")
+    with pytest.raises(InputError, match=r"nowhere\.fasta: no such file"):
+        prepared(recipe, "data.tracks.3di=nowhere.fasta")
+    with pytest.raises(InputError, match=r"x\.fasta:1: record 'r0' has .* at position .*; write residues"):
+        prepared(recipe, "data.tracks.3di=inside")
+    with pytest.raises(UsageError, match=r"data\.tracks: must be "):
+        recipe_file.load(recipe, ["data.tracks=3di.fasta"])
+
+
+def test_letters_inside_give_the_same_examples(recipe: Path) -> None:
+    both = ""
+    for name, (sequence, letters) in PAIRS.items():
+        pairs = zip(sequence, letters or "#" * len(sequence), strict=True)
+        both += f">{name}\n{''.join(map(''.join, pairs))}\n"
+    Path("both.fasta").write_text(both)
+    outside = prepared(recipe).train
+    files = [f"data.{split}=both.fasta" for split in ("train", "valid", "test")]
+    inside = prepared(recipe, *files, "data.tracks.3di=inside").train
+    for n in range(len(outside)):
+        one, other = outside.get(n, 3), inside.get(n, 3)
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.tracks["3di"].tolist() == other.tracks["3di"].tolist()
+    assert outside.digest == inside.digest
