@@ -110,6 +110,17 @@ class AuthorsFile:
     """Beginnings of our names of tensors that the file cannot hold."""
 
 
+class Corruption(NamedTuple):
+    """What models saw in training in place of the residues that they were asked for, where it was not `<mask>`."""
+
+    random: float
+    """The share of these residues that were replaced by a letter drawn at random."""
+    unchanged: float
+    """The share of these residues that stayed."""
+    letters: int
+    """The number of letters that were drawn from, each as often."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models: shapes, files, initial values, and what may be said about its models."""
@@ -145,3 +156,6 @@ class Family:
     """Functions that make other libraries' models for `esmshard verify`, as `module:function`, by library."""
     tracks: tuple[Track, ...] = ()
     """What the models read of each residue besides its amino acid, if the user gives it."""
+    corruption: Corruption | None = None
+    """How the models were trained, for estimates of masked probabilities from visible residues; None if that is not
+    known, or all residues that they were asked for were masked."""

@@ -6,7 +6,7 @@ from functools import partial
 from esmshard.model.families import esm_layouts
 from esmshard.model.families.esm2.esm2_config import SIZES, EsmConfig
 from esmshard.model.families.esm_shapes import initial
-from esmshard.model.families.family import Family, Paper, Released, TransformersFiles
+from esmshard.model.families.family import Corruption, Family, Paper, Released, TransformersFiles
 from esmshard.vocab import VOCAB_SIZE
 
 _LIN = Paper(
@@ -83,4 +83,5 @@ FAMILY = Family(
         "fair-esm": "esmshard.model.families.esm2.esm2_peers:fair_esm",
         "transformers": "esmshard.model.families.esm_peers:transformers",
     },
+    corruption=Corruption(random=0.1, unchanged=0.1, letters=20),
 )
