@@ -138,6 +138,9 @@ class Family:
     """The publication of the architecture."""
     window: int
     """Residues that the models saw at once in training. Longer proteins are scored and embedded in such windows."""
+    corruption: Corruption | None = field(default=None, kw_only=True)
+    """What the models saw in training, for estimates of masked probabilities from visible residues; None if that is not
+    known, or all residues that they were asked for were masked."""
     trunk: str
     """The subclass of `esmshard.model.trunk.Trunk`, as `module:Class`, which takes an architecture."""
     initial: Callable[[Any, str, torch.Size, torch.Generator], torch.Tensor]
@@ -156,6 +159,3 @@ class Family:
     """Functions that make other libraries' models for `esmshard verify`, as `module:function`, by library."""
     tracks: tuple[Track, ...] = ()
     """What the models read of each residue besides its amino acid, if the user gives it."""
-    corruption: Corruption | None = None
-    """How the models were trained, for estimates of masked probabilities from visible residues; None if that is not
-    known, or all residues that they were asked for were masked."""

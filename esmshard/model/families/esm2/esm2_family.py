@@ -62,6 +62,7 @@ FAMILY = Family(
     released={name: _released(name) for name in SIZES if re.match(r"esm\d", name)},
     paper=_LIN,
     window=1022,
+    corruption=Corruption(random=0.1, unchanged=0.1, letters=20),
     trunk="esmshard.model.families.esm2.esm2_model:ESM2",
     initial=initial,
     computed=lambda name: name.endswith("inv_freq"),
@@ -83,5 +84,4 @@ FAMILY = Family(
         "fair-esm": "esmshard.model.families.esm2.esm2_peers:fair_esm",
         "transformers": "esmshard.model.families.esm_peers:transformers",
     },
-    corruption=Corruption(random=0.1, unchanged=0.1, letters=20),
 )
