@@ -218,15 +218,35 @@ def predict(
 
 def score(
     model: Annotated[str, typer.Argument(help="A model with an LM head; no fine-tuning is needed.")],
-    wild_type: Annotated[Path, typer.Argument(metavar="WILD_TYPE", help="FASTA file with one protein.")],
-    table: Annotated[Optional[Path], typer.Argument(help="Table of variants of this protein.")] = None,
-    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="CSV file to write.")] = None,
+    sequences: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FASTA",
+            help="FASTA file of the wild type of variants; or of any sequences, - for the standard input, or a token "
+            "store, for their pseudo-perplexities.",
+        ),
+    ],
+    table: Annotated[Optional[Path], typer.Argument(help="Table of variants of the wild type.")] = None,
+    out: Annotated[
+        Optional[Path], typer.Option("-o", "--out", help="CSV file to write; of sequences, also Parquet.")
+    ] = None,
     all_singles: Annotated[
         bool, typer.Option("--all-singles", help="Score every single substitution, instead of a table.")
     ] = False,
     method: Annotated[
-        str, typer.Option(help="masked-marginals, wild-type-marginals or pseudo-perplexity.")
-    ] = "masked-marginals",
+        Optional[str],
+        typer.Option(
+            help="Of variants masked-marginals (the default), wild-type-marginals or pseudo-perplexity; of sequences "
+            "pseudo-perplexity (the default), one-pass or both."
+        ),
+    ] = None,
+    ensemble: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="MODEL",
+            help="A further model, whose scores are averaged with those of MODEL; may be given again.",
+        ),
+    ] = None,
     mutant: MutantColumn = None,
     target: Annotated[
         Optional[str],
@@ -247,17 +267,23 @@ def score(
     track: TrackPaths = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Score variants with the language model alone (zero-shot). A higher score is more natural."""
+    """Score variants or sequences with the language model alone (zero-shot). A higher score is more natural."""
     from esmshard.data.tracks.track_files import named_tracks
-    from esmshard.predict.zero_shot import score_table
+    from esmshard.predict import sequence_scores, zero_shot
 
     if out is None:
-        raise UsageError("-o: name the CSV file to write")
-    if (table is None) != all_singles:
+        raise UsageError("-o: name the file to write")
+    how: dict[str, Any] = {"ensemble": ensemble or [], "window": window, "tracks": named_tracks(track or [])}
+    how |= {"overwrite": overwrite} | ({} if method is None else {"method": method})
+    if table is None and not all_singles:
+        if mutant or target or offset is not None:
+            raise UsageError("--mutant, --target and --offset are for tables of variants; name the table after FASTA")
+        print(sequence_scores.score_sequences(model, sequences, out, **how))
+        return
+    if table is not None and all_singles:
         raise UsageError("give either a table of variants or --all-singles")
-    how: dict[str, Any] = {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
-    how |= {"method": method, "window": window, "tracks": named_tracks(track or []), "overwrite": overwrite}
-    print(score_table(model, wild_type, table, out, **how))
+    how |= {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
+    print(zero_shot.score_table(model, sequences, table, out, **how))
 
 
 def evaluate(

@@ -104,7 +104,7 @@ def predict(
         contact_pictures.check(png, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
-        examples, about_tracks = _read(model, fasta, tracks or {}, Path(scratch))
+        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch))
         store, found = examples.store, load_finetuned(model)
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
@@ -136,8 +136,19 @@ def predict(
         return Predicted(len(store) - len(failed), tuple(failed))
 
 
-def _read(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path) -> tuple[Examples, list[str]]:
-    """Return the records of a file with their tracks, and sentences about the tracks. All notices are printed."""
+def read_input(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path) -> tuple[Examples, list[str]]:
+    """Return the records of an input with their tracks, and sentences about the tracks. All notices are printed.
+
+    Args:
+        model: the model that takes the tracks.
+        fasta: see `predict`.
+        tracks: see `predict`.
+        scratch: directory for a token store of the records.
+
+    Raises:
+        InputError: the input or a track cannot be read.
+        UsageError: the model does not take such a track.
+    """
     sequences, files = fasta, list[TrackFile]()
     if tracks:
         takes = family_of(open_weights.read(model).config).tracks

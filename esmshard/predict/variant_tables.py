@@ -88,15 +88,24 @@ def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Seq
         writer.writerows(zip(*columns.values(), *new.values(), strict=True))
 
 
-def spearman(said_N: npt.NDArray[np.floating], measured_N: npt.NDArray[np.float64], name: str) -> str:
-    """Describe how predictions agree with measured values: Spearman's correlation, or why it is undefined."""
+def spearman(
+    said_N: npt.NDArray[np.floating], measured_N: npt.NDArray[np.float64], name: str, what: str = "variant"
+) -> str:
+    """Describe how predictions agree with measured values: Spearman's correlation, or why it is undefined.
+
+    Args:
+        said_N: predictions.
+        measured_N: what they are compared with.
+        name: the column of the latter.
+        what: the noun for a row.
+    """
     known = ~np.isnan(measured_N) & ~np.isnan(said_N)
     rho, count = metrics.spearman(said_N[known].astype(np.float64), measured_N[known]), int(known.sum())
     if np.isnan(rho):
         return (
             f"Spearman NaN with {name}: {'all values, or all predictions, are equal' if count > 1 else 'no two values'}"
         )
-    return f"Spearman {rho:.3f} with {name} over {counted(count, 'variant')}"
+    return f"Spearman {rho:.3f} with {name} over {counted(count, what)}"
 
 
 def text(value: float) -> str:

@@ -21,14 +21,15 @@ from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import open_weights, recorded
+from esmshard.model.weights import open_weights
 from esmshard.predict import variant_tables
+from esmshard.predict.language_models import mean_and_sd, read_models
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import check
 from esmshard.progress import say
 from esmshard.tasks.finetuner import without_tracks
-from esmshard.tasks.variants.marginals import Tracks, log_probabilities
-from esmshard.vocab import RESIDUES, STANDARD
+from esmshard.tasks.variants.marginals import Tracks, log_probabilities, pseudo_log_likelihoods, scored_residues
+from esmshard.vocab import RESIDUES, STANDARD, TOKENS, encode
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
 METHODS = get_args(Method)
@@ -46,12 +47,14 @@ def score_table(
     mutant: str | None = None,
     target: str | None = None,
     offset: int | Literal["auto"] = "auto",
+    ensemble: Sequence[str] = (),
     window: int | None = None,
     tracks: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> str:
     """Write a CSV file: the columns of the table, the score in a column named after the method, and for each row
-    without a score the reason (`not scored because`). Return a message for the user.
+    without a score the reason (`not scored because`). Several models give their mean score, and in a further column,
+    `METHOD_sd`, its standard deviation over them. Return a message for the user.
 
     Rows that cannot be scored (a stop codon, a blank cell, a residue that is none of the 20 amino acids) keep their
     place with an empty score. If the table has measured values, the message has Spearman's correlation with them, or
@@ -67,7 +70,8 @@ def score_table(
         mutant: see `read_variants`.
         target: column of measured values; by default the one with a usual name, if there is one.
         offset: see `read_variants`.
-        window: see `score`.
+        ensemble: further models.
+        window: see `score`; for several models by default that of the model that saw the fewest residues.
         tracks: a path, or `inside`, by the name of each track of the wild type, which its variants have too.
         overwrite: replace `out`.
     """
@@ -80,37 +84,33 @@ def score_table(
         request = _singles(fasta)
     else:
         request = _of_table(table, fasta, mutant, target, offset)
-        variant_tables.check_new(out, request.columns, [column])
-    read = open_weights.read(model)
-    if "lm_head" in read.unlearned:
-        raise InputError(f"{model}: has no trained LM head, which scores are read from; take another model")
-    with recorded.compared(read.files, say):
-        esm = open_weights.build(read, open_weights.default_device()).eval()
-    window = window_of(read.config) if window is None else window
-    about_tracks = [*known.notices(), *without_tracks(model, tracks or {})]
+        variant_tables.check_new(out, request.columns, [column, *([f"{column}_sd"] if ensemble else [])])
+    models = read_models(model, ensemble, window=window, tracks=tracks or {})
+    missing = [notice for name in models.names for notice in without_tracks(name, tracks or {})]
+    about_tracks = [*known.notices(), *missing]
     for notice in about_tracks:
         say(notice)
-    score_N = score(esm, request.protein, request.mutations, method, window, known.get(0, slice(None)))
+    of_protein = known.get(0, slice(None))
+
+    def scores(esm: Trunk) -> npt.NDArray[np.float64]:
+        return score(esm, request.protein, request.mutations, method, models.window, of_protein)
+
+    score_N, sd_N = mean_and_sd(np.stack(models.each(scores)))
     without, notices = _without_score(request), [*request.notices, *about_tracks]
     if without:
         reasons = list(dict.fromkeys(without.values()))
         notices = [*notices, f"not scored: {counted(len(without), 'variant')}, as {first_three(reasons, str)}"]
         say(notices[-1])
-    why_not, rows = request.left_out | without, len(next(iter(request.columns.values())))
-    cells = [""] * rows
-    for place, value in zip(request.places, score_N, strict=True):
-        cells[place] = text(float(value))
+    why_not, rows = request.left_out | without, request.rows
+    new = {column: request.cells(score_N)} | ({} if sd_N is None else {f"{column}_sd": request.cells(sd_N)})
     message = "" if request.values_N is None else variant_tables.spearman(score_N, request.values_N, request.measured)
-    new = {column: cells, NOT_SCORED: [why_not.get(row, "") for row in range(rows)]}
+    new[NOT_SCORED] = [why_not.get(row, "") for row in range(rows)]
     variant_tables.write(out, request.columns, new)
     scored = len(request.places) - len(without)
-    facts: dict[str, Any] = {
-        "model": model,
-        "wild_type": str(wild_type),
-        "table": None if table is None else str(table),
-    }
+    facts: dict[str, Any] = models.facts()
+    facts |= {"wild_type": str(wild_type), "table": None if table is None else str(table)}
     facts |= {"tracks": dict(tracks)} if tracks else {}
-    facts |= {"method": method, "window": window, "offset": request.offset, "rows": rows, "scored": scored}
+    facts |= {"method": method, "window": models.window, "offset": request.offset, "rows": rows, "scored": scored}
     variant_tables.write_facts(out, facts | {"notices": notices, "compared": message or None})
     return f"{out}: {scored:,} variants" + (f"; {message}" if message else "")
 
@@ -143,6 +143,18 @@ class _ScoringRequest:
     """The name of the column of measured values; empty if there is none."""
     values_N: npt.NDArray[np.float64] | None = None
     """The measured value of each variant, if there is such a column."""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the table."""
+        return len(next(iter(self.columns.values())))
+
+    def cells(self, values_N: npt.NDArray[np.float64]) -> list[str]:
+        """Return a column of R cells with a value for each variant."""
+        found = [""] * self.rows
+        for place, value in zip(self.places, values_N, strict=True):
+            found[place] = text(float(value))
+        return found
 
 
 def _singles(wild_type: Path) -> _ScoringRequest:
@@ -234,9 +246,9 @@ def score(
     `masked-marginals` is the sum over the mutated sites of log p(mutant) - log p(wild type), where p is what the model
     expects at the masked site of the wild type. This takes one forward pass for each site, for any number of variants.
     `wild-type-marginals` is the same from one pass in which nothing is masked. `pseudo-perplexity` is the mean of log p
-    over all residues of the variant, each masked in turn: minus the logarithm of the pseudo-perplexity. This takes a
-    pass for each residue of each variant. (fair-esm's script for it reads the wrong site and skips the last.) The wild
-    type's score is 0 with the first two methods. NaN: see `unscored`.
+    over the residues of the variant that are among the 20, each masked in turn: minus the logarithm of the
+    pseudo-perplexity. This takes a pass for each residue of each variant. (fair-esm's script for it reads the wrong
+    site and skips the last.) The wild type's score is 0 with the first two methods. NaN: see `unscored`.
 
     Args:
         model: a model with a trained LM head.
@@ -288,14 +300,11 @@ def _score(
 def _pseudo_perplexity(
     model: Trunk, wild_type: str, variants: Sequence[tuple[Mutation, ...]], window: int, tracks: Tracks | None
 ) -> npt.NDArray[np.float64]:
-    letter = {aa: n for n, aa in enumerate(RESIDUES)}
-    found = []
-    for mutations in variants:
-        residues = list(wild_type)
+    tokens_NL = np.tile(encode(wild_type), (len(variants), 1))
+    for tokens, mutations in zip(tokens_NL, variants, strict=True):
         for mutation in mutations:
-            residues[mutation.position] = mutation.mutant
-        sites = [n for n, residue in enumerate(residues) if residue in letter]
-        log_p_SA = log_probabilities(model, "".join(residues), sites, window=window, tracks=tracks)
-        own = [letter[residues[site]] for site in sites]
-        found.append(log_p_SA[np.arange(len(sites)), own].mean(dtype=np.float64))
-    return np.array(found, dtype=np.float64)
+            tokens[mutation.position + 1] = TOKENS.index(mutation.mutant)
+    scored_N = np.array([len(scored_residues(tokens)) for tokens in tokens_NL])
+    proteins = ((tokens, tracks or {}) for tokens in tokens_NL)
+    sum_N = pseudo_log_likelihoods(model, proteins, scored_N, window=window)
+    return sum_N / np.where(scored_N, scored_N, np.nan)

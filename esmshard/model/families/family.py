@@ -110,6 +110,17 @@ class AuthorsFile:
     """Beginnings of our names of tensors that the file cannot hold."""
 
 
+class Corruption(NamedTuple):
+    """What models saw in training in place of the residues that they were asked for, where it was not `<mask>`."""
+
+    random: float
+    """The share of these residues that were replaced by a letter drawn at random."""
+    unchanged: float
+    """The share of these residues that stayed."""
+    letters: int
+    """The number of letters that were drawn from, each as often."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models: shapes, files, initial values, and what may be said about its models."""
@@ -128,6 +139,9 @@ class Family:
     window: int
     """Residues that the models saw at once in training, unless their configuration says another number. Longer proteins
     are scored and embedded in such windows."""
+    corruption: Corruption | None = field(default=None, kw_only=True)
+    """What the models saw in training, for estimates of masked probabilities from visible residues; None if that is not
+    known, or all residues that they were asked for were masked."""
     trunk: str
     """The subclass of `esmshard.model.trunk.Trunk`, as `module:Class`, which takes an architecture."""
     initial: Callable[[Any, str, torch.Size, torch.Generator], torch.Tensor]

@@ -1,28 +1,44 @@
 """The probabilities of a language model at the residues of a protein, which are masked one at a time or visible."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from esmshard.batch import pack, piece
+from esmshard.model.families.family import Corruption
 from esmshard.model.families.family_registry import window_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.trunk import Trunk
 from esmshard.progress import Progress
-from esmshard.vocab import MASK, RESIDUES, encode
+from esmshard.vocab import MASK, RESIDUES, STANDARD, VOCAB_SIZE, encode
 
 TOKENS = 4096
 """The tokens of a pack. Larger packs are no faster on a CPU, and need more memory."""
 
 _LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
+_COLUMN = np.zeros(VOCAB_SIZE, np.int64)
+_COLUMN[_LETTERS.numpy()] = np.arange(len(RESIDUES))
 
 Tracks = Mapping[str, npt.NDArray[Any]]
 """What a model reads of each token besides, [L + 2, ...] by the name of the track."""
-View = tuple[npt.NDArray[np.uint8], Tracks, int]
-"""Tokens and tracks as a model gets them, and the place in them whose residue is predicted."""
+Protein = tuple[npt.NDArray[np.uint8], Tracks]
+"""The tokens of a protein, uint8 [L + 2], and its tracks."""
+
+
+class View(NamedTuple):
+    """What a model gets of a protein, of the protein of number `protein`, to predict some of its residues."""
+
+    protein: int
+    tokens: npt.NDArray[np.uint8]
+    tracks: Tracks
+    places: npt.NDArray[np.int64]
+    """The tokens that are predicted, int64 [P]."""
+    residues: npt.NDArray[np.uint8]
+    """The tokens that the protein has there, uint8 [P]."""
 
 
 def log_probabilities(
@@ -45,49 +61,151 @@ def log_probabilities(
         window: residues of a longer sequence that the model sees at once; by default as many as in training.
         tracks: of the sequence.
     """
-    tracks = tracks or {}
     if window is None:
         window = window_of(model.config)
-    tokens = encode(sequence)
-    views = [_view(tokens, tracks, site, window, hidden) for site in sites]
-    if hidden or len(sequence) > window:
-        return _rows_of(model, views, "sites")
-    if not views:
-        return np.empty((0, len(RESIDUES)), np.float32)
-    return _log_p(model, [tokens], [tracks], [np.array([place for _, _, place in views])])
+    protein = encode(sequence), tracks or {}
+    if not sites:
+        views = list[View]()
+    elif hidden or len(sequence) > window:
+        views = [_around(0, protein, site, window, hidden) for site in sites]
+    else:
+        views = [_part(0, protein, 0, window, np.array(sites))]
+    found_SA, done = np.empty((len(sites), len(RESIDUES)), np.float32), 0
+    with Progress("score", len(sites)) as progress:
+        for _, log_p_PA in _predicted(model, views):
+            found_SA[done : done + len(log_p_PA)] = log_p_PA
+            done += len(log_p_PA)
+            progress.update(done, "sites")
+    return found_SA
 
 
-def _view(tokens: npt.NDArray[np.uint8], tracks: Tracks, site: int, window: int, hidden: bool) -> View:
-    """Return what the model sees of a protein when a site is predicted. Its tracks are not hidden."""
-    start = min(max(site - window // 2, 0), max(len(tokens) - 2 - window, 0))
-    seen, place = piece(tokens, start, window), site - start + 1
+def pseudo_log_likelihoods(
+    model: Trunk,
+    proteins: Iterable[Protein],
+    scored_N: npt.NDArray[np.int64],
+    *,
+    window: int,
+    visible: Corruption | None = None,
+) -> npt.NDArray[np.float64]:
+    """Sum log p over the residues of each protein that are among the 20 amino acids, float64 [N].
+
+    p is the probability of the residue when it alone is masked. This takes a pass for each residue. With `visible` p is
+    estimated by `as_masked`, from a pass in which nothing is masked. A longer protein is then covered by windows of
+    which each shares half with the next, and a residue is predicted where it is nearest to the middle of a window.
+
+    Args:
+        model: with an LM head.
+        proteins: N proteins.
+        scored_N: for each how many of its residues are among the 20; see `scored_residues`.
+        window: residues of a longer protein that the model sees at once.
+        visible: what the model saw in training; None masks each residue.
+    """
+    sum_N, done = np.zeros(len(scored_N)), 0
+    with Progress("score", int(scored_N.sum())) as progress:
+        views = (
+            view
+            for n, protein in enumerate(proteins)
+            for view in (_hidden(n, protein, window) if visible is None else _visible(n, protein, window))
+        )
+        for view, log_p_PA in _predicted(model, views):
+            own_P = log_p_PA[np.arange(len(view.places)), _COLUMN[view.residues]].astype(np.float64)
+            sum_N[view.protein] += (own_P if visible is None else as_masked(own_P, visible)).sum()
+            done += len(own_P)
+            progress.update(done, "residues")
+    return sum_N
+
+
+def scored_residues(tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Return the places of the tokens that are among the 20 amino acids, int64 [S]. Models have hardly seen the other
+    letters.
+
+    >>> scored_residues(encode("MXK")).tolist()
+    [1, 3]
+    """
+    return np.flatnonzero(np.isin(tokens, _LETTERS[: len(STANDARD)].numpy()))
+
+
+def as_masked(log_p_P: npt.NDArray[np.float64], seen: Corruption) -> npt.NDArray[np.float64]:
+    """Estimate log p of residues that are masked from log p of the same residues when they are visible, float64 [P].
+
+    In training a visible residue x, where the model was asked for one, was the true one with the share `unchanged`, and
+    with the share `random` one of `letters` letters, whatever the true one was. If m is the probability of x at a mask,
+    a model that learned this says, by Bayes' rule, p = m (u + r) / (m u + r), where u is `unchanged`, and r is `random`
+    divided by `letters`. Hence m = p r / (u + r - u p).
+
+    Gordon et al. 2024 (doi:10.1101/2024.10.03.616542) use one pass in the same way, with p = (random m + u) / (random +
+    u): x then says nothing about whether it is the true one. Their m is that of Bayes' rule where it is one in
+    `letters`, and is negative for small p.
+
+    >>> seen = Corruption(random=0.1, unchanged=0.1, letters=20)
+    >>> np.exp(as_masked(np.log([1.0, 0.525, 0.1]), seen)).round(4).tolist()
+    [1.0, 0.05, 0.0053]
+    """
+    return log_p_P - np.log1p(-np.expm1(log_p_P) * (seen.unchanged * seen.letters / seen.random))
+
+
+def _part(n: int, protein: Protein, start: int, window: int, sites: npt.NDArray[np.int64]) -> View:
+    """Return what a model sees in the window at residue `start`, with nothing masked."""
+    tokens, tracks = protein
+    seen = piece(tokens, start, window)
+    tracks = {name: piece(values, start, window) for name, values in tracks.items()}
+    return View(n, seen, tracks, sites - start + 1, tokens[sites + 1])
+
+
+def _around(n: int, protein: Protein, site: int, window: int, hidden: bool) -> View:
+    """Return what a model sees of a protein around a site. The tracks of a hidden site are not hidden."""
+    start = min(max(site - window // 2, 0), max(len(protein[0]) - 2 - window, 0))
+    view = _part(n, protein, start, window, np.array([site]))
     if hidden:
-        seen[place] = MASK
-    return seen, {name: piece(values, start, window) for name, values in tracks.items()}, place
+        view.tokens[view.places] = MASK
+    return view
 
 
-def _rows_of(model: Trunk, views: Sequence[View], what: str) -> npt.NDArray[np.float32]:
-    """Compute one row a view, in packs of about TOKENS, side by side on a CPU."""
-    groups = list(_groups(views))
+def _hidden(n: int, protein: Protein, window: int) -> Iterator[View]:
+    """Yield a view for each residue that is scored, in which it is masked."""
+    for place in scored_residues(protein[0]).tolist():
+        yield _around(n, protein, place - 1, window, hidden=True)
+
+
+def _visible(n: int, protein: Protein, window: int) -> Iterator[View]:
+    """Yield the fewest views of at most `window` residues of which neighbours share half, with nothing masked."""
+    sites = scored_residues(protein[0]) - 1
+    room = max(len(protein[0]) - 2 - window, 0)
+    steps = -(-room // max(window // 2, 1))
+    starts = np.arange(steps + 1) * room // max(steps, 1)
+    nearest = np.searchsorted((starts[1:] + starts[:-1] + window) / 2, sites)
+    for k, start in enumerate(starts.tolist()):
+        if len(chosen := sites[nearest == k]):
+            yield _part(n, protein, start, window, chosen)
+
+
+def _predicted(model: Trunk, views: Iterable[View]) -> Iterator[tuple[View, npt.NDArray[np.float32]]]:
+    """Yield each view with its log p, float32 [P, A], computed in packs of about TOKENS, side by side on a CPU. Views
+    are made when their packs are computed, since all views of a long protein would fill the memory.
+    """
     device = next(model.parameters()).device
-    found: list[npt.NDArray[np.float32]] = []
-    at_once = max(1, 8 * packs_at_once(device))
 
-    def one(group: Sequence[View]) -> npt.NDArray[np.float32]:
-        tokens, tracks, places = zip(*group, strict=True)
-        return _log_p(model, tokens, tracks, [np.array([place]) for place in places])
+    def one(views: Sequence[View]) -> npt.NDArray[np.float32]:
+        _, tokens, tracks, places, _ = zip(*views, strict=True)
+        return _log_p(model, tokens, tracks, places)
 
-    with Progress("score", len(views)) as progress:
-        for first in range(0, len(groups), at_once):
-            found += side_by_side(one, groups[first : first + at_once], device)
-            progress.update(sum(map(len, found)), what)
-    return np.concatenate(found) if found else np.empty((0, len(RESIDUES)), np.float32)
+    packs = _packs(views)
+    while some := list(islice(packs, 8 * packs_at_once(device))):
+        for members, log_p_PA in zip(some, side_by_side(one, some, device), strict=True):
+            ends = np.cumsum([len(view.places) for view in members])[:-1]
+            yield from zip(members, np.split(log_p_PA, ends), strict=True)
 
 
-def _groups(views: Sequence[View]) -> Iterator[Sequence[View]]:
-    each = max(1, TOKENS // len(views[0][0])) if views else 1
-    for first in range(0, len(views), each):
-        yield views[first : first + each]
+def _packs(views: Iterable[View]) -> Iterator[list[View]]:
+    members, tokens = list[View](), 0
+    for view in views:
+        if members and tokens + len(view.tokens) > TOKENS:
+            yield members
+            members, tokens = [], 0
+        members.append(view)
+        tokens += len(view.tokens)
+    if members:
+        yield members
 
 
 @torch.no_grad()

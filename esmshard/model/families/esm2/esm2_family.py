@@ -6,7 +6,7 @@ from functools import partial
 from esmshard.model.families import esm_layouts
 from esmshard.model.families.esm2.esm2_config import SIZES, EsmConfig
 from esmshard.model.families.esm_shapes import initial
-from esmshard.model.families.family import Family, Paper, Released, TransformersFiles
+from esmshard.model.families.family import Corruption, Family, Paper, Released, TransformersFiles
 from esmshard.vocab import VOCAB_SIZE
 
 _LIN = Paper(
@@ -62,6 +62,7 @@ FAMILY = Family(
     released={name: _released(name) for name in SIZES if re.match(r"esm\d", name)},
     paper=_LIN,
     window=1022,
+    corruption=Corruption(random=0.1, unchanged=0.1, letters=20),
     trunk="esmshard.model.families.esm2.esm2_model:ESM2",
     initial=initial,
     files=TransformersFiles(

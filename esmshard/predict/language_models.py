@@ -1,0 +1,88 @@
+"""The language models whose scores a table has: one, or several whose scores are averaged."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.tracks.track_files import track_files
+from esmshard.errors import InputError, UsageError
+from esmshard.model.families.family_registry import family_of, window_of
+from esmshard.model.trunk import Trunk
+from esmshard.model.weights import open_weights, recorded
+from esmshard.model.weights.open_weights import Weights
+from esmshard.progress import say
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LanguageModels:
+    """M models with trained LM heads, whose weights are read one model at a time."""
+
+    names: tuple[str, ...]
+    weights: tuple[Weights, ...]
+    window: int
+    """Residues of a long protein that each of them sees at once."""
+
+    def each(self, compute: Callable[[Trunk], T]) -> list[T]:
+        """Return what `compute` makes of each model. One model at a time is in memory."""
+        found = []
+        for one in self.weights:
+            with recorded.compared(one.files, say):
+                model = open_weights.build(one, open_weights.default_device()).eval()
+            found.append(compute(model))
+            del model
+        return found
+
+    def facts(self) -> dict[str, object]:
+        """Return what the facts about a table say of its models."""
+        return {"model": self.names[0]} | ({"ensemble": list(self.names[1:])} if len(self.names) > 1 else {})
+
+
+def read_models(
+    model: str, ensemble: Sequence[str], *, window: int | None, tracks: Mapping[str, str]
+) -> LanguageModels:
+    """Find models and check all of them, before the first of them computes anything.
+
+    Args:
+        model: see `open_weights.read`.
+        ensemble: further models.
+        window: by default as many residues as the models saw in training, the fewest of all.
+        tracks: the names and paths of the tracks that all models get.
+
+    Raises:
+        UsageError: a model is named twice, does not take a track, or has no positions for the window.
+        InputError: a model cannot be read, or has no trained LM head.
+    """
+    names = (model, *ensemble)
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise UsageError(f"--ensemble {name}: the model is named twice; name each model once")
+    weights = []
+    for name in names:
+        one = open_weights.read(name)
+        if "lm_head" in one.unlearned:
+            raise InputError(f"{name}: has no trained LM head, which scores are read from; take another model")
+        track_files(tracks, family_of(one.config).tracks, name, "--track ")
+        most = one.config.most_tokens
+        if window is not None and most is not None and window + 2 > most:
+            raise UsageError(
+                f"--window {window}: {name} has learned positions for {most - 2}; pass at most this number"
+            )
+        weights.append(one)
+    if window is None:
+        window = min(window_of(one.config) for one in weights)
+    return LanguageModels(names, tuple(weights), window)
+
+
+def mean_and_sd(
+    scores_MN: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64] | None]:
+    """Return the mean and the standard deviation of each score over M models, float64 [N]. The deviation, with M - 1 in
+    its denominator, is None for one model.
+    """
+    return scores_MN.mean(0), scores_MN.std(0, ddof=1) if len(scores_MN) > 1 else None

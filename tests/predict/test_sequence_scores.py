@@ -1,0 +1,301 @@
+"""Pseudo-perplexities of sequences beside fair-esm, one masked residue at a time, and their tables."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command import esmshard as esmshard_command
+from esm.model.esm2 import ESM2 as FairEsm
+from model_files import ALPHABET, SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
+from pyarrow import parquet
+from scipy import stats
+from tracked_model import random_pairs, track, write_model, write_pairs
+
+from esmshard.batch import pack
+from esmshard.errors import InputError, UsageError
+from esmshard.model.families.family import Corruption
+from esmshard.predict import writers
+from esmshard.predict.sequence_scores import score_sequences
+from esmshard.predict.zero_shot import score, score_table
+from esmshard.tasks.variants import marginals
+from esmshard.tasks.variants.marginals import as_masked
+from esmshard.vocab import MASK, STANDARD, TOKENS, encode
+
+RECORDS = {
+    "one": "M",
+    "short": "MKTAYIAKQRQISFVKSHF",
+    "rare": "XKTAUYIBAKQZRO",
+    "long": "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQ",
+}
+SEEN = Corruption(random=0.1, unchanged=0.1, letters=20)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models whose LM heads say different things everywhere, and sequences."""
+    found = tmp_path_factory.mktemp("sequences")
+    for name, seed in (("model", 0), ("other", 1)):
+        write_transformers(found / name, ours(reference(seed), TINY), TINY)
+    write_transformers(found / "esm1b", ours(fair_esm(SMALL["ESM-1b"]), SMALL["ESM-1b"]), SMALL["ESM-1b"])
+    (found / "x.fasta").write_text("".join(f">{name}\n{sequence}\n" for name, sequence in RECORDS.items()))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def reference(seed: int = 0) -> FairEsm:
+    model = fair_esm(TINY, seed)
+    perturb(model, seed, deviation=0.3)
+    return model
+
+
+@torch.no_grad()
+def own_log_p(model: FairEsm, sequence: str, site: int, hidden: bool = True) -> float:
+    """log p of the residue at a site, by fair-esm, of one sequence and one site."""
+    block, _ = tokenise([sequence])
+    residue = int(block[0, site + 1])
+    if hidden:
+        block[0, site + 1] = ALPHABET.mask_idx
+    return float(model(block)["logits"][0, site + 1].log_softmax(-1)[residue])
+
+
+def sums(model: FairEsm, sequence: str) -> tuple[float, float]:
+    """The pseudo-log-likelihood, and its estimate from one pass: p r / (u + r - u p) with r = 0.1 / 20 and u = 0.1."""
+    sites = [n for n, residue in enumerate(sequence) if residue in STANDARD]
+    p = np.exp([own_log_p(model, sequence, n, hidden=False) for n in sites])
+    masked = sum(own_log_p(model, sequence, n) for n in sites)
+    return masked, float(np.log(p * 0.005 / (0.105 - 0.1 * p)).sum())
+
+
+def run(directory: Path, out: str = "out.csv", model: str = "model", **given: Any) -> tuple[str, list[dict[str, str]]]:
+    """What is said, and the rows of the file."""
+    said = score_sequences(str(directory / model), directory / "x.fasta", Path(out), **given)
+    with open(out, newline="", encoding="utf-8") as file:
+        return said, list(csv.DictReader(file))
+
+
+def test_both_methods_are_those_of_fair_esm(directory: Path) -> None:
+    run(directory, "out.csv")
+    score_sequences(str(directory / "model"), directory / "x.fasta", Path("both.parquet"), method="both")
+    table = parquet.read_table("both.parquet")
+    assert table.column_names[:7] == [
+        *("id", "length", "not_scored", "window", "pseudo_log_likelihood", "mean_log_p", "pseudo_perplexity")
+    ]
+    rows = table.to_pylist()
+    assert [(row["id"], row["length"], row["not_scored"]) for row in rows] == [
+        *(("one", 1, 0), ("short", 19, 0), ("rare", 14, 5), ("long", 45, 0))
+    ]
+    model = reference()
+    for row, sequence in zip(rows, RECORDS.values(), strict=True):
+        scored = sum(residue in STANDARD for residue in sequence)
+        for prefix, total in zip(("", "one_pass_"), sums(model, sequence), strict=True):
+            mean = total / scored
+            assert row[f"{prefix}mean_log_p"] == pytest.approx(mean, abs=1e-5)
+            assert row[f"{prefix}pseudo_log_likelihood"] == pytest.approx(total, abs=1e-5 * scored)
+            assert row[f"{prefix}pseudo_perplexity"] == pytest.approx(np.exp(-mean), rel=1e-4)
+    assert len({round(row["mean_log_p"], 3) for row in rows}) == 4
+    with open("out.csv", newline="", encoding="utf-8") as file:
+        for line, row in zip(csv.DictReader(file), rows, strict=True):
+            assert list(line) == table.column_names[:7]
+            assert float(line["pseudo_log_likelihood"]) == pytest.approx(row["pseudo_log_likelihood"], rel=1e-5)
+            assert line["length"] == str(row["length"])
+
+
+def test_packs_make_no_difference(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(directory, method="both")[1]
+    sizes: list[int] = []
+    asked = marginals._log_p
+
+    def counted(*rest: Any) -> Any:
+        sizes.append(len(rest[1]))
+        return asked(*rest)
+
+    monkeypatch.setattr(marginals, "_log_p", counted)
+    monkeypatch.setattr(marginals, "TOKENS", 60)
+    assert run(directory, method="both", overwrite=True)[1] == whole
+    assert sum(sizes) == 1 + 19 + 9 + 45 + len(RECORDS), "a pass for each scored residue, and one for each record"
+    assert max(sizes) == 3, "residues of several records share a pack"
+
+
+def test_the_estimate_is_bayes_rule_over_what_training_shows() -> None:
+    """Every way in which a visible letter comes about in training, listed, gives the probability that is inverted."""
+    masked = np.random.default_rng(0).dirichlet(np.full(20, 0.3))
+    for seen in (SEEN, Corruption(random=0.15, unchanged=0.05, letters=20)):
+        for shown in range(20):
+            ways = [masked[true] * (seen.unchanged * (true == shown) + seen.random / 20) for true in range(20)]
+            visible = ways[shown] / sum(ways)
+            assert np.exp(as_masked(np.log([visible]), seen))[0] == pytest.approx(masked[shown], rel=1e-9)
+    assert as_masked(np.array([0.0, -800.0]), SEEN).tolist() == pytest.approx([0, -800 - np.log(21)])
+
+
+def test_the_message_compares_the_methods(directory: Path) -> None:
+    said, rows = run(directory, method="both")
+    one_pass, masked = ([float(row[f"{prefix}mean_log_p"]) for row in rows] for prefix in ("one_pass_", ""))
+    difference = np.abs(np.subtract(one_pass, masked)).mean()
+    rho = stats.spearmanr(one_pass, masked).statistic
+    compared = (
+        f"one-pass: mean absolute difference {difference:.3f} of mean_log_p, Spearman {rho:.3f} with mean_log_p over "
+        "4 records"
+    )
+    assert said == f"out.csv: 4 records; {compared}"
+    about = json.loads(Path("out.json").read_text())
+    assert (about["compared"], about["records"], about["window"]) == (compared, 4, 1022)
+
+
+def test_an_ensemble_gives_means_and_deviations(directory: Path) -> None:
+    singles = [run(directory, model=name, method="both", overwrite=True)[1] for name in ("model", "other")]
+    _, rows = run(directory, method="both", ensemble=[str(directory / "other")], overwrite=True)
+    for row, *of_models in zip(rows, *singles, strict=True):
+        for prefix in ("", "one_pass_"):
+            means = [float(one[f"{prefix}mean_log_p"]) for one in of_models]
+            assert float(row[f"{prefix}mean_log_p"]) == pytest.approx(sum(means) / 2, rel=1e-4)
+            assert float(row[f"{prefix}mean_log_p_sd"]) == pytest.approx(abs(means[0] - means[1]) / 2**0.5, abs=1e-4)
+            assert float(row[f"{prefix}pseudo_perplexity"]) == pytest.approx(np.exp(-sum(means) / 2), rel=1e-3)
+            totals = [float(one[f"{prefix}pseudo_log_likelihood"]) for one in of_models]
+            assert float(row[f"{prefix}pseudo_log_likelihood"]) == pytest.approx(sum(totals) / 2, rel=1e-4)
+            assert means[0] != means[1]
+    about = json.loads(Path("out.json").read_text())
+    assert about["ensemble"] == [str(directory / "other")]
+
+
+def test_an_ensemble_scores_variants(directory: Path) -> None:
+    Path("wt.fasta").write_text(f">wt\n{RECORDS['short']}\n")
+    Path("v.csv").write_text("mutant\nK2A\nK2U\nY5W\n")
+    others = [str(directory / "other"), str(directory / "esm1b")]
+    score_table(str(directory / "model"), Path("wt.fasta"), Path("v.csv"), Path("all.csv"), ensemble=others)
+    found: list[list[str]] = []
+    for name in (str(directory / "model"), *others):
+        score_table(name, Path("wt.fasta"), Path("v.csv"), Path("one.csv"), overwrite=True)
+        found.append([line.split(",")[1] for line in Path("one.csv").read_text().splitlines()[1:]])
+    lines = [line.split(",") for line in Path("all.csv").read_text().splitlines()]
+    assert lines[0] == ["mutant", "masked_marginals", "masked_marginals_sd", "not scored because"]
+    assert lines[2][:3] == ["K2U", "", ""]
+    for row, values in ((lines[1], [one[0] for one in found]), (lines[3], [one[2] for one in found])):
+        numbers = np.array(values, float)
+        assert float(row[1]) == pytest.approx(numbers.mean(), abs=1e-4)
+        assert float(row[2]) == pytest.approx(numbers.std(ddof=1), abs=1e-4)
+        assert float(row[2]) > 0
+    assert json.loads(Path("all.json").read_text())["ensemble"] == others
+
+
+def test_long_records_are_seen_in_windows(directory: Path) -> None:
+    _, rows = run(directory, method="both", window=12)
+    assert [row["window"] for row in rows] == ["1", "12", "12", "12"]
+    model, sequence = reference(), RECORDS["long"]
+    starts = [min(max(site - 6, 0), len(sequence) - 12) for site in range(len(sequence))]
+    masked = [own_log_p(model, sequence[at : at + 12], site - at) for site, at in enumerate(starts)]
+    assert float(rows[3]["pseudo_log_likelihood"]) == pytest.approx(sum(masked), abs=1e-3)
+    # Windows at residues 0, 5, 11, 16, 22, 27 and 33; the middles of neighbours are 5 or 6 residues apart.
+    starts = [0, 5, 11, 16, 22, 27, 33]
+    nearest = [min(starts, key=lambda at: (abs(at + 6 - site), at)) for site in range(len(sequence))]
+    p = np.exp([own_log_p(model, sequence[at : at + 12], n - at, hidden=False) for n, at in enumerate(nearest)])
+    expected = float(np.log(p * 0.005 / (0.105 - 0.1 * p)).sum())
+    assert float(rows[3]["one_pass_pseudo_log_likelihood"]) == pytest.approx(expected, abs=1e-3)
+
+
+def test_records_without_one_of_the_20(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("x.fasta").write_text(">a\nMK\n>b\nXXU\n")
+    for out in ("out.csv", "out.parquet"):
+        score_sequences(str(directory / "model"), Path("x.fasta"), Path(out), method="both", overwrite=True)
+    assert Path("out.csv").read_text().splitlines()[2] == "b,3,3,3,,,,,,"
+    assert list(parquet.read_table("out.parquet").to_pylist()[1].values()) == ["b", 3, 3, 3, *[None] * 6]
+    assert "1 record without a score, as no residue is one of the 20 amino acids" in capsys.readouterr().err
+    assert "Spearman NaN with mean_log_p: no two values" in json.loads(Path("out.json").read_text())["compared"]
+
+
+def test_variants_leave_the_same_residues_out(directory: Path) -> None:
+    """The pseudo-perplexity of a variant is that of its sequence as a record."""
+    Path("wt.fasta").write_text(f">wt\n{RECORDS['rare']}\n")
+    Path("v.csv").write_text("mutant\nWT\nK2A\n")
+    score_table(str(directory / "model"), Path("wt.fasta"), Path("v.csv"), Path("v2.csv"), method="pseudo-perplexity")
+    found = [line.split(",")[1] for line in Path("v2.csv").read_text().splitlines()[1:]]
+    Path("x.fasta").write_text(f">wt\n{RECORDS['rare']}\n>K2A\nXA{RECORDS['rare'][2:]}\n")
+    score_sequences(str(directory / "model"), Path("x.fasta"), Path("x.csv"))
+    assert found == [line.split(",")[5] for line in Path("x.csv").read_text().splitlines()[1:]]
+    assert found[0] != found[1]
+
+
+@torch.no_grad()
+def test_tracks_are_read(tmp_path: Path) -> None:
+    name, model = write_model(tmp_path / "model")
+    pairs = random_pairs({"a": 14, "b": 9})
+    fasta, letters = write_pairs(tmp_path, pairs)
+    done = esmshard_command("score", name, fasta, "--track", f"3di={letters}", "-o", tmp_path / "x.csv")
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "x.csv").read_text().splitlines()[1:]
+    for row, (sequence, three_di) in zip(rows, pairs.values(), strict=True):
+        expected = 0.0
+        for place, residue in enumerate(sequence, start=1):
+            tokens = encode(sequence).copy()
+            tokens[place] = MASK
+            batch = pack([tokens], logits_at=[np.array([place])], tracks=[{"3di": track(three_di)}])
+            logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
+            assert logits_PV is not None
+            expected += float(logits_PV[0].log_softmax(-1)[TOKENS.index(residue)])
+        assert float(row.split(",")[4]) == pytest.approx(expected, abs=1e-3)
+    assert json.loads((tmp_path / "x.json").read_text())["tracks"] == {"3di": str(letters)}
+    plain = score_sequences(name, fasta, tmp_path / "y.csv")
+    assert plain.endswith("y.csv: 2 records")
+    assert (tmp_path / "y.csv").read_text().splitlines()[1:] != rows
+    refused = esmshard_command("score", name, fasta, "-o", tmp_path / "z.csv", "--method", "one-pass")
+    assert refused.returncode != 0
+    assert "is of SaProt, whose training was another or is not known" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"method": "best"}, "--method best: sequences without variants are scored by pseudo-perplexity, one-pass or"),
+        ({"ensemble": ["nowhere"]}, "nowhere: no such file or directory"),
+        ({"ensemble": ["MODEL"]}, "the model is named twice; name each model once"),
+        ({"out": Path("x.npz")}, "x.npz: scores of sequences are written as .csv or .parquet"),
+        ({"tracks": {"3di": "x"}}, "reads the sequence alone and takes no track; leave it out"),
+        ({"text": ""}, "holds no record"),
+        ({"text": ">a\n" + "ACGT" * 30 + "\n"}, "1 record of DNA or RNA, as it seems"),
+        ({"text": ">a\nMK1\n"}, "x.fasta"),
+        ({"model": "esm1b", "window": 1023}, "has learned positions for 1022; pass at most this number"),
+    ],
+)
+def test_mistakes(directory: Path, given: dict[str, Any], says: str) -> None:
+    Path("x.fasta").write_text(given.pop("text", ">a\nMKT\n"))
+    model, out = str(directory / given.pop("model", "model")), given.pop("out", Path("x.csv"))
+    if "ensemble" in given:
+        given["ensemble"] = [model if one == "MODEL" else one for one in given["ensemble"]]
+    with pytest.raises((InputError, UsageError)) as error:
+        score_sequences(model, Path("x.fasta"), out, **given)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in Path().iterdir()] == ["x.fasta"], "nothing is written"
+
+
+def test_options_of_variants_are_refused_for_sequences(directory: Path) -> None:
+    for more in (["--offset", "3"], ["--target", "kd"], ["--mutant", "name"]):
+        done = esmshard_command("score", directory / "model", directory / "x.fasta", "-o", "x.csv", *more)
+        assert done.returncode != 0
+        assert "--mutant, --target and --offset are for tables of variants" in done.stderr
+    both = ("score", directory / "model", directory / "x.fasta", "v.csv", "--all-singles", "-o", "x.csv")
+    assert "give either a table of variants or --all-singles" in esmshard_command(*both).stderr
+
+
+def test_a_result_is_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esmshard.predict.sequence_scores.GROUP_ROWS", 3)
+    out = Path("out.parquet")
+    assert writers.GROUP_ROWS > 3
+    score_sequences(str(directory / "model"), directory / "x.fasta", out)
+    assert parquet.ParquetFile(out).num_row_groups == 2
+    assert parquet.read_table(out)["id"].to_pylist() == list(RECORDS)
+    with pytest.raises(UsageError, match="exists already"):
+        score_sequences(str(directory / "model"), directory / "x.fasta", out)
+
+
+def test_the_score_of_the_wild_type_alone(directory: Path) -> None:
+    """A protein of which no residue is among the 20 has no pseudo-perplexity."""
+    model = ours(reference(), TINY)
+    assert np.isnan(score(model, "XX", [()], "pseudo-perplexity")).all()
