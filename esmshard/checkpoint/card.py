@@ -44,7 +44,7 @@ def text(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any
     """Return the text of the card. Paths are shortened to their last part, since the card is shared."""
     recipe, authors_file = about["recipe"], not (directory / "config.json").is_file()
     parts = [
-        _front_matter(recipe, "" if authors_file else _family(about).files.model_class),
+        _front_matter(recipe, "" if authors_file else _family(about).files.model_class, evaluation),
         f"# {_text(_name(recipe['out']))}\n\n{_base(about)}",
         _use(directory, about, authors_file),
         _data(about),
@@ -71,7 +71,7 @@ def _repository(recipe: Mapping[str, Any]) -> str | None:
     return name if is_hub_name(name) else None
 
 
-def _front_matter(recipe: Mapping[str, Any], model_class: str) -> str:
+def _front_matter(recipe: Mapping[str, Any], model_class: str, evaluation: Mapping[str, Any] | None) -> str:
     """Return the YAML that the hub reads. JSON is a part of YAML. `model_class` reads the model in `transformers`."""
     found: dict[str, Any] = {}
     licence = licence_of_base(recipe)
@@ -84,7 +84,23 @@ def _front_matter(recipe: Mapping[str, Any], model_class: str) -> str:
     if model_class:
         found["library_name"] = "transformers"
     found["tags"] = ["biology", "protein-language-model", "esmshard", f"{recipe['task']['name']}-prediction"]
+    if metrics := _metrics_for_hub(evaluation):
+        task, data = {"type": f"{recipe['task']['name']}-prediction"}, _name((evaluation or {})["data"])
+        result = {"task": task, "dataset": {"name": data, "type": "protein"}, "metrics": metrics}
+        found["model-index"] = [{"name": _name(recipe["out"]), "results": [result]}]
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in found.items()), "---"])
+
+
+def _metrics_for_hub(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the test metrics of the model as the hub shows them, each with its interval in its name."""
+    if evaluation is None or evaluation["split"] != "test":
+        return []
+    model = next(iter(evaluation["metrics"].values()))
+    return [
+        {"type": column, "value": found["value"], "name": f"{column}, {_interval(found)}"}
+        for column, found in model.items()
+        if found["value"] is not None
+    ]
 
 
 def _base(about: Mapping[str, Any]) -> str:
