@@ -25,6 +25,7 @@ from esmshard.model.families.family_registry import (
     recorded_config,
     released_name,
 )
+from esmshard.tasks.base import MAIN
 from esmshard.tasks.registry import traits
 
 
@@ -95,7 +96,7 @@ def _metrics_for_hub(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any
     """Return the test metrics of the model as the hub shows them, each with its interval in its name."""
     if evaluation is None or evaluation["split"] != "test":
         return []
-    model = next(iter(evaluation["metrics"].values()))
+    model = evaluation["metrics"].get(MAIN, {})
     return [
         {"type": column, "value": found["value"], "name": f"{column}, {_interval(found)}"}
         for column, found in model.items()

@@ -25,6 +25,8 @@ from esmshard.recipe.data_section import DataSettings
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
 
+MAIN = "fine-tuned"
+"""Name of the fine-tuned model among the methods of an evaluation."""
 BEFORE = "before fine-tuning"
 """Name of the baseline that is the model before the first step: its weights under a new head, or its own LM head."""
 

@@ -22,11 +22,11 @@ from esmshard.model.weights import hub, open_weights
 from esmshard.progress import Progress
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.base import Row, Task, collate
+from esmshard.tasks.base import MAIN, Row, Task, collate
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, without_tracks
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
-from esmshard.train.records.verdict import MAIN, aligned, verdict
+from esmshard.train.records.verdict import aligned, verdict
 
 CHUNK = 4096
 """The number of tokens whose records the model scores at once. Larger records are scored one by one, since pair maps

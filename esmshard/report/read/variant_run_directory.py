@@ -16,11 +16,12 @@ from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.errors import InputError
 from esmshard.recipe.sections import Recipe
 from esmshard.report.read.run_directory import RunFiles, Values, intervals, json_object, number, read
+from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.registry import traits
 from esmshard.train.experiments.cross_validation import CURVE
 from esmshard.train.experiments.repeats import SUMMARY
-from esmshard.train.records.verdict import MAIN, strongest
+from esmshard.train.records.verdict import strongest
 
 RANKED = "ranked.csv"
 AGAIN = "repeat its `esmshard finetune` command with --resume auto, which writes it anew"

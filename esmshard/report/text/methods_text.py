@@ -13,9 +13,9 @@ from esmshard.recipe.sections import Recipe
 from esmshard.report.read.run_directory import RunFiles
 from esmshard.report.read.variant_run_directory import CrossValidated, Pooled
 from esmshard.report.text.page_parts import count_text
+from esmshard.tasks.base import MAIN
 from esmshard.tasks.variants.variant_settings import VariantSettings
 from esmshard.tasks.variants.variant_task import AUGMENTED, FROZEN, ONE_HOT, SCORE, THRESHOLDS, VariantTask
-from esmshard.train.records.verdict import MAIN
 
 _PAPERS = (*(family.paper for family in FAMILIES.values()), *(one.paper for one in RELEASED.values()))
 REFERENCES = {

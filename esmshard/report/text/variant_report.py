@@ -25,10 +25,11 @@ from esmshard.report.text.page_parts import (
 )
 from esmshard.report.text.scores import MOST_TARGETS, measured_figures, methods_figure
 from esmshard.tasks import metrics
+from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import Interval
 from esmshard.train.experiments.cross_validation import CURVE
 from esmshard.train.experiments.repeats import SUMMARY
-from esmshard.train.records.verdict import MAIN, comparison
+from esmshard.train.records.verdict import comparison
 
 BEST = 20
 """The number of rows of the table of ranked variants."""

@@ -11,9 +11,10 @@ import numpy as np
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replace_json
 from esmshard.recipe.sections import Recipe
+from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import Interval
 from esmshard.train.records import status
-from esmshard.train.records.verdict import MAIN, aligned, verdict
+from esmshard.train.records.verdict import aligned, verdict
 
 SUMMARY = "summary.json"
 

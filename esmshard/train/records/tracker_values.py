@@ -89,7 +89,7 @@ def complete(file: IO[str]) -> Iterator[dict[str, Any]]:
 
 def on_test_split(out: Path) -> dict[str, float]:
     """Return the metrics of the fine-tuned model on the test split."""
-    from esmshard.train.records.verdict import MAIN
+    from esmshard.tasks.base import MAIN
 
     found = read_json(out / "evaluation.json")["metrics"][MAIN]
     return {f"test/{metric}": one["value"] for metric, one in found.items() if one["value"] is not None}

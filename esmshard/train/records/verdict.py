@@ -3,11 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from esmshard.tasks.base import BEFORE
+from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.intervals import LEAST, Interval
-
-MAIN = "fine-tuned"
-"""The method that the other methods are compared with."""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
