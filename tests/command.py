@@ -43,9 +43,9 @@ def esmshard(
 
 
 def _run(command: list[str], cwd: str, environment: Mapping[str, str], out: str, err: str) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+    from esmshard.launch import local_processes
 
-    SubprocessHandler._popen = _Rank  # type: ignore[assignment]
+    local_processes.Popen = _Rank  # type: ignore[assignment,misc]
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
@@ -72,9 +72,10 @@ def _main(command: list[str], environment: Mapping[str, str]) -> int:
 
 
 class _Rank:
-    """A rank that the launcher forks in place of starting it: as much of `subprocess.Popen` as it and torch ask for."""
+    """A rank that the launcher forks in place of starting it: as much of `subprocess.Popen` as the launcher asks for."""
 
-    def __init__(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], *, start_new_session: bool) -> None:
+        assert start_new_session, "a forked rank gets a session of its own"
         self.args = args
         self.returncode: int | None = None
         sys.stdout.flush()
@@ -85,6 +86,7 @@ class _Rank:
 
     def _be(self, command: list[str], environment: Mapping[str, str]) -> NoReturn:
         os.setsid()
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # such as the launcher's store, which would outlive the launcher
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)) and number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)  # the launcher's; a process that is started has none
