@@ -1,21 +1,22 @@
 """A command as a user types it, in a process of its own.
 
-The process is forked from one that has imported what commands import, which takes seconds, and `--nproc N` forks its
-ranks likewise. Each has its own environment, directory, output and exit code. What a command is before its imports, and
-how it answers signals, tests see with `subprocess`.
+The process is forked from one that has imported what commands import, which takes seconds, and so are the ranks and
+workers that it starts. Each has its own environment, directory, output and exit code. What a command is before its
+imports, and how it answers signals, tests see with `subprocess`.
 """
 
 import atexit
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from forks import forks
 
@@ -27,8 +28,15 @@ def esmshard(
 
     `finetune` writes its report only where asked to, since drawing it takes seconds.
     """
-    command = ["esmshard", *map(str, arguments)]
-    command += ["--no-report"] if arguments[0] == "finetune" and "--report" not in arguments else []
+    more = ["--no-report"] if arguments[0] == "finetune" and "--report" not in arguments else []
+    return python("-m", "esmshard", *arguments, *more, cwd=cwd, timeout=timeout)
+
+
+def python(
+    *arguments: str | Path, cwd: Path | None = None, timeout: float = 1200.0
+) -> subprocess.CompletedProcess[str]:
+    """The same of `python -m MODULE ...` and `python FILE ...`."""
+    command = [*map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
@@ -45,7 +53,7 @@ def esmshard(
 def _run(command: list[str], cwd: str, environment: Mapping[str, str], out: str, err: str) -> None:
     from esmshard.launch import local_processes
 
-    local_processes.Popen = _Rank  # type: ignore[assignment,misc]
+    subprocess.Popen = local_processes.Popen = Forked  # type: ignore[assignment,misc]
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
@@ -53,67 +61,75 @@ def _run(command: list[str], cwd: str, environment: Mapping[str, str], out: str,
 
 
 def _main(command: list[str], environment: Mapping[str, str]) -> int:
-    from esmshard.cli.app import main
-
+    """Be `python COMMAND`; the exit code."""
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = command
     atexit._clear()
-    code = 0
+    code: Any = 0
     try:
-        main()
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            with warnings.catch_warnings():
+                # It is executed anew, whoever has imported it.
+                warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
+                runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path.insert(0, str(Path(command[0]).parent))
+            runpy.run_path(command[0], run_name="__main__")
     except SystemExit as left:
-        code = int(left.code or 0)
+        code = left.code
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
+            code = 1
     finally:
         atexit._run_exitfuncs()  # a forked process leaves without them
         sys.stdout.flush()
         sys.stderr.flush()
-    return code
+    return code or 0
 
 
-class _Rank:
-    """A rank that the launcher forks in place of starting it: as much of `subprocess.Popen` as the launcher asks for."""
+class Forked(subprocess.Popen[Any]):
+    """A process that is forked where `subprocess.Popen` would start `python -m esmshard...` or `python FILE ...`."""
 
-    def __init__(self, args: Sequence[str], env: Mapping[str, str], *, start_new_session: bool) -> None:
-        assert start_new_session, "a forked rank gets a session of its own"
-        self.args = args
-        self.returncode: int | None = None
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
+        _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
+        starts_python = not shell and len(args) > 1 and args[0] == sys.executable
+        is_ours = starts_python and (args[1].endswith(".py") or (args[1] == "-m" and args[2].startswith("esmshard")))
+        if not is_ours or preexec_fn or pass_fds:
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        *_, start_new_session, _ = rest
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
-            self._be(["esmshard", *args[args.index("esmshard") + 1 :]], env)
+            _be(list(args[1:]), os.environ.copy() if env is None else env, cwd, pipes, start_new_session)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def _be(self, command: list[str], environment: Mapping[str, str]) -> NoReturn:
-        os.setsid()
+
+def _be(
+    command: list[str], environment: Mapping[str, str], cwd: str | None, pipes: list[int], start_new_session: bool
+) -> NoReturn:
+    """Be a forked process with these ends of pipes, of which -1 is none: (child's, parent's) stdin, and so on."""
+    code = 1
+    try:
+        if start_new_session:
+            os.setsid()
+        to_read, _, _, out, _, err = pipes
+        for number, pipe in enumerate((to_read, out, err)):
+            if pipe != -1:
+                os.dup2(pipe, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # such as the launcher's store, which would outlive the launcher
+        sys.stdin = os.fdopen(0, closefd=False)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)) and number != signal.SIGINT:
-                signal.signal(number, signal.SIG_DFL)  # the launcher's; a process that is started has none
+                signal.signal(number, signal.SIG_DFL)  # the parent's; a process that is started has none
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = 1
-        try:
-            code = _main(command, environment)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(code)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        end = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(0.02)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:  # its number may be another's by now
-            os.kill(self.pid, number)
+        if cwd is not None:
+            os.chdir(cwd)
+        code = _main(command, environment)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
