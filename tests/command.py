@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 from forks import forks
 
+from esmshard.launch.process_environment import LAUNCHER
+
 
 def esmshard(
     *arguments: str | Path, cwd: Path | None = None, timeout: float = 1200.0
@@ -87,6 +89,39 @@ def _main(command: list[str], environment: Mapping[str, str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     return code or 0
+
+
+class Rank:
+    """A rank for a launcher in the process of the tests, which cannot fork: it has computed, and has threads.
+
+    As much of `subprocess.Popen` as `local_processes` asks for. Where it writes, no test can see.
+    """
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], *, start_new_session: bool) -> None:
+        assert start_new_session
+        self.args = args
+        self._process = forks.Process(target=_be_rank, args=([*args[1:]], {**env}, str(Path.cwd())))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # its number may be another's by now
+            assert self.pid is not None
+            os.kill(self.pid, number)
+
+
+def _be_rank(command: list[str], environment: Mapping[str, str], cwd: str) -> NoReturn:
+    # A rank leaves when its parent does: here the server that forks.
+    _be(command, {**environment, LAUNCHER: str(os.getppid())}, cwd, [-1] * 6, True)
 
 
 class Forked(subprocess.Popen[Any]):
