@@ -6,6 +6,7 @@ imports, and how it answers signals, tests see with `subprocess`.
 """
 
 import atexit
+import importlib
 import os
 import runpy
 import signal
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forks import forks
+from forks import IMPORTED, forks
 
 from esmshard.launch.process_environment import LAUNCHER
 
@@ -129,8 +130,9 @@ class Forked(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
-        starts_python = not shell and len(args) > 1 and args[0] == sys.executable
-        is_ours = starts_python and (args[1].endswith(".py") or (args[1] == "-m" and args[2].startswith("esmshard")))
+        interpreter, *command = [word for word in args if word != "-u"]
+        of_module = command[0] == "-m" and command[1].startswith("esmshard") if len(command) > 1 else False
+        is_ours = interpreter == sys.executable and not shell and (of_module or command[0].endswith(".py"))
         if not is_ours or preexec_fn or pass_fds:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
@@ -139,7 +141,7 @@ class Forked(subprocess.Popen[Any]):
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
-            _be(list(args[1:]), os.environ.copy() if env is None else env, cwd, pipes, start_new_session)
+            _be(command, os.environ.copy() if env is None else env, cwd, pipes, start_new_session)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -168,3 +170,12 @@ def _be(
     except BaseException:
         traceback.print_exc()
     os._exit(code)
+
+
+if __name__ == "__main__":  # `python command.py -m torch.distributed.run ...` forks its ranks
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    for module in IMPORTED:
+        importlib.import_module(module)
+    subprocess_handler.Popen = Forked  # type: ignore[assignment,misc]
+    os._exit(_main(sys.argv[1:], {**os.environ}))  # all has been done that is done at the end
