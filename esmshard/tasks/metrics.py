@@ -104,7 +104,8 @@ def mean_ranks(x_N: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     array([2.5, 1. , 2.5])
     """
     _, place_N, counts = np.unique(x_N, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[place_N]
+    rank_A: npt.NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
+    return rank_A[place_N]
 
 
 def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]) -> dict[str, float]:
