@@ -130,7 +130,9 @@ class Forked(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
-        interpreter, *command = [word for word in args if word != "-u"]
+        interpreter, *command = args
+        if command[:1] == ["-u"]:
+            command = command[1:]
         of_module = command[0] == "-m" and command[1].startswith("esmshard") if len(command) > 1 else False
         is_ours = interpreter == sys.executable and not shell and (of_module or command[0].endswith(".py"))
         if not is_ours or preexec_fn or pass_fds:
