@@ -130,12 +130,11 @@ class Forked(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
-        interpreter, *command = args
-        if command[:1] == ["-u"]:
-            command = command[1:]
-        of_module = command[0] == "-m" and command[1].startswith("esmshard") if len(command) > 1 else False
-        is_ours = interpreter == sys.executable and not shell and (of_module or command[0].endswith(".py"))
-        if not is_ours or preexec_fn or pass_fds:
+        interpreter, *command = [args] if shell or isinstance(args, str | os.PathLike) else args
+        command = command[command[:1] == ["-u"] :]
+        is_file, is_module = command[:1] and command[0].endswith(".py"), command[:1] == ["-m"]
+        is_ours = is_file or (is_module and command[1].startswith("esmshard"))
+        if interpreter != sys.executable or not is_ours or preexec_fn or pass_fds:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         *_, start_new_session, _ = rest
