@@ -1,23 +1,27 @@
 """A command as a user types it, in a process of its own.
 
-The process is forked from one that has imported what commands import, which takes seconds, and `--nproc N` forks its
-ranks likewise. Each has its own environment, directory, output and exit code. What a command is before its imports, and
-how it answers signals, tests see with `subprocess`.
+The process is forked from one that has imported what commands import, which takes seconds, and so are the ranks and
+workers that it starts. Each has its own environment, directory, output and exit code. What a command is before its
+imports, and how it answers signals, tests see with `subprocess`.
 """
 
 import atexit
+import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from forks import forks
+from forks import IMPORTED, forks
+
+from esmshard.launch.process_environment import LAUNCHER
 
 
 def esmshard(
@@ -27,8 +31,15 @@ def esmshard(
 
     `finetune` writes its report only where asked to, since drawing it takes seconds.
     """
-    command = ["esmshard", *map(str, arguments)]
-    command += ["--no-report"] if arguments[0] == "finetune" and "--report" not in arguments else []
+    more = ["--no-report"] if arguments[0] == "finetune" and "--report" not in arguments else []
+    return python("-m", "esmshard", *arguments, *more, cwd=cwd, timeout=timeout)
+
+
+def python(
+    *arguments: str | Path, cwd: Path | None = None, timeout: float = 1200.0
+) -> subprocess.CompletedProcess[str]:
+    """The same of `python -m MODULE ...` and `python FILE ...`."""
+    command = [*map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
@@ -43,9 +54,9 @@ def esmshard(
 
 
 def _run(command: list[str], cwd: str, environment: Mapping[str, str], out: str, err: str) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+    from esmshard.launch import local_processes
 
-    SubprocessHandler._popen = _Rank  # type: ignore[assignment]
+    subprocess.Popen = local_processes.Popen = Forked  # type: ignore[assignment,misc]
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
@@ -53,65 +64,119 @@ def _run(command: list[str], cwd: str, environment: Mapping[str, str], out: str,
 
 
 def _main(command: list[str], environment: Mapping[str, str]) -> int:
-    from esmshard.cli.app import main
-
+    """Be `python COMMAND`; the exit code."""
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = command
     atexit._clear()
-    code = 0
+    code: Any = 0
     try:
-        main()
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            with warnings.catch_warnings():
+                # It is executed anew, whoever has imported it.
+                warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
+                runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path.insert(0, str(Path(command[0]).parent))
+            runpy.run_path(command[0], run_name="__main__")
     except SystemExit as left:
-        code = int(left.code or 0)
+        code = left.code
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
+            code = 1
     finally:
         atexit._run_exitfuncs()  # a forked process leaves without them
         sys.stdout.flush()
         sys.stderr.flush()
-    return code
+    return code or 0
 
 
-class _Rank:
-    """A rank that the launcher forks in place of starting it: as much of `subprocess.Popen` as it and torch ask for."""
+class Rank:
+    """A rank for a launcher in the process of the tests, which cannot fork: it has computed, and has threads.
 
-    def __init__(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+    As much of `subprocess.Popen` as `local_processes` asks for. Where it writes, no test can see.
+    """
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], *, start_new_session: bool) -> None:
+        assert start_new_session
         self.args = args
-        self.returncode: int | None = None
+        self._process = forks.Process(target=_be_rank, args=([*args[1:]], {**env}, str(Path.cwd())))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # its number may be another's by now
+            assert self.pid is not None
+            os.kill(self.pid, number)
+
+
+def _be_rank(command: list[str], environment: Mapping[str, str], cwd: str) -> NoReturn:
+    # A rank leaves when its parent does: here the server that forks.
+    _be(command, {**environment, LAUNCHER: str(os.getppid())}, cwd, [-1] * 6, True)
+
+
+class Forked(subprocess.Popen[Any]):
+    """A process that is forked where `subprocess.Popen` would start `python -m esmshard...` or `python FILE ...`."""
+
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
+        _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
+        interpreter, *command = [args] if shell or isinstance(args, str | os.PathLike) else args
+        command = command[command[:1] == ["-u"] :]
+        is_file, is_module = command[:1] and command[0].endswith(".py"), command[:1] == ["-m"]
+        is_ours = is_file or (is_module and command[1].startswith("esmshard"))
+        if interpreter != sys.executable or not is_ours or preexec_fn or pass_fds:
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        *_, start_new_session, _ = rest
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
-            self._be(["esmshard", *args[args.index("esmshard") + 1 :]], env)
+            _be(command, os.environ.copy() if env is None else env, cwd, pipes, start_new_session)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def _be(self, command: list[str], environment: Mapping[str, str]) -> NoReturn:
-        os.setsid()
+
+def _be(
+    command: list[str], environment: Mapping[str, str], cwd: str | None, pipes: list[int], start_new_session: bool
+) -> NoReturn:
+    """Be a forked process with these ends of pipes, of which -1 is none: (child's, parent's) stdin, and so on."""
+    code = 1
+    try:
+        if start_new_session:
+            os.setsid()
+        to_read, _, _, out, _, err = pipes
+        for number, pipe in enumerate((to_read, out, err)):
+            if pipe != -1:
+                os.dup2(pipe, number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # such as the launcher's store, which would outlive the launcher
+        sys.stdin = os.fdopen(0, closefd=False)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)) and number != signal.SIGINT:
-                signal.signal(number, signal.SIG_DFL)  # the launcher's; a process that is started has none
+                signal.signal(number, signal.SIG_DFL)  # the parent's; a process that is started has none
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = 1
-        try:
-            code = _main(command, environment)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(code)
+        if cwd is not None:
+            os.chdir(cwd)
+        code = _main(command, environment)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        end = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(0.02)
-        assert self.returncode is not None
-        return self.returncode
+if __name__ == "__main__":  # `python command.py -m torch.distributed.run ...` forks its ranks
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:  # its number may be another's by now
-            os.kill(self.pid, number)
+    for module in IMPORTED:
+        importlib.import_module(module)
+    subprocess_handler.Popen = Forked  # type: ignore[assignment,misc]
+    os._exit(_main(sys.argv[1:], {**os.environ}))  # all has been done that is done at the end

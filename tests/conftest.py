@@ -113,6 +113,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["TORCH_HOME"] = str(tmp_path_factory.mktemp("torch"))
 
 
+@pytest.fixture(scope="session")
+def landscape_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of all workers of this run, for the tests that compute the frozen model's vectors of the landscape."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "landscape-cache"
+
+
 def write_subset(directory: Path, name: str, split: str, chains: range, unresolved: int | None = None) -> Path:
     """Some chains of a sample split as `name.fasta` and `name.npz`; chain number `unresolved` loses its coordinates."""
     with np.load(shipped("data") / "contact" / f"{split}.npz") as file:

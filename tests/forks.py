@@ -2,19 +2,19 @@
 
 import multiprocessing
 
+IMPORTED = [
+    "esmshard.cli.app",
+    "esmshard.embed.job.embed_job",
+    "esmshard.predict.predictions",
+    "esmshard.launch.local_processes",
+    "esmshard.report.text.html_report",
+    "esmshard.train.evaluate",
+    "esmshard.train.finetune",
+    "h5py",
+    "sklearn.linear_model",
+    "torch._dynamo",  # which each optimizer imports
+]
+
 forks = multiprocessing.get_context("forkserver")
 # A process of tests has one such server, whoever asks for it, and its first list of modules is the one that counts.
-forks.set_forkserver_preload(
-    [
-        "esmshard.cli.app",
-        "esmshard.embed.job.embed_job",
-        "esmshard.predict.predictions",
-        "esmshard.launch.local_processes",
-        "esmshard.report.text.html_report",
-        "esmshard.train.evaluate",
-        "esmshard.train.finetune",
-        "h5py",
-        "sklearn.linear_model",
-        "torch._dynamo",  # which each optimizer imports
-    ]
-)
+forks.set_forkserver_preload(IMPORTED)

@@ -10,14 +10,16 @@ NOTEBOOK = Path(__file__).parent.parent / "examples" / "variants.ipynb"
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[str]]:
+def done(tmp_path_factory: pytest.TempPathFactory, landscape_cache: Path) -> tuple[Path, list[str], list[str]]:
     """The directory, what each code cell printed, and the kinds of its pictures."""
     import nbformat  # here, since it takes 4 s and each worker of pytest imports all files
     from nbclient import NotebookClient
 
     directory = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(directory)}}).execute()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ESMSHARD_CACHE", str(landscape_cache))
+        NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(directory)}}).execute()
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     printed = ["".join(o.text for o in each if o.get("name") == "stdout") for each in outputs]
     shown = [kind for each in outputs for o in each if o.output_type == "display_data" for kind in o.data]

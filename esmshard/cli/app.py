@@ -4,6 +4,8 @@ The commands are functions in the other modules of this folder. They import torc
 they are called.
 """
 
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -75,6 +77,8 @@ def _options(
 
 def main() -> None:
     """Run the command line. For a user's mistake, print one sentence on stderr, without a traceback."""
+    # Python looks for garbage when it ends: for a second, among the half a million objects that torch's import makes.
+    atexit.register(gc.freeze)
     try:
         _main()
     except SystemExit as leaving:

@@ -90,9 +90,22 @@ def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float
 
 def spearman(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float:
     """Compute the correlation of ranks; equal values share the mean of their ranks. NaN as for `pearson`."""
-    from scipy.stats import rankdata
+    if np.isnan(a_N).any() or np.isnan(b_N).any():
+        return np.nan
+    return pearson(mean_ranks(a_N), mean_ranks(b_N))
 
-    return pearson(rankdata(a_N), rankdata(b_N)) if len(a_N) else np.nan
+
+def mean_ranks(x_N: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """Return the rank of each value, from 1, float64 [N]. Equal values share the mean of their ranks.
+
+    The result is that of `scipy.stats.rankdata`, whose import takes longer than all ranks of a run.
+
+    >>> mean_ranks(np.array([0.5, 0.1, 0.5]))
+    array([2.5, 1. , 2.5])
+    """
+    _, place_N, counts = np.unique(x_N, return_inverse=True, return_counts=True)
+    rank_A: npt.NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
+    return rank_A[place_N]
 
 
 def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]) -> dict[str, float]:
@@ -134,13 +147,13 @@ def number_row(
 
 def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
     """Compute `of_numbers` over records; for several targets the mean, and the value of each."""
-    values_2NT = np.stack([np.asarray(row["values"]) for row in rows], axis=1)
+    # Joining the rows [2, T] is faster than stacking them.
+    values_2NT = np.concatenate([np.asarray(row["values"]) for row in rows], axis=1).reshape(2, len(rows), len(names))
     each = [of_numbers(values_2NT[0, :, t], values_2NT[1, :, t]) for t in range(len(names))]
-    found = {c: mean(np.array([one[c] for one in each])) for c in NUMBER_COLUMNS}
-    if len(names) > 1:
-        del found["RMSE"]
-        found |= {f"{c} {name}": one[c] for name, one in zip(names, each, strict=True) for c in NUMBER_COLUMNS}
-    return found
+    if len(names) == 1:
+        return each[0]
+    found = {c: mean(np.array([one[c] for one in each])) for c in NUMBER_COLUMNS if c != "RMSE"}
+    return found | {f"{c} {name}": one[c] for name, one in zip(names, each, strict=True) for c in NUMBER_COLUMNS}
 
 
 def pooled_spearman(rows: Sequence[Row], a: str, b: str) -> float:

@@ -21,8 +21,11 @@ def _recovered(table: Path, name: str, column: str) -> tuple[float, int]:
     return float(spearmanr(told, [effect[row[name]] for row in rows]).statistic), len(rows)
 
 
-def test_effects_are_recovered_at_positions_that_were_never_seen(tmp_path: Path) -> None:
+def test_effects_are_recovered_at_positions_that_were_never_seen(
+    tmp_path: Path, landscape_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The shipped recipe, on one of its five folds."""
+    monkeypatch.setenv("ESMSHARD_CACHE", str(landscape_cache))
     done = esmshard(
         "finetune", "variants", "data.folds=5", "data.fold=3", f"out={tmp_path / 'run'}", cwd=tmp_path, timeout=900
     )

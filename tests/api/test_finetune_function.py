@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import sklearn  # noqa: F401  # when it is imported it sets KMP_INIT_AT_FORK and another variable, for good
 import torch
+from command import Rank
 from command import esmshard as command
 from held_runs import Hold
 from ruamel.yaml import YAML
@@ -25,6 +26,7 @@ from ruamel.yaml import YAML
 import esmshard
 from esmshard.api.runs import Run, finetune, keys
 from esmshard.errors import InputError, UsageError
+from esmshard.launch import local_processes
 from esmshard.recipe.recipe_file import load
 from esmshard.train import loop
 
@@ -63,6 +65,12 @@ def unchanged() -> Iterator[None]:
     assert [name for name in before if before[name] != after[name]] == []
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that need not import what runs import. How the launcher starts them, other tests see."""
+    monkeypatch.setattr(local_processes, "Popen", Rank)
+
+
 def losses(run: Path) -> list[float]:
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line and "split" not in line]
@@ -78,7 +86,7 @@ def as_dictionary(recipe: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("nproc", [None, 2])
-@pytest.mark.usefixtures("unchanged")
+@pytest.mark.usefixtures("forked_ranks", "unchanged")
 def test_it_does_what_the_command_does(tiny_recipe: Path, tmp_path: Path, nproc: int | None) -> None:
     recipe = tiny_recipe if nproc is None else as_dictionary(tiny_recipe)
     run = finetune(recipe, nproc=nproc, report=False, out=tmp_path / "here", train=TWO_STEPS)
@@ -116,7 +124,7 @@ def test_a_run_is_gone_on_with_or_replaced(tiny_recipe: Path) -> None:
     assert sum(line.get("event") == "attempt" for line in again.metrics) == 1
 
 
-@pytest.mark.usefixtures("unchanged")
+@pytest.mark.usefixtures("forked_ranks", "unchanged")
 def test_several_seeds_are_runs_of_one(tiny_recipe: Path, tmp_path: Path) -> None:
     run = finetune(tiny_recipe, seeds=2, report=False, train={"steps": 1, "eval_every": 1}, out=str(tmp_path / "two"))
     assert list(run.runs) == ["seed-3", "seed-4"]
@@ -132,6 +140,7 @@ def test_several_seeds_are_runs_of_one(tiny_recipe: Path, tmp_path: Path) -> Non
         _ = run.status
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_it_works_in_a_thread(tiny_recipe: Path, nproc: int) -> None:
     found: list[Run] = []
@@ -163,7 +172,7 @@ def test_one_at_a_time(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.Mo
 # What goes wrong
 
 
-@pytest.mark.usefixtures("unchanged")
+@pytest.mark.usefixtures("forked_ranks", "unchanged")
 def test_processes_that_fail_are_an_exception(tiny_recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(esmshard.RunFailed, match=r"run: failed \(exit code 1\): .*loss or gradient was not") as caught:
         finetune(
@@ -212,11 +221,12 @@ def test_a_recipe_that_is_not_there() -> None:
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_signal_saves_and_is_reported(tiny_recipe: Path, tmp_path: Path, nproc: int) -> None:
     """In a process of its own: SIGTERM would end this one where nothing listens."""
+    long = {"train": {"steps": 40, "eval_every": 40}, "checkpoint": {"every": 40}}
     script = textwrap.dedent(f"""
         import esmshard, signal, sys
         from esmshard.launch.preemption import Preempted
         try:
-            esmshard.finetune({str(tiny_recipe)!r}, nproc={nproc}, report=False, train={{"steps": 40}})
+            esmshard.finetune({str(tiny_recipe)!r}, nproc={nproc}, report=False, **{long})
         except Preempted as stop:
             print("told:", stop, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
     """)
@@ -234,7 +244,7 @@ def test_a_signal_saves_and_is_reported(tiny_recipe: Path, tmp_path: Path, nproc
     run = Run(tmp_path / "run")
     assert run.status == "preempted"
     assert len(losses(run.path)) < 40
-    assert finetune(tiny_recipe, report=False, resume="auto", train={"steps": 40}).status == "done"
+    assert finetune(tiny_recipe, report=False, resume="auto", **long).status == "done"
     assert len(losses(run.path)) == 40
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import command
 import pytest
 import torch
 
@@ -71,8 +72,7 @@ def fine(_: Context) -> Found:
 def test_every_stage_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     """All code that a GPU will run but the kernels, with tiny models; nothing may fail for a reason that is no GPU."""
     out = tmp_path / "out"
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = command.python(BENCHMARKS / "gpu.py", "--rehearse", "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     for stage in STAGES:
         (path,) = out.glob(f"*-gpu-rehearsal-{stage.name}.json")

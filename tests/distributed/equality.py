@@ -87,7 +87,7 @@ def plain(path: str, steps: int = STEPS) -> dict[str, Any]:
         total, count = total + part.sum, count + float(part.count)
     (total / count).backward()
     found = {name: work.full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    model, task = build(recipe, None, None)
+    model.zero_grad()
     return {"loss": float(total.detach()) / count, "gradients": found} | curve(
         recipe, model, task, ALONE, Layout(), steps
     )
@@ -157,7 +157,7 @@ def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int) -> list
             laid = work.laid_out(recipe, ranks, **settings)
             model, task = build(recipe, ranks, laid)
             result = gradients(recipe, model, task, ranks, laid, wrong=False)
-            model, task = build(recipe, ranks, laid)
+            model.zero_grad()
             found.append(result | curve(recipe, model, task, ranks, laid, steps))
     return found
 
@@ -172,13 +172,13 @@ def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
             laid = work.laid_out(recipe, ranks, **{k: v for k, v in settings.items() if k != "wrong"})
             model, task = build(recipe, ranks, laid)
             passes: list[int] = []
-            handle = model.layers[0].fc1.register_forward_hook(partial(_count, passes))
+            # It stays there: compiled layers would be compiled again without it.
+            model.layers[0].fc1.register_forward_hook(partial(_count, passes))
             result = gradients(recipe, model, task, ranks, laid, wrong=bool(settings.get("wrong")))
-            handle.remove()
             result |= {"passes": len(passes), "groups": len(groups(model)), "group": laid.group}
             result["held"] = sum(p.to_local().numel() for p in trainable(model).values())
             if not settings.get("wrong"):
-                model, task = build(recipe, ranks, laid)
+                model.zero_grad()
                 result |= curve(recipe, model, task, ranks, laid)
             if settings.keys() == {"strategy"}:
                 result["rows"] = masked_step(ranks, settings["strategy"])

@@ -16,6 +16,8 @@ from machines import LIMIT, Machine, Pair, descendants, two_machines, wait_until
 from ranks import free_port
 
 STEPS = 16
+FORKING = str(Path(__file__).parent.parent / "command.py")
+"""Starts torchrun so that it forks its ranks: they need not import what runs import."""
 
 
 @pytest.fixture
@@ -76,7 +78,8 @@ def theirs(
     holds = int(meet_at.startswith(machine.address))  # torchrun finds that out by the machine's name
     options += ["--rdzv-id=a-job", f"--rdzv-conf={quick(machine)},is_host={holds}", f"--local-addr={machine.address}"]
     options += ["--max-restarts=3"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "esmshard", "finetune", str(recipe)]
+    torchrun = [sys.executable, FORKING, "-m", "torch.distributed.run", *options]
+    command = [*torchrun, "-m", "esmshard", "finetune", str(recipe)]
     settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **held.environment}
     return machine.start(*command, *more, "--resume", "auto", "--no-report", log=log, **settings)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,18 @@ def given(tmp_path: Path) -> Given:
     fasta = write(tmp_path / "in.fasta", [*sequences, *(sequences[n] for n in AGAIN)])
     (tmp_path / "out").mkdir()
     return Given(fasta, tmp_path / "out")
+
+
+@pytest.fixture(autouse=True)
+def _starts_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process whose start is timed imports nothing, which would take seconds, but in the test of the command."""
+
+    def run(command: list[str], check: bool) -> None:
+        *interpreter, imports = command
+        assert imports == "import esmshard.embed.job.embed_job"
+        subprocess.run([*interpreter, "pass"], check=check)
+
+    monkeypatch.setattr(embed_time, "subprocess", SimpleNamespace(run=run))
 
 
 def size(path: Path) -> int:

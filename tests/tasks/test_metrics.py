@@ -43,6 +43,7 @@ def test_undefined_correlations_are_nan(target: list[float]) -> None:
     found = metrics.of_numbers(np.arange(float(len(target))), np.array(target))
     assert np.isnan([found["Spearman"], found["Pearson"], found["R2"]]).all()
     assert np.isnan(metrics.spearman(np.ones(4), np.arange(4.0)))
+    assert np.isnan(metrics.spearman(np.array([1.0, np.nan, 3.0]), np.arange(3.0)))
 
 
 def in_rows(**arrays: np.ndarray) -> list[dict[str, np.ndarray]]:

@@ -49,8 +49,6 @@ def contact_precision(scores_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray
         scores_LL: any score, higher is more likely a contact; the upper triangle is read.
         labels_LL: 1, 0, or -1 where undefined (see `contact_labels`). L is the number of resolved residues.
     """
-    from sklearn.metrics import average_precision_score  # a second that only those pay who score
-
     n_resolved = resolved(labels_LL)
     row: dict[str, float] = {}
     for name in RANGES:
@@ -64,7 +62,7 @@ def contact_precision(scores_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray
     if not np.isfinite(scores_LL[i, j]).all():
         return dict.fromkeys([*row, "AUPRC"], np.nan)
     hits = labels_LL[i, j]
-    row["AUPRC"] = float(average_precision_score(hits, scores_LL[i, j])) if hits.any() else np.nan
+    row["AUPRC"] = metrics.of_scores(scores_LL[i, j], hits == 1)["AUPRC"]
     return row
 
 
