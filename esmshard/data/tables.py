@@ -58,6 +58,8 @@ class Table:
     """The stripped cells of each column, '' where empty. Columns are in the order of the file."""
     lines: list[int]
     """Line of each row in the file, counted from 1; in a Parquet file, the number of the row, counted from 1."""
+    ids: str | None = None
+    """The column of ids, if it is known."""
 
     def __len__(self) -> int:
         return len(self.lines)
