@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from esmshard.data.labels.label_sources import label_source
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.data.splits.set_members import marked_otherwise
 from esmshard.data.store.ingestion import cached
+from esmshard.data.tables import Table
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
@@ -225,3 +227,44 @@ def test_advice_names_a_store_after_the_table() -> None:
 def test_the_standard_input_has_no_name_that_would_make_it_a_table() -> None:
     write("id,sequence\na,MKT\n", "-")
     assert not is_plain(STDIN)
+
+
+def workbook(*sheets: list[list[object]]) -> Path:
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    book.remove(book.active)
+    for rows in sheets:
+        sheet = book.create_sheet()
+        for row in rows:
+            sheet.append(row)
+    book.save("x.xlsx")
+    return Path("x.xlsx")
+
+
+def test_a_workbook_with_one_sheet_is_a_table() -> None:
+    rows = [["Sequence", "target", None], [" MKT", 0.1, None], [None, 2, None], [None], ["MKV", 3, None]]
+    path = workbook(rows, [])
+    assert [(record.id, record.sequence) for record in read(path)[0]] == [("row_2", "MKT"), ("row_5", "MKV")]
+    assert read(path)[1] == ["1 row without a sequence left out (row 3)"]
+    source = label_source(path, DataSettings(train="x.xlsx", valid="v", test="t"))
+    assert isinstance(source, Table)
+    assert source.numbers("target").tolist() == [0.1, 3.0]
+
+
+def test_a_workbook_with_several_sheets_is_refused() -> None:
+    path = workbook([["sequence"], ["MKT"]], [["notes"]])
+    with pytest.raises(InputError, match=r"x\.xlsx: has 2 sheets with cells \('Sheet', 'Sheet1'\); save the one"):
+        read(path)
+
+
+def test_a_damaged_workbook_is_refused_in_one_sentence() -> None:
+    data = workbook([["sequence"], ["MKT"]]).read_bytes()
+    for size in (30, len(data) // 2, len(data) - 10):
+        assert refusal(data[:size], "x.xlsx").startswith("x.xlsx: cannot be read as an Excel workbook (")
+
+
+def test_without_its_library_a_workbook_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    assert refusal(b"PK\x03\x04xl/", "x.xlsx") == (
+        "x.xlsx: reading an Excel workbook needs openpyxl; pip install openpyxl, or save the sheet as 'CSV UTF-8'"
+    )

@@ -33,7 +33,7 @@ _BEGINS: tuple[tuple[bytes, str, str], ...] = (
 _PDB = re.compile(rb"(HEADER|TITLE |COMPND|REMARK|CRYST1|SEQRES|MODEL |ATOM  |HETATM)[ \d]")
 _FASTQ = re.compile(rb"@\S[^\r\n]*\r?\n[A-Za-z]+\r?\n\+")
 _ONE_SEQUENCE = re.compile(rb"[A-Za-z*\-\s]+")
-_ZIPPED = ((b"word/", "a Word document", _SAVE), (b"xl/", "an Excel workbook", "write its sequences to a FASTA file"))
+_ZIPPED = ((b"word/", "a Word document", _SAVE), (b"xl/", "an Excel workbook", "let its name end in .xlsx"))
 
 
 def kind_of(head: bytes) -> tuple[str, str] | None:

@@ -24,6 +24,7 @@ CONVERSION = 1
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 _TEXT_TABLE = re.compile(r"\.(csv|tsv|tab)(\.(gz|bgz|bz2|xz|zst))?$", re.IGNORECASE)
+_BINARY_TABLES = {".parquet": b"PAR1", ".xlsx": b"PK\x03\x04"}
 _HEAD = 4096
 
 
@@ -61,8 +62,8 @@ def is_plain(path: Path) -> bool:
 def other_kind(path: Path) -> SequenceFormat | Literal["table"] | None:
     """Return what a file of sequences is if it is no FASTA file: a table, or one of `sequence_formats.FORMATS`.
 
-    The first bytes decide. Tables of text have no such bytes: their names end in .csv, .tsv or .tab, and they do not
-    begin with `>`. None for a FASTA file, the standard input, and everything else.
+    The first bytes decide, for tables with the ending of the name: .parquet, .xlsx, or, for text that does not begin
+    with `>`, .csv, .tsv or .tab. None for a FASTA file, the standard input, and everything else.
     """
     if path == STDIN or not path.is_file():
         return None
@@ -70,7 +71,7 @@ def other_kind(path: Path) -> SequenceFormat | Literal["table"] | None:
         head = read_block(stream, _HEAD).removeprefix(b"\xef\xbb\xbf").lstrip(BLANKS)
     if head.startswith(b">"):
         return None
-    binary = head.startswith(b"PAR1") and path.suffix.lower() == ".parquet"
+    binary = any(head.startswith(begin) and path.suffix.lower() == end for end, begin in _BINARY_TABLES.items())
     return format_of(head) or ("table" if binary or _TEXT_TABLE.search(path.name) else None)
 
 
