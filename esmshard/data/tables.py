@@ -61,7 +61,7 @@ class Table:
     """Line of each row in the file, counted from 1; in a Parquet file or a workbook, the number of the row,
     counted from 1."""
     ids: str | None = None
-    """The column of ids, if it is known."""
+    """The column of ids, if the records were made of the table."""
 
     def __len__(self) -> int:
         return len(self.lines)

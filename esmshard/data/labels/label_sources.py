@@ -28,7 +28,8 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
         UsageError: `data.id_column` is set, and there is no table.
     """
     source: Table | Path | None = None
-    if data.labels is None and is_sequence_table(fasta):
+    own = data.labels is None or recipe_file.sample(data.labels) == fasta
+    if own and is_sequence_table(fasta):
         source = read_sequence_table(fasta).rows
         if data.id_column not in (None, source.ids):
             raise UsageError(

@@ -60,6 +60,8 @@ def rows_of_records(
     fix = "name the column of ids in data.id_column"
     id_column = id_column or table.ids or table.only_column(ID_NAMES, fix)
     sequence_column = table.only_column(SEQUENCE_NAMES, fix) if id_column is None else _sequences(table, id_column)
+    if table.ids is not None:  # The records were made of this table, by rules that `_tokens` need not know.
+        sequence_column = None
     column = id_column or sequence_column
     if column is None:
         raise InputError(f"{table.path}: has no column of ids or sequences that is known; {listed(table.columns)}")

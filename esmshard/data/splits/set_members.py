@@ -48,7 +48,7 @@ def members(
     if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
         others = marked_otherwise(name, path, tokens)
         unused = (
-            f"{_marks(path)} is not used, as it is the file of {name} alone, and all its records are taken ({others}); "
+            f"{marks(path)} is not used, as it is the file of {name} alone, and all its records are taken ({others}); "
             "name one file in data.train, data.valid and data.test to have it divided"
         )
         return None, [unused] if others else []
@@ -57,7 +57,7 @@ def members(
         source = None
     if source is None and not any(_has_set(tokens, n, path) for n in range(len(tokens))):
         return None, []
-    where = _marks(path) if source is None else f"{source.path if isinstance(source, Table) else source}"
+    where = marks(path) if source is None else f"{source.path if isinstance(source, Table) else source}"
     if data.folds is not None:
         raise UsageError(
             f"data.folds: divides {path}, which {where} divides too; leave out folds, or give data.valid another file"
@@ -89,7 +89,7 @@ def marked_otherwise(name: str, path: Path, tokens: TokenStore) -> str | None:
     return listed([f"{count:,} say {split}" for split, count in others.items() if count]) if others.total() else None
 
 
-def _marks(path: Path) -> str:
+def marks(path: Path) -> str:
     """Return what names the split of each record. The column of a table is SET= in the headers of its records."""
     return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
 
