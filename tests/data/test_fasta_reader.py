@@ -186,7 +186,7 @@ def test_a_file_of_another_kind_is_called_what_it_is(data: bytes, kind: str) -> 
 
 def test_text_without_headers_is_called_what_it_looks_like() -> None:
     begin = "x.fasta:1: text before the first '>'; "
-    assert refusal("id,sequence\na,MKT\n").startswith(f"{begin}it looks like a table; let its name end in .csv or .ts")
+    assert refusal("id,sequence\na,MKT\n").startswith(f"{begin}it looks like a table; give a file whose name ends in")
     assert refusal("id\tx\r\na\tMKT\r\n").startswith(f"{begin}it looks like a table; ")
     assert refusal("MKTAYIAK\nQRQISF\n").startswith(f"{begin}it looks like a sequence without a header; write '>'")
     for other in ("notes of today\n>a\nMK\n", "MKT\n>a\nMK\n", "12 x\n"):

@@ -194,8 +194,8 @@ def test_what_is_no_fasta_file_by_its_name_may_be_one_by_its_first_byte() -> Non
     assert read(write(">a\nMKT\n", "x.csv"))[0] == [Record("a", "a", "MKT")]
     assert is_plain(Path("x.csv"))
     assert refusal("id,sequence\na,MKT\n", "x.fasta") == (
-        "x.fasta:1: text before the first '>'; it looks like a table; let its name end in .csv or .tsv, and call the "
-        "column of sequences 'sequence'"
+        "x.fasta:1: text before the first '>'; it looks like a table; give a file whose name ends in .csv or .tsv, and "
+        "call its column of sequences 'sequence'"
     )
 
 

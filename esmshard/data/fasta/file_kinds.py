@@ -68,7 +68,7 @@ def text_without_headers(text: bytes) -> str | None:
         return None
     first, _, _ = text.partition(b"\n")
     if re.match(rb"[^;,\t#][^;,\t]*[;,\t]", first):  # A line that begins with ';' is a comment of old FASTA files.
-        return "a table; let its name end in .csv or .tsv, and call the column of sequences 'sequence'"
+        return "a table; give a file whose name ends in .csv or .tsv, and call its column of sequences 'sequence'"
     if _ONE_SEQUENCE.fullmatch(text[:4096]) and len(first.split()) == 1:
         return "a sequence without a header; write '>' and an id into a line before it"
     return None
