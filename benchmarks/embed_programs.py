@@ -59,8 +59,8 @@ def esmshard(note: Note, arguments: list[str]) -> None:
         note["loading"] = time.perf_counter() - began
         return found
 
-    def timed(self: Embedder, sequences: Any) -> Iterator[Any]:
-        rows = compute(self, sequences)
+    def timed(self: Embedder, *given: Any) -> Iterator[Any]:
+        rows = compute(self, *given)
         while True:
             began = time.perf_counter()
             one = next(rows, None)

@@ -1,4 +1,4 @@
-"""Sequences and variants in Python's forms: lists, dictionaries, FASTA files. They are checked as in files."""
+"""Sequences and variants in Python's forms: lists, dictionaries, tables, files. They are checked as in files."""
 
 import os
 import re
@@ -15,19 +15,18 @@ import numpy.typing as npt
 from esmshard.data.fasta import nucleotides
 from esmshard.data.fasta.advice import instead
 from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.data.fasta.sequence_tables import id_column, sequence_column
 from esmshard.data.fasta.symbols import Edits, RefusedSymbols, Rules, clean, shown
 from esmshard.data.store.token_store import TokenStore, is_store
-from esmshard.data.tables import counted
+from esmshard.data.tables import Table, counted
 from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.vocab import CLS, EOS, encode
 
 Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
-"""One sequence, several sequences, a dictionary of sequences by id, or the path of a FASTA file or token store. A plain
-string is never a path.
+"""One sequence, several sequences, a dictionary of sequences by id, a table of pandas, Polars or Arrow with a column of
+sequences (docs/ingest.md), or the path of a FASTA file, table or token store. A plain string is never a path.
 """
-_COLUMNS = ("sequence", "sequences", "seq", "protein_sequence", "mutated_sequence")
-"""The usual names of a column of sequences."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class SequenceInputs:
     single: bool
     """Whether one sequence was given and not a list."""
     ids: list[str] | None = None
-    """The keys of a dictionary, or the ids in a file; None for sequences without ids."""
+    """The keys of a dictionary, or the ids in a file or table; None for sequences without ids."""
 
 
 def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
@@ -60,13 +59,15 @@ def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
     if isinstance(given, os.PathLike):
         return _of_file(Path(given))
     edits, rules = Edits(), Rules()
-    alone = isinstance(given, str)
+    alone, with_ids = isinstance(given, str), isinstance(given, Mapping)
     if isinstance(given, str):
         if re.search(r"[./\\]", given):  # 'my.fasta' would otherwise be read as a sequence with a gap
             raise UsageError(f"{shown(given)!r} is no sequence; give a file as a pathlib.Path")
         pairs: list[tuple[object, object]] = [(single, given)]
     elif isinstance(given, Mapping):
         pairs = list(given.items())
+    elif (found_in := _of_columns(given)) is not None:
+        pairs, with_ids = found_in
     else:
         pairs = list(enumerate(as_list(given, "sequences")))
     if not pairs:
@@ -89,7 +90,7 @@ def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
             "ingest x.fasta -o x.store --on-nucleotides keep`, and give pathlib.Path('x.store')"
         )
     _warn(edits, "")
-    ids = [str(key) for key, _ in pairs] if isinstance(given, Mapping) else None
+    ids = [str(key) for key, _ in pairs] if with_ids else None
     return SequenceInputs(tokens, names, alone, ids)
 
 
@@ -115,12 +116,10 @@ def as_list(given: Any, what: str) -> list[Any]:
         raise UsageError(f"a list of {what} is expected, and this is a single one; write [{shown(given)!r}]")
     if isinstance(given, bytes | bytearray):
         raise UsageError(f"{expected} {kind}; write given.decode()")
-    columns = getattr(given, "column_names", getattr(given, "columns", None))  # tables of Arrow and pandas
-    shape = getattr(given, "shape", None)
-    if columns is not None and not callable(columns):
-        names = [str(name) for name in columns]
-        likely = next((name for known in _COLUMNS for name in names if name.lower() == known), None)
-        typed = f'df["{likely}"]' if likely and what == "sequences" else f"the column that has the {what}, as df[NAME]"
+    names, shape = _column_names(given), getattr(given, "shape", None)
+    if names is not None:
+        likely = sequence_column(_header(kind, names)) if what == "sequences" else None
+        typed = f'df["{likely}"]' if likely else f"the column that has the {what}, as df[NAME]"
         raise UsageError(f"{expected} a {kind} with the columns {', '.join(map(shown, names[:5]))}; give {typed}")
     if shape is not None and len(shape) != 1:
         fix = "x[:, 0]" if len(shape) == 2 else "x.ravel()" if shape else "str(x)"
@@ -138,8 +137,49 @@ def as_list(given: Any, what: str) -> list[Any]:
     return list(given)
 
 
+def _column_names(given: Any) -> list[str] | None:
+    """Return the names of the columns of a table of pandas, Polars or Arrow; None if it is something else."""
+    columns = getattr(given, "column_names", getattr(given, "columns", None))
+    return None if columns is None or callable(columns) else [str(name) for name in columns]
+
+
+def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
+    """Return the sequences of a table, each with its id or its place, and whether these are ids; None if it is no
+    table, or has no column of sequences.
+    """
+    names = _column_names(given)
+    if names is None:
+        return None
+    header = _header(type(given).__name__, names)
+    column = sequence_column(header)
+    if column is None:
+        return None
+    ids = id_column(header, column)
+    sequences = _cells(given, column)
+    if ids is None:
+        return list(enumerate(sequences)), False
+    keys = [str(cell) for cell in _cells(given, ids)]
+    if len(set(keys)) < len(keys):
+        twice = next(key for n, key in enumerate(keys) if key in keys[:n])
+        raise InputError(
+            f"{header.path}: column {ids!r} has {shown(twice)!r} twice; give each sequence an id of its own, or give "
+            f"df[{column!r}], which has no ids"
+        )
+    return list(zip(keys, sequences, strict=True)), True
+
+
+def _header(kind: str, names: Sequence[str]) -> Table:
+    """Return a table without rows, in which columns are found as in a file. Messages call it by its type."""
+    return Table(Path(kind), {name: [] for name in names}, [])
+
+
+def _cells(table: Any, column: str) -> list[object]:
+    values = table[column]
+    return list(values.to_pylist() if hasattr(values, "to_pylist") else values)  # Arrow's items are no strings
+
+
 def _of_file(path: Path) -> SequenceInputs:
-    """Read the records of a FASTA file or a token store."""
+    """Read the records of a FASTA file, a table or a token store."""
     if is_store(path):
         store = TokenStore(path)
         ids, residues = [store.id(n) for n in range(len(store))], [store.residues(n) for n in range(len(store))]

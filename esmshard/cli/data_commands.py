@@ -11,7 +11,8 @@ from esmshard.errors import UsageError
 
 def ingest(
     fasta: Annotated[
-        Optional[list[Path]], typer.Argument(help="FASTA files, plain or compressed; - for the standard input.")
+        Optional[list[Path]],
+        typer.Argument(help="FASTA files or tables, plain or compressed; - for the standard input."),
     ] = None,
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="Directory of the store to make.")] = None,
     on_unknown: Annotated[

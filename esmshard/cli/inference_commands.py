@@ -17,8 +17,8 @@ def embed(
     fasta: Annotated[
         Path,
         typer.Argument(
-            help="FASTA file, plain or compressed, - for the standard input, or a token store; after status, verify or "
-            "merge, the output."
+            help="FASTA file or table, plain or compressed, - for the standard input, or a token store; after status, "
+            "verify or merge, the output."
         ),
     ],
     out: Annotated[
@@ -144,8 +144,8 @@ def predict(
     data: Annotated[
         Optional[Path],
         typer.Argument(
-            help="FASTA file, - for the standard input, a token store, or structures (PDB, mmCIF); for variants, their "
-            "table."
+            help="FASTA file or table, - for the standard input, a token store, or structures (PDB, mmCIF); for "
+            "variants, their table."
         ),
     ] = None,
     out: Annotated[
@@ -288,7 +288,7 @@ def score(
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="A consolidated model directory with a fine-tuned head.")],
-    data: Annotated[str, typer.Argument(help="A labelled FASTA file, structures, or sample:contact/test.")],
+    data: Annotated[str, typer.Argument(help="A labelled FASTA file or table, structures, or sample:contact/test.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory for evaluation.json and per_protein.csv.")],
     labels: Annotated[
         Optional[str], typer.Option(metavar="FILE", help="Labels of DATA, if they are neither in nor beside DATA.")

@@ -1,5 +1,5 @@
-"""Tables as spreadsheets and programs write them: separated by commas, tabs or semicolons, plain or compressed, or
-Parquet.
+"""Tables as spreadsheets and programs write them: separated by commas, tabs or semicolons, plain or compressed,
+Parquet, or an Excel workbook.
 
 Every cell stays text until a column is read as numbers. Every row keeps its line number for messages. Only empty parts
 are dropped without a message: blank lines, rows of separators alone, and the empty columns that Excel leaves at the
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from xopen import xopen
 
 from esmshard import spreadsheet
+from esmshard.data import workbooks
 from esmshard.errors import InputError, NotANumber
 
 MISSING = frozenset(
@@ -38,7 +39,7 @@ _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}", re.ASCII)
 _COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
 _SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 _FOREIGN = (
-    (b"PK\x03\x04", "an Excel workbook or another zip archive, not a text table; save it as CSV"),
+    (b"PK\x03\x04", "an Excel workbook or another zip archive, not a text table; save it as CSV, or as .xlsx"),
     (b"\xd0\xcf\x11\xe0", "an old Excel workbook, not a text table; save it as CSV"),
     (b"PAR1", "a Parquet file; let its name end in .parquet"),
     (b"\xff\xfe", "UTF-16 text, as Excel's 'Unicode Text' writes it; save it as 'CSV UTF-8'"),
@@ -57,7 +58,10 @@ class Table:
     columns: Mapping[str, list[str]]
     """The stripped cells of each column, '' where empty. Columns are in the order of the file."""
     lines: list[int]
-    """Line of each row in the file, counted from 1; in a Parquet file, the number of the row, counted from 1."""
+    """Line of each row in the file, counted from 1; in a Parquet file or a workbook, the number of the row,
+    counted from 1."""
+    ids: str | None = None
+    """The column of ids, if the records were made of the table."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -68,7 +72,7 @@ class Table:
 
     def at(self, row: int) -> str:
         """Return the line of a row for a sentence that has named the file, as in `line 17`."""
-        return f"{'row' if _is_parquet(self.path) else 'line'} {self.lines[row]:,}"
+        return f"{'row' if _is_parquet(self.path) or _is_workbook(self.path) else 'line'} {self.lines[row]:,}"
 
     def column(self, name: str) -> list[str]:
         """Return the cells of one column, N texts.
@@ -182,7 +186,8 @@ def listed(names: Sequence[str] | Mapping[str, object]) -> str:
 
 
 def read_table(path: Path) -> Table:
-    """Read the table in a text file (plain, gz, bz2, xz or zst), or in a file whose name ends in `.parquet`.
+    """Read the table in a text file (plain, gz, bz2, xz or zst), or in a file whose name ends in `.parquet` or
+    `.xlsx`.
 
     The separator of the header line is used: tab, semicolon or comma. If several of them divide the header, the one
     that gives the first rows equal numbers of cells is used, and then the one that the file name suggests. Quoted cells
@@ -195,9 +200,13 @@ def read_table(path: Path) -> Table:
     if _is_parquet(path):
         with readable(path, "a table"):
             return _read_parquet(path)
-    text = read_text(path, "a table")
-    separator = _separator(path, text)
-    rows = _records(path, text, separator)
+    if _is_workbook(path):
+        with readable(path, "a table"):
+            rows, divided = iter(list(workbooks.sheet_rows(path))), ""
+    else:
+        text = read_text(path, "a table")
+        separator = _separator(path, text)
+        rows, divided = _records(path, text, separator), f", read as separated by {_SEPARATORS[separator]}"
     header, first = next(rows, ([], 0))
     if not header:
         raise InputError(f"{path}: is empty; its first line names the columns")
@@ -209,8 +218,8 @@ def read_table(path: Path) -> Table:
             row.pop()
         if not named <= len(row) <= len(header):
             raise InputError(
-                f"{path}:{line}: has {counted(len(row), 'cell')}, but the header in line {first} has {len(header):,}, "
-                f"read as separated by {_SEPARATORS[separator]}; fix the line, or quote cells that hold a separator"
+                f"{path}:{line}: has {counted(len(row), 'cell')}, but the header in line {first} has {len(header):,}"
+                f"{divided}; fix the line, or quote cells that hold a separator"
             )
         row.extend([""] * (len(header) - len(row)))
         cells.append(row)
@@ -222,6 +231,10 @@ def read_table(path: Path) -> Table:
 
 def _is_parquet(path: Path) -> bool:
     return path.suffix.lower() == ".parquet"
+
+
+def _is_workbook(path: Path) -> bool:
+    return path.suffix.lower() == workbooks.SUFFIX
 
 
 def _read_parquet(path: Path) -> Table:

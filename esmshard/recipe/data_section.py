@@ -19,14 +19,15 @@ INSIDE = "inside"
 
 
 class DataSettings(Settings):
-    """The training, validation and test records. For contacts each is a directory of PDB or mmCIF files
-    (docs/structures.md), or a FASTA file or token store with the coordinates beside it as `.npz` (data/README.md). Task
-    `variant` has `table` and `wild_type` instead.
+    """The training, validation and test records: FASTA files, token stores, or tables with sequences and labels
+    (docs/labels.md). For contacts each is a directory of PDB or mmCIF files (docs/structures.md), or a FASTA file or
+    token store with the coordinates beside it as `.npz` (data/README.md). Task `variant` has `table` and `wild_type`
+    instead.
     """
 
     train: str | None = None
     """The training records: a path, or `sample:contact/train`. If several splits name the same file, the file is
-    divided by `SET=` in its headers, or by the column `set` of its labels (docs/labels.md)."""
+    divided by `SET=` in its headers, or by the column `set` of the table or of its labels (docs/labels.md)."""
     valid: str | None = None
     """The validation records, which are scored during training. The model is never trained on them."""
     test: str | None = None
@@ -66,7 +67,8 @@ class DataSettings(Settings):
     one. All are used by default."""
     labels: str | None = None
     """One file with the labels of all three splits: a table, a label FASTA, or an `.npz` (docs/labels.md). By default
-    labels are read from the headers of the FASTA files, or from the `.npz` beside each of them."""
+    labels are read from the table that has the sequences, from the headers of the FASTA files, or from the `.npz`
+    beside each of them."""
     target: Names | None = Field(None, strict=False)
     """The columns of the table, the keys of the headers, or the array of the `.npz` with the labels: one name, or a
     list."""

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 import esmshard
+from esmshard.api import sequence_inputs
 from esmshard.api.model import Model, load
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.data.fasta.symbols import Rules
@@ -189,9 +190,14 @@ def test_what_is_corrected_is_reported(model: Model) -> None:
         ([b"MKT"], r"sequences\[0\] is of type bytes"),
         (np.array([["a", "MKT"]]), r"not an array of shape \(1, 2\); give one dimension, as x\[:, 0\]"),
         (np.array("MKT"), r"not an array of shape \(\); .* as str\(x\)"),
-        (pd.DataFrame({"id": ["a"], "Sequence": ["MKT"]}), r'columns id, Sequence; give df\["Sequence"\]$'),
+        (
+            pd.DataFrame({"seq": ["MKT"], "sequence": ["MKT"]}),
+            "DataFrame: columns 'seq' and 'sequence' may both be meant",
+        ),
+        (pd.DataFrame({"id": ["a"], "sequence": [1.5]}), r"sequences\['a'\] is of type float"),
+        (pd.DataFrame({"id": [4, 4], "sequence": ["MKT"] * 2}), r"DataFrame: column 'id' has '4' twice; .* df\['seq"),
+        (pd.DataFrame({"sequence": []}), "there is no sequence"),
         (pd.DataFrame({"id": ["a"], "x": ["MKT"]}), r"a DataFrame with the columns id, x; .* as df\[NAME\]"),
-        (pa.table({"id": ["a"], "seq": ["MKT"]}), r'a Table with the columns id, seq; give df\["seq"\]$'),
         ({"MKT", "MKV"}, r"a list of sequences is expected, not a set, .*; give sorted\(given\)"),
         (Seq("MKT"), r"not a Seq; give str\(given\)"),
         (SeqRecord(Seq("MKT"), "a"), r"not a SeqRecord; give str\(given\.seq\)"),
@@ -214,6 +220,17 @@ def test_columns_and_arrays_are_lists_of_sequences(model: Model) -> None:
     wanted = model.embed(["MKT", "MKV"])
     for given in (frame["sequence"], frame["sequence"].to_numpy(), iter(frame["sequence"]), ("MKT", "MKV")):
         assert np.array_equal(model.embed(given), wanted)
+
+
+def test_a_table_with_a_column_of_sequences_is_this_column(model: Model, tmp_path: Path) -> None:
+    wanted, columns = model.embed(["MKT", "MKV"]), {"ID": ["a", "b"], "Seq": ["MKT", "MKV"], "y": [1, 2]}
+    frame = pd.DataFrame(columns, index=[7, 3])
+    (tmp_path / "x.csv").write_text(frame.to_csv())
+    for given in (frame, pa.table(columns), tmp_path / "x.csv"):
+        assert np.array_equal(model.embed(given), wanted)
+        assert sequence_inputs.sequences(given).ids == ["a", "b"]
+    without = sequence_inputs.sequences(frame[["Seq"]])
+    assert (without.ids, without.single, len(without.tokens)) == (None, False, 2)
 
 
 def test_nucleotides_in_a_file_are_refused_and_taken_from_a_store(model: Model, tmp_path: Path) -> None:

@@ -163,8 +163,7 @@ def zipped(name: str) -> bytes:
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
-        (b"LOCUS       SCU49845     5028 bp    DNA             PLN       21-JUN-1999\n", "a GenBank file"),
-        (b"ID   HBA_HUMAN               Reviewed;         142 AA.\n", "an EMBL or UniProt text file"),
+        (b"ID   X56734; SV 1; linear; mRNA; STD; PLN; 1859 BP.\n", "an EMBL or UniProt text file"),
         (b"HEADER    OXYGEN TRANSPORT                        07-MAR-84   4HHB\n", "a PDB structure"),
         (b"\nATOM      1  N   VAL A   1      19.323  29.727  42.781\n", "a PDB structure"),
         (b"data_4HHB\n#\n", "an mmCIF structure"),
@@ -174,7 +173,7 @@ def zipped(name: str) -> bytes:
         (zipped("my.fasta"), "a zip archive"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Word or Excel document"),
         (b"<!doctype html><html>", "a web page"),
-        (b"CLUSTAL W (1.83) multiple sequence alignment\n", "a Clustal alignment"),
+        (b"<?xml version='1.0'?>\n<gbset>", "an XML file"),
         (b"@read1\nACGT\n+\nIIII\n", "a FASTQ file of sequencing reads"),
     ],
 )
@@ -187,7 +186,7 @@ def test_a_file_of_another_kind_is_called_what_it_is(data: bytes, kind: str) -> 
 
 def test_text_without_headers_is_called_what_it_looks_like() -> None:
     begin = "x.fasta:1: text before the first '>'; "
-    assert refusal("id,sequence\na,MKT\n").startswith(f"{begin}it looks like a table; write its sequences to a FASTA")
+    assert refusal("id,sequence\na,MKT\n").startswith(f"{begin}it looks like a table; give a file whose name ends in")
     assert refusal("id\tx\r\na\tMKT\r\n").startswith(f"{begin}it looks like a table; ")
     assert refusal("MKTAYIAK\nQRQISF\n").startswith(f"{begin}it looks like a sequence without a header; write '>'")
     for other in ("notes of today\n>a\nMK\n", "MKT\n>a\nMK\n", "12 x\n"):

@@ -200,7 +200,7 @@ def test_an_excel_workbook() -> None:
         file.writestr("xl/workbook.xml", "<workbook/>")
     with pytest.raises(InputError) as error:
         read_table(Path("t.csv"))
-    message = "t.csv: is an Excel workbook or another zip archive, not a text table; save it as CSV"
+    message = "t.csv: is an Excel workbook or another zip archive, not a text table; save it as CSV, or as .xlsx"
     assert str(error.value) == message
 
 

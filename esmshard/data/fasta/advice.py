@@ -10,7 +10,10 @@ from esmshard.data.fasta.symbols import Rules
 
 Option = Literal["--on-unknown drop", "--on-duplicate suffix", "--on-nucleotides keep"]
 
-_ENDING = re.compile(r"(\.(fasta|faa|fas|fa|a3m|txt|seq))?(\.(gz|bgz|bz2|xz|zst))?$", re.IGNORECASE)
+_ENDING = re.compile(
+    r"(\.(fasta|faa|fas|fa|a3m|txt|seq|csv|tsv|tab|parquet|xlsx|gb|gbk|gp|dat|xml|sto|aln))?(\.(gz|bgz|bz2|xz|zst))?$",
+    re.IGNORECASE,
+)
 _DOES: dict[Option, str] = {
     "--on-unknown drop": "leave such records out",
     "--on-duplicate suffix": "give the later ones a number (--on-duplicate first leaves them out)",

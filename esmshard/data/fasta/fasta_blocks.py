@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from esmshard.data.fasta.advice import instead
 from esmshard.data.fasta.file_kinds import kind_of, text_without_headers
-from esmshard.data.fasta.sources import STDIN, open_source, read_block
+from esmshard.data.fasta.sources import STDIN, ConvertedSource, open_source, read_block
 from esmshard.data.fasta.symbols import (
     BLANKS,
     LEFT_OUT,
@@ -103,6 +103,8 @@ def read_blocks(
     """
     with readable(path, "a FASTA file"), open_source(path) as stream:
         reader = _Reader(path, edits, rules)
+        if isinstance(stream, ConvertedSource):
+            edits.extend(stream.edits)
         for at, chunk in reader.chunks(stream, start, stop):
             block = reader.block(at, chunk, stop)
             if block.ids:
@@ -136,6 +138,7 @@ class _Reader:
         # `self._lines` is the number of lines before byte `self._counted`. A file is read again when a line number is
         # needed; standard input cannot be read again, so its lines are counted from the start.
         self._lines, self._counted = 0, 0 if path == STDIN else -1
+        self._converted: ConvertedSource | None = None
 
     def chunks(self, stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
         """Read (offset, bytes) of whole records. Each chunk but the last has about BLOCK bytes."""
@@ -321,15 +324,19 @@ class _Reader:
                 ) from None
 
     def line(self, at: int, chunk: bytes, place: int) -> int:
-        """Return the line, counted from 1, of byte `place` of the chunk that begins at byte `at` of the file."""
+        """Return the line of the file, counted from 1, of byte `place` of the chunk that begins at byte `at` of its
+        text.
+        """
         if self._counted != at:
             with open_source(self._path) as stream:
+                self._converted = stream if isinstance(stream, ConvertedSource) else None
                 self._lines, left, before = 0, at, b""
                 while left and (data := stream.read(min(left, BLOCK))):
                     self._lines += _newlines(data) - (before + data[:1] == b"\r\n")
                     left, before = left - len(data), data[-1:]
             self._counted = at
-        return self._lines + _newlines(chunk[:place]) + 1
+        line = self._lines + _newlines(chunk[:place]) + 1
+        return line if self._converted is None else self._converted.line_in_file(line)
 
 
 def _newlines(text: bytes) -> int:

@@ -119,6 +119,11 @@ def split_of(set_value: str, validation: str, where: str) -> Split:
     return "valid" if truth else split
 
 
+def is_split(name: str) -> bool:
+    """Return whether a text names a split."""
+    return name.lower() in _SPLITS
+
+
 def number(text: str, where: Callable[[], str]) -> float:
     """Convert an attribute's value to a number. The result is NaN for the values in `tables.MISSING`, such as `nan`.
 

@@ -13,7 +13,7 @@ from typing import TextIO
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
 from esmshard.data.fasta.headers import id_of
-from esmshard.data.fasta.sources import open_source
+from esmshard.data.fasta.sources import ConvertedSource, open_source
 from esmshard.data.fasta.symbols import BLANKS
 from esmshard.data.tables import readable, shown
 from esmshard.errors import InputError
@@ -44,12 +44,19 @@ def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
     none_yet = True
     with (
         readable(path, "a FASTA file of labels"),
-        TextIOWrapper(open_source(path), encoding="utf-8-sig") as handle,
+        open_source(path) as stream,
+        TextIOWrapper(stream, encoding="utf-8-sig") as handle,
     ):
+        converted = stream if isinstance(stream, ConvertedSource) else None
+        if converted is not None and converted.edits.counts:
+            raise InputError(
+                f"{path}: {converted.edits.notices()[0]}; fill in what is missing, or remove these records"
+            )
         parser = SimpleFastaParser(_checked(handle, path, lines))  # type: ignore[no-untyped-call]
         for header, raw in parser:
             none_yet = False
             line, record_id, text = lines.popleft(), id_of(header), raw.translate(_NO_BLANKS)
+            line = line if converted is None else converted.line_in_file(line)
             if not text:
                 raise InputError(f"{path}:{line}: record {shown(record_id)} has no labels; write them, or remove it")
             yield LabelRecord(record_id, header.strip(), text, line)

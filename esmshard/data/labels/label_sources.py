@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.fasta.sequence_tables import read_sequence_table
+from esmshard.data.fasta.sources import is_sequence_table
 from esmshard.data.labels.coordinates import npz_beside, read_arrays
-from esmshard.data.tables import Table, read_table
+from esmshard.data.tables import Table, read_table, shown
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
@@ -18,15 +20,23 @@ _FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
     """Open what the label readers take: a table, the path of a label FASTA, or None for the headers of the FASTA file.
 
-    The strings and numbers of an `.npz` are a table too. Without `data.labels`, the `.npz` beside the FASTA file is
-    used if it has the array that `data.target` names.
+    The strings and numbers of an `.npz` are a table too. Without `data.labels`, a table of sequences has the labels,
+    too; beside a FASTA file, the `.npz` is used if it has the array that `data.target` names.
 
     Raises:
         InputError: the file cannot be read.
         UsageError: `data.id_column` is set, and there is no table.
     """
     source: Table | Path | None = None
-    if data.labels is None:
+    own = data.labels is None or recipe_file.sample(data.labels) == fasta
+    if own and is_sequence_table(fasta):
+        source = read_sequence_table(fasta).rows
+        if data.id_column not in (None, source.ids):
+            raise UsageError(
+                f"data.id_column: the ids of {fasta} are its column {shown(source.ids or '')}, as those of its "
+                f"sequences; call the column {shown(data.id_column or '')} 'id' instead"
+            )
+    elif data.labels is None:
         path = npz_beside(fasta)
         if data.target and path.exists() and data.target[0] in (table := read_npz(path)).columns:
             source = table

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.fasta.sequence_tables import ID_NAMES, SEQUENCE_NAMES
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, first_three, listed, shown
@@ -20,19 +21,6 @@ from esmshard.vocab import encode_residues
 
 UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
 """An id as UniProt writes it; the group is the accession."""
-_IDS = (
-    "id",
-    "name",
-    "entry",
-    "identifier",
-    "accession",
-    "protein",
-    "protein_id",
-    "sequence_id",
-    "seq_id",
-    "uniprot_id",
-)
-_SEQUENCES = ("sequence", "seq", "mutated_sequence")
 _LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.replace("J", "X") + "X", "-.")
 
 
@@ -57,7 +45,8 @@ def rows_of_records(
         table: the table of R rows.
         store: the N records.
         fasta: the file of the records, for messages.
-        id_column: column of the ids; without it, the one column that is called `id`, `name`, `entry` or the like.
+        id_column: column of the ids; without it `table.ids`, or the one column that is called `id`, `name`, `entry` or
+            the like.
         same: returns whether two rows give the same label.
         labelled_R: whether each row gives a label at all, bool [R].
         what: the word for a label in messages. Splits of no record are counted; labels of no record are not, since a
@@ -69,8 +58,10 @@ def rows_of_records(
         InputError: rows contradict each other, or rows or records have no match; the message names the lines or counts.
     """
     fix = "name the column of ids in data.id_column"
-    id_column = id_column or table.only_column(_IDS, fix)
-    sequence_column = table.only_column(_SEQUENCES, fix) if id_column is None else _sequences(table, id_column)
+    id_column = id_column or table.ids or table.only_column(ID_NAMES, fix)
+    sequence_column = table.only_column(SEQUENCE_NAMES, fix) if id_column is None else _sequences(table, id_column)
+    if table.ids is not None:  # The records were made of this table, by rules that `_tokens` need not know.
+        sequence_column = None
     column = id_column or sequence_column
     if column is None:
         raise InputError(f"{table.path}: has no column of ids or sequences that is known; {listed(table.columns)}")
@@ -153,7 +144,7 @@ def check_labelled(
 
 def _sequences(table: Table, id_column: str) -> str | None:
     """Return the column with the sequence of each row, if there is just one."""
-    found = [column for column in table.columns if column.lower() in _SEQUENCES]
+    found = [column for column in table.columns if column.lower() in SEQUENCE_NAMES]
     return id_column if id_column in found else found[0] if len(found) == 1 else None
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from esmshard.data.batching.loader import Examples, Labels
 from esmshard.data.splits import assignment
 from esmshard.data.splits.clusters import read_clusters
-from esmshard.data.splits.set_members import marked_otherwise, members
+from esmshard.data.splits.set_members import marked_otherwise, marks, members
 from esmshard.data.splits.variant_records import open_variants
 from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
@@ -82,7 +82,7 @@ def open_tested(
     examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
     if others := marked_otherwise("test", path, tokens):
         examples.notices.append(
-            f"all its records are scored, whatever SET= in its headers says ({others}); `esmshard split {path} -o DIR "
+            f"all its records are scored, whatever {marks(path)} says ({others}); `esmshard split {path} -o DIR "
             "--by given` writes those of the test set to DIR/test.fasta"
         )
     if outer:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.fasta.headers import attributes, split_of
+from esmshard.data.fasta.sources import is_sequence_table
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.label_sources import label_source
 from esmshard.data.splits.assignment import SETS
@@ -47,8 +48,8 @@ def members(
     if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
         others = marked_otherwise(name, path, tokens)
         unused = (
-            f"SET= in its headers is not used, as it is the file of {name} alone, and all its records are taken "
-            f"({others}); name one file in data.train, data.valid and data.test to have SET= divide it"
+            f"{marks(path)} is not used, as it is the file of {name} alone, and all its records are taken ({others}); "
+            "name one file in data.train, data.valid and data.test to have it divided"
         )
         return None, [unused] if others else []
     source = label_source(fasta, data) if data.labels is not None else None
@@ -56,7 +57,7 @@ def members(
         source = None
     if source is None and not any(_has_set(tokens, n, path) for n in range(len(tokens))):
         return None, []
-    where = "SET= in its headers" if source is None else f"{source.path if isinstance(source, Table) else source}"
+    where = marks(path) if source is None else f"{source.path if isinstance(source, Table) else source}"
     if data.folds is not None:
         raise UsageError(
             f"data.folds: divides {path}, which {where} divides too; leave out folds, or give data.valid another file"
@@ -86,6 +87,11 @@ def marked_otherwise(name: str, path: Path, tokens: TokenStore) -> str | None:
             continue
         others[split] += split != name
     return listed([f"{count:,} say {split}" for split, count in others.items() if count]) if others.total() else None
+
+
+def marks(path: Path) -> str:
+    """Return what names the split of each record. The column of a table is SET= in the headers of its records."""
+    return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
 
 
 def _says_set(tokens: TokenStore, n: int) -> bool:

@@ -28,7 +28,7 @@ import numpy as np
 
 from esmshard.data.fasta import nucleotides
 from esmshard.data.fasta.advice import instead
-from esmshard.data.fasta.sources import STDIN, is_plain
+from esmshard.data.fasta.sources import CONVERSION, STDIN, is_plain, other_kind
 from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.store.duplicates import OnDuplicate, without_duplicates
 from esmshard.data.store.pieces import Piece, piece_directory, read_piece
@@ -222,6 +222,8 @@ def cached(source: Path) -> TokenStore:
     from filelock import FileLock  # slow to import
 
     name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{now}"
+    if other_kind(source) is not None:  # Which columns of a table are read follows from the table and these rules.
+        name += f"/{CONVERSION}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "stores" / digest, cache_directory() / "locks"
     locks.mkdir(parents=True, exist_ok=True)

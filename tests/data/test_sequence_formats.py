@@ -1,0 +1,148 @@
+"""Files of GenBank, UniProt and alignments in place of FASTA files."""
+
+import bz2
+from pathlib import Path
+
+import pytest
+
+from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.data.fasta.sources import is_plain
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.store.ingestion import ingest
+from esmshard.errors import InputError
+
+GENBANK = """\
+LOCUS       NP_000001                 12 aa            linear   PRI 01-JAN-2020
+DEFINITION  test protein [Homo sapiens].
+ACCESSION   NP_000001
+VERSION     NP_000001.1
+SOURCE      Homo sapiens (human)
+  ORGANISM  Homo sapiens
+            Eukaryota.
+FEATURES             Location/Qualifiers
+     source          1..12
+                     /organism="Homo sapiens"
+ORIGIN
+        1 mktayiakqr qi
+//
+LOCUS       NP_000002                  3 aa            linear   PRI 01-JAN-2020
+DEFINITION  second.
+ACCESSION   NP_000002
+VERSION     NP_000002.7
+ORIGIN
+        1 mkt
+//
+"""
+SWISS = """\
+ID   HBA_TEST                Reviewed;          10 AA.
+AC   P12345;
+DT   01-JAN-1990, integrated into UniProtKB/Swiss-Prot.
+DE   RecName: Full=Hemoglobin test;
+OS   Homo sapiens (Human).
+OC   Eukaryota.
+SQ   SEQUENCE   10 AA;  1128 MW;  1234567890ABCDEF CRC64;
+     MKTAYIAKQR
+//
+"""
+XML = """\
+<?xml version='1.0' encoding='UTF-8'?>
+<uniprot xmlns="http://uniprot.org/uniprot">
+<entry dataset="Swiss-Prot" created="1990-01-01" modified="2020-01-01" version="1">
+<accession>P12345</accession><name>HBA_TEST</name>
+<protein><recommendedName><fullName>Hemo</fullName></recommendedName></protein>
+<sequence length="10" mass="1128" checksum="1" modified="1990-01-01" version="1">MKTAYIAKQR</sequence>
+</entry>
+</uniprot>
+"""
+STOCKHOLM = "# STOCKHOLM 1.0\n#=GF ID x\n\na/1-4  MK-T.A\nb/2-9  mkATTA\n#=GC SS_cons  xxxxxx\n//\n"
+CLUSTAL = "CLUSTAL W (1.83) multiple sequence alignment\n\n\na     MK-TA\nb     MKATA\n\na     CC\nb     DD\n\n"
+FILES = {
+    "x.gbk": (GENBANK, [("NP_000001.1", "MKTAYIAKQRQI"), ("NP_000002.7", "MKT")]),
+    "x.dat": (SWISS, [("P12345", "MKTAYIAKQR")]),
+    "x.xml": (XML, [("P12345", "MKTAYIAKQR")]),
+    "x.sto": (STOCKHOLM, [("a/1-4", "MKTA"), ("b/2-9", "MKATTA")]),
+    "x.aln": (CLUSTAL, [("a", "MKTACC"), ("b", "MKATADD")]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str, name: str) -> Path:
+    Path(name).write_text(text)
+    return Path(name)
+
+
+def read(path: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    edits = Edits()
+    return [(record.id, record.sequence) for record in read_fasta(path, edits)], edits.notices()
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_records_are_read_whatever_the_name_the_line_ends_and_the_compression(name: str) -> None:
+    text, expected = FILES[name]
+    assert read(write(text, name))[0] == expected
+    assert not is_plain(Path(name))
+    assert read(write(f"\n{text}", "other.fasta"))[0] == expected
+    Path("x.bz2").write_bytes(bz2.compress(text.replace("\n", "\r\n").encode()))
+    assert read(Path("x.bz2"))[0] == expected
+    store = ingest([Path(name)], Path("x.store"))
+    assert [store.id(n) for n in range(len(store))] == [record_id for record_id, _ in expected]
+
+
+def test_the_header_has_the_description() -> None:
+    assert [r.description for r in read_fasta(write(GENBANK, "x.gb"))] == [
+        "NP_000001.1 test protein [Homo sapiens]",
+        "NP_000002.7 second",
+    ]
+
+
+def test_gaps_of_an_alignment_are_removed_with_a_notice() -> None:
+    assert read(write(CLUSTAL, "x.aln"))[1] == ["gaps were removed in 1 record (a)"]
+    assert read(write(STOCKHOLM, "x.sto"))[1] == [
+        "gaps were removed in 1 record (a/1-4)",
+        "lower-case letters were read as upper case in 1 record (b/2-9)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.gb", GENBANK.replace("1 mkt\n", "1 m1t\n"), "x.gb:14: record 'NP_000002.7' has '1' at position 2, "),
+        (
+            "x.gb",
+            GENBANK.replace("3 aa            linear", "3 bp    DNA     linear"),
+            "x.gb:14: record 'NP_000002.7' is DNA, where proteins are expected; translate it, or export ",
+        ),
+        ("x.dat", SWISS.replace("MKTAYIAKQR", "MKTAYIAK?R"), "x.dat:1: record 'P12345' has '?' at position 9, "),
+        ("x.xml", XML.replace("YIAKQR<", "YIAK?R<"), "x.xml:3: record 'P12345' has '?' at position 9, "),
+        ("x.sto", STOCKHOLM.replace("mkATTA", "mkA?TA"), "x.sto:5: record 'b/2-9' has '?' at position 4, "),
+        ("x.aln", CLUSTAL.replace("DD", "D?"), "x.aln:5: record 'b' has '?' at position 7, "),
+        ("x.aln", "CLUSTAL W (1.83)\n\n", "x.aln: is a Clustal alignment without a record; "),
+        ("x.xml", XML.replace("</uniprot>", ""), "x.xml: cannot be read as a UniProt XML file ("),
+        ("x.sto", STOCKHOLM.replace("mkATTA", "mkATT"), "x.sto: cannot be read as a Stockholm alignment ("),
+    ],
+)
+def test_bad_files_are_refused_in_one_sentence(name: str, text: str, message: str) -> None:
+    assert refusal(write(text, name)).startswith(message)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_ends_early_is_read_or_refused_and_nothing_else(name: str) -> None:
+    text, _ = FILES[name]
+    for size in range(45, len(text), 7):
+        path = write(text[:size], name)
+        try:
+            assert read(path)[0]
+        except InputError as error:
+            assert str(error).startswith(name), size  # noqa: PT017

@@ -1,0 +1,283 @@
+"""Tables as files of sequences: the columns that are known, the rows that are left out, and the labels beside them."""
+
+import gzip
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from esmshard.data.fasta.fasta_reader import Record, read_fasta
+from esmshard.data.fasta.sources import STDIN, is_plain
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.labels.label_sources import label_source
+from esmshard.data.splits.recipe_splits import open_split
+from esmshard.data.splits.set_members import marked_otherwise
+from esmshard.data.store.ingestion import cached
+from esmshard.data.tables import Table
+from esmshard.data.tracks.track_files import track_files
+from esmshard.errors import InputError, UsageError
+from esmshard.model.families.family_registry import SIZES, family_of
+from esmshard.recipe import recipe_file
+from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks.registry import new_task
+from esmshard.vocab import decode
+
+FLIP = (
+    "sequence,target,set,validation\nMKTAYIAK,0.1,train,True\nMKTAYLAK,0.7,test,\nMKTAYVAK,0.5,train,False\n"
+    "MKTAYVAW,0.2,train,nan\n"
+)
+SAPROTHUB = "protein,label,stage\nMKTAYIAK,0.1,valid\nMKTAYLAK,0.7,test\nMKTAYVAK,0.5,train\nMKTAYVAW,0.2,train\n"
+MARKS = {
+    FLIP: ["row_2 SET=train VALIDATION=True", "row_3 SET=test", "row_4 SET=train VALIDATION=False", "row_5 SET=train"],
+    SAPROTHUB: ["row_2 SET=valid", "row_3 SET=test", "row_4 SET=train", "row_5 SET=train"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+
+
+def write(data: str | bytes, name: str = "x.csv") -> Path:
+    Path(name).write_bytes(data.encode() if isinstance(data, str) else data)
+    return Path(name)
+
+
+def read(path: Path) -> tuple[list[Record], list[str]]:
+    edits = Edits()
+    return list(read_fasta(path, edits)), edits.notices()
+
+
+def refusal(data: str | bytes, name: str = "x.csv") -> str:
+    with pytest.raises(InputError) as caught:
+        read(write(data, name))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def recipe(task: str, more: str = "") -> Recipe:
+    files = "train: x.csv, valid: x.csv, test: x.csv"
+    Path("r.yaml").write_text(
+        f"task: {task}\nmodel: {{name: starter}}\ndata: {{{files}, long: full{more}}}\nout: run\n"
+    )
+    return recipe_file.load(Path("r.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [("x.csv", str.encode), ("x.TSV", lambda text: text.replace(",", "\t").encode()), ("x.csv.gz", None)],
+)
+def test_rows_are_records_of_any_text_table(name: str, pack: Callable[[str], bytes] | None) -> None:
+    text = "id,sequence,label\na,MKT AA,1\nb,mk-t*,2\n"
+    path = write(gzip.compress(text.encode()) if pack is None else pack(text), name)
+    assert read(path) == (
+        [Record("a", "a", "MKTAA"), Record("b", "b", "MKT")],
+        [
+            "a '*' at the end was removed in 1 record (b)",
+            "lower-case letters were read as upper case in 1 record (b)",
+            "gaps were removed in 1 record (b)",
+        ],
+    )
+    assert not is_plain(path), "bytes of a table are no ranges of records"
+
+
+def test_rows_of_parquet_are_numbered_from_1() -> None:
+    parquet.write_table(pa.table({"seq": ["MKT", None, "AAA"], "y": [1.5, 2, 3]}), "x.parquet")
+    records, notices = read(Path("x.parquet"))
+    assert [(record.id, record.sequence) for record in records] == [("row_1", "MKT"), ("row_3", "AAA")]
+    assert notices == ["1 row without a sequence left out (row 2)"]
+    Path("x.parquet").rename("x.fasta")
+    with pytest.raises(InputError, match=r"x\.fasta: is a Parquet table, .*; let its name end in \.parquet"):
+        read(Path("x.fasta"))
+
+
+@pytest.mark.parametrize("text", MARKS)
+def test_published_tables_are_read_as_they_come(text: str) -> None:
+    records, notices = read(write(text))
+    assert [record.description for record in records] == MARKS[text]
+    assert records[0].sequence == "MKTAYIAK"
+    assert notices == []
+
+
+def test_proteingym_and_uniprot_are_read_as_they_come() -> None:
+    gym = write("mutant,mutated_sequence,DMS_score,DMS_score_bin\nM1A,AKT,1.5,1\nM1C,CKT,0.5,0\n")
+    assert [(record.id, record.sequence) for record in read(gym)[0]] == [("row_2", "AKT"), ("row_3", "CKT")]
+    uniprot = write("Entry\tReviewed\tEntry Name\tSequence\nP1\treviewed\tA_B\tMKT\n", "u.tsv")
+    assert read(uniprot)[0] == [Record("P1", "P1", "MKT")]
+
+
+def test_stage_is_a_set_only_where_it_names_sets() -> None:
+    records, _ = read(write("id,sequence,stage\na,MKT,III\nb,MKV,train\n"))
+    assert [record.description for record in records] == ["a", "b"]
+
+
+def test_rows_without_a_sequence_are_left_out_and_counted_with_their_lines() -> None:
+    path = write("sequence,target\nMKT,1\n,2\nNA,3\n\nMKV,4\n")
+    records, notices = read(path)
+    assert [record.id for record in records] == ["row_2", "row_6"]
+    assert notices == ["2 rows without a sequence left out (line 3, line 4)"]
+    assert cached(path).notices == notices
+
+
+def test_labels_and_sets_of_whole_proteins_are_in_the_same_table() -> None:
+    write(FLIP + ",0.9,train,\n")
+    found = recipe("{name: sequence, kind: number}")
+    task = new_task(found.task, {})
+    splits = {name: open_split(found, name, task.labels) for name in ("train", "valid", "test")}
+    ids = {name: [split.id(n) for n in range(len(split))] for name, split in splits.items()}
+    assert ids == {"train": ["row_4", "row_5"], "valid": ["row_2"], "test": ["row_3"]}
+    assert splits["train"].get(0).labels["target"].tolist() == pytest.approx([0.5])
+    assert splits["valid"].get(0).labels["target"].tolist() == pytest.approx([0.1])
+    assert splits["test"].notices[0] == "1 row without a sequence left out (line 6)"
+    assert "its column of sets divides it: 1 of 4 records are of test" in splits["test"].notices
+
+
+def test_a_table_of_one_split_says_that_its_sets_are_not_used() -> None:
+    path = write(FLIP)
+    assert marked_otherwise("train", path, cached(path)) == "1 say valid and 1 say test"
+
+
+def test_equal_sequences_of_a_table_keep_labels_of_their_own() -> None:
+    write("sequence,label,set\nMKT,1,train\nMKT,3,train\nMKA,2,val\nMKC,4,test\n")
+    for more in ("", ", labels: x.csv"):
+        found = recipe("{name: sequence, kind: number}", more)
+        train = open_split(found, "train", new_task(found.task, {}).labels)
+        assert [train.get(n).labels["target"].tolist() for n in range(2)] == [[1.0], [3.0]]
+
+
+def test_letters_of_a_track_may_stand_between_the_residues_of_a_table() -> None:
+    write("sequence,label,set\nMdEvVp,1,train\nMdEvVv,3,train\nMdEvWp,2,val\nMd,4,test\n")
+    found = recipe("{name: sequence, kind: number}", ", tracks: {3di: inside}")
+    tracks = track_files({"3di": "inside"}, family_of(SIZES["saprot_nano"]).tracks, "saprot_nano", "data.tracks.")
+    train = open_split(found, "train", new_task(found.task, {}).labels, tracks)
+    assert [decode(train.store.residues(n)) for n in range(4)] == ["MEV", "MEV", "MEW", "M"]
+    assert [train.get(n).labels["target"].tolist() for n in range(2)] == [[1.0], [3.0]]
+
+
+def test_letters_of_residues_are_in_a_column() -> None:
+    write("name,sequence,label,set\na,MKT,HHE,train\nb,MKV,EEE,val\nc,MK,HH,test\n")
+    found = recipe("{name: residue}")
+    train = open_split(found, "train", new_task(found.task, {}).labels)
+    assert train.get(0).labels["target"].tolist() == [1, 1, 0]
+    write("name,sequence,label,set\na,MKT,HHE,train\nb,MKV,EE,val\nc,MK,HH,test\n")
+    with pytest.raises(
+        InputError, match=r"x\.csv:3: record 'b' has labels for 2 residues, but 3 residues in .*x\.csv;"
+    ):
+        open_split(found, "train", new_task(found.task, {}).labels)
+
+
+def test_the_cache_follows_the_table_and_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cached(write("sequence\nMKT\n"))
+    assert cached(Path("x.csv")).path == first.path
+    monkeypatch.setattr("esmshard.data.store.ingestion.CONVERSION", 0)
+    assert cached(Path("x.csv")).path != first.path
+    monkeypatch.undo()
+    os.utime(write("sequence\nMKV\n"), ns=(1, 1))
+    assert cached(Path("x.csv")).path != first.path
+
+
+def test_the_column_of_ids_is_that_of_the_sequences() -> None:
+    path = write("id,name,sequence,label\na,x,MKT,1\nb,y,MKV,2\n")
+    files = {"train": "x.csv", "valid": "x.csv", "test": "x.csv"}
+    with pytest.raises(UsageError, match=r"data\.id_column: the ids of x\.csv are its column 'id', .* 'name' 'id'"):
+        label_source(path, DataSettings(**files, id_column="name"))
+    assert label_source(path, DataSettings(**files, id_column="id")) is not None
+
+
+def test_what_is_no_fasta_file_by_its_name_may_be_one_by_its_first_byte() -> None:
+    assert read(write(">a\nMKT\n", "x.csv"))[0] == [Record("a", "a", "MKT")]
+    assert is_plain(Path("x.csv"))
+    assert refusal("id,sequence\na,MKT\n", "x.fasta") == (
+        "x.fasta:1: text before the first '>'; it looks like a table; give a file whose name ends in .csv or .tsv, and "
+        "call its column of sequences 'sequence'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "x.csv: is empty; its first line names the columns"),
+        ("id,sequence\n", "x.csv: has a header, but no rows; add rows below the header, or give another table"),
+        ("id,sequence\na,\n", "x.csv: column 'sequence' holds nothing; sequences of amino acids are expected there"),
+        (
+            "sequence,y\n12,1\n3.5,2\n",
+            "x.csv: column 'sequence' holds numbers, as '12'; sequences of amino acids are expected there",
+        ),
+        (
+            "id,fold\na,MKT\n",
+            "x.csv: has no column of sequences that is known; its columns are 'id', 'fold'; call the one with the "
+            "amino acids 'sequence'",
+        ),
+        (
+            "sequence,mutated_sequence\nMKT,MKV\n",
+            "x.csv: columns 'sequence' and 'mutated_sequence' may both be meant; rename the one that is not",
+        ),
+        ("id,sequence\na,MKT\n,MKV\n", "x.csv:3: column 'id' is empty; fill it in, or remove the row"),
+        ("name,accession,seq\na,b,MKT\n", "x.csv: columns 'name' and 'accession' may both be meant; call the one "),
+        ("name,seq\nmy protein,MKT\n", "x.csv:2: column 'name' has 'my protein', and an id has no spaces; put "),
+        ("id,seq\na,MKT\nb,\nc,M1T\n", "x.csv:4: record 'c' has '1' at position 2, which is not a residue; "),
+        ("id,seq\na,MKT\nb,\na,MKV\n", "x.csv:4: 'a' was used before with another sequence; rename one of them, "),
+        ("id,seq\na,M>KT\n", "x.csv:2: record 'a' has '>' at position 2, which is not a residue; "),
+        ("id,seq\na,MKT,1,2\n", "x.csv:2: has 4 cells, but the header in line 1 has 2, read as separated by commas; "),
+    ],
+)
+def test_bad_tables_are_refused_in_one_sentence(text: str, message: str) -> None:
+    assert refusal(text).startswith(message)
+
+
+def test_advice_names_a_store_after_the_table() -> None:
+    assert refusal("id,seq\na,M1T\n").endswith(
+        "leave such records out: `esmshard ingest x.csv -o x.store --on-unknown drop`, and give x.store for the file"
+    )
+
+
+def test_the_standard_input_has_no_name_that_would_make_it_a_table() -> None:
+    write("id,sequence\na,MKT\n", "-")
+    assert not is_plain(STDIN)
+
+
+def workbook(*sheets: list[list[object]]) -> Path:
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    book.remove(book.active)
+    for rows in sheets:
+        sheet = book.create_sheet()
+        for row in rows:
+            sheet.append(row)
+    book.save("x.xlsx")
+    return Path("x.xlsx")
+
+
+def test_a_workbook_with_one_sheet_is_a_table() -> None:
+    rows = [["Sequence", "target", None], [" MKT", 0.1, None], [None, 2, None], [None], ["MKV", 3, None]]
+    path = workbook(rows, [])
+    assert [(record.id, record.sequence) for record in read(path)[0]] == [("row_2", "MKT"), ("row_5", "MKV")]
+    assert read(path)[1] == ["1 row without a sequence left out (row 3)"]
+    source = label_source(path, DataSettings(train="x.xlsx", valid="v", test="t"))
+    assert isinstance(source, Table)
+    assert source.numbers("target").tolist() == [0.1, 3.0]
+
+
+def test_a_workbook_with_several_sheets_is_refused() -> None:
+    path = workbook([["sequence"], ["MKT"]], [["notes"]])
+    with pytest.raises(InputError, match=r"x\.xlsx: has 2 sheets with cells \('Sheet', 'Sheet1'\); save the one"):
+        read(path)
+
+
+def test_a_damaged_workbook_is_refused_in_one_sentence() -> None:
+    data = workbook([["sequence"], ["MKT"]]).read_bytes()
+    for size in (30, len(data) // 2, len(data) - 10):
+        assert refusal(data[:size], "x.xlsx").startswith("x.xlsx: cannot be read as an Excel workbook (")
+
+
+def test_without_its_library_a_workbook_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    assert refusal(b"PK\x03\x04xl/", "x.xlsx") == (
+        "x.xlsx: reading an Excel workbook needs openpyxl; pip install openpyxl, or save the sheet as 'CSV UTF-8'"
+    )
