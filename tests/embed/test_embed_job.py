@@ -38,7 +38,7 @@ class Given(NamedTuple):
 
     def embed(self, name: str, *, model: str | None = None, fasta: Path | None = None, **options: Any) -> EmbedReport:
         """`esmshard embed`: options of the request are told from those of the run."""
-        asked = ("fmt", "pools", "layers", "dtype", "precision", "long")
+        asked = ("fmt", "pools", "layers", "heads", "dtype", "precision", "long")
         wanted = request(model or self.model, self.out / name, **{k: options.pop(k) for k in asked if k in options})
         return embed(wanted, fasta or self.fasta, **options)
 
@@ -152,6 +152,40 @@ def test_everything_at_once_is_what_fair_esm_says(given: Given) -> None:
                 assert np.abs(found[f"{pool}_{layer}"] - values.numpy()).max() <= 1e-5, (record_id, pool, layer)
         assert np.abs(found["logits"] - theirs["logits"][0, 1:-1].numpy()).max() <= 1e-5
         assert np.abs(found["contacts"] - theirs["contacts"][0].numpy()).max() <= 1e-5
+
+
+def test_attention_maps_are_those_of_fair_esm(given: Given) -> None:
+    """Layer n is fair-esm's map n - 1, without the rows and columns of `<cls>` and `<eos>`."""
+    given.embed("every", pools=["attentions"], layers=[1, -1], part_tokens=200)
+    given.embed("x.h5", pools=["attentions"], layers=[1], heads=[2, 0])
+    product = esmshard.open(given.out / "every")
+    assert product.attributes["heads"] == "0,1,2,3"
+    with h5py.File(given.out / "x.h5") as file:
+        assert (file.attrs["pool"], file.attrs["layer"], file.attrs["heads"]) == ("attentions", 1, "2,0")
+        assert len(file) == len(IDS)
+        chosen = {data.attrs["original_id"]: data[()] for data in file.values()}
+    for record_id, sequence in given.sequences.items():
+        block, _ = tokenise([sequence])
+        with torch.no_grad():
+            theirs = given.reference(block, need_head_weights=True)["attentions"][0, :, :, 1:-1, 1:-1].numpy()
+        found: Any = product[record_id]
+        assert list(found) == ["attentions_1", "attentions_2"]
+        for layer in (1, 2):
+            assert found[f"attentions_{layer}"].shape == (TINY.n_heads, len(sequence), len(sequence))
+            assert np.abs(found[f"attentions_{layer}"] - theirs[layer - 1]).max() <= 1e-5
+        assert np.abs(chosen[record_id] - theirs[0][[2, 0]]).max() <= 1e-5
+        assert found["attentions_1"].sum(-1).max() < 1
+    assert np.abs(theirs[0] - theirs[1]).max() > 1e-3, "layers that are alike would compare nothing"
+
+
+def test_attention_maps_are_reused_for_the_same_heads_only(given: Given) -> None:
+    given.embed("old", pools=["attentions"], heads=[0, 3])
+    assert given.embed("new", pools=["attentions"], heads=[0, 3], reuse=given.out / "old").reused == len(IDS)
+    for name, heads, said in (("one", [3], "3"), ("all", [], "0,1,2,3"), ("turned", [3, 0], "3,0")):
+        with pytest.raises(UsageError, match=f"holds attentions_2 of heads 0,3, and no attentions_2 of heads {said}$"):
+            given.embed(name, pools=["attentions"], heads=heads, reuse=given.out / "old")
+    with pytest.raises(UsageError, match="was made with attentions_2 of heads 0,3, and not with attentions_2 of heads"):
+        given.embed("old", pools=["attentions"], heads=[1], resume=True)
 
 
 @pytest.mark.parametrize("layer", range(TINY.n_layers + 1))
@@ -279,6 +313,12 @@ def test_an_existing_list_of_ids_is_not_lost(given: Given) -> None:
         ("x.npy", {"pools": ["mean", "max"]}, "npy holds one output"),
         ("x.npy", {"pools": ["median"]}, "one of mean, max"),
         ("x.h5", {"pools": ["contacts"], "layers": [1]}, "leave --layers out"),
+        ("x.h5", {"pools": ["attentions"], "layers": [2, 0]}, "layers 1 to 2, and layer 0 is the embedding; leave 0"),
+        ("x.h5", {"pools": ["attentions"], "layers": [-3]}, "--layers 0: attentions are of layers 1 to 2"),
+        ("x.h5", {"pools": ["attentions"], "heads": [4]}, "--heads 4: .* has heads 0 to 3"),
+        ("x.h5", {"pools": ["attentions"], "heads": [-1]}, "--heads -1: .* has heads 0 to 3"),
+        ("x.h5", {"pools": ["contacts"], "heads": [1]}, "only --pool attentions has heads; leave --heads out"),
+        ("x.parquet", {"pools": ["attentions"]}, "none for attentions_2; write it with --format h5 or safetensors"),
         ("x.npy", {"dtype": "fp64"}, "one of fp32, fp16, bf16"),
         ("x.npy", {"dtype": "bf16"}, "and not bf16"),
         ("x.npy", {"precision": "fp8"}, "auto, fp32"),

@@ -93,6 +93,18 @@ def test_counts_and_sizes_are_those_of_the_run(given: Given, monkeypatch: pytest
         assert found.file_bytes < size(given.out / fmt) < 1.02 * found.file_bytes, fmt
 
 
+@pytest.mark.parametrize("heads", [[], [0, 5]])
+def test_sizes_of_attention_maps_are_those_of_the_run(given: Given, heads: list[int]) -> None:
+    found = given.look("x.h5", "attentions", heads=heads, layers=[1, 6])
+    ids, pairs = sum(len(f"record_{n}\n") for n in range(RECORDS)), 2 * len(heads or range(12))
+    squares = [n * n for n in LENGTHS]
+    assert found.file_bytes == (sum(squares) + sum(squares[n] for n in AGAIN)) * pairs * 4 + ids
+    embed(given.ask("x.h5", "attentions", heads=heads, layers=[1, 6]), given.fasta)
+    assert found.file_bytes < size(given.out / "x.h5") < 1.02 * found.file_bytes
+    embed(given.ask("parts", "attentions", heads=heads, layers=[1, 6]), given.fasta)
+    assert size(given.out / "parts") == pytest.approx(found.parts_bytes, rel=0.001)
+
+
 def test_says_it_to_people(given: Given) -> None:
     text = dry_run(given.ask("x.npy"), given.fasta, nproc=None, tokens=None, reuse=None)
     lines = [line.split(None, 1) for line in text.splitlines()]

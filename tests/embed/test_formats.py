@@ -32,8 +32,9 @@ LENGTHS = (31, 1, 120, 7, 7, 64, 2, 33, 18, 45, 9, 77, 5, 3, 12, 8, 6)
 ATTRIBUTES = {f"note_{n}": f"{n} é" for n in range(9)} | {"model": "tiny", "residues_at_once": 1022}
 """HDF5 keeps more than eight attributes in another way than fewer."""
 
-ALL = tuple(Output(pool, None if pool in ("logits", "contacts") else 6) for pool in FORMATS["h5"].pools)
-MEAN, MAX, CLS, RESIDUE, LOGITS, CONTACTS = ALL
+ATTENTIONS = Output("attentions", 6, (0, 2))
+ALL = (*(Output(pool, None if pool in ("logits", "contacts") else 6) for pool in FORMATS["parquet"].pools), ATTENTIONS)
+MEAN, MAX, CLS, RESIDUE, LOGITS, CONTACTS, _ = ALL
 NUMBERS = {"fp32": np.float32, "fp16": np.float16}
 
 
@@ -44,7 +45,9 @@ def values_of(outputs: Sequence[Output], dtype: str, ids: Sequence[str] = IDS) -
     found = []
     for n, _ in enumerate(ids):
         length = LENGTHS[n % len(LENGTHS)]
+        shapes: dict[str, tuple[int, ...]]
         shapes = {"residue": (length, DIM), "logits": (length, 33), "contacts": (length, length)}
+        shapes["attentions"] = (2, length, length)
         found.append({o.name: torch.randn(shapes.get(o.pool, (DIM,)), generator=generator).to(kind) for o in outputs})
     return found
 
@@ -133,7 +136,7 @@ def test_parquet_has_a_row_a_record_and_a_column_an_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, group: int
 ) -> None:
     monkeypatch.setattr(ParquetFormat, "GROUP", group)
-    write("parquet", tmp_path / "x.parquet", ALL, dtype)
+    write("parquet", tmp_path / "x.parquet", ALL[:-1], dtype)
     number = {"fp32": "float", "fp16": "halffloat"}[dtype]
     with parquet.ParquetFile(tmp_path / "x.parquet") as file:
         if group == 9000:
@@ -152,7 +155,7 @@ def test_parquet_has_a_row_a_record_and_a_column_an_output(
     stored = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     expected = ATTRIBUTES | {"records": len(IDS), "dim": DIM}
     assert stored == {key: str(value) for key, value in expected.items()}
-    for n, tensors in enumerate(values_of(ALL, dtype)):
+    for n, tensors in enumerate(values_of(ALL[:-1], dtype)):
         for name, tensor in tensors.items():
             array = np.array(table[name][n].as_py(), NUMBERS[dtype])
             assert np.array_equal(array, tensor.flatten().numpy() if name == "contacts" else tensor.numpy())
@@ -440,6 +443,8 @@ def test_too_few_rows_make_no_file(tmp_path: Path, fmt: str) -> None:
         ("parquet", [MEAN], "bf16", "parquet holds fp32 and fp16, and not bf16"),
         ("h5ad", [MEAN], "bf16", "h5ad holds fp32 and fp16, and not bf16"),
         ("h5ad", [MEAN, CONTACTS], "fp32", "none for contacts; write it with --format h5 or parquet or safetensors"),
+        ("parquet", [ATTENTIONS], "fp32", "none for attentions_6; write it with --format h5 or safetensors"),
+        ("fair-esm-pt", [ATTENTIONS], "fp32", "none for attentions_6; write it with --format h5 or safetensors"),
         ("fair-esm-pt", [MAX], "fp32", "has a place for mean, cls, residue, logits, contacts, and none for max_6"),
     ],
 )  # fmt: skip

@@ -70,6 +70,7 @@ class ParquetFormat(FormatWriter):
     """
 
     default_pool = "mean"
+    pools = ("mean", "max", "cls", "residue", "logits", "contacts")
     extra = ("pyarrow", "tables")
 
     GROUP: ClassVar[int] = 32 << 20

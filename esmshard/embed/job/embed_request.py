@@ -60,6 +60,7 @@ def request(
     fmt: str | None = None,
     pools: Sequence[str] = (),
     layers: Sequence[int] = (),
+    heads: Sequence[int] = (),
     dtype: str = "fp32",
     precision: str = "auto",
     long: Long = Long(),  # noqa: B008  # frozen
@@ -73,6 +74,7 @@ def request(
         fmt: a key of FORMATS, or `parts`; by default from the ending of `out`, and `parts` if there is none.
         pools: see `Output`; by default the usual pool of the format.
         layers: 0 (embedding) to the number of layers; the last, normed layer by default.
+        heads: the heads of `attentions`, from 0; all by default.
         dtype: dtype of the numbers in the file.
         precision: precision of the arithmetic: fp32, bf16, fp16 or `auto`, which is fast on the device.
         long: the treatment of long sequences.
@@ -90,7 +92,7 @@ def request(
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
     found = open_weights.read(model)
     usual = "mean" if fmt == PARTS else FORMATS[fmt].default_pool
-    outputs = choose(list(pools) or [usual], list(layers), found.config.n_layers, model)
+    outputs = choose(list(pools) or [usual], list(layers), found.config, model, heads)
     for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):
         if any(one.pool == pool for one in outputs) and part in found.unlearned:
             raise UsageError(f"--pool {pool}: {model} has no trained {part}, which they come from; take another model")

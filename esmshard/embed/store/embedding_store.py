@@ -145,6 +145,8 @@ class EmbeddingStore:
             "long": long.mode,
             "esmshard": self.manifest["esmshard"],
         }
+        for heads in {one.heads for one in self.outputs if one.heads}:  # all attentions have the same heads
+            found["heads"] = ",".join(map(str, heads))
         if tracks := self.manifest.get("tracks"):
             found["tracks"] = ",".join(tracks)
         if long.mode != "full":
