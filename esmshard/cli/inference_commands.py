@@ -29,15 +29,15 @@ def embed(
         Optional[str],
         typer.Option(
             "--format",
-            help="h5, npy, parquet, h5ad, safetensors, fair-esm-pt or parts; by default from the ending of OUT.",
+            help="h5, npy, csv, parquet, h5ad, safetensors, fair-esm-pt or parts; by default from the ending of OUT.",
         ),
     ] = None,
     pool: Annotated[
         str,
         typer.Option(
             metavar="POOL,...",
-            help="mean, max, cls, residue, logits, contacts, attentions; by default mean for npy, parquet, h5ad and "
-            "parts, else residue.",
+            help="mean, max, cls, residue, logits, contacts, attentions; by default mean for npy, csv, parquet, "
+            "h5ad and parts, else residue.",
         ),
     ] = "",
     layers: Annotated[

@@ -307,7 +307,8 @@ def test_an_existing_list_of_ids_is_not_lost(given: Given) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("x.csv", {}, "no format 'csv'"),
+        ("x.tsv", {}, "no format 'tsv'"),
+        ("x.csv", {"pools": ["residue"]}, "csv has a place for mean, max, cls, and none for residue_2"),
         ("x.npy", {"fmt": "hdf"}, "no format 'hdf'"),
         ("x.npy", {"pools": ["residue"]}, "npy has a place for mean, max, cls"),
         ("x.npy", {"pools": ["mean", "max"]}, "npy holds one output"),

@@ -105,6 +105,15 @@ def test_sizes_of_attention_maps_are_those_of_the_run(given: Given, heads: list[
     assert size(given.out / "parts") == pytest.approx(found.parts_bytes, rel=0.001)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_sizes_of_csv_are_bounds(given: Given, dtype: str) -> None:
+    found = given.look("x.csv", dtype=dtype)
+    assert re.search(r"\ncsv +at most \d[\d,]* bytes of numbers and ids", str(found))
+    embed(given.ask("x.csv", dtype=dtype), given.fasta)
+    head = sum(len(f",{n}") for n in range(192)) + 1
+    assert 0.7 * found.file_bytes < size(given.out / "x.csv") - head <= found.file_bytes
+
+
 def test_says_it_to_people(given: Given) -> None:
     text = dry_run(given.ask("x.npy"), given.fasta, nproc=None, tokens=None, reuse=None)
     lines = [line.split(None, 1) for line in text.splitlines()]

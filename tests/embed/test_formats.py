@@ -12,6 +12,7 @@ from typing import Any
 import anndata
 import h5py
 import numpy as np
+import pandas
 import pytest
 import torch
 from pyarrow import parquet
@@ -73,7 +74,7 @@ def names(directory: Path) -> list[str]:
 
 def test_what_is_computed_unless_told_otherwise() -> None:
     assert {name: writer.default_pool for name, writer in FORMATS.items()} == {
-        "h5": "residue", "npy": "mean", "parquet": "mean", "h5ad": "mean", "safetensors": "residue",
+        "h5": "residue", "npy": "mean", "csv": "mean", "parquet": "mean", "h5ad": "mean", "safetensors": "residue",
         "fair-esm-pt": "residue",
     }  # fmt: skip
 
@@ -128,6 +129,51 @@ def test_npy_is_a_matrix_and_its_ids(tmp_path: Path, output: Output, dtype: str)
     assert np.array_equal(matrix, np.stack([one[output.name].numpy() for one in values_of([output], dtype)]))
     assert (tmp_path / "x.ids.txt").read_text(encoding="utf-8").split("\n") == [*IDS, ""]
     assert names(tmp_path) == ["x.ids.txt", "x.npy"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("output", [MEAN, MAX, CLS], ids=lambda output: output.name)
+def test_csv_is_read_as_evolvepro_reads_it(tmp_path: Path, output: Output, dtype: str) -> None:
+    """`evolvepro/src/data.py` calls `read_csv` with `index_col=0`, and compares the index with names of variants."""
+    write("csv", tmp_path / "x.csv", [output], dtype)
+    table = pandas.read_csv(tmp_path / "x.csv", index_col=0)
+    assert list(table.index) == list(IDS)
+    assert list(table.columns) == [str(n) for n in range(DIM)]
+    assert {str(kind) for kind in table.dtypes} == {"float64"}
+    expected = np.stack([one[output.name].numpy() for one in values_of([output], dtype)])
+    assert np.array_equal(table.to_numpy().astype(NUMBERS[dtype]), expected)
+    assert names(tmp_path) == ["x.csv"]
+
+
+def test_csv_has_the_lines_that_pandas_writes(tmp_path: Path) -> None:
+    ids = ["WT", "A24G:V30L", "a,b", "-x"]
+    values = np.array([[0.1, -1e-7, 3.0], [1 / 3, 65504, 0], [-0.00012345678, 1e10, -5], [1, 2, 3]], np.float32)
+    with FORMATS["csv"](tmp_path / "x.csv", About((MEAN,), 3, "fp32", 4, {})) as writer:
+        for record_id, row in zip(ids, values, strict=True):
+            writer.add(Row(record_id, 5, {"mean_6": row}))
+    assert (tmp_path / "x.csv").read_text() == (
+        ",0,1,2\n"
+        "WT,0.100000001,-1.00000001e-07,3\n"
+        "A24G:V30L,0.333333343,65504,0\n"
+        '"a,b",-0.000123456775,1e+10,-5\n'
+        "'-x,1,2,3\n"
+    )
+    found = pandas.read_csv(tmp_path / "x.csv", index_col=0)
+    assert np.array_equal(found.to_numpy().astype(np.float32), values)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("fp32", np.uint32), ("fp16", np.uint16)])
+def test_every_number_of_csv_is_read_back_exactly(tmp_path: Path, dtype: Any, bits: Any) -> None:
+    """Of any size and with any digits, in no more bytes than are planned."""
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, np.iinfo(bits).max, 20_000, bits, endpoint=True).view(NUMBERS[dtype])
+    numbers = numbers[np.isfinite(numbers)]
+    out = tmp_path / "x.csv"
+    with FORMATS["csv"](out, About((MEAN,), len(numbers), dtype, 1, {})) as writer:
+        writer.add(Row("one", 5, {"mean_6": numbers}))
+    line = out.read_text().splitlines()[1]
+    assert np.array_equal(np.array(line.split(",")[1:], np.float64).astype(NUMBERS[dtype]), numbers)
+    assert max(len(text) for text in line.split(",")) + 1 == FORMATS["csv"].number_bytes(dtype)
 
 
 @pytest.mark.parametrize("group", [1, 9000, 1 << 30])
@@ -365,6 +411,7 @@ def test_there_may_be_no_row(tmp_path: Path, fmt: str) -> None:
     count = {
         "h5": lambda: len(h5py.File(out)),
         "npy": lambda: len(np.load(out)),
+        "csv": lambda: len(pandas.read_csv(out)),
         "parquet": lambda: parquet.read_table(out).num_rows,
         "h5ad": lambda: anndata.read_h5ad(out).n_obs,
         "safetensors": lambda: len(safe_open(out, "np").keys()),
@@ -378,7 +425,7 @@ class Broken(Exception):
 
 
 PLACES = {
-    "h5": ["x.h5"], "npy": ["x.ids.txt", "x.npy"], "parquet": ["x.parquet"], "h5ad": ["x.h5ad"],
+    "h5": ["x.h5"], "npy": ["x.ids.txt", "x.npy"], "csv": ["x.csv"], "parquet": ["x.parquet"], "h5ad": ["x.h5ad"],
     "safetensors": ["x.safetensors"], "fair-esm-pt": ["x.fair-esm-pt"],
 }  # fmt: skip
 
@@ -435,8 +482,11 @@ def test_too_few_rows_make_no_file(tmp_path: Path, fmt: str) -> None:
 @pytest.mark.parametrize(
     ("fmt", "outputs", "dtype", "message"),
     [
-        ("csv", [MEAN], "fp32", "no format 'csv'; there are h5, npy, parquet, h5ad, safetensors, fair-esm-pt"),
+        ("tsv", [MEAN], "fp32", "no format 'tsv'; there are h5, npy, csv, parquet, h5ad, safetensors, fair-esm-pt"),
         ("npy", [RESIDUE], "fp32", "npy has a place for mean, max, cls, and none for residue_6; write it with"),
+        ("csv", [RESIDUE], "fp32", "csv has a place for mean, max, cls, and none for residue_6; write it with"),
+        ("csv", [MEAN, CLS], "fp32", "csv holds one output, and mean_6 and cls_6 are asked for"),
+        ("csv", [MEAN], "bf16", "csv holds fp32 and fp16, and not bf16; write it with"),
         ("npy", [MEAN, CLS], "fp32", "npy holds one output, and mean_6 and cls_6 are asked for"),
         ("npy", [MEAN], "bf16", "fp32 and fp16, and not bf16; write it with --format safetensors or fair-esm-pt"),
         ("h5", [MEAN], "bf16", "h5 holds fp32 and fp16, and not bf16"),

@@ -6,12 +6,13 @@ from pathlib import Path
 from esmshard.embed.compute.outputs import Dtype, Output
 from esmshard.embed.formats.format_writer import FormatWriter
 from esmshard.embed.formats.record_formats import FairEsmFormat, Hdf5Format, SafetensorsFormat
-from esmshard.embed.formats.table_formats import AnnDataFormat, NpyFormat, ParquetFormat
+from esmshard.embed.formats.table_formats import AnnDataFormat, CsvFormat, NpyFormat, ParquetFormat
 from esmshard.errors import UsageError
 
 FORMATS: dict[str, type[FormatWriter]] = {
     "h5": Hdf5Format,
     "npy": NpyFormat,
+    "csv": CsvFormat,
     "parquet": ParquetFormat,
     "h5ad": AnnDataFormat,
     "safetensors": SafetensorsFormat,

@@ -9,6 +9,8 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from esmshard.embed.compute.outputs import NUMPY, POOLS, About, Dtype, Pool, Row
 from esmshard.errors import UsageError
 from esmshard.predict.writers import Writer, check
@@ -39,6 +41,11 @@ class FormatWriter(Writer):
         self.attributes: dict[str, Any] = {**about.attributes, "records": about.n_records, "dim": about.dim}
         self.n = 0
         """The number of rows so far. While a row is written, this is its number, counted from 0."""
+
+    @classmethod
+    def number_bytes(cls, dtype: Dtype) -> int:
+        """Return the bytes of a number in the file; the most bytes, if the numbers differ in this."""
+        return np.dtype(NUMPY[dtype]).itemsize
 
     @classmethod
     def require(cls, out: Path) -> Any:

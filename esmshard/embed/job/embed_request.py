@@ -127,14 +127,16 @@ def processes_of(device: torch.device, nproc: int | None) -> int:
     return nproc or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
 
 
-def file_bytes(spec: Spec, index: RowIndex) -> int:
-    """Return the bytes of numbers and ids in the file that is made from an embedding store. Each format adds a little.
+def file_bytes(fmt: str, spec: Spec, index: RowIndex) -> int:
+    """Return the bytes of numbers and ids in the file of a format that is made from an embedding store. Each format
+    adds a little.
 
-    `docs/embed.md` has a table of what the formats add.
+    Where numbers are texts these are the most bytes. `docs/embed.md` has a table of what the formats add.
     """
     step = 1 << 16
     blocks = (index.lengths[start : start + step] for start in range(0, len(index.lengths), step))
-    return index.id_bytes + sum(spec.kind.numbers_bytes(spec.long.kept(block.astype("int64"))) for block in blocks)
+    stored = sum(spec.kind.numbers_bytes(spec.long.kept(block.astype("int64"))) for block in blocks)
+    return index.id_bytes + stored // spec.kind.itemsize * FORMATS[fmt].number_bytes(spec.dtype)
 
 
 def rows_bytes(spec: Spec, index: RowIndex, parts: Iterable[int]) -> int:
