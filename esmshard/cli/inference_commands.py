@@ -29,7 +29,8 @@ def embed(
         Optional[str],
         typer.Option(
             "--format",
-            help="h5, npy, csv, parquet, h5ad, safetensors, fair-esm-pt or parts; by default from the ending of OUT.",
+            help="h5, npy, csv, parquet, h5ad, safetensors, fair-esm-pt, biotrainer-h5 or parts; by default from the "
+            "ending of OUT.",
         ),
     ] = None,
     pool: Annotated[

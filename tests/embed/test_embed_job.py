@@ -1,5 +1,6 @@
 """Embedding files against fair-esm, record by record, and what is refused without leaving anything behind."""
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from model_files import SMALL, TINY, fair_esm, tokenise, write_fair_esm, write_t
 import esmshard
 from esmshard.embed.compute.outputs import Long
 from esmshard.embed.formats.format_registry import FORMATS
+from esmshard.embed.job import embed_output
 from esmshard.embed.job.embed_job import embed
 from esmshard.embed.job.embed_output import EmbedReport
 from esmshard.embed.job.embed_request import request
@@ -126,6 +128,53 @@ def test_h5_has_a_data_set_per_record_in_input_order(given: Given, pool: str) ->
             assert (data.dtype, data.shape) == (np.float32, expected.shape)
             assert np.abs(data[()] - expected).max() <= 1e-5
     assert untouched(given, "x.h5", "x.h5.json")
+
+
+@pytest.mark.parametrize("pool", ["residue", "mean"])
+def test_biotrainer_reads_its_file(given: Given, pool: str) -> None:
+    """The keys are those that it looks up for the records of the same FASTA file, which has a sequence twice."""
+    service = pytest.importorskip("biotrainer.embedders.services.embedding_service").EmbeddingService
+    read_fasta = pytest.importorskip("biotrainer.input_files").read_FASTA
+    fasta = _with_a_sequence_twice(given)
+    given.embed("x.h5", fmt="biotrainer-h5", fasta=fasta, pools=[pool])
+    records = read_fasta(fasta)
+    assert [record.seq_id for record in records] == [*IDS, "again"]
+    found = service.load_embeddings(str(given.out / "x.h5"), [record.get_id_for_id2emb() for record in records])
+    assert len(found) == len(IDS)
+    assert found.keys() == service.load_embeddings(str(given.out / "x.h5")).keys()
+    for record, (_, x_TD) in zip(records, given.expected(), strict=False):
+        expected = x_TD[1:-1].mean(0) if pool == "mean" else x_TD[1:-1]
+        assert (found[record.get_hash()] - expected).abs().max() <= 1e-5
+
+
+def test_biotrainer_files_have_sequences_of_the_input(given: Given) -> None:
+    """In one run, after a run that was interrupted before the file was written, and with rows of an earlier store."""
+    fasta = _with_a_sequence_twice(given)
+    given.embed("old", fasta=fasta)
+    how: dict[str, Any] = {"fmt": "biotrainer-h5", "pools": ["mean"], "fasta": fasta}
+    given.embed("x.h5", **how)
+    assert given.embed("reused.h5", reuse=given.out / "old", **how).computed == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embed_output, "merge", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            given.embed("resumed.h5", **how)
+    given.embed("resumed.h5", resume=True, **how)
+    with h5py.File(given.out / "x.h5") as file:
+        assert [data.attrs["original_id"] for data in file.values()] == list(IDS)
+        for key, sequence in zip(file, given.sequences.values(), strict=True):
+            assert key == hashlib.sha256(f"{sequence}_{len(sequence)}".encode()).hexdigest()
+    for name in ("reused.h5", "resumed.h5"):
+        assert (given.out / name).read_bytes() == (given.out / "x.h5").read_bytes()
+
+
+def _with_a_sequence_twice(given: Given) -> Path:
+    fasta = given.out.with_name("twice.fasta")
+    fasta.write_text("".join(f">{i}\n{s}\n" for i, s in [*given.sequences.items(), ("again", given.sequences["zeta"])]))
+    return fasta
+
+
+def _interrupted(*arguments: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_h5_holds_residues_unless_told_otherwise(given: Given) -> None:

@@ -114,6 +114,15 @@ def test_sizes_of_csv_are_bounds(given: Given, dtype: str) -> None:
     assert 0.7 * found.file_bytes < size(given.out / "x.csv") - head <= found.file_bytes
 
 
+def test_biotrainer_stores_a_sequence_once(given: Given) -> None:
+    found = given.look("x.h5", "residue", fmt="biotrainer-h5")
+    ids = sum(len(f"record_{n}\n") for n in range(RECORDS))
+    assert found.file_bytes == sum(LENGTHS) * 192 * 4 + ids + 64 * ROWS
+    assert "\nbiotrainer-h5 at most 3.4 MB" in str(found)
+    embed(given.ask("x.h5", "residue", fmt="biotrainer-h5"), given.fasta)
+    assert found.file_bytes < size(given.out / "x.h5") < 1.02 * found.file_bytes
+
+
 def test_says_it_to_people(given: Given) -> None:
     text = dry_run(given.ask("x.npy"), given.fasta, nproc=None, tokens=None, reuse=None)
     lines = [line.split(None, 1) for line in text.splitlines()]

@@ -57,7 +57,7 @@ def rows_of(outputs: Sequence[Output], dtype: str, ids: Sequence[str] = IDS) -> 
     """numpy has no bfloat16: its bits."""
     for n, tensors in enumerate(values_of(outputs, dtype, ids)):
         arrays = {name: (t.view(torch.uint16) if dtype == "bf16" else t).numpy() for name, t in tensors.items()}
-        yield Row(ids[n], LENGTHS[n % len(LENGTHS)] + 1000, arrays)
+        yield Row(ids[n], LENGTHS[n % len(LENGTHS)] + 1000, arrays, "A" * n + "MKT")
 
 
 def write(fmt: str, out: Path, outputs: Sequence[Output], dtype: Any = "fp32", ids: Sequence[str] = IDS) -> None:
@@ -75,7 +75,7 @@ def names(directory: Path) -> list[str]:
 def test_what_is_computed_unless_told_otherwise() -> None:
     assert {name: writer.default_pool for name, writer in FORMATS.items()} == {
         "h5": "residue", "npy": "mean", "csv": "mean", "parquet": "mean", "h5ad": "mean", "safetensors": "residue",
-        "fair-esm-pt": "residue",
+        "fair-esm-pt": "residue", "biotrainer-h5": "residue",
     }  # fmt: skip
 
 
@@ -112,12 +112,47 @@ def test_h5_has_a_group_an_output(tmp_path: Path) -> None:
                 assert np.array_equal(data[()], expected[output.name].numpy())
 
 
-@pytest.mark.parametrize("fmt", ["h5", "h5ad"])
+@pytest.mark.parametrize("fmt", ["h5", "h5ad", "biotrainer-h5"])
 def test_hdf5_of_the_same_rows_has_the_same_bytes(tmp_path: Path, fmt: str) -> None:
-    write(fmt, tmp_path / "one", [MEAN, MAX])
+    outputs = [MEAN, MAX] if FORMATS[fmt].several else [MEAN]
+    write(fmt, tmp_path / "one", outputs)
     time.sleep(1.1)  # HDF5's clock has seconds
-    write(fmt, tmp_path / "two", [MEAN, MAX])
+    write(fmt, tmp_path / "two", outputs)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+HASHES = {
+    "MKTAYIAK": "e2f1d9e030c2852fc3d16b48d5a176d27b5314511ed3a649b4e5526198a42063",
+    "MKV": "0248cf4a15aee2974486c1bfdc1fdde115c073e774fe5702f5169e31f1e20b12",
+}
+"""What `calculate_sequence_hash` of biotrainer 1.4.0 returns."""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("output", [MEAN, RESIDUE], ids=lambda output: output.name)
+def test_biotrainer_files_have_a_data_set_a_sequence(tmp_path: Path, output: Output, dtype: Any) -> None:
+    """Under the hash of the sequence, with the id of the first record that has it."""
+    long, short, other = (np.full(output.shape(n, DIM), n, NUMBERS[dtype]) for n in (8, 3, 4))
+    given = [("a/1", "MKTAYIAK", long), ("b", "MKV", short), ("again", "MKTAYIAK", long)]
+    with FORMATS["biotrainer-h5"](tmp_path / "x.h5", About((output,), DIM, dtype, 3, ATTRIBUTES)) as writer:
+        for record_id, residues, values in given:
+            writer.add(Row(record_id, len(residues), {output.name: values}, residues))
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert list(file) == [HASHES["MKTAYIAK"], HASHES["MKV"]]
+        assert [data.attrs["original_id"] for data in file.values()] == ["a/1", "b"]
+        assert all(data.dtype == NUMBERS[dtype] for data in file.values())
+        assert np.array_equal(file[HASHES["MKTAYIAK"]][()], long)
+        assert np.array_equal(file[HASHES["MKV"]][()], short)
+        assert dict(file.attrs) == ATTRIBUTES | {"records": 3, "dim": DIM}
+
+    def differing() -> None:
+        with FORMATS["biotrainer-h5"](tmp_path / "y.h5", About((output,), DIM, dtype, 2, {})) as writer:
+            writer.add(Row("b", 3, {output.name: short}, "MKV"))
+            writer.add(Row("c", 3, {output.name: other}, "MKV"))
+
+    with pytest.raises(InputError, match=r"record 'c' has the sequence of record 'b' and other tracks.*--format h5$"):
+        differing()
+    assert names(tmp_path) == ["x.h5"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -416,6 +451,7 @@ def test_there_may_be_no_row(tmp_path: Path, fmt: str) -> None:
         "h5ad": lambda: anndata.read_h5ad(out).n_obs,
         "safetensors": lambda: len(safe_open(out, "np").keys()),
         "fair-esm-pt": lambda: len(list(out.glob("*.pt"))),
+        "biotrainer-h5": lambda: len(h5py.File(out)),
     }
     assert count[fmt]() == 0
 
@@ -427,6 +463,7 @@ class Broken(Exception):
 PLACES = {
     "h5": ["x.h5"], "npy": ["x.ids.txt", "x.npy"], "csv": ["x.csv"], "parquet": ["x.parquet"], "h5ad": ["x.h5ad"],
     "safetensors": ["x.safetensors"], "fair-esm-pt": ["x.fair-esm-pt"],
+    "biotrainer-h5": ["x.biotrainer-h5"],
 }  # fmt: skip
 
 
@@ -459,7 +496,7 @@ def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path: Path, fmt: st
     assert names(tmp_path) == PLACES[fmt]
 
 
-@pytest.mark.parametrize("fmt", ["h5", "h5ad", "fair-esm-pt"])
+@pytest.mark.parametrize("fmt", ["h5", "h5ad", "fair-esm-pt", "biotrainer-h5"])
 def test_a_file_that_cannot_be_begun_leaves_nothing(tmp_path: Path, fmt: str) -> None:
     writer = FORMATS[fmt](tmp_path / "x", About((MEAN,), DIM, "fp32", 1, {"note": object()}))
     with pytest.raises(TypeError), writer:
@@ -493,6 +530,8 @@ def test_too_few_rows_make_no_file(tmp_path: Path, fmt: str) -> None:
         ("parquet", [MEAN], "bf16", "parquet holds fp32 and fp16, and not bf16"),
         ("h5ad", [MEAN], "bf16", "h5ad holds fp32 and fp16, and not bf16"),
         ("h5ad", [MEAN, CONTACTS], "fp32", "none for contacts; write it with --format h5 or parquet or safetensors"),
+        ("biotrainer-h5", [LOGITS], "fp32", "has a place for mean, max, cls, residue, and none for logits"),
+        ("biotrainer-h5", [MEAN, CLS], "fp32", "biotrainer-h5 holds one output, and mean_6 and cls_6 are asked for"),
         ("parquet", [ATTENTIONS], "fp32", "none for attentions_6; write it with --format h5 or safetensors"),
         ("fair-esm-pt", [ATTENTIONS], "fp32", "none for attentions_6; write it with --format h5 or safetensors"),
         ("fair-esm-pt", [MAX], "fp32", "has a place for mean, cls, residue, logits, contacts, and none for max_6"),

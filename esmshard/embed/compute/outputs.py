@@ -159,6 +159,8 @@ class Row:
     """Residues of the record, also where it was truncated before it was computed."""
     values: Mapping[str, npt.NDArray[Any]]
     """The arrays by output name, each of `Output.shape` and of type `NUMPY[About.dtype]`."""
+    residues: str = ""
+    """The whole sequence, for formats that store rows by their sequences; empty for others."""
 
 
 def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:

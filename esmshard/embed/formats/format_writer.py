@@ -30,6 +30,10 @@ class FormatWriter(Writer):
     """The dtypes that the format can hold. numpy, HDF5 and Arrow have no bfloat16."""
     several: ClassVar[bool] = True
     """Whether the format can hold more than one output."""
+    by_sequence: ClassVar[bool] = False
+    """Whether rows are stored by their sequences, so that each sequence is stored once, with its first id."""
+    exact: ClassVar[bool] = True
+    """Whether the bytes of numbers and ids in the file are known in advance, and not only bounded."""
     extra: ClassVar[tuple[str, str] | None] = None
     """The module that writes the format, and the extra of this package that installs the module."""
 

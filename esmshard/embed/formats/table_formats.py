@@ -74,6 +74,7 @@ class CsvFormat(FormatWriter):
     default_pool = "mean"
     pools = ("mean", "max", "cls")
     several = False
+    exact = False
 
     DIGITS: ClassVar[Mapping[Dtype, int]] = {"fp32": 9, "fp16": 5}
 

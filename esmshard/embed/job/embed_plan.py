@@ -36,7 +36,7 @@ _AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class Forecast:
-    """The estimate of a job. Counts are exact, and so are the bytes of numbers and ids, except in CSV."""
+    """The estimate of a job. Counts are exact, and so are the bytes of numbers and ids, if the format is `exact`."""
 
     asked: EmbedRequest
     fasta: Path
@@ -79,9 +79,7 @@ class Forecast:
             f"probe       {took.parts:,} of {self.parts:,} parts computed in {duration(took.probed)}",
         ]
         if self.asked.fmt != PARTS:
-            dtype = self.asked.spec.dtype
-            most = "at most " if FORMATS[self.asked.fmt].number_bytes(dtype) > self.asked.spec.kind.itemsize else ""
-            size = f"{most}{_size(self.file_bytes)}"
+            size = f"{'' if FORMATS[self.asked.fmt].exact else 'at most '}{_size(self.file_bytes)}"
             lines.append(f"{self.asked.fmt:<11} {size} of numbers and ids; the format adds a little")
         lines.append(f"at most     {_size(self.peak)} while it runs, {_size(self.free)} free at {self.place}")
         return "\n".join(lines)

@@ -22,6 +22,8 @@ from esmshard.tasks.finetuner import without_tracks
 
 PARTS = "parts"
 """The format that is a directory, namely the embedding store itself."""
+HASH_BYTES = 64
+"""Bytes of the name of a sequence, in formats that store rows by their sequences."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,15 @@ def file_bytes(fmt: str, spec: Spec, index: RowIndex) -> int:
     """Return the bytes of numbers and ids in the file of a format that is made from an embedding store. Each format
     adds a little.
 
-    Where numbers are texts these are the most bytes. `docs/embed.md` has a table of what the formats add.
+    If the format is not `exact`, these are the most bytes. `docs/embed.md` has a table of what the formats add.
     """
-    step = 1 << 16
-    blocks = (index.lengths[start : start + step] for start in range(0, len(index.lengths), step))
-    stored = sum(spec.kind.numbers_bytes(spec.long.kept(block.astype("int64"))) for block in blocks)
-    return index.id_bytes + stored // spec.kind.itemsize * FORMATS[fmt].number_bytes(spec.dtype)
+    step, names = 1 << 16, index.id_bytes
+    blocks = (index.lengths[start : start + step].astype("int64") for start in range(0, len(index.lengths), step))
+    if FORMATS[fmt].by_sequence:
+        blocks = (index.lengths_of(part) for part in range(len(index.bounds) - 1))
+        names += HASH_BYTES * len(index.first)
+    stored = sum(spec.kind.numbers_bytes(spec.long.kept(block)) for block in blocks)
+    return names + stored // spec.kind.itemsize * FORMATS[fmt].number_bytes(spec.dtype)
 
 
 def rows_bytes(spec: Spec, index: RowIndex, parts: Iterable[int]) -> int:

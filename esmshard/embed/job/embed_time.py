@@ -190,7 +190,7 @@ def _write_s(directory: Path, asked: EmbedRequest, index: RowIndex, parts: list[
     for row in (row for part in parts for row in range(index.bounds[part], index.bounds[part + 1])):
         values = embeddings.values(row)
         if values is not None:
-            rows.append(Row(f"record_{row}", 1, values))
+            rows.append(Row(f"record_{row}", 1, values, f"SEQUENCE{row}"))
             written += sum(array.size for array in values.values()) * writer.number_bytes(spec.dtype)
         if len(rows) == WRITTEN or written > WRITTEN_BYTES:
             break
