@@ -14,6 +14,7 @@ import torch
 from command import esmshard as esmshard_command
 from esm.model.esm2 import ESM2 as FairEsm
 from model_files import SMALL, TINY, fair_esm, tokenise, write_fair_esm, write_transformers
+from safetensors import safe_open
 
 import esmshard
 from esmshard.embed.compute.outputs import Long
@@ -235,6 +236,22 @@ def test_attention_maps_are_reused_for_the_same_heads_only(given: Given) -> None
             given.embed(name, pools=["attentions"], heads=heads, reuse=given.out / "old")
     with pytest.raises(UsageError, match="was made with attentions_2 of heads 0,3, and not with attentions_2 of heads"):
         given.embed("old", pools=["attentions"], heads=[1], resume=True)
+
+
+def test_the_command_takes_layers_and_heads(given: Given) -> None:
+    ask = ("embed", given.model, str(given.fasta), "-o", "x.safetensors", "--pool", "attentions")
+    for option, wrong in (("--layers", "1;2"), ("--heads", "0,x")):
+        refused = esmshard_command(*ask, option, wrong, cwd=given.out)
+        assert refused.returncode == 2
+        assert refused.stderr == f"error: {option} {wrong}: numbers with commas between them are expected, as 5,6\n"
+    done = esmshard_command(*ask, "--layers", "1", "--heads", "3,1", cwd=given.out)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "x.safetensors: 12 records; 12 sequences computed, 0 duplicates, 0 reused\n",
+    )
+    with safe_open(given.out / "x.safetensors", "np") as file:
+        assert file.get_tensor("zeta").shape == (2, 31, 31)
+        assert file.metadata()["heads"] == "3,1"
 
 
 @pytest.mark.parametrize("layer", range(TINY.n_layers + 1))
