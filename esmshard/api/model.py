@@ -102,9 +102,10 @@ class Model:
         Args:
             sequences: N sequences; see the class.
             pool: `mean`, `max` and `cls` give [N, D]; `residue` gives a list of [L, D], `logits` of [L, 33] over
-                `esmshard.vocab.TOKENS`, `contacts` of [L, L] by the language model's own regression. Several pools are
+                `esmshard.vocab.TOKENS`, `contacts` of [L, L] by the language model's own regression,
+                `attentions` of [H, L, L], the maps of all heads of a layer. Several pools are a list.
+            layers: 0 (embedding, without `attentions`) to the number of layers; the last by default. Several layers are
                 a list.
-            layers: 0 (embedding) to the number of layers; the last by default. Several layers are a list.
             long: the treatment of sequences that are longer than those which the model was trained on: `full`, `window`
                 or `truncate`, or an `embed.compute.outputs.Long`.
             tokens: tokens computed at once. A longer sequence is computed alone.
@@ -120,7 +121,7 @@ class Model:
         """
         pools = [pool] if isinstance(pool, str) else list(pool)
         wanted = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
-        outputs = choose(pools, wanted, self.config.n_layers, self.name)
+        outputs = choose(pools, wanted, self.config, self.name)
         if not outputs:
             raise UsageError("pool: give at least one")
         for pool_name, part in (("logits", "lm_head"), ("contacts", "contact_head")):

@@ -80,7 +80,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
             raise UsageError(f"tokens is {self.tokens!r}; a number from 1 on is expected, or None")
         layers = None if self.layer is None else [self.layer]
-        found = choose([self.pool], layers, open_weights.read(str(self.model)).config.n_layers, str(self.model))[0]
+        found = choose([self.pool], layers, open_weights.read(str(self.model)).config, str(self.model))[0]
         if not found.pooled:
             raise UsageError(f"pool is {self.pool!r}; a matrix has one row a sequence: mean, max or cls is expected")
         return found

@@ -29,19 +29,23 @@ def embed(
         Optional[str],
         typer.Option(
             "--format",
-            help="h5, npy, parquet, h5ad, safetensors, fair-esm-pt or parts; by default from the ending of OUT.",
+            help="h5, npy, csv, parquet, h5ad, safetensors, fair-esm-pt, biotrainer-h5 or parts; by default from the "
+            "ending of OUT.",
         ),
     ] = None,
     pool: Annotated[
         str,
         typer.Option(
             metavar="POOL,...",
-            help="mean, max, cls, residue, logits, contacts; by default mean for npy, parquet, h5ad and parts, else "
-            "residue.",
+            help="mean, max, cls, residue, logits, contacts, attentions; by default mean for npy, csv, parquet, "
+            "h5ad and parts, else residue.",
         ),
     ] = "",
     layers: Annotated[
         str, typer.Option(metavar="N,...", help="Layers: 0 for the embedding, -1 for the last layer (the default).")
+    ] = "",
+    heads: Annotated[
+        str, typer.Option(metavar="N,...", help="Heads of --pool attentions, from 0; by default all.")
     ] = "",
     dtype: Annotated[str, typer.Option(help="Numbers in the file: fp32, fp16 or bf16.")] = "fp32",
     precision: Annotated[
@@ -100,14 +104,11 @@ def embed(
         return
     if out is None:
         raise UsageError("-o: name the file to write, or the directory")
-    try:
-        chosen = [int(layer) for layer in layers.split(",") if layer.strip()]
-    except ValueError:
-        raise UsageError(f"--layers {layers}: numbers with commas between them are expected, as 5,6") from None
     from esmshard.embed.job import embed_job, embed_plan, embed_request
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
-    how |= {"layers": chosen, "dtype": dtype, "precision": precision, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
+    how |= {"layers": _integers("--layers", layers), "heads": _integers("--heads", heads)}
+    how |= {"dtype": dtype, "precision": precision, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
     how["tracks"] = named_tracks(track or [])
     asked = embed_request.request(model, out, **how)
     if dry_run and (shard or offload):
@@ -135,6 +136,13 @@ def embed(
     report.check()
     if report.failed and strict:
         raise SystemExit(1)
+
+
+def _integers(option: str, text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",") if one.strip()]
+    except ValueError:
+        raise UsageError(f"{option} {text}: numbers with commas between them are expected, as 5,6") from None
 
 
 def predict(

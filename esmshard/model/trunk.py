@@ -81,7 +81,8 @@ class Trunk(nn.Module):
 
         Args:
             batch: N sequences, T tokens in all.
-            layers: which representations to return, 0 (embedding) to `n_layers`; by default the last.
+            layers: which representations to return, 0 (embedding) to `n_layers`; by default the last. Blocks after the
+                highest are not run, unless logits are asked for or `layers` is empty.
             logits_at: int64 [P], places in the pack at which to compute LM logits. None computes none.
             on_attention: called as `on_attention(layer, sequence, q_THK, k_THK)`; see `esmshard.model.attention`.
 
@@ -94,7 +95,7 @@ class Trunk(nn.Module):
         x_TD = self.embed(batch)
         found = {0: x_TD} if 0 in wanted else {}
         needed = self.config.n_layers
-        if logits_at is None and on_attention is None and wanted:
+        if logits_at is None and wanted:
             needed = max(wanted)  # Layers that no result needs are not computed.
         for index in range(len(self.layers)):
             if index == needed:

@@ -251,6 +251,7 @@ def test_nucleotides_in_a_file_are_refused_and_taken_from_a_store(model: Model, 
         ({"layers": 3}, "layers 0 to 2"),
         ({"long": "crop"}, "full, window or truncate"),
         ({"pool": "contacts", "layers": 1}, "whole model"),
+        ({"pool": "attentions", "layers": 0}, "attentions are of layers 1 to 2"),
     ],
 )
 def test_options_that_there_are_not_are_refused(model: Model, how: dict[str, Any], says: str) -> None:

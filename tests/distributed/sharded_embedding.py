@@ -27,7 +27,7 @@ def embedded(model: str, fasta: str, out: str, how: dict[str, Any], part_tokens:
 
 def lockstep(model: str, pools: list[str], ranks: Any) -> Lockstep:
     found = open_weights.read(model)
-    outputs = choose(pools, None, found.config.n_layers, model)
+    outputs = choose(pools, None, found.config, model)
     spec = Spec("", outputs, found.config.dim, "fp32", "fp32", Long())
     esm = sharded(found, spec, ranks)
     return Lockstep(esm, spec, ranks, None, Progress("embed", 1, show=False), 0, 1)

@@ -27,7 +27,7 @@ from esmshard.errors import UsageError
 from esmshard.model.weights import open_weights
 from esmshard.vocab import RESIDUES
 
-EVERY = {"pools": ["mean", "max", "cls", "residue", "logits", "contacts"]}
+EVERY = {"pools": ["mean", "max", "cls", "residue", "logits", "contacts", "attentions"]}
 WINDOWS = Long("window", 100, 20)
 LENGTHS = (31, 1, 250, 7, 120, 64, 2, 300, 18, 45, 9, 77, 5)
 

@@ -1,5 +1,6 @@
 """Embedding files against fair-esm, record by record, and what is refused without leaving anything behind."""
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ import torch
 from command import esmshard as esmshard_command
 from esm.model.esm2 import ESM2 as FairEsm
 from model_files import SMALL, TINY, edit_tensors, fair_esm, tokenise, write_fair_esm, write_transformers
+from safetensors import safe_open
 
 import esmshard
 from esmshard.embed.compute.outputs import Long
 from esmshard.embed.formats.format_registry import FORMATS
+from esmshard.embed.job import embed_output
 from esmshard.embed.job.embed_job import embed
 from esmshard.embed.job.embed_output import EmbedReport
 from esmshard.embed.job.embed_request import request
@@ -38,7 +41,7 @@ class Given(NamedTuple):
 
     def embed(self, name: str, *, model: str | None = None, fasta: Path | None = None, **options: Any) -> EmbedReport:
         """`esmshard embed`: options of the request are told from those of the run."""
-        asked = ("fmt", "pools", "layers", "dtype", "precision", "long")
+        asked = ("fmt", "pools", "layers", "heads", "dtype", "precision", "long")
         wanted = request(model or self.model, self.out / name, **{k: options.pop(k) for k in asked if k in options})
         return embed(wanted, fasta or self.fasta, **options)
 
@@ -138,6 +141,53 @@ def test_h5_has_a_data_set_per_record_in_input_order(given: Given, pool: str) ->
     assert untouched(given, "x.h5", "x.h5.json")
 
 
+@pytest.mark.parametrize("pool", ["residue", "mean"])
+def test_biotrainer_reads_its_file(given: Given, pool: str) -> None:
+    """The keys are those that it looks up for the records of the same FASTA file, which has a sequence twice."""
+    service = pytest.importorskip("biotrainer.embedders.services.embedding_service").EmbeddingService
+    read_fasta = pytest.importorskip("biotrainer.input_files").read_FASTA
+    fasta = _with_a_sequence_twice(given)
+    given.embed("x.h5", fmt="biotrainer-h5", fasta=fasta, pools=[pool])
+    records = read_fasta(fasta)
+    assert [record.seq_id for record in records] == [*IDS, "again"]
+    found = service.load_embeddings(str(given.out / "x.h5"), [record.get_id_for_id2emb() for record in records])
+    assert len(found) == len(IDS)
+    assert found.keys() == service.load_embeddings(str(given.out / "x.h5")).keys()
+    for record, (_, x_TD) in zip(records, given.expected(), strict=False):
+        expected = x_TD[1:-1].mean(0) if pool == "mean" else x_TD[1:-1]
+        assert (found[record.get_hash()] - expected).abs().max() <= 1e-5
+
+
+def test_biotrainer_files_have_sequences_of_the_input(given: Given) -> None:
+    """In one run, after a run that was interrupted before the file was written, and with rows of an earlier store."""
+    fasta = _with_a_sequence_twice(given)
+    given.embed("old", fasta=fasta)
+    how: dict[str, Any] = {"fmt": "biotrainer-h5", "pools": ["mean"], "fasta": fasta}
+    given.embed("x.h5", **how)
+    assert given.embed("reused.h5", reuse=given.out / "old", **how).computed == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embed_output, "merge", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            given.embed("resumed.h5", **how)
+    given.embed("resumed.h5", resume=True, **how)
+    with h5py.File(given.out / "x.h5") as file:
+        assert [data.attrs["original_id"] for data in file.values()] == list(IDS)
+        for key, sequence in zip(file, given.sequences.values(), strict=True):
+            assert key == hashlib.sha256(f"{sequence}_{len(sequence)}".encode()).hexdigest()
+    for name in ("reused.h5", "resumed.h5"):
+        assert (given.out / name).read_bytes() == (given.out / "x.h5").read_bytes()
+
+
+def _with_a_sequence_twice(given: Given) -> Path:
+    fasta = given.out.with_name("twice.fasta")
+    fasta.write_text("".join(f">{i}\n{s}\n" for i, s in [*given.sequences.items(), ("again", given.sequences["zeta"])]))
+    return fasta
+
+
+def _interrupted(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_h5_holds_residues_unless_told_otherwise(given: Given) -> None:
     given.embed("x.h5")
     with h5py.File(given.out / "x.h5") as file:
@@ -162,6 +212,56 @@ def test_everything_at_once_is_what_fair_esm_says(given: Given) -> None:
                 assert np.abs(found[f"{pool}_{layer}"] - values.numpy()).max() <= 1e-5, (record_id, pool, layer)
         assert np.abs(found["logits"] - theirs["logits"][0, 1:-1].numpy()).max() <= 1e-5
         assert np.abs(found["contacts"] - theirs["contacts"][0].numpy()).max() <= 1e-5
+
+
+def test_attention_maps_are_those_of_fair_esm(given: Given) -> None:
+    """Layer n is fair-esm's map n - 1, without the rows and columns of `<cls>` and `<eos>`."""
+    given.embed("every", pools=["attentions"], layers=[1, -1], part_tokens=200)
+    given.embed("x.h5", pools=["attentions"], layers=[1], heads=[2, 0])
+    product = esmshard.open(given.out / "every")
+    assert product.attributes["heads"] == "0,1,2,3"
+    with h5py.File(given.out / "x.h5") as file:
+        assert (file.attrs["pool"], file.attrs["layer"], file.attrs["heads"]) == ("attentions", 1, "2,0")
+        assert len(file) == len(IDS)
+        chosen = {data.attrs["original_id"]: data[()] for data in file.values()}
+    for record_id, sequence in given.sequences.items():
+        block, _ = tokenise([sequence])
+        with torch.no_grad():
+            theirs = given.reference(block, need_head_weights=True)["attentions"][0, :, :, 1:-1, 1:-1].numpy()
+        found: Any = product[record_id]
+        assert list(found) == ["attentions_1", "attentions_2"]
+        for layer in (1, 2):
+            assert found[f"attentions_{layer}"].shape == (TINY.n_heads, len(sequence), len(sequence))
+            assert np.abs(found[f"attentions_{layer}"] - theirs[layer - 1]).max() <= 1e-5
+        assert np.abs(chosen[record_id] - theirs[0][[2, 0]]).max() <= 1e-5
+        assert found["attentions_1"].sum(-1).max() < 1
+    assert np.abs(theirs[0] - theirs[1]).max() > 1e-3, "layers that are alike would compare nothing"
+
+
+def test_attention_maps_are_reused_for_the_same_heads_only(given: Given) -> None:
+    given.embed("old", pools=["attentions"], heads=[0, 3])
+    assert given.embed("new", pools=["attentions"], heads=[0, 3], reuse=given.out / "old").reused == len(IDS)
+    for name, heads, said in (("one", [3], "3"), ("all", [], "0,1,2,3"), ("turned", [3, 0], "3,0")):
+        with pytest.raises(UsageError, match=f"holds attentions_2 of heads 0,3, and no attentions_2 of heads {said}$"):
+            given.embed(name, pools=["attentions"], heads=heads, reuse=given.out / "old")
+    with pytest.raises(UsageError, match="was made with attentions_2 of heads 0,3, and not with attentions_2 of heads"):
+        given.embed("old", pools=["attentions"], heads=[1], resume=True)
+
+
+def test_the_command_takes_layers_and_heads(given: Given) -> None:
+    ask = ("embed", given.model, str(given.fasta), "-o", "x.safetensors", "--pool", "attentions")
+    for option, wrong in (("--layers", "1;2"), ("--heads", "0,x")):
+        refused = esmshard_command(*ask, option, wrong, cwd=given.out)
+        assert refused.returncode == 2
+        assert refused.stderr == f"error: {option} {wrong}: numbers with commas between them are expected, as 5,6\n"
+    done = esmshard_command(*ask, "--layers", "1", "--heads", "3,1", cwd=given.out)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "x.safetensors: 12 records; 12 sequences computed, 0 duplicates, 0 reused\n",
+    )
+    with safe_open(given.out / "x.safetensors", "np") as file:
+        assert file.get_tensor("zeta").shape == (2, 31, 31)
+        assert file.metadata()["heads"] == "3,1"
 
 
 @pytest.mark.parametrize("layer", range(TINY.n_layers + 1))
@@ -283,12 +383,19 @@ def test_an_existing_list_of_ids_is_not_lost(given: Given) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("x.csv", {}, "no format 'csv'"),
+        ("x.tsv", {}, "no format 'tsv'"),
+        ("x.csv", {"pools": ["residue"]}, "csv has a place for mean, max, cls, and none for residue_2"),
         ("x.npy", {"fmt": "hdf"}, "no format 'hdf'"),
         ("x.npy", {"pools": ["residue"]}, "npy has a place for mean, max, cls"),
         ("x.npy", {"pools": ["mean", "max"]}, "npy holds one output"),
         ("x.npy", {"pools": ["median"]}, "one of mean, max"),
         ("x.h5", {"pools": ["contacts"], "layers": [1]}, "leave --layers out"),
+        ("x.h5", {"pools": ["attentions"], "layers": [2, 0]}, "layers 1 to 2, and layer 0 is the embedding; leave 0"),
+        ("x.h5", {"pools": ["attentions"], "layers": [-3]}, "--layers 0: attentions are of layers 1 to 2"),
+        ("x.h5", {"pools": ["attentions"], "heads": [4]}, "--heads 4: .* has heads 0 to 3"),
+        ("x.h5", {"pools": ["attentions"], "heads": [-1]}, "--heads -1: .* has heads 0 to 3"),
+        ("x.h5", {"pools": ["contacts"], "heads": [1]}, "only --pool attentions has heads; leave --heads out"),
+        ("x.parquet", {"pools": ["attentions"]}, "none for attentions_2; write it with --format h5 or safetensors"),
         ("x.npy", {"dtype": "fp64"}, "one of fp32, fp16, bf16"),
         ("x.npy", {"dtype": "bf16"}, "and not bf16"),
         ("x.npy", {"precision": "fp8"}, "auto, fp32"),

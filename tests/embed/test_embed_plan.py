@@ -106,6 +106,36 @@ def test_counts_and_sizes_are_those_of_the_run(given: Given, monkeypatch: pytest
         assert found.file_bytes < size(given.out / fmt) < 1.02 * found.file_bytes, fmt
 
 
+@pytest.mark.parametrize("heads", [[], [0, 5]])
+def test_sizes_of_attention_maps_are_those_of_the_run(given: Given, heads: list[int]) -> None:
+    found = given.look("x.h5", "attentions", heads=heads, layers=[1, 6])
+    ids, pairs = sum(len(f"record_{n}\n") for n in range(RECORDS)), 2 * len(heads or range(12))
+    squares = [n * n for n in LENGTHS]
+    assert found.file_bytes == (sum(squares) + sum(squares[n] for n in AGAIN)) * pairs * 4 + ids
+    embed(given.ask("x.h5", "attentions", heads=heads, layers=[1, 6]), given.fasta)
+    assert found.file_bytes < size(given.out / "x.h5") < 1.02 * found.file_bytes
+    embed(given.ask("parts", "attentions", heads=heads, layers=[1, 6]), given.fasta)
+    assert size(given.out / "parts") == pytest.approx(found.parts_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_sizes_of_csv_are_bounds(given: Given, dtype: str) -> None:
+    found = given.look("x.csv", dtype=dtype)
+    assert re.search(r"\ncsv +at most \d[\d,]* bytes of numbers and ids", str(found))
+    embed(given.ask("x.csv", dtype=dtype), given.fasta)
+    head = sum(len(f",{n}") for n in range(192)) + 1
+    assert 0.7 * found.file_bytes < size(given.out / "x.csv") - head <= found.file_bytes
+
+
+def test_biotrainer_stores_a_sequence_once(given: Given) -> None:
+    found = given.look("x.h5", "residue", fmt="biotrainer-h5")
+    ids = sum(len(f"record_{n}\n") for n in range(RECORDS))
+    assert found.file_bytes == sum(LENGTHS) * 192 * 4 + ids + 64 * ROWS
+    assert "\nbiotrainer-h5 at most 3.4 MB" in str(found)
+    embed(given.ask("x.h5", "residue", fmt="biotrainer-h5"), given.fasta)
+    assert found.file_bytes < size(given.out / "x.h5") < 1.02 * found.file_bytes
+
+
 def test_says_it_to_people(given: Given) -> None:
     text = dry_run(given.ask("x.npy"), given.fasta, nproc=None, tokens=None, reuse=None)
     lines = [line.split(None, 1) for line in text.splitlines()]

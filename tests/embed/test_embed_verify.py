@@ -422,8 +422,8 @@ def test_status_before_while_and_after(given: Given, tmp_path: Path) -> None:
 @pytest.mark.parametrize("several", [False, True])
 def test_merge_writes_what_embed_writes(given: Given, tmp_path: Path, name: str, several: bool) -> None:
     how: dict[str, Any] = {"pools": ["mean"], "layers": [1, 2] if several else [2]}
-    if several and name == "x.npy":
-        with pytest.raises(UsageError, match="npy has a place for mean, max, cls, and none for residue_1"):
+    if several and not FORMATS[name.removeprefix("x.")].several:
+        with pytest.raises(UsageError, match=r"none for residue_1|holds one output"):
             merge(given.product, tmp_path / name, None, overwrite=False)
         assert not any(tmp_path.iterdir())
         return
@@ -432,6 +432,11 @@ def test_merge_writes_what_embed_writes(given: Given, tmp_path: Path, name: str,
     embed(request(str(given.model), tmp_path / "product" / "x", **how), given.fasta, part_tokens=PART)
     embed(request(str(given.model), tmp_path / "direct" / name, **how), given.fasta, part_tokens=PART)
     before = content(tmp_path / "product" / "x")
+    if name == "x.biotrainer-h5":
+        with pytest.raises(UsageError, match=r"has no sequences, .* --reuse \S+, which computes nothing again"):
+            merge(tmp_path / "product" / "x", tmp_path / "merged" / name, None, overwrite=False)
+        assert not any((tmp_path / "merged").iterdir())
+        return
     said = merge(tmp_path / "product" / "x", tmp_path / "merged" / name, None, overwrite=False)
     assert said == f"{tmp_path / 'merged' / name}: 39 records"
     assert content(tmp_path / "merged" / name) == content(tmp_path / "direct" / name)

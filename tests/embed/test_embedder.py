@@ -10,13 +10,15 @@ import torch
 from model_files import TINY, fair_esm, ours
 
 from esmshard.batch import TokenBatch
+from esmshard.embed.compute import attention_maps, embedder
 from esmshard.embed.compute.embedder import Computed, Embedder, Failed
 from esmshard.embed.compute.outputs import Long, Output, choose
+from esmshard.model.attention import attention_map
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.vocab import STANDARD, encode
 
 Tokens = npt.NDArray[np.uint8]
-POOLS = ["mean", "max", "cls", "residue", "logits", "contacts"]
+POOLS = ["mean", "max", "cls", "residue", "logits", "contacts", "attentions"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def sequences(*lengths: int) -> list[Tokens]:
 
 
 def outputs(*pools: str) -> tuple[Output, ...]:
-    return choose(pools, None, TINY.n_layers, "tiny")
+    return choose(pools, None, TINY, "tiny")
 
 
 def found(embedder: Embedder, given: list[Tokens]) -> list[Any]:
@@ -73,7 +75,7 @@ def by_hand(esm: ESM2, tokens: Tokens, starts: list[int], window: int, overlap: 
     length = len(tokens) - 2
     for start in starts:
         piece = np.concatenate((tokens[:1], tokens[1 + start : 1 + start + window], tokens[-1:]))
-        alone = found(Embedder(esm, outputs("residue", "cls", "contacts")), [piece])[0].values
+        alone = found(Embedder(esm, outputs("residue", "cls", "contacts", "attentions")), [piece])[0].values
         weights = []
         for place in range(window):
             left = place + 1 if start > 0 else overlap + 1
@@ -88,14 +90,17 @@ def test_windows_are_cross_faded(esm: ESM2) -> None:
     assert long.starts(230) == [0, 65, 130]
     assert long.starts(100) == [0]
     assert long.starts(101) == [0, 1]
-    values = found(Embedder(esm, outputs("residue", "mean", "cls", "contacts"), long=long), [tokens])[0].values
+    asked = outputs("residue", "mean", "cls", "contacts", "attentions")
+    values = found(Embedder(esm, asked, long=long), [tokens])[0].values
     x_LD, weight_L = np.zeros((230, TINY.dim)), np.zeros(230)
     p_LL, weight_LL, cls = np.zeros((230, 230)), np.zeros((230, 230)), []
+    a_HLL = np.zeros((TINY.n_heads, 230, 230))
     for start, alone, weight_W in by_hand(esm, tokens, [0, 65, 130], 100, 20):
         rows = slice(start, start + 100)
         x_LD[rows] += alone["residue_2"].numpy() * weight_W[:, None]
         weight_L[rows] += weight_W
         p_LL[rows, rows] += alone["contacts"].numpy() * np.outer(weight_W, weight_W)
+        a_HLL[:, rows, rows] += alone["attentions_2"].numpy() * np.outer(weight_W, weight_W)
         weight_LL[rows, rows] += np.outer(weight_W, weight_W)
         cls.append(alone["cls_2"].numpy())
     x_LD /= weight_L[:, None]
@@ -106,6 +111,9 @@ def test_windows_are_cross_faded(esm: ESM2) -> None:
     assert np.abs(values["contacts"].numpy()[seen] - (p_LL[seen] / weight_LL[seen])).max() <= 1e-5
     assert not seen.all()
     assert np.isnan(values["contacts"].numpy()[~seen]).all()
+    maps_HLL = values["attentions_2"].numpy()
+    assert np.abs(maps_HLL[:, seen] - a_HLL[:, seen] / weight_LL[seen]).max() <= 1e-6
+    assert np.isnan(maps_HLL[:, ~seen]).all()
 
 
 def test_truncated_is_what_the_beginning_alone_gives(esm: ESM2) -> None:
@@ -195,10 +203,49 @@ def test_numbers_beyond_the_range_of_fp16_are_a_failure(esm: ESM2, monkeypatch: 
 
 def test_layers_that_nobody_asked_for_are_not_computed(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
     given = sequences(30)
-    wanted = found(Embedder(esm, choose(["mean"], [1, 2], 2, "")), given)[0].values["mean_1"]
+    wanted = found(Embedder(esm, choose(["mean"], [1, 2], TINY, "")), given)[0].values["mean_1"]
 
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the last layer was computed")
 
     monkeypatch.setattr(esm.layers[1], "forward", never)
-    assert torch.equal(found(Embedder(esm, choose(["mean"], [1], 2, "")), given)[0].values["mean_1"], wanted)
+    assert torch.equal(found(Embedder(esm, choose(["mean"], [1], TINY, "")), given)[0].values["mean_1"], wanted)
+    (one,) = found(Embedder(esm, choose(["mean", "attentions"], [1], TINY, "")), given)
+    assert torch.equal(one.values["mean_1"], wanted)
+    assert one.values["attentions_1"].shape == (TINY.n_heads, 30, 30)
+    with pytest.raises(AssertionError, match="the last layer was computed"):
+        found(Embedder(esm, choose(["attentions", "contacts"], [1], TINY, "")), given)
+
+
+def test_attention_maps_are_computed_some_heads_at_a_time(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit into a cache; the requested heads only, in the requested order."""
+    given = sequences(30, 7)
+    every = [one.values["attentions_2"] for one in found(Embedder(esm, outputs("attentions")), given)]
+    assert [maps.shape for maps in every] == [(TINY.n_heads, 30, 30), (TINY.n_heads, 7, 7)]
+    assert float((every[0][0] - every[0][1]).abs().max()) > 1e-3, "heads that are alike would compare nothing"
+    computed: list[tuple[int, ...]] = []
+
+    def counted(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
+        computed.append(tuple(q_THK.shape[:2]))
+        return attention_map(q_THK, k_THK)
+
+    monkeypatch.setattr(attention_maps, "attention_map", counted)
+    monkeypatch.setattr(attention_maps, "MAP_NUMBERS", 2 * 32 * 32)
+    heads = [3, 0, 2]
+    asked = choose(["attentions"], None, TINY, "", heads)
+    for maps, some in zip(every, found(Embedder(esm, asked), given), strict=True):
+        assert torch.equal(some.values["attentions_2"], maps[heads])
+    assert sorted(computed) == [(9, 3), (32, 1), (32, 2)]
+
+
+def test_attention_maps_fill_a_pack_sooner(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack has room for so many numbers of maps; a longer sequence is computed alone."""
+    lengths = [31, 60, 10, 40, 40]
+    pairs = choose(["attentions"], [1, 2], TINY, "", [0, 3])  # four maps
+    monkeypatch.setattr(embedder, "PACK_MAPS", 4 * 2 * 40**2)
+    packs = Embedder(esm, pairs, tokens=2000).packs(lengths)
+    assert sorted(n for pack in packs for n in pack) == list(range(5))
+    assert packs[0] == [1]
+    assert all(len(pack) == 1 or sum(4 * lengths[n] ** 2 for n in pack) <= 4 * 2 * 40**2 for pack in packs)
+    assert len(packs) == 3
+    assert len(Embedder(esm, outputs("mean"), tokens=2000).packs(lengths)) == 1

@@ -12,6 +12,7 @@ from typing import Any
 import anndata
 import h5py
 import numpy as np
+import pandas
 import pytest
 import torch
 from pyarrow import parquet
@@ -32,8 +33,9 @@ LENGTHS = (31, 1, 120, 7, 7, 64, 2, 33, 18, 45, 9, 77, 5, 3, 12, 8, 6)
 ATTRIBUTES = {f"note_{n}": f"{n} é" for n in range(9)} | {"model": "tiny", "residues_at_once": 1022}
 """HDF5 keeps more than eight attributes in another way than fewer."""
 
-ALL = tuple(Output(pool, None if pool in ("logits", "contacts") else 6) for pool in FORMATS["h5"].pools)
-MEAN, MAX, CLS, RESIDUE, LOGITS, CONTACTS = ALL
+ATTENTIONS = Output("attentions", 6, (0, 2))
+ALL = (*(Output(pool, None if pool in ("logits", "contacts") else 6) for pool in FORMATS["parquet"].pools), ATTENTIONS)
+MEAN, MAX, CLS, RESIDUE, LOGITS, CONTACTS, _ = ALL
 NUMBERS = {"fp32": np.float32, "fp16": np.float16}
 
 
@@ -44,7 +46,9 @@ def values_of(outputs: Sequence[Output], dtype: str, ids: Sequence[str] = IDS) -
     found = []
     for n, _ in enumerate(ids):
         length = LENGTHS[n % len(LENGTHS)]
+        shapes: dict[str, tuple[int, ...]]
         shapes = {"residue": (length, DIM), "logits": (length, 33), "contacts": (length, length)}
+        shapes["attentions"] = (2, length, length)
         found.append({o.name: torch.randn(shapes.get(o.pool, (DIM,)), generator=generator).to(kind) for o in outputs})
     return found
 
@@ -53,7 +57,7 @@ def rows_of(outputs: Sequence[Output], dtype: str, ids: Sequence[str] = IDS) -> 
     """numpy has no bfloat16: its bits."""
     for n, tensors in enumerate(values_of(outputs, dtype, ids)):
         arrays = {name: (t.view(torch.uint16) if dtype == "bf16" else t).numpy() for name, t in tensors.items()}
-        yield Row(ids[n], LENGTHS[n % len(LENGTHS)] + 1000, arrays)
+        yield Row(ids[n], LENGTHS[n % len(LENGTHS)] + 1000, arrays, "A" * n + "MKT")
 
 
 def write(fmt: str, out: Path, outputs: Sequence[Output], dtype: Any = "fp32", ids: Sequence[str] = IDS) -> None:
@@ -70,8 +74,8 @@ def names(directory: Path) -> list[str]:
 
 def test_what_is_computed_unless_told_otherwise() -> None:
     assert {name: writer.default_pool for name, writer in FORMATS.items()} == {
-        "h5": "residue", "npy": "mean", "parquet": "mean", "h5ad": "mean", "safetensors": "residue",
-        "fair-esm-pt": "residue",
+        "h5": "residue", "npy": "mean", "csv": "mean", "parquet": "mean", "h5ad": "mean", "safetensors": "residue",
+        "fair-esm-pt": "residue", "biotrainer-h5": "residue",
     }  # fmt: skip
 
 
@@ -108,12 +112,47 @@ def test_h5_has_a_group_an_output(tmp_path: Path) -> None:
                 assert np.array_equal(data[()], expected[output.name].numpy())
 
 
-@pytest.mark.parametrize("fmt", ["h5", "h5ad"])
+@pytest.mark.parametrize("fmt", ["h5", "h5ad", "biotrainer-h5"])
 def test_hdf5_of_the_same_rows_has_the_same_bytes(tmp_path: Path, fmt: str) -> None:
-    write(fmt, tmp_path / "one", [MEAN, MAX])
+    outputs = [MEAN, MAX] if FORMATS[fmt].several else [MEAN]
+    write(fmt, tmp_path / "one", outputs)
     time.sleep(1.1)  # HDF5's clock has seconds
-    write(fmt, tmp_path / "two", [MEAN, MAX])
+    write(fmt, tmp_path / "two", outputs)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+HASHES = {
+    "MKTAYIAK": "e2f1d9e030c2852fc3d16b48d5a176d27b5314511ed3a649b4e5526198a42063",
+    "MKV": "0248cf4a15aee2974486c1bfdc1fdde115c073e774fe5702f5169e31f1e20b12",
+}
+"""What `calculate_sequence_hash` of biotrainer 1.4.0 returns."""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("output", [MEAN, RESIDUE], ids=lambda output: output.name)
+def test_biotrainer_files_have_a_data_set_a_sequence(tmp_path: Path, output: Output, dtype: Any) -> None:
+    """Under the hash of the sequence, with the id of the first record that has it."""
+    long, short, other = (np.full(output.shape(n, DIM), n, NUMBERS[dtype]) for n in (8, 3, 4))
+    given = [("a/1", "MKTAYIAK", long), ("b", "MKV", short), ("again", "MKTAYIAK", long)]
+    with FORMATS["biotrainer-h5"](tmp_path / "x.h5", About((output,), DIM, dtype, 3, ATTRIBUTES)) as writer:
+        for record_id, residues, values in given:
+            writer.add(Row(record_id, len(residues), {output.name: values}, residues))
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert list(file) == [HASHES["MKTAYIAK"], HASHES["MKV"]]
+        assert [data.attrs["original_id"] for data in file.values()] == ["a/1", "b"]
+        assert all(data.dtype == NUMBERS[dtype] for data in file.values())
+        assert np.array_equal(file[HASHES["MKTAYIAK"]][()], long)
+        assert np.array_equal(file[HASHES["MKV"]][()], short)
+        assert dict(file.attrs) == ATTRIBUTES | {"records": 3, "dim": DIM}
+
+    def differing() -> None:
+        with FORMATS["biotrainer-h5"](tmp_path / "y.h5", About((output,), DIM, dtype, 2, {})) as writer:
+            writer.add(Row("b", 3, {output.name: short}, "MKV"))
+            writer.add(Row("c", 3, {output.name: other}, "MKV"))
+
+    with pytest.raises(InputError, match=r"record 'c' has the sequence of record 'b' and other tracks.*--format h5$"):
+        differing()
+    assert names(tmp_path) == ["x.h5"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -127,13 +166,58 @@ def test_npy_is_a_matrix_and_its_ids(tmp_path: Path, output: Output, dtype: str)
     assert names(tmp_path) == ["x.ids.txt", "x.npy"]
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("output", [MEAN, MAX, CLS], ids=lambda output: output.name)
+def test_csv_is_read_as_evolvepro_reads_it(tmp_path: Path, output: Output, dtype: str) -> None:
+    """`evolvepro/src/data.py` calls `read_csv` with `index_col=0`, and compares the index with names of variants."""
+    write("csv", tmp_path / "x.csv", [output], dtype)
+    table = pandas.read_csv(tmp_path / "x.csv", index_col=0)
+    assert list(table.index) == list(IDS)
+    assert list(table.columns) == [str(n) for n in range(DIM)]
+    assert {str(kind) for kind in table.dtypes} == {"float64"}
+    expected = np.stack([one[output.name].numpy() for one in values_of([output], dtype)])
+    assert np.array_equal(table.to_numpy().astype(NUMBERS[dtype]), expected)
+    assert names(tmp_path) == ["x.csv"]
+
+
+def test_csv_has_the_lines_that_pandas_writes(tmp_path: Path) -> None:
+    ids = ["WT", "A24G:V30L", "a,b", "-x"]
+    values = np.array([[0.1, -1e-7, 3.0], [1 / 3, 65504, 0], [-0.00012345678, 1e10, -5], [1, 2, 3]], np.float32)
+    with FORMATS["csv"](tmp_path / "x.csv", About((MEAN,), 3, "fp32", 4, {})) as writer:
+        for record_id, row in zip(ids, values, strict=True):
+            writer.add(Row(record_id, 5, {"mean_6": row}))
+    assert (tmp_path / "x.csv").read_text() == (
+        ",0,1,2\n"
+        "WT,0.100000001,-1.00000001e-07,3\n"
+        "A24G:V30L,0.333333343,65504,0\n"
+        '"a,b",-0.000123456775,1e+10,-5\n'
+        "'-x,1,2,3\n"
+    )
+    found = pandas.read_csv(tmp_path / "x.csv", index_col=0)
+    assert np.array_equal(found.to_numpy().astype(np.float32), values)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("fp32", np.uint32), ("fp16", np.uint16)])
+def test_every_number_of_csv_is_read_back_exactly(tmp_path: Path, dtype: Any, bits: Any) -> None:
+    """Of any size and with any digits, in no more bytes than are planned."""
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, np.iinfo(bits).max, 20_000, bits, endpoint=True).view(NUMBERS[dtype])
+    numbers = numbers[np.isfinite(numbers)]
+    out = tmp_path / "x.csv"
+    with FORMATS["csv"](out, About((MEAN,), len(numbers), dtype, 1, {})) as writer:
+        writer.add(Row("one", 5, {"mean_6": numbers}))
+    line = out.read_text().splitlines()[1]
+    assert np.array_equal(np.array(line.split(",")[1:], np.float64).astype(NUMBERS[dtype]), numbers)
+    assert max(len(text) for text in line.split(",")) + 1 == FORMATS["csv"].number_bytes(dtype)
+
+
 @pytest.mark.parametrize("group", [1, 9000, 1 << 30])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_parquet_has_a_row_a_record_and_a_column_an_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, group: int
 ) -> None:
     monkeypatch.setattr(ParquetFormat, "GROUP", group)
-    write("parquet", tmp_path / "x.parquet", ALL, dtype)
+    write("parquet", tmp_path / "x.parquet", ALL[:-1], dtype)
     number = {"fp32": "float", "fp16": "halffloat"}[dtype]
     with parquet.ParquetFile(tmp_path / "x.parquet") as file:
         if group == 9000:
@@ -152,7 +236,7 @@ def test_parquet_has_a_row_a_record_and_a_column_an_output(
     stored = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     expected = ATTRIBUTES | {"records": len(IDS), "dim": DIM}
     assert stored == {key: str(value) for key, value in expected.items()}
-    for n, tensors in enumerate(values_of(ALL, dtype)):
+    for n, tensors in enumerate(values_of(ALL[:-1], dtype)):
         for name, tensor in tensors.items():
             array = np.array(table[name][n].as_py(), NUMBERS[dtype])
             assert np.array_equal(array, tensor.flatten().numpy() if name == "contacts" else tensor.numpy())
@@ -362,10 +446,12 @@ def test_there_may_be_no_row(tmp_path: Path, fmt: str) -> None:
     count = {
         "h5": lambda: len(h5py.File(out)),
         "npy": lambda: len(np.load(out)),
+        "csv": lambda: len(pandas.read_csv(out)),
         "parquet": lambda: parquet.read_table(out).num_rows,
         "h5ad": lambda: anndata.read_h5ad(out).n_obs,
         "safetensors": lambda: len(safe_open(out, "np").keys()),
         "fair-esm-pt": lambda: len(list(out.glob("*.pt"))),
+        "biotrainer-h5": lambda: len(h5py.File(out)),
     }
     assert count[fmt]() == 0
 
@@ -375,8 +461,9 @@ class Broken(Exception):
 
 
 PLACES = {
-    "h5": ["x.h5"], "npy": ["x.ids.txt", "x.npy"], "parquet": ["x.parquet"], "h5ad": ["x.h5ad"],
+    "h5": ["x.h5"], "npy": ["x.ids.txt", "x.npy"], "csv": ["x.csv"], "parquet": ["x.parquet"], "h5ad": ["x.h5ad"],
     "safetensors": ["x.safetensors"], "fair-esm-pt": ["x.fair-esm-pt"],
+    "biotrainer-h5": ["x.biotrainer-h5"],
 }  # fmt: skip
 
 
@@ -409,7 +496,7 @@ def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path: Path, fmt: st
     assert names(tmp_path) == PLACES[fmt]
 
 
-@pytest.mark.parametrize("fmt", ["h5", "h5ad", "fair-esm-pt"])
+@pytest.mark.parametrize("fmt", ["h5", "h5ad", "fair-esm-pt", "biotrainer-h5"])
 def test_a_file_that_cannot_be_begun_leaves_nothing(tmp_path: Path, fmt: str) -> None:
     writer = FORMATS[fmt](tmp_path / "x", About((MEAN,), DIM, "fp32", 1, {"note": object()}))
     with pytest.raises(TypeError), writer:
@@ -432,14 +519,21 @@ def test_too_few_rows_make_no_file(tmp_path: Path, fmt: str) -> None:
 @pytest.mark.parametrize(
     ("fmt", "outputs", "dtype", "message"),
     [
-        ("csv", [MEAN], "fp32", "no format 'csv'; there are h5, npy, parquet, h5ad, safetensors, fair-esm-pt"),
+        ("tsv", [MEAN], "fp32", "no format 'tsv'; there are h5, npy, csv, parquet, h5ad, safetensors, fair-esm-pt"),
         ("npy", [RESIDUE], "fp32", "npy has a place for mean, max, cls, and none for residue_6; write it with"),
+        ("csv", [RESIDUE], "fp32", "csv has a place for mean, max, cls, and none for residue_6; write it with"),
+        ("csv", [MEAN, CLS], "fp32", "csv holds one output, and mean_6 and cls_6 are asked for"),
+        ("csv", [MEAN], "bf16", "csv holds fp32 and fp16, and not bf16; write it with"),
         ("npy", [MEAN, CLS], "fp32", "npy holds one output, and mean_6 and cls_6 are asked for"),
         ("npy", [MEAN], "bf16", "fp32 and fp16, and not bf16; write it with --format safetensors or fair-esm-pt"),
         ("h5", [MEAN], "bf16", "h5 holds fp32 and fp16, and not bf16"),
         ("parquet", [MEAN], "bf16", "parquet holds fp32 and fp16, and not bf16"),
         ("h5ad", [MEAN], "bf16", "h5ad holds fp32 and fp16, and not bf16"),
         ("h5ad", [MEAN, CONTACTS], "fp32", "none for contacts; write it with --format h5 or parquet or safetensors"),
+        ("biotrainer-h5", [LOGITS], "fp32", "has a place for mean, max, cls, residue, and none for logits"),
+        ("biotrainer-h5", [MEAN, CLS], "fp32", "biotrainer-h5 holds one output, and mean_6 and cls_6 are asked for"),
+        ("parquet", [ATTENTIONS], "fp32", "none for attentions_6; write it with --format h5 or safetensors"),
+        ("fair-esm-pt", [ATTENTIONS], "fp32", "none for attentions_6; write it with --format h5 or safetensors"),
         ("fair-esm-pt", [MAX], "fp32", "has a place for mean, cls, residue, logits, contacts, and none for max_6"),
     ],
 )  # fmt: skip

@@ -144,7 +144,7 @@ def test_packs_that_do_not_fit_are_halved_and_say_the_same(
     model = esmshard.load(directory, device=device).esm
     rng = np.random.default_rng(0)
     tokens = [encode(text) for text in texts(rng.integers(*size((50, 300), (5, 30)), size(400, 40)).tolist())]
-    outputs = choose(["mean", "residue"], None, CONFIG.n_layers, "")
+    outputs = choose(["mean", "residue"], None, CONFIG, "")
     embedder = Embedder(model, outputs, tokens=size(16_384, 100))
     expected = dict(embedder.compute(tokens))
     passes: list[int] = []

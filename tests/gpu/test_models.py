@@ -147,7 +147,7 @@ def test_a_pack_says_what_each_sequence_says_alone(device: torch.device, varlen:
     """In bf16 on the device, many sequences in some packs."""
     model = esmshard.load("starter", device=device, dtype="bf16").esm
     tokens = [encode(text) for text in texts(size([300, 2, 40, 77, 1] * 8, [30, 2, 11]))]
-    outputs = choose(["residue"], None, model.config.n_layers, "starter")
+    outputs = choose(["residue"], None, model.config, "starter")
     together = dict(Embedder(model, outputs, tokens=size(1024, 20)).compute(tokens))
     for n, one in enumerate(tokens):
         ((_, alone),) = Embedder(model, outputs).compute([one])

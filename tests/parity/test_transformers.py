@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM, EsmModel
 
+import esmshard
 from esmshard.batch import TokenBatch
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.contacts import predict_contacts
@@ -45,6 +46,7 @@ class Saved(NamedTuple):
     hidden: tuple[torch.Tensor, ...]
     logits: torch.Tensor
     contacts: torch.Tensor
+    attentions: tuple[torch.Tensor, ...]
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +60,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         model.esm.contact_head.regression.weight *= 30
         block, batch = tokenise(SEQUENCES)
         mask = (block != 1).long()
-        out = model(block, attention_mask=mask, output_hidden_states=True)
+        out = model(block, attention_mask=mask, output_hidden_states=True, output_attentions=True)
         contacts = model.predict_contacts(block, mask)
     directory = tmp_path_factory.mktemp("saved") / "model"
     model.save_pretrained(directory)
     state = load_file(directory / "model.safetensors")
-    return Saved(model, directory, state, block, batch, out.hidden_states, out.logits, contacts)
+    return Saved(model, directory, state, block, batch, out.hidden_states, out.logits, contacts, out.attentions)
 
 
 def differences(saved: Saved, model: ESM2) -> dict[str, float]:
@@ -163,6 +165,19 @@ def test_one_by_one_equals_transformers_too(saved: Saved) -> None:
             mine = model(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
             theirs = saved.model(block, attention_mask=torch.ones_like(block)).logits[0]
         assert (mine - theirs).abs().max() <= TOLERANCE
+
+
+def test_attention_maps_equal_those_of_transformers(saved: Saved) -> None:
+    """`attentions_n` is `attentions[n - 1]` of `transformers`, without the rows and columns of `<cls>` and `<eos>`."""
+    kept = [n for n, sequence in enumerate(SEQUENCES) if "<" not in sequence]
+    found = esmshard.load(saved.directory).embed([SEQUENCES[n] for n in kept], "attentions", layers=[1, 2, 3])
+    assert list(found) == ["attentions_1", "attentions_2", "attentions_3"]
+    for layer, theirs in enumerate(saved.attentions):
+        for maps_HLL, n in zip(found[f"attentions_{layer + 1}"], kept, strict=True):
+            length = len(SEQUENCES[n])
+            assert maps_HLL.shape == (CONFIG.n_heads, length, length)
+            assert abs(maps_HLL - theirs[n, :, 1 : length + 1, 1 : length + 1].numpy()).max() <= TOLERANCE
+    assert (saved.attentions[0][1] - saved.attentions[1][1]).abs().max() > 1e-2
 
 
 def test_a_directory_with_pytorch_model_bin(saved: Saved, tmp_path: Path) -> None:

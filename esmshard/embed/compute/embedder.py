@@ -15,6 +15,7 @@ import torch
 
 from esmshard.batch import TokenBatch, pack, piece
 from esmshard.data.batching.packing import by_length
+from esmshard.embed.compute.attention_maps import AttentionMaps
 from esmshard.embed.compute.outputs import Dtype, Long, Output
 from esmshard.model.contacts import ContactAccumulators
 from esmshard.model.threads import packs_at_once
@@ -29,6 +30,8 @@ TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16,
 PACK = {"cpu": 2048}
 """Tokens of a pack. On the CPU smaller packs are slower and larger packs are no faster."""
 GPU_PACK = 16384
+PACK_MAPS = 1 << 26
+"""Numbers of the attention maps of a pack, 256 MiB. They stay in memory until the whole pack is computed."""
 SMALLEST = 128
 """Residues below which a window that does not fit into memory is not divided again."""
 
@@ -99,9 +102,14 @@ class Embedder:
         self.device = device or next(esm.parameters()).device
         self._workers = workers or packs_at_once(self.device)
         self.tokens = tokens or PACK.get(self.device.type, GPU_PACK)
-        self._layers = sorted({one.layer for one in outputs if one.layer is not None})
+        self._layers = sorted({one.layer for one in outputs if one.layer is not None and one.pool != "attentions"})
         pools = {one.pool for one in outputs}
         self._logits, self._contacts = "logits" in pools, "contacts" in pools
+        self._paired = {one.name for one in outputs if one.paired}
+        self._maps = sum(len(one.heads) for one in outputs)
+        # The blocks after the last one here are not run.
+        of_maps = {one.layer for one in outputs if one.pool == "attentions" and one.layer is not None}
+        self._trunk_layers = sorted({*self._layers, *of_maps, *([esm.config.n_layers] if self._contacts else [])})
 
     def packs(self, lengths: Sequence[int]) -> list[list[int]]:
         """Group the sequences that are computed together, by their residues. Returns positions in `lengths`.
@@ -109,11 +117,16 @@ class Embedder:
         The longest sequences come first, so that no thread waits long for another at the end.
         """
         whole = [n for n, length in enumerate(lengths) if len(self.long.starts(length)) == 1]
-        kept = self.long.kept(np.array([lengths[n] for n in whole], dtype=np.int64)) + 2
-        groups = by_length(kept.tolist(), self.tokens) if whole else iter(())
+        kept = self.long.kept(np.array([lengths[n] for n in whole], dtype=np.int64))
+        groups = by_length(self._cost(kept).tolist(), self.tokens) if whole else iter(())
         packs = [[whole[k] for k in group] for group in groups]
         alone = sorted(set(range(len(lengths))) - set(whole), key=lambda n: lengths[n])
         return [*packs, *([n] for n in alone)][::-1]
+
+    def _cost(self, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the tokens of sequences of these residues. They are more where attention maps fill a pack sooner."""
+        cost: npt.NDArray[np.int64] = np.maximum(kept + 2, kept * kept * self._maps * self.tokens // PACK_MAPS)
+        return cost
 
     def compute(
         self, sequences: Sequence[Tokens], tracks: Sequence[Tracks] | None = None
@@ -186,22 +199,31 @@ class Embedder:
     def _values(self, sequences: list[Seen], long: Long) -> list[dict[str, torch.Tensor]]:
         """Compute the outputs of each sequence, fp32, on the device."""
         if len(sequences) == 1 and len(long.starts(len(sequences[0]) - 2)) > 1:
-            return [self._blend(sequences[0], long, at_once=max(1, self.tokens // (long.window + 2)))]
+            (cost,) = self._cost(np.array([long.window])).tolist()
+            return [self._blend(sequences[0], long, at_once=max(1, self.tokens // cost))]
         if long.mode == "truncate":
             sequences = [seen.piece(0, long.window) for seen in sequences]
         return [self._reduce(parts) for parts in self._forward(sequences)]
 
     def _forward(self, sequences: list[Seen]) -> list[dict[str, torch.Tensor]]:
-        """Compute values of each sequence: `residue_K` [L, D], `cls_K` [D], `logits` [L, 33], `contacts` [L, L]."""
+        """Compute values of each sequence: `residue_K` [L, D], `cls_K` [D], `logits` [L, 33], `contacts` [L, L],
+        `attentions_K` [H, L, L] on the CPU.
+        """
         tokens, tracks = [seen.tokens for seen in sequences], [seen.tracks for seen in sequences]
         batch = pack(tokens, tracks=tracks).to(self.device)
         regression = self.esm.contact_head.regression
         sums = ContactAccumulators(len(batch), regression.weight, regression.bias) if self._contacts else None
+        maps = AttentionMaps(self.outputs, len(batch)) if self._maps else None
+        listeners = [one.add for one in (sums, maps) if one is not None]
+
+        def on_attention(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
+            for add in listeners:
+                add(layer, sequence, q_THK, k_THK)
+
         logits_at = _residue_places(batch).to(self.device) if self._logits else None
-        found = self.esm(
-            batch, layers=self._layers, logits_at=logits_at, on_attention=None if sums is None else sums.add
-        )
-        parts: list[dict[str, torch.Tensor]] = [{} for _ in sequences]
+        hear = on_attention if listeners else None
+        found = self.esm(batch, layers=self._trunk_layers, logits_at=logits_at, on_attention=hear)
+        parts: list[dict[str, torch.Tensor]] = [{} for _ in sequences] if maps is None else maps.found
         for layer in self._layers:
             x_TD = found.representations[layer]
             for part, start, x_LD in zip(parts, batch.bounds, batch.residues(x_TD), strict=False):
@@ -229,35 +251,36 @@ class Embedder:
         """Compute the outputs of one sequence from overlapping windows, `at_once` windows at a time.
 
         Where two windows overlap, the weight of a window falls towards its cut, which gives a cross-fade. The ends of a
-        protein are no cuts. The weight of a pair is the embeddings of both residues' weights. A pair that no window
+        protein are no cuts. The weight of a pair is the product of both residues' weights. A pair that no window
         contains is NaN. `cls` is the mean over the windows. Each window has `<cls>` and `<eos>`, as crops in training
         have.
         """
         length, starts = len(seen) - 2, long.starts(len(seen) - 2)
         sums: dict[str, torch.Tensor] = {}
         weight_L = torch.zeros(length, device=self.device)
-        pair_LL = torch.zeros(length, length, device=self.device) if self._contacts else None
+        pair_LL = torch.zeros(length if self._paired else 0, length, device=self.device)
         for at in range(0, len(starts), at_once):
             some = starts[at : at + at_once]
             for start, part in zip(some, self._forward([seen.piece(s, long.window) for s in some]), strict=True):
                 rows = slice(start, start + long.window)
                 taper_W = _taper(start, long, length).to(self.device)
                 weight_L[rows] += taper_W
+                pair_WW = taper_W[:, None] * taper_W
+                if self._paired:
+                    pair_LL[rows, rows] += pair_WW
                 for name, x in part.items():
-                    if name == "contacts":
-                        assert pair_LL is not None
-                        pair_WW = taper_W[:, None] * taper_W
-                        pair_LL[rows, rows] += pair_WW
-                        sums.setdefault(name, torch.zeros_like(pair_LL))[rows, rows] += x * pair_WW
+                    if name in self._paired:
+                        if name not in sums:
+                            sums[name] = torch.zeros(*x.shape[:-2], length, length, device=x.device)
+                        sums[name][..., rows, rows] += x * pair_WW.to(x.device)
                     elif name.startswith("cls"):
                         sums[name] = sums.get(name, 0) + x.float() / len(starts)
                     else:
                         whole = sums.setdefault(name, torch.zeros(length, x.shape[-1], device=self.device))
                         whole[rows] += x.float() * taper_W[:, None]
         for name, x in sums.items():
-            if name == "contacts":
-                assert pair_LL is not None
-                sums[name] = x / pair_LL  # 0 / 0 is NaN
+            if name in self._paired:
+                sums[name] = x.div_(pair_LL.to(x.device))  # 0 / 0 is NaN
             elif not name.startswith("cls"):
                 sums[name] = x / weight_L[:, None]
         return self._reduce(sums)
@@ -272,7 +295,7 @@ class Embedder:
             arrays = [one[name] for one in values]
             flat = torch.cat([x.reshape(-1) for x in arrays]).to(self._dtype).cpu()
             # A sum shows a value that is not finite without a second array. Pairs outside all windows are NaN.
-            finite = name == "contacts" or bool(flat.sum(dtype=torch.float32).isfinite())
+            finite = name in self._paired or bool(flat.sum(dtype=torch.float32).isfinite())
             for n, (x, stored) in enumerate(zip(arrays, torch.split(flat, [x.numel() for x in arrays]), strict=True)):
                 done[n][name] = stored.view(x.shape)
                 if not finite and not bool(stored.isfinite().all()):

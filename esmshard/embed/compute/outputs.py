@@ -12,7 +12,7 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import window_of
 from esmshard.vocab import VOCAB_SIZE
 
-Pool = Literal["mean", "max", "cls", "residue", "logits", "contacts"]
+Pool = Literal["mean", "max", "cls", "residue", "logits", "contacts", "attentions"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
 LAYERLESS: tuple[Pool, ...] = ("logits", "contacts")
 """The outputs that come from the whole model and belong to no layer."""
@@ -31,12 +31,17 @@ class Output:
     """One array for each sequence of L residues.
 
     `mean`, `max` and `cls` are [D], `residue` [L, D], `logits` [L, 33] over the tokens of `esmshard.vocab`, `contacts`
-    [L, L] probabilities. `<cls>` and `<eos>` are used for `cls` only.
+    [L, L] probabilities, `attentions` [H, L, L] probabilities of H heads, a row for each residue that attends. `<cls>`
+    and `<eos>` are used for `cls` only. The softmax of `attentions` is over them, too, so rows sum to less than 1.
     """
 
     pool: Pool
     layer: int | None
-    """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`."""
+    """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`. `attentions` of layer n
+    are those of the n-th block, whose output is representation n, so there are none of layer 0.
+    """
+    heads: tuple[int, ...] = ()
+    """The heads of `attentions`, from 0; empty for every other pool."""
 
     @property
     def name(self) -> str:
@@ -48,31 +53,66 @@ class Output:
         return self.pool if self.layer is None else f"{self.pool}_{self.layer}"
 
     @property
+    def title(self) -> str:
+        """Return the name, with the heads if there are any, for messages.
+
+        >>> Output("attentions", 6, (0, 3)).title
+        'attentions_6 of heads 0,3'
+        """
+        return f"{self.name} of heads {','.join(map(str, self.heads))}" if self.heads else self.name
+
+    @property
     def pooled(self) -> bool:
         """Whether each sequence has one vector, whatever its length."""
         return self.pool in ("mean", "max", "cls")
+
+    @property
+    def paired(self) -> bool:
+        """Whether each pair of residues has a value."""
+        return self.pool in ("contacts", "attentions")
 
     def shape(self, length: int, dim: int) -> tuple[int, ...]:
         """Return the shape of the array for a sequence of `length` residues."""
         if self.pooled:
             return (dim,)
-        return {"residue": (length, dim), "logits": (length, VOCAB_SIZE), "contacts": (length, length)}[self.pool]
+        if self.paired:
+            return (*([len(self.heads)] if self.pool == "attentions" else []), length, length)
+        return (length, dim if self.pool == "residue" else VOCAB_SIZE)
 
     def numbers(self, length: npt.NDArray[np.int64], dim: int) -> npt.NDArray[np.int64]:
         """Return the number of values of the array, for many lengths."""
         if self.pooled:
             return np.full_like(length, dim)
-        return length * (length if self.pool == "contacts" else dim if self.pool == "residue" else VOCAB_SIZE)
+        if self.paired:
+            return length * length * max(1, len(self.heads))
+        return length * (dim if self.pool == "residue" else VOCAB_SIZE)
 
 
-def choose(pools: Sequence[str], layers: Sequence[int] | None, n_layers: int, model: str) -> tuple[Output, ...]:
-    """Return every pool of every layer, in the given order. Without `layers` it is the last layer, which is also -1.
+def choose(
+    pools: Sequence[str], layers: Sequence[int] | None, config: ModelConfig, model: str, heads: Sequence[int] = ()
+) -> tuple[Output, ...]:
+    """Return every pool of every layer, in the given order.
 
-    Raises `UsageError` for an unknown pool or layer.
+    Args:
+        pools: see `Output`.
+        layers: see `Output`; the last layer by default, which is also -1.
+        config: the architecture of the model.
+        model: its name, for messages.
+        heads: the heads of `attentions`; all by default.
 
-    >>> [one.name for one in choose(["mean", "contacts"], [5, 6], 6, "x")]
+    Raises:
+        UsageError: for an unknown pool, layer or head.
+
+    >>> from esmshard.model.families.family_registry import SIZES
+    >>> [one.name for one in choose(["mean", "contacts"], [5, 6], SIZES["esm2_t6_8M_UR50D"], "x")]
     ['mean_5', 'mean_6', 'contacts']
     """
+    n_layers = config.n_layers
+    if heads and "attentions" not in pools:
+        raise UsageError("--heads: only --pool attentions has heads; leave --heads out")
+    for head in heads:
+        if not 0 <= head < config.n_heads:
+            raise UsageError(f"--heads {head}: {model} has heads 0 to {config.n_heads - 1}")
     wanted = [layer if layer >= 0 else n_layers + 1 + layer for layer in layers or [n_layers]]
     for layer in wanted:
         if not 0 <= layer <= n_layers:
@@ -81,8 +121,13 @@ def choose(pools: Sequence[str], layers: Sequence[int] | None, n_layers: int, mo
     for pool in pools:
         if pool not in POOLS:
             raise UsageError(f"--pool {pool}: one of {', '.join(POOLS)} is expected")
+        if pool == "attentions" and 0 in wanted:
+            raise UsageError(
+                f"--layers 0: attentions are of layers 1 to {n_layers}, and layer 0 is the embedding; leave 0 out"
+            )
         of_pool: list[int | None] = [None] if pool in LAYERLESS else [*wanted]
-        found |= dict.fromkeys(Output(pool, layer) for layer in of_pool)
+        of_heads = tuple(dict.fromkeys(heads or range(config.n_heads))) if pool == "attentions" else ()
+        found |= dict.fromkeys(Output(pool, layer, of_heads) for layer in of_pool)
     if layers and all(output.layer is None for output in found):
         raise UsageError(f"--layers: {' and '.join(pools)} come from the whole model; leave --layers out")
     return tuple(found)
@@ -114,6 +159,8 @@ class Row:
     """Residues of the record, also where it was truncated before it was computed."""
     values: Mapping[str, npt.NDArray[Any]]
     """The arrays by output name, each of `Output.shape` and of type `NUMPY[About.dtype]`."""
+    residues: str = ""
+    """The whole sequence, for formats that store rows by their sequences; empty for others."""
 
 
 def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:

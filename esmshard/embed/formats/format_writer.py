@@ -9,6 +9,8 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from esmshard.embed.compute.outputs import NUMPY, POOLS, About, Dtype, Pool, Row
 from esmshard.errors import UsageError
 from esmshard.predict.writers import Writer, check
@@ -28,6 +30,10 @@ class FormatWriter(Writer):
     """The dtypes that the format can hold. numpy, HDF5 and Arrow have no bfloat16."""
     several: ClassVar[bool] = True
     """Whether the format can hold more than one output."""
+    by_sequence: ClassVar[bool] = False
+    """Whether rows are stored by their sequences, so that each sequence is stored once, with its first id."""
+    exact: ClassVar[bool] = True
+    """Whether the bytes of numbers and ids in the file are known in advance, and not only bounded."""
     extra: ClassVar[tuple[str, str] | None] = None
     """The module that writes the format, and the extra of this package that installs the module."""
 
@@ -39,6 +45,11 @@ class FormatWriter(Writer):
         self.attributes: dict[str, Any] = {**about.attributes, "records": about.n_records, "dim": about.dim}
         self.n = 0
         """The number of rows so far. While a row is written, this is its number, counted from 0."""
+
+    @classmethod
+    def number_bytes(cls, dtype: Dtype) -> int:
+        """Return the bytes of a number in the file; the most bytes, if the numbers differ in this."""
+        return np.dtype(NUMPY[dtype]).itemsize
 
     @classmethod
     def require(cls, out: Path) -> Any:

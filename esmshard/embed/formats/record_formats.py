@@ -1,5 +1,6 @@
-"""Embeddings record by record: HDF5, safetensors, and the `.pt` files of fair-esm's `extract.py`."""
+"""Embeddings record by record: HDF5 by id or sequence, safetensors, and the `.pt` files of fair-esm's `extract.py`."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import numpy as np
 from esmshard.embed.compute.outputs import DTYPES, About, Dtype, Pool, Row
 from esmshard.embed.formats.format_writer import FormatWriter
 from esmshard.embed.formats.hdf5_disk import Disk
-from esmshard.errors import UsageError
+from esmshard.errors import InputError, UsageError
 
 _BLOCK = 1 << 24
 """Bytes that are moved at once."""
@@ -67,6 +68,39 @@ class Hdf5Format(FormatWriter):
         """Close the file."""
         self._file.close()
         self._disk.close()
+
+
+class BiotrainerFormat(Hdf5Format):
+    """An HDF5 file as biotrainer 1.4 reads it: one data set for each sequence, under a hash of the sequence.
+
+    The key is the sha256 of the letters, a `_` and their number, in hexadecimal digits; `original_id` is the id of the
+    first record with this sequence (`biotrainer.utilities.calculate_sequence_hash` and
+    `biotrainer.embedders.services.EmbeddingService`). biotrainer compresses its data sets, which no reader requires.
+    """
+
+    default_pool = "residue"
+    pools = ("mean", "max", "cls", "residue")
+    several = False
+    by_sequence = True
+    exact = False
+
+    def write(self, row: Row) -> None:
+        """Write the row, unless its sequence came before."""
+        assert row.residues, f"{row.id}: came without its sequence"
+        key = hashlib.sha256(f"{row.residues}_{len(row.residues)}".encode()).hexdigest()
+        (output,) = self.about.outputs
+        values = row.values[output.name]
+        if key in self._file:
+            if not np.array_equal(self._file[key][()], values):
+                raise InputError(
+                    f"{self.out}: record '{row.id}' has the sequence of record "
+                    f"'{self._file[key].attrs['original_id']}' and other tracks, and biotrainer-h5 has one place for a "
+                    "sequence; write it with --format h5"
+                )
+            return
+        data = self._file.create_dataset(key, data=values, track_times=False)
+        data.attrs["original_id"] = row.id
+        self._disk.check()
 
 
 class SafetensorsFormat(FormatWriter):

@@ -1,12 +1,14 @@
-"""Embeddings as rows of a table: numpy's matrix, Parquet, and AnnData."""
+"""Embeddings as rows of a table: numpy's matrix, CSV, Parquet, and AnnData."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TextIO
 
 import numpy as np
 
-from esmshard.embed.compute.outputs import NUMPY, About, Output, Row
+from esmshard import spreadsheet
+from esmshard.embed.compute.outputs import NUMPY, About, Dtype, Output, Row
 from esmshard.embed.formats.format_writer import FormatWriter
 from esmshard.embed.formats.hdf5_disk import Disk
 from esmshard.errors import InputError
@@ -61,6 +63,43 @@ class NpyFormat(FormatWriter):
         self.ids_work.unlink(missing_ok=True)
 
 
+class CsvFormat(FormatWriter):
+    """`x.csv`: a line for each record in input order, with the id and the D numbers of one pooled output.
+
+    The first line has an empty cell and the numbers of the columns, 0 to D - 1, as `pandas.DataFrame.to_csv` writes
+    them. EVOLVEpro (https://github.com/mat10d/EvolvePro) reads such files. Numbers have as many digits as their type
+    needs to be read back exactly.
+    """
+
+    default_pool = "mean"
+    pools = ("mean", "max", "cls")
+    several = False
+    exact = False
+
+    DIGITS: ClassVar[Mapping[Dtype, int]] = {"fp32": 9, "fp16": 5}
+
+    @classmethod
+    def number_bytes(cls, dtype: Dtype) -> int:
+        """Return the digits of a number, and the bytes of sign, point, exponent and comma, as in `-1.5e-05,`."""
+        return cls.DIGITS[dtype] + 7
+
+    def open(self) -> None:
+        """Create the file with its first line."""
+        self._file: TextIO = open(self.work, "w", encoding="utf-8", newline="")  # noqa: SIM115  # `close` closes it
+        self._rows = spreadsheet.writer(self._file)
+        self._rows.writerow(["", *range(self.about.dim)])
+
+    def write(self, row: Row) -> None:
+        """Write a line."""
+        (output,) = self.about.outputs
+        digits = self.DIGITS[self.about.dtype]
+        self._rows.writerow([row.id, *(f"{number:.{digits}g}" for number in row.values[output.name].tolist())])
+
+    def close(self) -> None:
+        """Flush to disk and close."""
+        self._file.close()
+
+
 class ParquetFormat(FormatWriter):
     """`x.parquet`: one row for each record, with the columns `id`, `length` and one for each output, named after it.
 
@@ -70,6 +109,7 @@ class ParquetFormat(FormatWriter):
     """
 
     default_pool = "mean"
+    pools = ("mean", "max", "cls", "residue", "logits", "contacts")
     extra = ("pyarrow", "tables")
 
     GROUP: ClassVar[int] = 32 << 20

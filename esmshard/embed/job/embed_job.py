@@ -211,7 +211,7 @@ def _check_room(directory: Path, asked: EmbedRequest, plan: dict[str, Any]) -> N
     need = rows_bytes(spec, index, (k for k in range(plan["parts"]) if not note_file(directory, k).exists()))
     if asked.fmt != PARTS:
         suits(asked.fmt, spec.outputs, spec.dtype, asked.out, records=plan["records"], id_bytes=index.id_bytes)
-        need += file_bytes(spec, index)
+        need += file_bytes(asked.fmt, spec, index)
     free = shutil.disk_usage(directory).free
     if need > free:
         raise InputError(

@@ -101,15 +101,21 @@ def merge(embeddings: EmbeddingStore, out: Path, fmt: str) -> None:
     records, if any.
 
     Raises:
-        UsageError: if the format cannot hold the rows.
+        UsageError: if the format cannot hold the rows, or needs sequences, which a finished store lacks.
         DamagedError: if a part does not hold the data that was written.
     """
     about = embeddings.about()
     suits(fmt, about.outputs, about.dtype, out)
+    by_sequence = FORMATS[fmt].by_sequence
+    if by_sequence and embeddings.finished:
+        raise UsageError(
+            f"{embeddings.path}: has no sequences, and {fmt} stores rows by their sequences; write it with embed MODEL "
+            f"FASTA -o {out} --format {fmt} --reuse {embeddings.path}, which computes nothing again"
+        )
     failed, beside = _failed_file(out), _beside(out)
     _clear_scratch(out)
     with FORMATS[fmt](out, about) as writer, Progress("write", about.n_records) as progress:
-        for n, row in enumerate(embeddings.rows()):
+        for n, row in enumerate(embeddings.rows(with_residues=by_sequence)):
             writer.add(row)
             if n and n % 4096 == 0:
                 progress.update(n, fmt)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from esmshard.data.tracks.track_files import outside
 from esmshard.embed.compute.outputs import Output
-from esmshard.embed.formats.format_registry import suits
+from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.job.embed_request import PARTS, EmbedRequest, file_bytes, processes_of, rows_bytes
 from esmshard.embed.job.embed_time import Time, time_of
 from esmshard.embed.store import part_plan
@@ -36,7 +36,7 @@ _AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class Forecast:
-    """The estimate of a job. Counts are exact, and so are the bytes of numbers and ids."""
+    """The estimate of a job. Counts are exact, and so are the bytes of numbers and ids, if the format is `exact`."""
 
     asked: EmbedRequest
     fasta: Path
@@ -52,7 +52,7 @@ class Forecast:
     parts_bytes: int
     """Bytes of the directory of parts."""
     file_bytes: int
-    """Bytes of numbers and ids in the file that is made from the parts; 0 if none is made."""
+    """Bytes of numbers and ids in the file that is made from the parts, at most; 0 if none is made."""
     peak: int
     """Bytes on disk just before the end."""
     free: int
@@ -79,7 +79,8 @@ class Forecast:
             f"probe       {took.parts:,} of {self.parts:,} parts computed in {duration(took.probed)}",
         ]
         if self.asked.fmt != PARTS:
-            lines.append(f"{self.asked.fmt:<11} {_size(self.file_bytes)} of numbers and ids; the format adds a little")
+            size = f"{'' if FORMATS[self.asked.fmt].exact else 'at most '}{_size(self.file_bytes)}"
+            lines.append(f"{self.asked.fmt:<11} {size} of numbers and ids; the format adds a little")
         lines.append(f"at most     {_size(self.peak)} while it runs, {_size(self.free)} free at {self.place}")
         return "\n".join(lines)
 
@@ -127,7 +128,7 @@ def forecast(
             suits(fmt, spec.outputs, spec.dtype, asked.out, records=len(length_N), id_bytes=index.id_bytes)
         before = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         parts_bytes = rows_bytes(spec, index, range(plan["parts"]))
-        made = 0 if fmt == PARTS else file_bytes(spec, index)
+        made = 0 if fmt == PARTS else file_bytes(fmt, spec, index)
         peak = before + parts_bytes + made
         if peak > free:
             raise InputError(_does_not_fit(asked, index, place, before, peak, free))
@@ -208,7 +209,7 @@ def _does_not_fit(asked: EmbedRequest, index: RowIndex, place: Path, before: int
     for said, fmt, changed in smaller:
         need = before + rows_bytes(changed, index, range(len(index.bounds) - 1))
         if fmt != PARTS:
-            need += file_bytes(changed, index)
+            need += file_bytes(fmt, changed, index)
         if (fmt, changed) != (asked.fmt, spec) and need <= free and _can_hold(fmt, changed, asked.out):
             fix = f"{said} would fit with {_size(need)}"
             break

@@ -22,6 +22,8 @@ from esmshard.tasks.finetuner import without_tracks
 
 PARTS = "parts"
 """The format that is a directory, namely the embedding store itself."""
+HASH_BYTES = 64
+"""Bytes of the name of a sequence, in formats that store rows by their sequences."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def request(
     fmt: str | None = None,
     pools: Sequence[str] = (),
     layers: Sequence[int] = (),
+    heads: Sequence[int] = (),
     dtype: str = "fp32",
     precision: str = "auto",
     long: Long = Long(),  # noqa: B008  # frozen
@@ -73,6 +76,7 @@ def request(
         fmt: a key of FORMATS, or `parts`; by default from the ending of `out`, and `parts` if there is none.
         pools: see `Output`; by default the usual pool of the format.
         layers: 0 (embedding) to the number of layers; the last, normed layer by default.
+        heads: the heads of `attentions`, from 0; all by default.
         dtype: dtype of the numbers in the file.
         precision: precision of the arithmetic: fp32, bf16, fp16 or `auto`, which is fast on the device.
         long: the treatment of long sequences.
@@ -90,7 +94,7 @@ def request(
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
     found = open_weights.read(model)
     usual = "mean" if fmt == PARTS else FORMATS[fmt].default_pool
-    outputs = choose(list(pools) or [usual], list(layers), found.config.n_layers, model)
+    outputs = choose(list(pools) or [usual], list(layers), found.config, model, heads)
     for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):
         if any(one.pool == pool for one in outputs) and part in found.unlearned:
             raise UsageError(f"--pool {pool}: {model} has no trained {part}, which they come from; take another model")
@@ -125,14 +129,19 @@ def processes_of(device: torch.device, nproc: int | None) -> int:
     return nproc or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
 
 
-def file_bytes(spec: Spec, index: RowIndex) -> int:
-    """Return the bytes of numbers and ids in the file that is made from an embedding store. Each format adds a little.
+def file_bytes(fmt: str, spec: Spec, index: RowIndex) -> int:
+    """Return the bytes of numbers and ids in the file of a format that is made from an embedding store. Each format
+    adds a little.
 
-    `docs/embed.md` has a table of what the formats add.
+    If the format is not `exact`, these are the most bytes. `docs/embed.md` has a table of what the formats add.
     """
-    step = 1 << 16
-    blocks = (index.lengths[start : start + step] for start in range(0, len(index.lengths), step))
-    return index.id_bytes + sum(spec.kind.numbers_bytes(spec.long.kept(block.astype("int64"))) for block in blocks)
+    step, names = 1 << 16, index.id_bytes
+    blocks = (index.lengths[start : start + step].astype("int64") for start in range(0, len(index.lengths), step))
+    if FORMATS[fmt].by_sequence:
+        blocks = (index.lengths_of(part) for part in range(len(index.bounds) - 1))
+        names += HASH_BYTES * len(index.first)
+    stored = sum(spec.kind.numbers_bytes(spec.long.kept(block)) for block in blocks)
+    return names + stored // spec.kind.itemsize * FORMATS[fmt].number_bytes(spec.dtype)
 
 
 def rows_bytes(spec: Spec, index: RowIndex, parts: Iterable[int]) -> int:

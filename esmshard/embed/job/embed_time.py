@@ -190,8 +190,8 @@ def _write_s(directory: Path, asked: EmbedRequest, index: RowIndex, parts: list[
     for row in (row for part in parts for row in range(index.bounds[part], index.bounds[part + 1])):
         values = embeddings.values(row)
         if values is not None:
-            rows.append(Row(f"record_{row}", 1, values))
-            written += sum(array.nbytes for array in values.values())
+            rows.append(Row(f"record_{row}", 1, values, f"SEQUENCE{row}"))
+            written += sum(array.size for array in values.values()) * writer.number_bytes(spec.dtype)
         if len(rows) == WRITTEN or written > WRITTEN_BYTES:
             break
     if not rows:
@@ -200,7 +200,7 @@ def _write_s(directory: Path, asked: EmbedRequest, index: RowIndex, parts: list[
         for one in rows:
             file.add(one)
     embeddings.close()
-    return (time.monotonic() - began) * file_bytes(spec, index) / written
+    return (time.monotonic() - began) * file_bytes(asked.fmt, spec, index) / written
 
 
 def _makespan(seconds: Sequence[float], processes: int) -> float:

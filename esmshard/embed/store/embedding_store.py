@@ -33,11 +33,12 @@ import numpy.typing as npt
 
 from esmshard import spreadsheet
 from esmshard.embed.compute.outputs import About, Row, as_float
-from esmshard.embed.store.part_plan import FORMAT, VERSION, Spec, digest, read_plan
+from esmshard.embed.store.part_plan import FORMAT, VERSION, Spec, digest, read_plan, store_of
 from esmshard.embed.store.parts import DamagedError, PartLayout, PartReader
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replacing, sha256
+from esmshard.vocab import decode
 
 _OPEN_PARTS = 16
 _AT_ONCE = 1 << 13
@@ -145,6 +146,8 @@ class EmbeddingStore:
             "long": long.mode,
             "esmshard": self.manifest["esmshard"],
         }
+        for heads in {one.heads for one in self.outputs if one.heads}:  # all attentions have the same heads
+            found["heads"] = ",".join(map(str, heads))
         if tracks := self.manifest.get("tracks"):
             found["tracks"] = ",".join(tracks)
         if long.mode != "full":
@@ -163,15 +166,20 @@ class EmbeddingStore:
         failed = sum(1 for _ in failures(self))
         return About(self.outputs, self.spec.dim, self.spec.dtype, len(self) - failed, self.attributes)
 
-    def rows(self) -> Iterator[Row]:
-        """Yield the records that have values, in input order; bf16 as its bits. `DamagedError` for changed data."""
+    def rows(self, *, with_residues: bool = False) -> Iterator[Row]:
+        """Yield the records that have values, in input order; bf16 as its bits. `DamagedError` for changed data.
+
+        `with_residues` reads their sequences, which are there until the store is finished.
+        """
         for start in range(0, len(self), _AT_ONCE):
             stop = min(start + _AT_ONCE, len(self))
             columns = self.index.id_list(start, stop), self.index.lengths[start:stop], self.index.rows[start:stop]
-            for record_id, length, row in zip(columns[0], columns[1].tolist(), columns[2].tolist(), strict=True):
-                values = self.values(row)
+            sequences = store_of(self.path, self.manifest) if with_residues else None
+            for n, (record_id, length, row) in enumerate(zip(*columns, strict=True), start):
+                values = self.values(int(row))
                 if values is not None:
-                    yield Row(record_id, length, values)
+                    residues = "" if sequences is None else decode(sequences.residues(n))
+                    yield Row(record_id, int(length), values, residues)
 
     def reader(self, part: int) -> PartReader:
         """Return the reader of a part. `DamagedError` if the part does not hold the data that was written."""

@@ -84,7 +84,8 @@ class Spec:
     def of(cls, plan: Mapping[str, Any]) -> "Spec":
         """Read a spec back from JSON."""
         spec = dict(plan["spec"])
-        spec["outputs"] = tuple(Output(**one) for one in spec["outputs"])
+        # Stores of earlier versions know no heads.
+        spec["outputs"] = tuple(Output(**{**one, "heads": tuple(one.get("heads", ()))}) for one in spec["outputs"])
         spec["long"] = Long(**spec["long"])
         return cls(**spec)
 
@@ -102,7 +103,7 @@ class Spec:
 
 def _said(what: str, value: Any) -> str:
     if what == "outputs":
-        return ", ".join(one.name for one in value)
+        return ", ".join(one.title for one in value)
     if what == "long":
         shared = f" --overlap {value.overlap}" if value.mode == "window" else ""
         return f"--long {value.mode}" + (f" --window {value.window}{shared}" if value.mode != "full" else "")

@@ -3,8 +3,8 @@
 Rows are written one by one, in any order. No torch.
 
     parts/000012-9f3c2e1a.safetensors   one tensor for each output, rows end to end: `mean_6` [n, D], `residue_6`
-                                        [sum of L, D], `logits` [sum of L, 33], `contacts` [sum of L^2]; `key`,
-                                        `status` and `crc` of each row
+                                        [sum of L, D], `logits` [sum of L, 33], `contacts` [sum of L^2],
+                                        `attentions_6` [sum of H x L^2]; `key`, `status` and `crc` of each row
     parts/000012.json                   names that file. The part is finished once this note exists
 
 The position of a row follows from the lengths, so a row is written as soon as it is computed, and no row waits in
@@ -76,7 +76,7 @@ class PartLayout:
             numbers_U = one.numbers(kept_U, kind.dim)
             total, width = int(numbers_U.sum()), one.shape(1, kind.dim)[-1]
             self._begins[one.name] = np.concatenate([[0], np.cumsum(numbers_U)]) * kind.itemsize + self._end
-            shape = [total] if one.pool == "contacts" else [total // width, width]
+            shape = [total] if one.paired else [total // width, width]
             self._add(one.name, _SAFETENSORS[kind.dtype], shape, kind.itemsize)
         self._add("key", "U8", [n, KEY_BYTES], 1)
         self._add("status", "U8", [n], 1)

@@ -27,10 +27,10 @@ class Reuse:
     def __init__(self, path: Path, spec: Spec) -> None:
         self._product = EmbeddingStore(path)
         theirs = self._product.spec
-        names = {one.name for one in theirs.outputs}
-        missing = [one.name for one in spec.outputs if one.name not in names]
+        missing = [one.title for one in spec.outputs if one not in theirs.outputs]
         if missing:
-            raise UsageError(f"--reuse {path}: holds {', '.join(sorted(names))}, and no {' and '.join(missing)}")
+            held = ", ".join(sorted(one.title for one in theirs.outputs))
+            raise UsageError(f"--reuse {path}: holds {held}, and no {' and '.join(missing)}")
         alike = Spec(theirs.model_hash, spec.outputs, theirs.dim, theirs.dtype, theirs.compute, theirs.long)
         facts = self._product.manifest["facts"]
         if difference := spec.differs(alike, "", str(facts["model"])):
