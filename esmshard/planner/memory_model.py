@@ -3,6 +3,7 @@
 `memory` goes through the moments of a training step and adds up the bytes alive at each moment: what FSDP2 keeps and
 gathers, and what a layer of `esmshard.model` keeps for its backward pass. The largest sum is the result. docs/plan.md
 has the formulas and compares them with measured peaks; `benchmarks/peaks.py` measures. Letters: see `esmshard.batch`.
+This file is longer than others, so that all that a step keeps is added up in one place.
 """
 
 import os

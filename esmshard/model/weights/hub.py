@@ -2,6 +2,7 @@
 
 Downloads come only from the hub: fair-esm's own server announces no checksums, so a damaged file could not be detected.
 huggingface_hub reads its environment variables on import, and torch is slow to import, so both are imported late.
+This file is longer than others, because what the caches must hold and what is downloaded are the same files.
 """
 
 import errno
