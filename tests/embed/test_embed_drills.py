@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from embed_runs import ORDER, Run, content, stage, until, write_fasta, write_model
 
-from esmshard.embed.compute.embedder import Computed, Embedder, Failed, Tokens
+from esmshard.embed.compute.embedder import Computed, Embedder, Failed, Tokens, Tracks
 from esmshard.embed.job import embed_job
 from esmshard.embed.job.embed_job import embed
 from esmshard.embed.job.embed_request import EmbedRequest, request
@@ -220,10 +220,12 @@ class Sleeper(Embedder):
 
     began, wake = threading.Event(), threading.Event()
 
-    def compute(self, sequences: Sequence[Tokens]) -> Iterator[tuple[int, Computed | Failed]]:
+    def compute(
+        self, sequences: Sequence[Tokens], tracks: Sequence[Tracks] | None = None
+    ) -> Iterator[tuple[int, Computed | Failed]]:
         self.began.set()
         assert self.wake.wait(600)
-        return super().compute(sequences)
+        return super().compute(sequences, tracks)
 
 
 def test_a_worker_that_was_asleep_does_no_harm(given: Given, begun: Begun) -> None:

@@ -127,9 +127,9 @@ def test_two_planted_heads_of_120_are_found(trunk: ESM2, monkeypatch: pytest.Mon
     maps = {bytes(example.tokens): m for example, (m, _) in zip(examples(25, (50,)), given, strict=True)}
     trunk_120 = ESM2(EsmConfig(n_layers=6, dim=320, n_heads=20))
 
-    def features(model: ESM2, tokens: npt.NDArray[np.uint8], i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]):
+    def features(model: ESM2, example: Example, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]):
         assert model is trunk_120
-        return maps[bytes(tokens)][:, i, j].T
+        return maps[bytes(example.tokens)][:, i, j].T
 
     monkeypatch.setattr(unsupervised, "pair_features", features)
     weight_C, bias = unsupervised.fit(trunk_120, examples(25, (50,))[:20], [t for _, t in given[:20]], seed=0)
