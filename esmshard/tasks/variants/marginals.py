@@ -133,9 +133,8 @@ def as_masked(log_p_P: npt.NDArray[np.float64], seen: Corruption) -> npt.NDArray
     a model that learned this says, by Bayes' rule, p = m (u + r) / (m u + r), where u is `unchanged`, and r is `random`
     divided by `letters`. Hence m = p r / (u + r - u p).
 
-    Gordon et al. 2024 (doi:10.1101/2024.10.03.616542) use one pass in the same way, with p = (random m + u) / (random +
-    u): x then says nothing about whether it is the true one. Their m is that of Bayes' rule where it is one in
-    `letters`, and is negative for small p.
+    Gordon et al. 2024 (doi:10.1101/2024.10.03.616542) estimate a pseudo-log-likelihood from one pass, too. This formula
+    was derived here, and was not compared with theirs.
 
     >>> seen = Corruption(random=0.1, unchanged=0.1, letters=20)
     >>> np.exp(as_masked(np.log([1.0, 0.525, 0.1]), seen)).round(4).tolist()
