@@ -3,6 +3,7 @@
 `esmshard.batch` explains the letters of tensor names.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -28,7 +29,7 @@ class TrunkOutput(NamedTuple):
     logits_PV: torch.Tensor | None
 
 
-class Trunk(nn.Module):
+class Trunk(nn.Module, ABC):
     """A language model with its LM head and its contact regression. A family has a subclass.
 
     `layers` is a ModuleList of blocks `block(x_TD, batch, layer, on_attention) -> x_TD`, on which `esmshard.sharding`
@@ -53,13 +54,13 @@ class Trunk(nn.Module):
     lm_head: nn.Module
     contact_head: ContactRegression
 
+    @abstractmethod
     def embed(self, batch: TokenBatch) -> torch.Tensor:
         """Compute the input x [T, D] of the first block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the LayerNorm after the last block to x [T, D]."""
-        raise NotImplementedError
 
     def run_block(
         self, index: int, x_TD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None
