@@ -7,24 +7,10 @@ import numpy as np
 import pytest
 import torch
 from command import esmshard
-from conftest import RECIPE, write_subset
+from family_runs import TARGETS, losses, run
 
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
-
-TARGETS = "adapt: {method: lora, rank: 2, targets: [q, k, v, out, fc1, fc2]}\n"
-
-
-def run(directory: Path, task: str, adapt: str = "", ranks: int = 1) -> Path:
-    """A run of four steps; its directory."""
-    write_subset(directory, "train", "train", range(8))
-    write_subset(directory, "valid", "valid", range(2))
-    text = RECIPE.format(tokens_per_rank=200, out=directory / "run").replace("{name: nano}", "{name: esm3_nano}")
-    text = text.replace("steps: 6", "steps: 4").replace("{name: contact, channels: 8, blocks: 1}", task) + adapt
-    (directory / "esm3.yaml").write_text(text)
-    done = esmshard("finetune", directory / "esm3.yaml", *(["--nproc", str(ranks)] if ranks > 1 else []))
-    assert done.returncode == 0, done.stderr
-    return directory / "run"
 
 
 def embed(model: Path, directory: Path) -> np.ndarray:
@@ -38,15 +24,10 @@ def embed(model: Path, directory: Path) -> np.ndarray:
     return found
 
 
-def losses(directory: Path) -> list[float]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line and "split" not in line]
-
-
 def test_masked_language_modelling_and_its_model_in_both_layouts(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
-    directory = run(tmp_path, "{name: mlm}", ranks=2)
-    expected = losses(run(tmp_path / "alone", "{name: mlm}"))
+    directory = run(tmp_path, "esm3_nano", "{name: mlm}", ranks=2)
+    expected = losses(run(tmp_path / "alone", "esm3_nano", "{name: mlm}"))
     assert len(expected) == 4
     assert losses(directory) == pytest.approx(expected, rel=1e-5), "on two ranks as on one"
     model = directory / "model"
@@ -75,7 +56,7 @@ def test_masked_language_modelling_and_its_model_in_both_layouts(tmp_path: Path)
 
 
 def test_contacts_by_a_lora_on_every_matrix(tmp_path: Path) -> None:
-    directory = run(tmp_path, "{name: contact, channels: 8, blocks: 0}", TARGETS)
+    directory = run(tmp_path, "esm3_nano", "{name: contact, channels: 8, blocks: 0}", TARGETS)
     embeddings = embed(directory / "model", tmp_path)
     done = esmshard("predict", directory / "model", tmp_path / "valid.fasta", "-o", tmp_path / "contacts.npz")
     assert done.returncode == 0, done.stderr

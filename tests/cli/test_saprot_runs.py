@@ -1,46 +1,27 @@
 """SaProt as a user trains it on sequences alone: runs from random weights, and what is made of their models."""
 
 import csv
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from command import esmshard
-from conftest import RECIPE, write_subset
+from family_runs import TARGETS, losses, run
 from transformers import EsmForMaskedLM, EsmTokenizer
 
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 
-TARGETS = "adapt: {method: lora, rank: 2, targets: [q, k, v, out, fc1, fc2]}\n"
 SEQUENCES = {"a": "MKTAYIAKQRQISFVK", "b": "MXBUZOKT"}
 PAIRS = ["M#K#T#A#Y#I#A#K#Q#R#Q#I#S#F#V#K#", "M###########K#T#"]
 """The sequences as the authors write them, where no structure is known."""
 
 
-def run(directory: Path, task: str, adapt: str = "", ranks: int = 1) -> Path:
-    """A run of four steps; its directory."""
-    write_subset(directory, "train", "train", range(8))
-    write_subset(directory, "valid", "valid", range(2))
-    text = RECIPE.format(tokens_per_rank=200, out=directory / "run").replace("{name: nano}", "{name: saprot_nano}")
-    text = text.replace("steps: 6", "steps: 4").replace("{name: contact, channels: 8, blocks: 1}", task) + adapt
-    (directory / "tiny.yaml").write_text(text)
-    done = esmshard("finetune", directory / "tiny.yaml", *(["--nproc", str(ranks)] if ranks > 1 else []))
-    assert done.returncode == 0, done.stderr
-    return directory / "run"
-
-
-def losses(directory: Path) -> list[float]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line and "split" not in line]
-
-
 def test_masked_language_modelling_embeddings_and_scores(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
-    directory = run(tmp_path, "{name: mlm}", ranks=2)
-    expected = losses(run(tmp_path / "alone", "{name: mlm}"))
+    directory = run(tmp_path, "saprot_nano", "{name: mlm}", ranks=2)
+    expected = losses(run(tmp_path / "alone", "saprot_nano", "{name: mlm}"))
     assert len(expected) == 4
     assert losses(directory) == pytest.approx(expected, rel=1e-5), "on two ranks as on one"
     model = directory / "model"
@@ -75,7 +56,7 @@ def test_masked_language_modelling_embeddings_and_scores(tmp_path: Path) -> None
 
 
 def test_contacts_by_a_lora_on_every_matrix(tmp_path: Path) -> None:
-    directory = run(tmp_path, "{name: contact, channels: 8, blocks: 0}", TARGETS)
+    directory = run(tmp_path, "saprot_nano", "{name: contact, channels: 8, blocks: 0}", TARGETS)
     done = esmshard("predict", directory / "model", tmp_path / "valid.fasta", "-o", tmp_path / "contacts.npz")
     assert done.returncode == 0, done.stderr
     done = esmshard("consolidate", directory, "-o", tmp_path / "adapter", "--adapter")
