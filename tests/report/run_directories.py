@@ -10,7 +10,7 @@ from typing import Any
 from esmshard.report.text.html_report import report
 
 SECTIONS = [
-    *("metrics", "curves", "predictions", "length", "calibration", "speed", "time", "data", "versions", "recipe"),
+    *("predictions", "metrics", "curves", "length", "calibration", "speed", "time", "data", "versions", "recipe"),
     "reproduce",
 ]
 RECIPE = """\

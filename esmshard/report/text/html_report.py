@@ -44,12 +44,12 @@ def report(run: Path, out: Path | None = None) -> Path:
         if is_cross_validated(run):
             several = read_variants(run)
             about, facts = variant_report.about(several), variant_report.facts(several)
-            states = [variant_report.verdict(several)]
+            lead, states = [variant_report.verdict(several)], []
             sections = [section(several) for section in variant_report.SECTIONS]
         else:
             found = read(run)
             about, facts = _about(found), _facts(found)
-            states = [text for text in (scores.verdict(found), _state(found)) if text]
+            lead, states = scores.achieved(found), [_state(found)]
             sections = [part(found) for part in SECTIONS]
     hidden = Places(run, *_named(run))
     source = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def report(run: Path, out: Path | None = None) -> Path:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=hidden.shown
     )
     page = environment.from_string(source).render(
-        title=run.resolve().name, about=about, states=states, facts=facts, sections=sections, version=__version__
+        title=run.resolve().name, about=about, lead=lead, states=states, facts=facts, sections=sections, version=__version__
     )
     out = out or run / "report.html"
     if not out.parent.is_dir():
@@ -201,9 +201,9 @@ def _reproduce(run: RunFiles) -> Section:
 
 
 SECTIONS: Sequence[Callable[[RunFiles], Section]] = (
+    scores.predictions,
     scores.metrics,
     training.curves,
-    scores.predictions,
     scores.lengths,
     scores.calibration,
     training.throughput,

@@ -17,7 +17,7 @@ from esmshard.model.families.family_registry import family_of
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, number
-from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, value_text
+from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, range_text, value_text
 from esmshard.tasks.base import BEFORE
 from esmshard.tasks.finetuner import load_finetuned, tracks_of
 from esmshard.tasks.intervals import Interval
@@ -49,10 +49,6 @@ def metrics(run: RunFiles) -> Section:
     texts += [f"{str(sentence)[:1].upper()}{str(sentence)[1:]}." for sentence in raw.get("left_out", ())]
     if few := without_interval(raw.get("without_interval", {})):
         texts.append(f"{' '.join(few)} Without one there is no star either.")
-    before = found.metrics.get(BEFORE, {}).get(head.name)
-    if before is not None:
-        now = found.metrics[main][head.name]
-        texts.append(f"{head.name}: {value_text(before.value)} before fine-tuning, {value_text(now.value)} after it.")
     rows = [[name, *(cell(row.get(c)) for c in columns)] for name, row in found.metrics.items()]
     tables = [PageTable(["", *columns], rows, "Each metric, and its 95% interval below it.")]
     if found.differences:
@@ -86,9 +82,22 @@ def strongest(run: RunFiles) -> str | None:
     return verdicts.strongest(*_headlines(run.evaluation, head), lower_is_better=bool(head.lower_is_better))
 
 
-def verdict(run: RunFiles) -> str | None:
-    """Return a sentence: whether fine-tuning beat the strongest baseline; None before the model is tested."""
-    return run.evaluation.raw.get("verdict") if run.evaluation is not None else None
+def achieved(run: RunFiles) -> list[str]:
+    """Return the result in two sentences: the headline metric, before and after fine-tuning, and the verdict. Nothing
+    before the model is tested.
+    """
+    found, head = run.evaluation, run.headline
+    if found is None or head is None:
+        return []
+    now, before = found.metrics[found.main].get(head.name), found.metrics.get(BEFORE, {}).get(head.name)
+    sentences = []
+    if now is not None and math.isfinite(now.value):
+        earlier = f", and was {value_text(before.value)} before" if before is not None else ""
+        of = f"{found.raw['records']:,} {found.raw['split']} records"
+        sentences.append(
+            f"After fine-tuning, {head.name} of {of} is {value_text(now.value)} {range_text(now)}{earlier}."
+        )
+    return [*sentences, *filter(None, [found.raw.get("verdict")])]
 
 
 def _headlines(found: Evaluation, head: Headline) -> tuple[dict[str, Interval], dict[str, Interval]]:

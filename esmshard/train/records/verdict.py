@@ -46,7 +46,7 @@ def verdict(
     *,
     lower_is_better: bool = False,
 ) -> str:
-    """Return one sentence: whether fine-tuning was better than the best of the baselines.
+    """Return one sentence: whether fine-tuning was better than the best of the baselines, and so worth it.
 
     Args:
         metric: the metric that models are chosen by.
@@ -72,7 +72,13 @@ def verdict(
             f"Fine-tuning was {how} the best baseline, {name}: {values}, but whether that is more than chance cannot "
             f"be said: there is no interval ({basis}; an interval takes {LEAST})."
         )
-    how = {"better than": "beat", "worse than": "was worse than"}.get(
-        comparison(gain, lower_is_better=lower_is_better), "was not clearly apart from"
-    )
-    return f"Fine-tuning {how} the best baseline, {name}: {values} [{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})."
+    how, consequence = {
+        "better than": ("beat", ""),
+        "worse than": ("was worse than", f"; it was not worth it, as {name} needs none and is better"),
+        "not clearly apart from": (
+            "was not clearly apart from",
+            f"; that it was worth it is not shown, as {name} needs none",
+        ),
+    }[comparison(gain, lower_is_better=lower_is_better)]
+    interval = f"[{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})"
+    return f"Fine-tuning {how} the best baseline, {name}: {values} {interval}{consequence}."
