@@ -57,7 +57,13 @@ def report(run: Path, out: Path | None = None) -> Path:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=hidden.shown
     )
     page = environment.from_string(source).render(
-        title=run.resolve().name, about=about, lead=lead, states=states, facts=facts, sections=sections, version=__version__
+        title=run.resolve().name,
+        about=about,
+        lead=lead,
+        states=states,
+        facts=facts,
+        sections=sections,
+        version=__version__,
     )
     out = out or run / "report.html"
     if not out.parent.is_dir():
