@@ -121,6 +121,14 @@ def test_commands_can_be_typed(page: Path):
     assert wrong == []
 
 
+def test_the_five_jobs_of_the_command_alone_can_be_typed(capsys: pytest.CaptureFixture[str]):
+    _tree().main([], standalone_mode=False)
+    said = capsys.readouterr().out
+    commands = [line.partition("esmshard ")[2].split() for line in said.splitlines() if line.startswith("  ")]
+    assert [words[0] for words in commands] == ["finetune", "finetune", "predict", "embed", "plan"]
+    assert [why for words in commands if (why := _wrong_with(words))] == []
+
+
 def test_a_command_that_is_not_there_is_found():
     text = "Use `esmshard fintune x`.\n```\nesmshard embed m x.fasta -o y --pol mean   # a comment --no\n```\n"
     text += "```\nesmshard finetune contact \\\n  optim.lrr=1 | tee --append log\n```\n"

@@ -24,40 +24,60 @@ from esmshard.cli import (
 )
 from esmshard.errors import InputError, UsageError
 
-COMMANDS = (
-    finetune_commands.finetune,
-    finetune_commands.plan,
-    data_commands.ingest,
-    data_commands.split,
-    data_commands.track,
-    model_commands.consolidate,
-    model_commands.download,
-    model_commands.push,
-    cluster_commands.bundle,
-    model_commands.verify,
-    inference_commands.embed,
-    inference_commands.predict,
-    inference_commands.score,
-    inference_commands.evaluate,
-    finetune_commands.status,
-    finetune_commands.report,
-    cluster_commands.launch,
-    cluster_commands.doctor,
-)
-"""The functions of the commands. A command has the name of its function. `--help` lists the commands in this order, and
-`recipes` after them.
+COMMANDS = {
+    "Train": (
+        finetune_commands.finetune,
+        finetune_commands.plan,
+        finetune_commands.status,
+        finetune_commands.report,
+    ),
+    "Use a model": (
+        inference_commands.embed,
+        inference_commands.predict,
+        inference_commands.score,
+        inference_commands.evaluate,
+    ),
+    "Data": (
+        data_commands.ingest,
+        data_commands.split,
+        data_commands.track,
+    ),
+    "Model files": (
+        model_commands.consolidate,
+        model_commands.download,
+        model_commands.push,
+        model_commands.verify,
+    ),
+    "Clusters": (
+        cluster_commands.launch,
+        cluster_commands.doctor,
+        cluster_commands.bundle,
+    ),
+}
+"""The functions of the commands, by the part of `--help` in which they stand. A command has the name of its function."""
+
+WELCOME = """\
+esmshard fine-tunes protein language models on your own proteins. Five things to do with it:
+
+  Learn contacts from structures     esmshard finetune contact
+  Learn from measured variants       esmshard finetune variants data.table=my.csv data.wild_type=wt.fasta out=runs/mine
+  Predict with what was learned      esmshard predict runs/mine --all-singles --propose 24 -o next.csv
+  Embed any number of sequences      esmshard embed starter my.fasta -o my.h5
+  See what fits on which GPUs        esmshard plan contact model.name=esm2_t36_3B_UR50D --gpus 8xA100-40GB
+
+The first and the last need no data of yours. All commands: esmshard --help. Examples of one: esmshard embed --help.
 """
+"""What `esmshard` alone prints."""
 
 app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Fine-tune protein language models (ESM-2, ESM-C and others), sharded, from one recipe.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in COMMANDS:
-    app.command()(command)
-app.add_typer(recipe_commands.app, name="recipes")
+for part, commands in COMMANDS.items():
+    for command in commands:
+        app.command(rich_help_panel=part)(command)
+app.add_typer(recipe_commands.app, name="recipes", rich_help_panel="Train")
 
 
 def _version(wanted: bool) -> None:
@@ -66,13 +86,15 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(WELCOME, end="")
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from esmshard import cli
 from esmshard.cli import app, recipe_commands
 
 ORDER = (
-    "finetune plan ingest split track consolidate download push bundle verify embed predict score evaluate status "
-    "report launch doctor recipes"
+    "finetune plan status report embed predict score evaluate ingest split track consolidate download push verify "
+    "launch doctor bundle recipes"
 )
 
 
@@ -31,6 +31,6 @@ def test_the_order_of_commands() -> None:
 def test_every_function_of_a_group_is_a_command() -> None:
     groups = [module.name for module in pkgutil.iter_modules(cli.__path__) if module.name.endswith("_commands")]
     assert len(groups) == 6
-    registered = {command.__name__ for command in app.COMMANDS}
+    registered = {command.__name__ for commands in app.COMMANDS.values() for command in commands}
     registered |= {command.callback.__name__ for command in recipe_commands.app.registered_commands if command.callback}
     assert set().union(*map(functions, groups)) == registered
