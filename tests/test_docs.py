@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel, TypeAdapter
 from ruamel.yaml import YAML
 
-from esmshard.cli import app
+from esmshard.cli import app, help_text
 from esmshard.cluster.scripts.site import Site
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.registry import registered
@@ -121,12 +121,13 @@ def test_commands_can_be_typed(page: Path):
     assert wrong == []
 
 
-def test_the_five_jobs_of_the_command_alone_can_be_typed(capsys: pytest.CaptureFixture[str]):
-    _tree().main([], standalone_mode=False)
-    said = capsys.readouterr().out
-    commands = [line.partition("esmshard ")[2].split() for line in said.splitlines() if line.startswith("  ")]
-    assert [words[0] for words in commands] == ["finetune", "finetune", "predict", "embed", "plan"]
-    assert [why for words in commands if (why := _wrong_with(words))] == []
+def test_what_help_shows_can_be_typed():
+    lines = [line for line in help_text.WELCOME.splitlines() if line.startswith("  ")]
+    jobs = [words for line in lines for words in _commands(f"`{line.strip()}`")]
+    assert [words[0] for words in jobs] == ["finetune", "finetune", "predict", "embed", "plan"]
+    examples = [words for pair in help_text.EXAMPLES.values() for one in pair for words in _commands(f"`{one}`")]
+    assert len(examples) == 2 * len(help_text.EXAMPLES)
+    assert [(words, why) for words in [*jobs, *examples] if (why := _wrong_with(words))] == []
 
 
 def test_a_command_that_is_not_there_is_found():

@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -18,13 +19,14 @@ from esmshard.cli import (
     cluster_commands,
     data_commands,
     finetune_commands,
+    help_text,
     inference_commands,
     model_commands,
     recipe_commands,
 )
 from esmshard.errors import InputError, UsageError
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Train": (
         finetune_commands.finetune,
         finetune_commands.plan,
@@ -54,20 +56,7 @@ COMMANDS = {
         cluster_commands.bundle,
     ),
 }
-"""The functions of the commands, by the part of `--help` in which they stand. A command has the name of its function."""
-
-WELCOME = """\
-esmshard fine-tunes protein language models on your own proteins. Five things to do with it:
-
-  Learn contacts from structures     esmshard finetune contact
-  Learn from measured variants       esmshard finetune variants data.table=my.csv data.wild_type=wt.fasta out=runs/mine
-  Predict with what was learned      esmshard predict runs/mine --all-singles --propose 24 -o next.csv
-  Embed any number of sequences      esmshard embed starter my.fasta -o my.h5
-  See what fits on which GPUs        esmshard plan contact model.name=esm2_t36_3B_UR50D --gpus 8xA100-40GB
-
-The first and the last need no data of yours. All commands: esmshard --help. Examples of one: esmshard embed --help.
-"""
-"""What `esmshard` alone prints."""
+"""The functions of the commands, by the part of `--help` that lists them. A command has the name of its function."""
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
@@ -76,7 +65,7 @@ app = typer.Typer(
 )
 for part, commands in COMMANDS.items():
     for command in commands:
-        app.command(rich_help_panel=part)(command)
+        app.command(rich_help_panel=part, epilog=help_text.examples(command))(help_text.grouped(command))
 app.add_typer(recipe_commands.app, name="recipes", rich_help_panel="Train")
 
 
@@ -94,7 +83,7 @@ def _options(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        print(WELCOME, end="")
+        print(help_text.WELCOME, end="")
 
 
 def main() -> None:
