@@ -50,7 +50,7 @@ def test_a_linker_is_read_as_glycines(family: Family) -> None:
     plain = pack([encode(A + "G" * 7 + B + "G" * 7 + C), encode(B)])
     for ours, theirs in zip(everything(model, joined), everything(model, plain), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-    tokens = encode(f"{A}:{B}", linker=7)
+    tokens = encode(f"{A}:{B}:{C}", linker=7)
     assert joined.tokens_T[: len(tokens)].tolist() == tokens.tolist()
     assert (joined.tokens_T == 31).sum() == 14, "heads and losses see where the linkers are"
 
