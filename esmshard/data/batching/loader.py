@@ -14,7 +14,7 @@ from esmshard.data.fasta.chain_windows import ChainWindows, chain_windows
 from esmshard.data.fasta.symbols import shown
 from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError
-from esmshard.vocab import CLS, EOS, SEPARATOR, is_residue
+from esmshard.vocab import CLS, EOS, SEPARATOR, chain_spans
 
 Long = Literal["crop", "window", "full", "skip", "error"]
 
@@ -227,7 +227,7 @@ class Examples:
         """Return the number of residues of all chains of the record of example n."""
         record = self._origin(n)[0]
         if self._chained:
-            return int(is_residue(self.store.residues(record)).sum())
+            return sum(end - start for start, end in chain_spans(self.store.residues(record)))
         return int(self.store.lengths[record])
 
     def whole(self, n: int) -> npt.NDArray[np.uint8]:
