@@ -74,3 +74,17 @@ def test_what_cannot_be_joined_is_refused(directory: Path, override: str, says: 
     assert done.returncode in (1, 2)
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_store_that_was_joined_otherwise_is_refused(directory: Path) -> None:
+    done = esmshard("ingest", "train.csv", "-o", "train.store", "--join", "linker:3")
+    assert done.returncode == 0, done.stderr
+    for more in ((), ("data.join.gap=5",), ("data.join.linker=4",)):
+        done = esmshard("finetune", "recipe.yaml", "data.train=train.store", *more)
+        assert done.returncode == 1
+        assert "train.store: its chains were joined by a linker of 3, and a linker of " in done.stderr
+    done = esmshard("finetune", "recipe.yaml", "data.train=train.store", "data.join.linker=3", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    done = esmshard("ingest", "train.csv", "-o", "gap.store", "--join", "gap:3")
+    assert done.returncode == 2
+    assert "--join gap:3: a gap is of the model that reads the store; leave it out here" in done.stderr
