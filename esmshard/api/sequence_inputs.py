@@ -15,12 +15,13 @@ import numpy.typing as npt
 from esmshard.data.fasta import nucleotides
 from esmshard.data.fasta.advice import instead
 from esmshard.data.fasta.fasta_reader import read_fasta
-from esmshard.data.fasta.sequence_tables import id_column, sequence_column
+from esmshard.data.fasta.sequence_tables import id_column, sequence_columns
 from esmshard.data.fasta.symbols import Edits, RefusedSymbols, Rules, clean, shown
 from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.data.tables import Table, counted
 from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
+from esmshard.joined_chains import BETWEEN, LINKER
 from esmshard.vocab import CLS, EOS, encode
 
 Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
@@ -43,7 +44,7 @@ class SequenceInputs:
     """The keys of a dictionary, or the ids in a file or table; None for sequences without ids."""
 
 
-def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
+def sequences(given: Sequences, single: str = "the sequence", linker: int = LINKER) -> SequenceInputs:
     """Encode sequences by the rules of `esmshard.data.fasta.symbols`. Each kind of change causes a warning.
 
     >>> sequences(["MKT", "MK"]).tokens[0].tolist()
@@ -52,13 +53,14 @@ def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
     Args:
         given: see `Sequences`.
         single: the name, in messages, of a sequence that is not in a list.
+        linker: the number of tokens between two chains of a sequence, as `MKT:MKV`.
 
     Raises:
         InputError: with sequence and position of a character that is no residue; or for an empty sequence or list.
     """
     if isinstance(given, os.PathLike):
-        return _of_file(Path(given))
-    edits, rules = Edits(), Rules()
+        return _of_file(Path(given), linker)
+    edits, rules = Edits(), Rules(linker=linker)
     alone, with_ids = isinstance(given, str), isinstance(given, Mapping)
     if isinstance(given, str):
         if re.search(r"[./\\]", given):  # 'my.fasta' would otherwise be read as a sequence with a gap
@@ -118,8 +120,8 @@ def as_list(given: Any, what: str) -> list[Any]:
         raise UsageError(f"{expected} {kind}; write given.decode()")
     names, shape = _column_names(given), getattr(given, "shape", None)
     if names is not None:
-        likely = sequence_column(_header(kind, names)) if what == "sequences" else None
-        typed = f'df["{likely}"]' if likely else f"the column that has the {what}, as df[NAME]"
+        likely = sequence_columns(_header(kind, names)) if what == "sequences" else ()
+        typed = f'df["{likely[0]}"]' if len(likely) == 1 else f"the column that has the {what}, as df[NAME]"
         raise UsageError(f"{expected} a {kind} with the columns {', '.join(map(shown, names[:5]))}; give {typed}")
     if shape is not None and len(shape) != 1:
         fix = "x[:, 0]" if len(shape) == 2 else "x.ravel()" if shape else "str(x)"
@@ -151,11 +153,14 @@ def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
     if names is None:
         return None
     header = _header(type(given).__name__, names)
-    column = sequence_column(header)
-    if column is None:
+    columns = sequence_columns(header)
+    if not columns:
         return None
-    ids = id_column(header, column)
-    sequences = _cells(given, column)
+    ids = id_column(header, columns)
+    sequences = _cells(given, columns[0])
+    if len(columns) > 1:
+        chains = zip(sequences, _cells(given, columns[1]), strict=True)
+        sequences = [_record(*cells) for cells in chains]
     if ids is None:
         return list(enumerate(sequences)), False
     keys = [str(cell) for cell in _cells(given, ids)]
@@ -163,9 +168,15 @@ def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
         twice = next(key for n, key in enumerate(keys) if key in keys[:n])
         raise InputError(
             f"{header.path}: column {ids!r} has {shown(twice)!r} twice; give each sequence an id of its own, or give "
-            f"df[{column!r}], which has no ids"
+            f"df[{list(columns) if len(columns) > 1 else columns[0]!r}], which has no ids"
         )
     return list(zip(keys, sequences, strict=True)), True
+
+
+def _record(first: object, second: object) -> object:
+    """Return a record of two chains, or a cell that is no text, which is refused like any other."""
+    cells = (first, second)
+    return next((cell for cell in cells if not isinstance(cell, str)), BETWEEN.join(map(str, cells)))
 
 
 def _header(kind: str, names: Sequence[str]) -> Table:
@@ -178,16 +189,17 @@ def _cells(table: Any, column: str) -> list[object]:
     return list(values.to_pylist() if hasattr(values, "to_pylist") else values)  # Arrow's items are no strings
 
 
-def _of_file(path: Path) -> SequenceInputs:
+def _of_file(path: Path, linker: int) -> SequenceInputs:
     """Read the records of a FASTA file, a table or a token store."""
     if is_store(path):
         store = TokenStore(path)
+        store.check_linker(linker, path)
         ids, residues = [store.id(n) for n in range(len(store))], [store.residues(n) for n in range(len(store))]
         tokens = [np.concatenate(([CLS], one, [EOS])).astype(np.uint8) for one in residues]
     else:
         edits = Edits()
-        records = list(read_fasta(path, edits))
-        ids, tokens = [record.id for record in records], [encode(record.sequence) for record in records]
+        records = list(read_fasta(path, edits, Rules(linker=linker)))
+        ids, tokens = [record.id for record in records], [encode(record.sequence, linker) for record in records]
         if found := nucleotides.finding((one[1:-1] for one in tokens), counted(len(records), "record")):
             raise InputError(f"{path}: {found}; translate them, or, {instead([path], '--on-nucleotides keep')}")
         _warn(edits, f"{path}: ")
