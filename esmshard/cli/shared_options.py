@@ -5,6 +5,13 @@ from typing import Annotated, Optional
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Chains = Annotated[
+    str,
+    typer.Option(
+        metavar="each|together|FILE",
+        help="Records of structure files: each chain, all chains of a file together, or a list such as 1abc_A:B.",
+    ),
+]
 LocalProcesses = Annotated[
     Optional[int], typer.Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
 ]

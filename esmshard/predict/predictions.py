@@ -17,7 +17,7 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import by_length
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store
-from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
+from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.model.families.family_registry import family_of
@@ -28,6 +28,7 @@ from esmshard.predict import contact_pictures, failures
 from esmshard.predict.failures import Failure, failures_file
 from esmshard.predict.writers import CsvWriter, NpzWriter, ParquetWriter, TableWriter, check, pyarrow
 from esmshard.progress import Progress, rate, say
+from esmshard.recipe.data_section import EACH
 from esmshard.tasks.base import Inputs
 from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
 from esmshard.vocab import decode
@@ -68,6 +69,7 @@ def predict(
     png: Path | None = None,
     tokens: int | None = None,
     tracks: Mapping[str, str] | None = None,
+    chains: str = EACH,
     overwrite: bool = False,
 ) -> Predicted:
     """Write the head's predictions for each record to an `.npz`, a `.csv` or a `.parquet` file.
@@ -89,6 +91,7 @@ def predict(
             maps always in one pack. A longer record is computed alone. By default 4,096, on a GPU 16,384 except for
             pair maps. The number changes results by rounding only.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
+        chains: the records of structures; see `recipe.DataSettings.chains`.
         overwrite: replace `out`, and pictures of the same names.
 
     Raises:
@@ -104,7 +107,7 @@ def predict(
         contact_pictures.check(png, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
-        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch))
+        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch), chains)
         store, found = examples.store, load_finetuned(model)
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
@@ -136,7 +139,9 @@ def predict(
         return Predicted(len(store) - len(failed), tuple(failed))
 
 
-def read_input(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path) -> tuple[Examples, list[str]]:
+def read_input(
+    model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path, chains: str = EACH
+) -> tuple[Examples, list[str]]:
     """Return the records of an input with their tracks, and sentences about the tracks. All notices are printed.
 
     Args:
@@ -144,18 +149,20 @@ def read_input(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path
         fasta: see `predict`.
         tracks: see `predict`.
         scratch: directory for a token store of the records.
+        chains: see `predict`.
 
     Raises:
         InputError: the input or a track cannot be read.
-        UsageError: the model does not take such a track.
+        UsageError: the model does not take such a track, or `chains` is given for sequences.
     """
+    structures = holds_structures(fasta)
+    require_structures(fasta, chains)
     sequences, files = fasta, list[TrackFile]()
     if tracks:
         takes = family_of(open_weights.read(model).config).tracks
         sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
-    structures = holds_structures(fasta)
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
-        read = cached_split(fasta) if structures else sequences
+        read = cached_split(fasta, chains) if structures else sequences
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store")
     for notice in [*(notices(read) if structures else ()), *store.notices]:
         say(f"{fasta}: {notice}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structure_texts
 import torch
 from conftest import write_subset
 from pydantic import BaseModel
@@ -82,6 +83,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "letters.fasta").write_text(letters)
     (found / "other.fasta").write_text("".join(f">{k}\n{'MKTAYIAKQR' * 3}\n" for k in "abc"))
     write_variants(found)
+    (found / "dimers").mkdir()
+    dimer = structure_texts.chain(structure_texts.SEQ, "A") + structure_texts.chain(structure_texts.OTHER, "B")
+    (found / "dimers" / "1abc.pdb").write_text(structure_texts.pdb(dimer))
     return found
 
 
@@ -376,6 +380,7 @@ KEYS = {
     "data.target": Key(labels, "[z]", SEQUENCE),
     "data.id_column": Key(labels, "other_id", SEQUENCE),
     "data.mask": Key(targets, "mask.fasta", RESIDUE),
+    "data.chains": Key(records("train"), "together", ("data.train=dimers", "data.valid=dimers", "data.test=dimers")),
     "data.tracks": Key(known_residues, "{3di: letters.fasta}", ("model.name=saprot_nano",)),
     "data.folds": Key(records("test"), "3", ("data.fold=0",)),
     "data.fold": Key(records("test"), "1", ("data.folds=3", "data.fold=0")),

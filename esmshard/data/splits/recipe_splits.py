@@ -17,8 +17,9 @@ from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
+from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.data_section import EACH, DataSettings
 from esmshard.recipe.sections import Recipe
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
@@ -38,12 +39,17 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         tracks: the tracks of the recipe (`esmshard.tasks.finetuner.tracks_of`).
     """
     data, seed = recipe.data, recipe.train.seed
+    if data.chains != EACH and not any(map(_holds_structures, (data.train, data.valid, data.test))):
+        raise UsageError(
+            f"data.chains: {data.chains} is for structure files, and this recipe names none (in a FASTA file a colon "
+            "stands between the chains of a record); remove data.chains"
+        )
     if recipe.task.reads_table:
         return open_variants(data, name, alone=recipe.task.wild_type_alone, tracks=tracks)
     valid_is_part = data.valid == data.train
     divided = data.folds is not None and (name != "valid" or valid_is_part)
     path = recipe_file.sample(getattr(data, "train" if divided else name))
-    fasta, tokens, outer = _records(path, tracks)
+    fasta, tokens, outer = _records(path, tracks, data.chains)
     found = None if labels is None else labels(fasta, tokens, data)
     members_N, notices = members(data, name, path, fasta, tokens)
     digest = tokens.digest
@@ -65,7 +71,12 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
 
 
 def open_tested(
-    source: str, file: str | None, recipe: Recipe, labels: OpenLabels, tracks: Sequence[TrackFile] = ()
+    source: str,
+    file: str | None,
+    recipe: Recipe,
+    labels: OpenLabels,
+    tracks: Sequence[TrackFile] = (),
+    chains: str = EACH,
 ) -> Examples:
     """Open labelled records for a test of a model. They are no split of the recipe.
 
@@ -75,9 +86,11 @@ def open_tested(
         recipe: the recipe of the model.
         labels: opens the labels of a FASTA file and its records.
         tracks: the tracks of the records.
+        chains: the records of structures; see `recipe.DataSettings.chains`.
     """
     path = recipe_file.sample(source)
-    fasta, tokens, outer = _records(path, tracks)
+    structure_folder.require_structures(path, chains)
+    fasta, tokens, outer = _records(path, tracks, chains)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
     examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
     if others := marked_otherwise("test", path, tokens):
@@ -90,12 +103,16 @@ def open_tested(
     return examples
 
 
-def _records(path: Path, tracks: Sequence[TrackFile]) -> tuple[Path, TokenStore, list[TrackFile]]:
+def _holds_structures(path: str | None) -> bool:
+    return path is not None and structure_folder.holds_structures(recipe_file.sample(path))
+
+
+def _records(path: Path, tracks: Sequence[TrackFile], chains: str) -> tuple[Path, TokenStore, list[TrackFile]]:
     """Return the FASTA file that a data path means, its records, and tracks with a path each (`outside`). For
     structures, the FASTA file is made from them.
     """
     sequences, outer = outside(path, tracks)
-    fasta = structure_folder.cached_split(path) if structure_folder.holds_structures(path) else path
+    fasta = structure_folder.cached_split(path, chains) if structure_folder.holds_structures(path) else path
     tokens = cached(fasta if sequences == path else sequences)
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
