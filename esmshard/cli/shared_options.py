@@ -5,11 +5,11 @@ from typing import Annotated, Optional
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-Chains = Annotated[
-    str,
+Join = Annotated[
+    Optional[str],
     typer.Option(
-        metavar="each|together|FILE",
-        help="Records of structure files: each chain, all chains of a file together, or a list such as 1abc_A:B.",
+        metavar="all|FILE",
+        help="For structures: make one record of all chains of a file, or records of a list with lines as 1abc_A:B.",
     ),
 ]
 LocalProcesses = Annotated[

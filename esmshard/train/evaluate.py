@@ -20,7 +20,7 @@ from esmshard.files import is_hub_name, replace_json, replace_text, replacing
 from esmshard.launch.process_group import World
 from esmshard.model.weights import hub, open_weights
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import EACH, TOGETHER
+from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN, Row, Task, collate
@@ -141,7 +141,7 @@ def report(
     leakage: Sequence[str] = (),
     labels: str | None = None,
     tracks: Mapping[str, str] | None = None,
-    chains: str = EACH,
+    join: str | None = None,
 ) -> str:
     """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
@@ -156,7 +156,7 @@ def report(
         leakage: sentences on what the split shares with the training records, for `evaluation.json`.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
         tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
-        chains: the records of structures, for `evaluation.json`, if they are not those of the recipe.
+        join: which chains of structures were joined, for `evaluation.json`.
     """
     found = load_finetuned(model)
     base, why = None, ""
@@ -187,8 +187,8 @@ def report(
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
     facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
     facts |= {"tracks": dict(tracks)} if tracks else {}
-    if chains != EACH:
-        facts["chains"] = chains if chains == TOGETHER else str(Path(chains).absolute())
+    if join is not None:
+        facts["join"] = join if join == EVERY else str(Path(join).absolute())
     return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
 
 

@@ -33,7 +33,8 @@ def folder(tmp_path: Path) -> Path:
 def split(folder: Path, chains: object) -> tuple[dict[str, str], dict[str, np.ndarray], list[str]]:
     """Sequences and coordinates in 0.1 A by id, and what was said."""
     fasta, npz = folder.parent / "out.fasta", folder.parent / "out.npz"
-    said = to_split(folder, fasta, npz, chains=chains)  # type: ignore[arg-type]
+    how = {"join" if isinstance(chains, str) else "chains": chains}
+    said = to_split(folder, fasta, npz, **how)  # type: ignore[arg-type]
     lines = fasta.read_text().splitlines()
     with np.load(npz) as file:
         ends = file["offsets"]
@@ -55,7 +56,7 @@ def test_each_chain_is_a_record_by_default(folder: Path) -> None:
 
 def test_all_chains_of_a_file_are_one_record(folder: Path) -> None:
     """Peptides and second copies belong to a complex, DNA does not."""
-    sequences, rows, said = split(folder, "together")
+    sequences, rows, said = split(folder, "all")
     assert sequences == {
         "1abc_A:B:P": f"{SEQ}:{OTHER}:{SHORT}",
         "2abc_model_H:L": f"{SEQ}:{SEQ}",
@@ -125,7 +126,7 @@ def test_molecules_that_share_a_chain_name_cannot_be_joined(tmp_path: Path) -> N
     path = write(tmp_path / "1abc.cif", cif(lines, {"AA": three(SEQ), "AB": three(OTHER), "B": three(OTHER)}))
     with pytest.raises(InputError, match=r"has several molecules with the chain name 'A' \(1abc_A_AA, 1abc_A_AB\)"):
         read_records(path, ["A:B"])
-    assert [one.id for one in read_records(path, "together")] == ["1abc_A_AA:A_AB:B"]
+    assert [one.id for one in read_records(path, "all")] == ["1abc_A_AA:A_AB:B"]
 
 
 def test_the_longest_name_of_a_file_counts(tmp_path: Path) -> None:
@@ -138,11 +139,11 @@ def test_the_longest_name_of_a_file_counts(tmp_path: Path) -> None:
 def test_a_record_without_coordinates_is_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "1abc.pdb", pdb(chain(SHORT, "A") + chain("GAS", "B")))
     edits = Edits()
-    assert read_records(path, "together", edits=edits) == []
+    assert read_records(path, "all", edits=edits) == []
     assert "1 record left out with fewer than 10 residues with coordinates (1abc_A:B)" in edits.notices()
     assert read_records(path, ["A:B"]) == []
     ten = write(tmp_path / "2abc.pdb", pdb(chain(SHORT, "A") + chain(SHORT, "B")))
-    assert [len(one.cb_L3) for one in read_records(ten, "together")] == [10]
+    assert [len(one.cb_L3) for one in read_records(ten, "all")] == [10]
 
 
 def test_a_folder_is_kept_for_each_way_of_joining(
@@ -150,7 +151,7 @@ def test_a_folder_is_kept_for_each_way_of_joining(
 ) -> None:
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path / "pairs.txt", "1abc_A:B\n")
-    found = [cached_split(folder, how) for how in ("each", "together", str(path))]
+    found = [cached_split(folder, how) for how in (None, "all", str(path))]
     assert [fasta.read_text().count(">") for fasta in found] == [4, 3, 1]
     assert cached_split(folder) == found[0]
     assert "2 records of several chains of a file (1abc_A:B:P, 2abc_model_H:L)" in notices(found[1])

@@ -1,7 +1,7 @@
 """Records of several chains of one structure file: which chains are joined, and in what order.
 
 A record is named by its chains as they follow each other: `1abc_A:B` is chain A and then chain B of `1abc.cif`. The
-sequences stand in one record with a colon between them, as in a FASTA file (docs/chains.md), and the coordinates
+sequences stand in one record with a colon between them, as in a FASTA file (docs/structures.md), and the coordinates
 follow each other without one.
 """
 
@@ -14,15 +14,13 @@ from esmshard.data.fasta.symbols import Edits, shown
 from esmshard.data.structures.chains import FEWEST, Cb, Chain, chain_prefix, read_chains
 from esmshard.data.tables import read_text
 from esmshard.errors import InputError
-from esmshard.recipe.data_section import EACH, TOGETHER
-
-JOIN = ":"
-"""What stands between the chains of a record, in its id and in its sequence."""
+from esmshard.joined_chains import BETWEEN
+from esmshard.recipe.data_section import EVERY
 
 
 def read_records(
     path: Path,
-    wanted: str | Collection[str],
+    wanted: str | Collection[str] | None,
     *,
     cb: Cb = "virtual",
     min_plddt: float | None = None,
@@ -32,9 +30,9 @@ def read_records(
 
     Args:
         path: the file.
-        wanted: `each`: every chain is a record, see `read_chains`. `together`: all protein chains are one record, in
-            the order of the file; short chains and chains of one sequence stay in it. Else the author's names of the
-            chains of each record, as `A` or `A:B`, of which `A:B` is chain A followed by chain B.
+        wanted: the author's names of the chains of each record, as `A` or `A:B`, of which `A:B` is chain A followed by
+            chain B. `all`: all protein chains are one record, in the order of the file; short chains and chains of one
+            sequence stay in it. None: every chain is a record, see `read_chains`.
         cb: see `read_chains`.
         min_plddt: see `read_chains`.
         edits: see `read_chains`.
@@ -47,13 +45,13 @@ def read_records(
         InputError: see `read_chains`; or two polymers of the file have the name of a chain that is to be joined.
     """
     edits = Edits() if edits is None else edits
-    if wanted == EACH:
+    if wanted is None:
         return read_chains(path, cb=cb, min_plddt=min_plddt, edits=edits)
-    if wanted == TOGETHER:
+    if wanted == EVERY:
         every = read_chains(path, every=True, cb=cb, min_plddt=min_plddt, edits=edits)
         return _join(path, every, edits)
-    alone = [one for one in wanted if JOIN not in one]
-    joined = [one.split(JOIN) for one in wanted if JOIN in one]
+    alone = [one for one in wanted if BETWEEN not in one]
+    joined = [one.split(BETWEEN) for one in wanted if BETWEEN in one]
     found = read_chains(path, chains=alone, cb=cb, min_plddt=min_plddt, edits=edits) if alone else []
     if joined:
         names = {name for one in joined for name in one}
@@ -88,7 +86,7 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
         if not record or record.startswith("#"):
             continue
         where = f"{path}:{number}: '{shown(record)}'"
-        if "_" not in record or len(record.split()) > 1 or "" in (parts := record.split(JOIN)):
+        if "_" not in record or len(record.split()) > 1 or "" in (parts := record.split(BETWEEN)):
             raise InputError(
                 f"{where} is no record; write the name of a file without its ending, an underscore and the chains, as "
                 "1abc_A:B, one record on a line"
@@ -105,7 +103,7 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
         if len(set(names)) < len(names):
             raise InputError(f"{where} has a chain twice; name each chain once")
         for file_name in files_of[entry]:
-            found.setdefault(file_name, []).append(JOIN.join(names))
+            found.setdefault(file_name, []).append(BETWEEN.join(names))
     if not found:
         raise InputError(
             f"{path}: has no record of the {len(files):,} structure file{'s' if len(files) > 1 else ''} here "
@@ -131,8 +129,8 @@ def _join(path: Path, chains: Sequence[Chain], edits: Edits) -> list[Chain]:
         return []
     entry = f"{chain_prefix(path)}_"
     record = Chain(
-        chains[0].id + "".join(JOIN + chain.id.removeprefix(entry) for chain in chains[1:]),
-        JOIN.join(chain.sequence for chain in chains),
+        chains[0].id + "".join(BETWEEN + chain.id.removeprefix(entry) for chain in chains[1:]),
+        BETWEEN.join(chain.sequence for chain in chains),
         np.concatenate([chain.cb_L3 for chain in chains]),
         np.concatenate([chain.backbone_L33 for chain in chains]),
     )

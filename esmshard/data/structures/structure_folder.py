@@ -24,7 +24,7 @@ from esmshard.data.tables import read_text
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory, read_json, state
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import EACH, TOGETHER
+from esmshard.recipe.data_section import EVERY
 
 VERSION = 1
 """The version of the rules by which structures become a split. After a change, all structures are read again."""
@@ -39,13 +39,13 @@ def holds_structures(path: Path) -> bool:
     return not is_store(path) if path.is_dir() else is_structure_name(path.name)
 
 
-def require_structures(path: Path, chains: str) -> None:
-    """Refuse the option `--chains` for data that are no structures."""
-    if chains != EACH and not holds_structures(path):
-        raise UsageError(f"--chains {chains}: is for structure files, and {path} has sequences; leave it out")
+def require_structures(path: Path, join: str | None) -> None:
+    """Refuse the option `--join` for data that are no structures."""
+    if join is not None and not holds_structures(path):
+        raise UsageError(f"--join {join}: is for structure files, and {path} has sequences; leave it out")
 
 
-def cached_split(source: Path, chains: str = EACH) -> Path:
+def cached_split(source: Path, join: str | None = None) -> Path:
     """Return the FASTA file of a directory of structures, or of one file. It is made on first use and kept in the
     user's cache.
 
@@ -55,16 +55,15 @@ def cached_split(source: Path, chains: str = EACH) -> Path:
 
     Args:
         source: the directory or file.
-        chains: see `recipe.DataSettings.chains`.
+        join: see `recipe.DataSettings.join`.
 
     Raises:
         InputError: see `to_split`.
     """
     edits = Edits()
     files = [(path.name, *state(path)) for path in listed_files(source, edits)]
-    words = {EACH: [], TOGETHER: [TOGETHER]}
-    joined = words[chains] if chains in words else [read_text(Path(chains), "a list of records")]
-    key = json.dumps([VERSION, str(source.resolve()), files, *joined])
+    how = join if join in (None, EVERY) else read_text(Path(join), "a list of records")
+    key = json.dumps([VERSION, str(source.resolve()), files, *([] if how is None else [how])])
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "structures" / digest, cache_directory() / "locks"
     fasta = out / "structures.fasta"
@@ -77,7 +76,7 @@ def cached_split(source: Path, chains: str = EACH) -> Path:
         work = Path(tempfile.mkdtemp(prefix=f".tmp-{out.name}-", dir=out.parent))
         try:
             work.chmod(0o755)  # mkdtemp's private mode is for secrets
-            notices = to_split(source, work / fasta.name, work / "structures.npz", chains=chains)
+            notices = to_split(source, work / fasta.name, work / "structures.npz", join=join)
             sizes = {file.name: file.stat().st_size for file in work.iterdir()}
             manifest = {"source": str(source.resolve()), "notices": notices, "bytes": sizes}
             (work / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -98,7 +97,8 @@ def to_split(
     fasta: Path,
     npz: Path,
     *,
-    chains: str | Mapping[str, Collection[str]] = EACH,
+    chains: Mapping[str, Collection[str]] | None = None,
+    join: str | None = None,
     cb: Cb = "virtual",
     min_plddt: float | None = None,
     on_broken: Literal["error", "skip"] = "error",
@@ -111,8 +111,9 @@ def to_split(
         source: a structure file or a directory.
         fasta: file to write.
         npz: file to write; a task looks for it beside the FASTA file under the same name.
-        chains: see `recipe.DataSettings.chains`; or the author's chain names of each record, as `A` or `A:B`, by file
-            name. Files without a record are not read.
+        chains: the author's chain names of each record to take, as `A` or `A:B`, by file name; files that it does not
+            name are not read.
+        join: see `recipe.DataSettings.join`; not together with `chains`.
         cb: see `read_chains`.
         min_plddt: see `read_chains`.
         on_broken: `skip` leaves out, and counts, files that cannot be read.
@@ -129,9 +130,9 @@ def to_split(
             raise UsageError(f"{out}: exists already; choose another name or delete it")
     edits, broken = Edits(), list[str]()
     files = listed_files(source, edits)
-    if isinstance(chains, str) and chains not in (EACH, TOGETHER):
-        chains = read_list(Path(chains), files, edits)
-    if not isinstance(chains, str):
+    if join is not None and join != EVERY:
+        chains = read_list(Path(join), files, edits)
+    if chains is not None:
         absent = sorted(set(chains) - {path.name for path in files})
         if absent:
             raise InputError(f"{source}: has no structure file '{absent[0]}', of which chains are wanted")
@@ -140,7 +141,7 @@ def to_split(
     def found() -> Iterator[tuple[Path, Chain, npt.NDArray[np.uint16]]]:
         with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
             for done, path in enumerate(files, 1):
-                wanted, about = chains if isinstance(chains, str) else chains[path.name], Edits()
+                wanted, about = join if chains is None else chains[path.name], Edits()
                 try:
                     read = read_records(path, wanted, cb=cb, min_plddt=min_plddt, edits=about)
                     stored = [(path, chain, _stored(path, chain)) for chain in read]

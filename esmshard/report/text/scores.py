@@ -14,7 +14,6 @@ from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError
 from esmshard.files import memory_text
 from esmshard.model.families.family_registry import family_of
-from esmshard.recipe.data_section import EACH
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, number
@@ -161,8 +160,7 @@ def _maps(run: RunFiles) -> tuple[list[Figure], str]:
         else:
             takes = family_of(found.model.trunk.config).tracks
             files = track_files(raw.get("tracks", {}), takes, str(model), "--track ")
-            chains = str(raw.get("chains", EACH))
-            data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels, files, chains)
+            data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels, files, raw.get("join"))
         recorded = run.versions.get("data", {}).get("test", {}).get("tokens_sha256")
         recorded = recorded or raw.get("tokens_sha256", data.digest)
         places = {data.id(n): n for n in range(len(data))}
