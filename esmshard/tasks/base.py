@@ -92,6 +92,10 @@ class Task(ABC):
     def columns(self) -> tuple[str, ...]:
         """The metrics that get a column in the final table. The first one is the headline."""
 
+    def columns_of(self, rows: Sequence[Row]) -> tuple[str, ...]:
+        """Return the metrics that get a column in the table of these records: `columns`, and what some of them add."""
+        return self.columns
+
     @property
     def lower_is_better(self) -> bool:
         """Whether a lower headline is better, as for errors and perplexities."""
