@@ -6,7 +6,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Join, LocalProcesses, MutantColumn, Overwrite, TrackPaths
+from esmshard.cli.shared_options import Complexes, LocalProcesses, MutantColumn, Overwrite, TrackPaths
 from esmshard.errors import UsageError
 
 
@@ -184,7 +184,7 @@ def predict(
         Optional[Path], typer.Option(metavar="DIR", help="For contacts: directory for a picture of each map.")
     ] = None,
     track: TrackPaths = None,
-    join: Join = None,
+    complexes: Complexes = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
     ] = False,
@@ -200,8 +200,8 @@ def predict(
     if variant_ranking.models_of(model):
         if (data is None) != all_singles:
             raise UsageError("a model of variants needs either a table or --all-singles; pass one of them")
-        if png or strict or join:
-            raise UsageError("--png, --strict and --join are for proteins, and these are variants; leave them out")
+        if png or strict or complexes:
+            raise UsageError("--png, --strict and --complexes are for proteins, and these are variants; leave them out")
         if tracks:
             raise UsageError("--track: a model of variants keeps the tracks of its wild type; leave it out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
@@ -218,7 +218,7 @@ def predict(
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
-    done = predictions.predict(model, data, out, png=png, tracks=tracks, join=join, overwrite=overwrite)
+    done = predictions.predict(model, data, out, png=png, tracks=tracks, complexes=complexes, overwrite=overwrite)
     failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
     print(f"{out}: {done.records:,} records{failed}")
     if done.failures and strict:
@@ -307,7 +307,7 @@ def evaluate(
         typer.Option(metavar="DIR", help="For contacts: directory for pictures of predicted and true contacts."),
     ] = None,
     track: TrackPaths = None,
-    join: Join = None,
+    complexes: Complexes = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on labelled data, with intervals and baselines."""
@@ -337,11 +337,11 @@ def evaluate(
         raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
     tracks = named_tracks(track or [])
     files = track_files(tracks, family_of(found.model.trunk.config).tracks, model, "--track ")
-    examples = open_tested(data, labels, recipe, found.task.labels, files, join)
+    examples = open_tested(data, labels, recipe, found.task.labels, files, complexes)
     for notice in examples.notices:
         say(f"{examples.path}: {notice}")
     out.mkdir(parents=True, exist_ok=True)
-    print(evaluation.report(model, examples, out, warn=say, labels=labels, tracks=tracks, join=join))
+    print(evaluation.report(model, examples, out, warn=say, labels=labels, tracks=tracks, complexes=complexes))
     if png is not None:
         draw_maps(found, examples, png)
         say(f"maps in {png}: predictions are above the diagonal, true contacts below it")

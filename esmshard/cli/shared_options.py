@@ -5,7 +5,7 @@ from typing import Annotated, Optional
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-Join = Annotated[
+Complexes = Annotated[
     Optional[str],
     typer.Option(
         metavar="all|FILE",

@@ -68,7 +68,7 @@ def predict(
     png: Path | None = None,
     tokens: int | None = None,
     tracks: Mapping[str, str] | None = None,
-    join: str | None = None,
+    complexes: str | None = None,
     overwrite: bool = False,
 ) -> Predicted:
     """Write the head's predictions for each record to an `.npz`, a `.csv` or a `.parquet` file.
@@ -90,7 +90,7 @@ def predict(
             maps always in one pack. A longer record is computed alone. By default 4,096, on a GPU 16,384 except for
             pair maps. The number changes results by rounding only.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
-        join: see `recipe.DataSettings.join`.
+        complexes: see `recipe.DataSettings.complexes`.
         overwrite: replace `out`, and pictures of the same names.
 
     Raises:
@@ -106,7 +106,7 @@ def predict(
         contact_pictures.check(png, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
-        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch), join)
+        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch), complexes)
         store, found = examples.store, load_finetuned(model)
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
@@ -139,7 +139,7 @@ def predict(
 
 
 def read_input(
-    model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path, join: str | None = None
+    model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path, complexes: str | None = None
 ) -> tuple[Examples, list[str]]:
     """Return the records of an input with their tracks, and sentences about the tracks. All notices are printed.
 
@@ -148,20 +148,20 @@ def read_input(
         fasta: see `predict`.
         tracks: see `predict`.
         scratch: directory for a token store of the records.
-        join: see `predict`.
+        complexes: see `predict`.
 
     Raises:
         InputError: the input or a track cannot be read.
-        UsageError: the model does not take such a track, or `join` is given for sequences.
+        UsageError: the model does not take such a track, or `complexes` is given for sequences.
     """
     structures = holds_structures(fasta)
-    require_structures(fasta, join)
+    require_structures(fasta, complexes)
     sequences, files = fasta, list[TrackFile]()
     if tracks:
         takes = family_of(open_weights.read(model).config).tracks
         sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
-        read = cached_split(fasta, join) if structures else sequences
+        read = cached_split(fasta, complexes) if structures else sequences
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store")
     for notice in [*(notices(read) if structures else ()), *store.notices]:
         say(f"{fasta}: {notice}")

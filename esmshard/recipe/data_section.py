@@ -17,7 +17,7 @@ OPTIONAL = (
 INSIDE = "inside"
 """The word for a track that the file of the sequences has, in place of a path."""
 EVERY = "all"
-"""The word for all chains of a structure file in `data.join`, in place of a path."""
+"""The word for all chains of a structure file in `data.complexes`, in place of a path."""
 
 
 class DataSettings(Settings):
@@ -78,9 +78,9 @@ class DataSettings(Settings):
     """The column of the table with the ids. By default it is found by its name."""
     mask: str | None = None
     """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
-    join: str | None = None
-    """Which chains of a structure file become one record (docs/structures.md). By default each chain is a record of its
-    own. `all`: all protein chains of a file are one record, in the order of the file. Or the path of a list with a
+    complexes: str | None = None
+    """The chains of a structure file that become one record (docs/structures.md). By default each chain is a record of
+    its own. `all`: all protein chains of a file are one record, in the order of the file. Or the path of a list with a
     record on each line, such as `1abc_A:B` for chain A followed by chain B of the file `1abc.cif`."""
     tracks: dict[str, str] | None = None
     """What the model reads of each residue besides the amino acid, if it is of a family that does (docs/tracks.md): a

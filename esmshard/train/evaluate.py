@@ -141,7 +141,7 @@ def report(
     leakage: Sequence[str] = (),
     labels: str | None = None,
     tracks: Mapping[str, str] | None = None,
-    join: str | None = None,
+    complexes: str | None = None,
 ) -> str:
     """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
@@ -156,7 +156,7 @@ def report(
         leakage: sentences on what the split shares with the training records, for `evaluation.json`.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
         tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
-        join: which chains of structures were joined, for `evaluation.json`.
+        complexes: which chains of structures were joined, for `evaluation.json`.
     """
     found = load_finetuned(model)
     base, why = None, ""
@@ -187,8 +187,8 @@ def report(
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
     facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
     facts |= {"tracks": dict(tracks)} if tracks else {}
-    if join is not None:
-        facts["join"] = join if join == EVERY else str(Path(join).absolute())
+    if complexes is not None:
+        facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
     return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
 
 

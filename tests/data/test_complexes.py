@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 def split(folder: Path, chains: object) -> tuple[dict[str, str], dict[str, np.ndarray], list[str]]:
     """Sequences and coordinates in 0.1 A by id, and what was said."""
     fasta, npz = folder.parent / "out.fasta", folder.parent / "out.npz"
-    how = {"join" if isinstance(chains, str) else "chains": chains}
+    how = {"complexes" if isinstance(chains, str) else "chains": chains}
     said = to_split(folder, fasta, npz, **how)  # type: ignore[arg-type]
     lines = fasta.read_text().splitlines()
     with np.load(npz) as file:

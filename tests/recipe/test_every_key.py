@@ -380,7 +380,7 @@ KEYS = {
     "data.target": Key(labels, "[z]", SEQUENCE),
     "data.id_column": Key(labels, "other_id", SEQUENCE),
     "data.mask": Key(targets, "mask.fasta", RESIDUE),
-    "data.join": Key(records("train"), "all", ("data.train=dimers", "data.valid=dimers", "data.test=dimers")),
+    "data.complexes": Key(records("train"), "all", ("data.train=dimers", "data.valid=dimers", "data.test=dimers")),
     "data.tracks": Key(known_residues, "{3di: letters.fasta}", ("model.name=saprot_nano",)),
     "data.folds": Key(records("test"), "3", ("data.fold=0",)),
     "data.fold": Key(records("test"), "1", ("data.folds=3", "data.fold=0")),

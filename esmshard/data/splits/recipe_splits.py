@@ -39,17 +39,17 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         tracks: the tracks of the recipe (`esmshard.tasks.finetuner.tracks_of`).
     """
     data, seed = recipe.data, recipe.train.seed
-    if data.join is not None and not any(map(_holds_structures, (data.train, data.valid, data.test))):
+    if data.complexes is not None and not any(map(_holds_structures, (data.train, data.valid, data.test))):
         raise UsageError(
-            f"data.join: {data.join} is for structure files, and this recipe names none (in a FASTA file a colon "
-            "stands between the chains of a record); remove data.join"
+            f"data.complexes: {data.complexes} is for structure files, and this recipe names none (in a FASTA file a "
+            "colon stands between the chains of a record); remove data.complexes"
         )
     if recipe.task.reads_table:
         return open_variants(data, name, alone=recipe.task.wild_type_alone, tracks=tracks)
     valid_is_part = data.valid == data.train
     divided = data.folds is not None and (name != "valid" or valid_is_part)
     path = recipe_file.sample(getattr(data, "train" if divided else name))
-    fasta, tokens, outer = _records(path, tracks, data.join)
+    fasta, tokens, outer = _records(path, tracks, data.complexes)
     found = None if labels is None else labels(fasta, tokens, data)
     members_N, notices = members(data, name, path, fasta, tokens)
     digest = tokens.digest
@@ -76,7 +76,7 @@ def open_tested(
     recipe: Recipe,
     labels: OpenLabels,
     tracks: Sequence[TrackFile] = (),
-    join: str | None = None,
+    complexes: str | None = None,
 ) -> Examples:
     """Open labelled records for a test of a model. They are no split of the recipe.
 
@@ -86,11 +86,11 @@ def open_tested(
         recipe: the recipe of the model.
         labels: opens the labels of a FASTA file and its records.
         tracks: the tracks of the records.
-        join: see `recipe.DataSettings.join`.
+        complexes: see `recipe.DataSettings.complexes`.
     """
     path = recipe_file.sample(source)
-    structure_folder.require_structures(path, join)
-    fasta, tokens, outer = _records(path, tracks, join)
+    structure_folder.require_structures(path, complexes)
+    fasta, tokens, outer = _records(path, tracks, complexes)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
     examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
     if others := marked_otherwise("test", path, tokens):
@@ -107,12 +107,14 @@ def _holds_structures(path: str | None) -> bool:
     return path is not None and structure_folder.holds_structures(recipe_file.sample(path))
 
 
-def _records(path: Path, tracks: Sequence[TrackFile], join: str | None) -> tuple[Path, TokenStore, list[TrackFile]]:
+def _records(
+    path: Path, tracks: Sequence[TrackFile], complexes: str | None
+) -> tuple[Path, TokenStore, list[TrackFile]]:
     """Return the FASTA file that a data path means, its records, and tracks with a path each (`outside`). For
     structures, the FASTA file is made from them.
     """
     sequences, outer = outside(path, tracks)
-    fasta = structure_folder.cached_split(path, join) if structure_folder.holds_structures(path) else path
+    fasta = structure_folder.cached_split(path, complexes) if structure_folder.holds_structures(path) else path
     tokens = cached(fasta if sequences == path else sequences)
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]

@@ -39,13 +39,13 @@ def holds_structures(path: Path) -> bool:
     return not is_store(path) if path.is_dir() else is_structure_name(path.name)
 
 
-def require_structures(path: Path, join: str | None) -> None:
-    """Refuse the option `--join` for data that are no structures."""
-    if join is not None and not holds_structures(path):
-        raise UsageError(f"--join {join}: is for structure files, and {path} has sequences; leave it out")
+def require_structures(path: Path, complexes: str | None) -> None:
+    """Refuse the option `--complexes` for data that are no structures."""
+    if complexes is not None and not holds_structures(path):
+        raise UsageError(f"--complexes {complexes}: is for structure files, and {path} has sequences; leave it out")
 
 
-def cached_split(source: Path, join: str | None = None) -> Path:
+def cached_split(source: Path, complexes: str | None = None) -> Path:
     """Return the FASTA file of a directory of structures, or of one file. It is made on first use and kept in the
     user's cache.
 
@@ -55,14 +55,14 @@ def cached_split(source: Path, join: str | None = None) -> Path:
 
     Args:
         source: the directory or file.
-        join: see `recipe.DataSettings.join`.
+        complexes: see `recipe.DataSettings.complexes`.
 
     Raises:
         InputError: see `to_split`.
     """
     edits = Edits()
     files = [(path.name, *state(path)) for path in listed_files(source, edits)]
-    how = join if join in (None, EVERY) else read_text(Path(join), "a list of records")
+    how = complexes if complexes in (None, EVERY) else read_text(Path(complexes), "a list of records")
     key = json.dumps([VERSION, str(source.resolve()), files, *([] if how is None else [how])])
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "structures" / digest, cache_directory() / "locks"
@@ -76,7 +76,7 @@ def cached_split(source: Path, join: str | None = None) -> Path:
         work = Path(tempfile.mkdtemp(prefix=f".tmp-{out.name}-", dir=out.parent))
         try:
             work.chmod(0o755)  # mkdtemp's private mode is for secrets
-            notices = to_split(source, work / fasta.name, work / "structures.npz", join=join)
+            notices = to_split(source, work / fasta.name, work / "structures.npz", complexes=complexes)
             sizes = {file.name: file.stat().st_size for file in work.iterdir()}
             manifest = {"source": str(source.resolve()), "notices": notices, "bytes": sizes}
             (work / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -98,7 +98,7 @@ def to_split(
     npz: Path,
     *,
     chains: Mapping[str, Collection[str]] | None = None,
-    join: str | None = None,
+    complexes: str | None = None,
     cb: Cb = "virtual",
     min_plddt: float | None = None,
     on_broken: Literal["error", "skip"] = "error",
@@ -113,7 +113,7 @@ def to_split(
         npz: file to write; a task looks for it beside the FASTA file under the same name.
         chains: the author's chain names of each record to take, as `A` or `A:B`, by file name; files that it does not
             name are not read.
-        join: see `recipe.DataSettings.join`; not together with `chains`.
+        complexes: see `recipe.DataSettings.complexes`; not together with `chains`.
         cb: see `read_chains`.
         min_plddt: see `read_chains`.
         on_broken: `skip` leaves out, and counts, files that cannot be read.
@@ -130,8 +130,8 @@ def to_split(
             raise UsageError(f"{out}: exists already; choose another name or delete it")
     edits, broken = Edits(), list[str]()
     files = listed_files(source, edits)
-    if join is not None and join != EVERY:
-        chains = read_list(Path(join), files, edits)
+    if complexes is not None and complexes != EVERY:
+        chains = read_list(Path(complexes), files, edits)
     if chains is not None:
         absent = sorted(set(chains) - {path.name for path in files})
         if absent:
@@ -141,7 +141,7 @@ def to_split(
     def found() -> Iterator[tuple[Path, Chain, npt.NDArray[np.uint16]]]:
         with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
             for done, path in enumerate(files, 1):
-                wanted, about = join if chains is None else chains[path.name], Edits()
+                wanted, about = complexes if chains is None else chains[path.name], Edits()
                 try:
                     read = read_records(path, wanted, cb=cb, min_plddt=min_plddt, edits=about)
                     stored = [(path, chain, _stored(path, chain)) for chain in read]
