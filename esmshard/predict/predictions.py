@@ -26,11 +26,20 @@ from esmshard.model.weights import open_weights
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.predict import contact_pictures, failures
 from esmshard.predict.failures import Failure, failures_file
-from esmshard.predict.writers import CsvWriter, NpzWriter, ParquetWriter, TableWriter, check, pyarrow
+from esmshard.predict.writers import (
+    CsvWriter,
+    NpzWriter,
+    ParquetWriter,
+    TableWriter,
+    chains_file,
+    check,
+    pyarrow,
+    write_chains,
+)
 from esmshard.progress import Progress, rate, say
-from esmshard.tasks.base import Inputs
+from esmshard.tasks.base import Inputs, of_residues
 from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
-from esmshard.vocab import decode
+from esmshard.vocab import SEPARATOR, chain_spans, decode
 
 Array = npt.NDArray[np.float32]
 
@@ -77,6 +86,9 @@ def predict(
     other tasks see their `predict`. A `.csv` or `.parquet` has a line for each protein, or for each residue; contacts
     cannot be written so.
 
+    Linkers between the chains of a record are cut out: its residues are those of one chain after the other, a table
+    counts them in each chain, and `OUT.chains.tsv` lists the residues of each chain and how they were joined.
+
     A record that does not fit into memory, or is too long for a model with learned positions, is left out of the output
     and listed in `OUT.failed.tsv`; see `esmshard.predict.failures`.
 
@@ -101,7 +113,7 @@ def predict(
         raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
     if out.suffix == ".parquet":
         pyarrow(out)
-    check(out, failures_file(out), overwrite=overwrite)
+    check(out, failures_file(out), chains_file(out), overwrite=overwrite)
     if png is not None:
         contact_pictures.check(png, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
@@ -111,26 +123,32 @@ def predict(
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
         failed: list[Failure] = []
+        chains: dict[str, list[int]] = {}
         began, residues = time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
-            _writer(out, found, model, about_tracks) as writer,
+            _writer(out, found, model, about_tracks, store) as writer,
             nullcontext() if png is None else contact_pictures.MapFolder(png) as pictures,
             Progress("predict", len(store)) as progress,
         ):
             for n, values in enumerate(_predictions(found, examples, tokens)):
-                record_id, length = store.id(n), int(store.lengths[n])
+                record_id, tokens = store.id(n), store.residues(n)
+                each = [end - start for start, end in chain_spans(tokens)]
                 if isinstance(values, str):
-                    failed.append(Failure(record_id, length, values))
+                    failed.append(Failure(record_id, sum(each), values))
                 elif isinstance(writer, TableWriter):
-                    writer.add(record_id, values, decode(store.residues(n)))
+                    writer.add(record_id, values, decode(tokens))
                 else:
                     writer.add(record_id, values)
                     if pictures is not None:
-                        pictures.add(record_id, values)
-                residues += length
+                        pictures.add(record_id, values, each)
+                if len(each) > 1:
+                    chains[record_id] = each
+                residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
-            failures.write(out, failed)  # The list of failures comes first: an output is never there without it.
+            # The lists come first: an output is never there without them.
+            failures.write(out, failed)
+            write_chains(out, chains, found.model.trunk.config.chains.text)
             if len(failed) == len(store):
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
@@ -174,14 +192,18 @@ def read_input(
     return examples, about_tracks
 
 
-def _writer(out: Path, found: FineTuned, model: str, notices: Sequence[str]) -> NpzWriter | CsvWriter | ParquetWriter:
+def _writer(
+    out: Path, found: FineTuned, model: str, notices: Sequence[str], store: TokenStore
+) -> NpzWriter | CsvWriter | ParquetWriter:
     task = found.task
     if out.suffix == ".npz":
         return NpzWriter(out)
     if not task.names:
         raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
+    how = {"per_residue": task.per_residue, "choose": task.one_of_names}
+    how["chains"] = task.per_residue and any((store.residues(n) == SEPARATOR).any() for n in range(len(store)))
     if out.suffix == ".csv":
-        return CsvWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names)
+        return CsvWriter(out, task.names, **how)
     packages = {name: version(name) for name in ("esmshard", "torch", "numpy", "pyarrow")}
     about = {
         "format": FORMAT,
@@ -191,7 +213,7 @@ def _writer(out: Path, found: FineTuned, model: str, notices: Sequence[str]) -> 
         "versions": json.dumps(packages),
         "notices": json.dumps(list(notices)),
     }
-    return ParquetWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names, about=about)
+    return ParquetWriter(out, task.names, **how, about=about)
 
 
 def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> Iterator[Array | str]:
@@ -206,7 +228,8 @@ def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> It
 
     def values(inputs: Sequence[Inputs]) -> list[Array] | str:
         try:
-            return [task.predict(output) for output in found.model.outputs(inputs)]
+            outputs = zip(found.model.outputs(inputs), inputs, strict=True)
+            return [of_residues(task, task.predict(output), one.tokens[1:-1]) for output, one in outputs]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
