@@ -12,6 +12,14 @@ Complexes = Annotated[
         help="For structures: make one record of all chains of a file, or records of a list with lines as 1abc_A:B.",
     ),
 ]
+Join = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="linker:N,gap:N",
+        help="How the chains of a record A:B become one sequence: by a linker of N glycines (25), or linker:break; and "
+        "a gap in positions (0).",
+    ),
+]
 LocalProcesses = Annotated[
     Optional[int], typer.Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
 ]

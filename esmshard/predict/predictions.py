@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.data.batching.loader import Examples
+from esmshard.data.batching.loader import Examples, Store
 from esmshard.data.batching.packing import by_length
+from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import ingest
-from esmshard.data.store.token_store import TokenStore, is_store
+from esmshard.data.store.token_store import TokenStore, is_store, linker_of
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
 from esmshard.errors import InputError, UsageError, writing
+from esmshard.joined_chains import Chains
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.weights import open_weights
@@ -39,7 +41,7 @@ from esmshard.predict.writers import (
 from esmshard.progress import Progress, rate, say
 from esmshard.tasks.base import Inputs, of_residues
 from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
-from esmshard.vocab import SEPARATOR, chain_spans, decode
+from esmshard.vocab import chain_spans, decode
 
 Array = npt.NDArray[np.float32]
 
@@ -109,16 +111,10 @@ def predict(
         InputError: input or model cannot be used, or no record fits into memory.
         UsageError: `out` or `png` does not fit the task, exists already, or needs a package that is not installed.
     """
-    if out.suffix not in (".npz", ".csv", ".parquet"):
-        raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
-    if out.suffix == ".parquet":
-        pyarrow(out)
-    check(out, failures_file(out), chains_file(out), overwrite=overwrite)
-    if png is not None:
-        contact_pictures.check(png, overwrite=overwrite)
+    _check_out(out, png, overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
-        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch), complexes)
+        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
         store, found = examples.store, load_finetuned(model)
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
@@ -132,16 +128,12 @@ def predict(
             Progress("predict", len(store)) as progress,
         ):
             for n, values in enumerate(_predictions(found, examples, tokens)):
-                record_id, tokens = store.id(n), store.residues(n)
-                each = [end - start for start, end in chain_spans(tokens)]
+                record_id, sequence = store.id(n), store.residues(n)
+                each = [end - start for start, end in chain_spans(sequence)]
                 if isinstance(values, str):
                     failed.append(Failure(record_id, sum(each), values))
-                elif isinstance(writer, TableWriter):
-                    writer.add(record_id, values, decode(tokens))
                 else:
-                    writer.add(record_id, values)
-                    if pictures is not None:
-                        pictures.add(record_id, values, each)
+                    _add(writer, pictures, record_id, values, sequence)
                 if len(each) > 1:
                     chains[record_id] = each
                 residues += sum(each)
@@ -156,8 +148,40 @@ def predict(
         return Predicted(len(store) - len(failed), tuple(failed))
 
 
+def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
+    """Refuse outputs that cannot be written, or are there already."""
+    if out.suffix not in (".npz", ".csv", ".parquet"):
+        raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
+    if out.suffix == ".parquet":
+        pyarrow(out)
+    check(out, failures_file(out), chains_file(out), overwrite=overwrite)
+    if png is not None:
+        contact_pictures.check(png, overwrite=overwrite)
+
+
+def _add(
+    writer: NpzWriter | TableWriter,
+    pictures: contact_pictures.MapFolder | None,
+    record_id: str,
+    values: Array,
+    sequence: npt.NDArray[np.uint8],
+) -> None:
+    """Write the predictions of one record, and draw them if they are a map and pictures are wanted."""
+    if isinstance(writer, TableWriter):
+        writer.add(record_id, values, decode(sequence))
+        return
+    writer.add(record_id, values)
+    if pictures is not None:
+        pictures.add(record_id, values, [end - start for start, end in chain_spans(sequence)])
+
+
 def read_input(
-    model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path, complexes: str | None = None
+    model: str,
+    fasta: Path,
+    tracks: Mapping[str, str],
+    scratch: Path,
+    chains: Chains | None = None,
+    complexes: str | None = None,
 ) -> tuple[Examples, list[str]]:
     """Return the records of an input with their tracks, and sentences about the tracks. All notices are printed.
 
@@ -166,6 +190,7 @@ def read_input(
         fasta: see `predict`.
         tracks: see `predict`.
         scratch: directory for a token store of the records.
+        chains: how the chains of a record are joined; by default as the model says.
         complexes: see `predict`.
 
     Raises:
@@ -180,7 +205,9 @@ def read_input(
         sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
         read = cached_split(fasta, complexes) if structures else sequences
-        store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store")
+        linker = (chains or open_weights.read(model).config.chains).tokens
+        store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
+        store.check_linker(linker, read)
     for notice in [*(notices(read) if structures else ()), *store.notices]:
         say(f"{fasta}: {notice}")
     examples = Examples("input", fasta, store, None)
@@ -193,7 +220,7 @@ def read_input(
 
 
 def _writer(
-    out: Path, found: FineTuned, model: str, notices: Sequence[str], store: TokenStore
+    out: Path, found: FineTuned, model: str, notices: Sequence[str], store: Store
 ) -> NpzWriter | CsvWriter | ParquetWriter:
     task = found.task
     if out.suffix == ".npz":
@@ -201,7 +228,7 @@ def _writer(
     if not task.names:
         raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
     how = {"per_residue": task.per_residue, "choose": task.one_of_names}
-    how["chains"] = task.per_residue and any((store.residues(n) == SEPARATOR).any() for n in range(len(store)))
+    how["chains"] = task.per_residue and linker_of(store.manifest) is not None
     if out.suffix == ".csv":
         return CsvWriter(out, task.names, **how)
     packages = {name: version(name) for name in ("esmshard", "torch", "numpy", "pyarrow")}

@@ -18,6 +18,7 @@ from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
 from esmshard.errors import UsageError
+from esmshard.joined_chains import Chains
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
@@ -49,7 +50,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     valid_is_part = data.valid == data.train
     divided = data.folds is not None and (name != "valid" or valid_is_part)
     path = recipe_file.sample(getattr(data, "train" if divided else name))
-    fasta, tokens, outer = _records(path, tracks, data.complexes)
+    fasta, tokens, outer = _records(path, tracks, data)
     found = None if labels is None else labels(fasta, tokens, data)
     members_N, notices = members(data, name, path, fasta, tokens)
     digest = tokens.digest
@@ -90,7 +91,8 @@ def open_tested(
     """
     path = recipe_file.sample(source)
     structure_folder.require_structures(path, complexes)
-    fasta, tokens, outer = _records(path, tracks, complexes)
+    asked = recipe.data.model_copy(update={"complexes": complexes})
+    fasta, tokens, outer = _records(path, tracks, asked)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
     examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
     if others := marked_otherwise("test", path, tokens):
@@ -107,15 +109,14 @@ def _holds_structures(path: str | None) -> bool:
     return path is not None and structure_folder.holds_structures(recipe_file.sample(path))
 
 
-def _records(
-    path: Path, tracks: Sequence[TrackFile], complexes: str | None
-) -> tuple[Path, TokenStore, list[TrackFile]]:
+def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
     """Return the FASTA file that a data path means, its records, and tracks with a path each (`outside`). For
     structures, the FASTA file is made from them.
     """
     sequences, outer = outside(path, tracks)
-    fasta = structure_folder.cached_split(path, complexes) if structure_folder.holds_structures(path) else path
-    tokens = cached(fasta if sequences == path else sequences)
+    fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path
+    linker = None if data.join.linker is None else data.join.over(Chains()).tokens
+    tokens = cached(fasta if sequences == path else sequences, linker)
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
     return fasta, tokens, outer
