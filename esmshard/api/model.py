@@ -27,7 +27,7 @@ from esmshard.model.weights import open_weights, recorded
 from esmshard.predict.variant_ranking import predictions
 from esmshard.predict.zero_shot import Method, score
 from esmshard.progress import say
-from esmshard.tasks.base import Task
+from esmshard.tasks.base import Task, of_residues
 from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
 from esmshard.vocab import decode
@@ -210,7 +210,8 @@ class Model:
         def one(members: Sequence[int]) -> list[Array]:
             examples = [Example(asked.names[n], asked.tokens[n], {}, tracks=known[n]) for n in members]
             questions = [task.question(example) for example in examples]
-            return [task.predict(output) for output in model.outputs(questions)]
+            outputs = zip(model.outputs(questions), questions, strict=True)
+            return [of_residues(task, task.predict(output), question.tokens[1:-1]) for output, question in outputs]
 
         values: list[Array] = [np.empty(0, np.float32)] * len(asked.tokens)
         for members, arrays in zip(groups, side_by_side(one, groups, self.device), strict=True):

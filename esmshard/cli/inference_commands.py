@@ -6,7 +6,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Join, LocalProcesses, MutantColumn, Overwrite, TrackPaths
+from esmshard.cli.shared_options import Complexes, Join, LocalProcesses, MutantColumn, Overwrite, TrackPaths
 from esmshard.errors import UsageError
 
 
@@ -185,6 +185,7 @@ def predict(
         Optional[Path], typer.Option(metavar="DIR", help="For contacts: directory for a picture of each map.")
     ] = None,
     track: TrackPaths = None,
+    complexes: Complexes = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
     ] = False,
@@ -200,8 +201,8 @@ def predict(
     if variant_ranking.models_of(model):
         if (data is None) != all_singles:
             raise UsageError("a model of variants needs either a table or --all-singles; pass one of them")
-        if png or strict:
-            raise UsageError("--png and --strict are for FASTA files, and these are variants")
+        if png or strict or complexes:
+            raise UsageError("--png, --strict and --complexes are for proteins, and these are variants; leave them out")
         if tracks:
             raise UsageError("--track: a model of variants keeps the tracks of its wild type; leave it out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
@@ -218,7 +219,7 @@ def predict(
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
-    done = predictions.predict(model, data, out, png=png, tracks=tracks, overwrite=overwrite)
+    done = predictions.predict(model, data, out, png=png, tracks=tracks, complexes=complexes, overwrite=overwrite)
     failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
     print(f"{out}: {done.records:,} records{failed}")
     if done.failures and strict:
@@ -310,6 +311,7 @@ def evaluate(
         typer.Option(metavar="DIR", help="For contacts: directory for pictures of predicted and true contacts."),
     ] = None,
     track: TrackPaths = None,
+    complexes: Complexes = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on labelled data, with intervals and baselines."""
@@ -340,11 +342,11 @@ def evaluate(
     tracks = named_tracks(track or [])
     files = track_files(tracks, family_of(found.model.trunk.config).tracks, model, "--track ")
     recipe = joined(recipe, found.model.trunk.config.chains)
-    examples = open_tested(data, labels, recipe, found.task.labels, files)
+    examples = open_tested(data, labels, recipe, found.task.labels, files, complexes)
     for notice in examples.notices:
         say(f"{examples.path}: {notice}")
     out.mkdir(parents=True, exist_ok=True)
-    print(evaluation.report(model, examples, out, warn=say, labels=labels, tracks=tracks))
+    print(evaluation.report(model, examples, out, warn=say, labels=labels, tracks=tracks, complexes=complexes))
     if png is not None:
         draw_maps(found, examples, png)
         say(f"maps in {png}: predictions are above the diagonal, true contacts below it")

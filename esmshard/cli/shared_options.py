@@ -5,6 +5,13 @@ from typing import Annotated, Optional
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Complexes = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="all|FILE",
+        help="For structures: make one record of all chains of a file, or records of a list with lines as 1abc_A:B.",
+    ),
+]
 Join = Annotated[
     Optional[str],
     typer.Option(

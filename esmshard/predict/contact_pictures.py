@@ -4,6 +4,7 @@ import io
 import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,9 @@ SIDE = 2400
 """The most pixels along a map. For a longer protein, each pixel shows the highest probability in a square of pairs,
 since single contacts would otherwise be lost between pixels.
 """
+STEPS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+"""Residues between two ticks of a map of several chains."""
+MOST_TICKS = 16
 HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
 """Colours of contacts, distinguishable without red or green vision (Okabe and Ito)."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
@@ -72,9 +76,9 @@ class MapFolder:
         self._made = not folder.exists()
         self._names = FileNames()
 
-    def add(self, record_id: str, probability_LL: npt.NDArray[np.float32]) -> None:
-        """Draw the map of one record."""
-        self.keep(record_id, draw(probability_LL, record_id))
+    def add(self, record_id: str, probability_LL: npt.NDArray[np.float32], chains: Sequence[int] = ()) -> None:
+        """Draw the map of one record; see `draw`."""
+        self.keep(record_id, draw(probability_LL, record_id, chains=chains))
 
     def keep(self, record_id: str, png: bytes) -> None:
         """Add a picture of a record that is already drawn."""
@@ -132,18 +136,20 @@ def draw(
     record_id: str,
     labels_LL: npt.NDArray[np.int8] | None = None,
     note: str = "",
+    chains: Sequence[int] = (),
 ) -> bytes:
     """Draw one map as a PNG: white at 0, dark blue at 1 for every protein, residues counted from 1, the id as its
     title.
 
-    Pairs fewer than six residues apart are white, since contact heads learn nothing about them. The full id is stored
-    in the file's text as `Title`, where programs find it.
+    Pairs fewer than six residues apart in a chain are white, since contact heads learn nothing about them. The full id
+    is stored in the file's text as `Title`, where programs find it.
 
     Args:
         probability_LL: the predicted probability of each pair.
         record_id: the id of the protein.
         labels_LL: true contacts, which are drawn below the diagonal; predictions are then above it only.
         note: a second line of the title.
+        chains: the residues of each chain. With several, lines divide them, and each is counted from 1.
     """
     figure_of, settings = matplotlib_figure()
     most_pixels = min(len(probability_LL), SIDE)
@@ -151,7 +157,7 @@ def draw(
         size = (5.0, 4.5 if labels_LL is None else 5.0)
         figure = figure_of(figsize=size, layout="constrained", dpi=max(LEAST_DPI, most_pixels / INCHES))
         axes = figure.add_subplot()
-        image = draw_map(axes, probability_LL, labels_LL)
+        image = draw_map(axes, probability_LL, labels_LL, chains)
         title = record_id if len(record_id) <= 60 else f"{record_id[:59]}\N{HORIZONTAL ELLIPSIS}"
         axes.set_title(f"{title}\n{note}" if note else title, fontsize="medium")
         label = "predicted probability" + ("" if labels_LL is None else " (upper triangle)")
@@ -161,7 +167,12 @@ def draw(
     return out.getvalue()
 
 
-def draw_map(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8] | None = None) -> Any:
+def draw_map(
+    axes: Any,
+    probability_LL: npt.NDArray[np.float32],
+    labels_LL: npt.NDArray[np.int8] | None = None,
+    chains: Sequence[int] = (),
+) -> Any:
     """Draw a map on empty axes, and return its image; see `draw`.
 
     With true contacts the scale ends at the highest probability. Contacts are filled if they are among the L best
@@ -170,7 +181,9 @@ def draw_map(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.
     length = len(probability_LL)
     place_L = np.arange(length)
     apart_LL = place_L - place_L[:, None]
-    far_LL = (np.abs(apart_LL) if labels_LL is None else apart_LL) >= MIN_SEPARATION
+    number_L = np.repeat(np.arange(len(chains)), chains) if chains else np.zeros(length, dtype=np.int64)
+    least_LL = np.where(number_L == number_L[:, None], MIN_SEPARATION, 1)
+    far_LL = (np.abs(apart_LL) if labels_LL is None else apart_LL) >= least_LL
     top = 1.0 if labels_LL is None else max(0.1, float(probability_LL[far_LL].max(initial=0.0)))
     shown = _coarse(np.where(far_LL, probability_LL, np.nan).astype(np.float32))
     edges = (0.5, length + 0.5, length + 0.5, 0.5)
@@ -178,6 +191,8 @@ def draw_map(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.
     axes.locator_params(integer=True)
     axes.set_xlabel("residue")
     axes.set_ylabel("residue")
+    if len(chains) > 1:
+        _divide(axes, chains)
     if labels_LL is None:
         return image
     i_K, j_K = np.nonzero(far_LL & (labels_LL >= 0))
@@ -195,6 +210,25 @@ def draw_map(axes: Any, probability_LL: npt.NDArray[np.float32], labels_LL: npt.
     for handle in legend.legend_handles:
         handle.set_sizes([25])
     return image
+
+
+def _divide(axes: Any, chains: Sequence[int]) -> None:
+    """Draw a line between two chains, and count the residues of each chain from 1 at the ticks."""
+    ends = np.cumsum(chains).tolist()
+    for end in ends[:-1]:
+        axes.axvline(end + 0.5, color="black", linewidth=0.8)
+        axes.axhline(end + 0.5, color="black", linewidth=0.8)
+    step = next(step for step in STEPS if step * MOST_TICKS >= ends[-1] or step == STEPS[-1])
+    ticks, names = [], []
+    for k, (end, length) in enumerate(zip(ends, chains, strict=True), 1):
+        # The first residue has the number of the chain. A tick close to the next chain would be covered by its first.
+        inner = range(step, length + 1 - step // 2, step)
+        ticks += [end - length + place for place in (1, *inner)]
+        names += [f"{k}: 1", *map(str, inner)]
+    axes.set_xticks(ticks, names, rotation=90)
+    axes.set_yticks(ticks, names)
+    axes.set_xlabel("chain: residue")
+    axes.set_ylabel("chain: residue")
 
 
 def _coarse(probability_LL: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

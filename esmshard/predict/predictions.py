@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.data.batching.loader import Examples
+from esmshard.data.batching.loader import Examples, Store
 from esmshard.data.batching.packing import by_length
 from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import ingest
-from esmshard.data.store.token_store import TokenStore, is_store
-from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
+from esmshard.data.store.token_store import TokenStore, is_store, linker_of
+from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.joined_chains import Chains
@@ -28,11 +28,20 @@ from esmshard.model.weights import open_weights
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.predict import contact_pictures, failures
 from esmshard.predict.failures import Failure, failures_file
-from esmshard.predict.writers import CsvWriter, NpzWriter, ParquetWriter, TableWriter, check, pyarrow
+from esmshard.predict.writers import (
+    CsvWriter,
+    NpzWriter,
+    ParquetWriter,
+    TableWriter,
+    chains_file,
+    check,
+    pyarrow,
+    write_chains,
+)
 from esmshard.progress import Progress, rate, say
-from esmshard.tasks.base import Inputs
+from esmshard.tasks.base import Inputs, of_residues
 from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
-from esmshard.vocab import decode
+from esmshard.vocab import chain_spans, decode
 
 Array = npt.NDArray[np.float32]
 
@@ -70,6 +79,7 @@ def predict(
     png: Path | None = None,
     tokens: int | None = None,
     tracks: Mapping[str, str] | None = None,
+    complexes: str | None = None,
     overwrite: bool = False,
 ) -> Predicted:
     """Write the head's predictions for each record to an `.npz`, a `.csv` or a `.parquet` file.
@@ -77,6 +87,9 @@ def predict(
     An `.npz` has one array for each record under its id: for contacts float32 [L, L], symmetric probabilities; for
     other tasks see their `predict`. A `.csv` or `.parquet` has a line for each protein, or for each residue; contacts
     cannot be written so.
+
+    Linkers between the chains of a record are cut out: its residues are those of one chain after the other, a table
+    counts them in each chain, and `OUT.chains.tsv` lists the residues of each chain and how they were joined.
 
     A record that does not fit into memory, or is too long for a model with learned positions, is left out of the output
     and listed in `OUT.failed.tsv`; see `esmshard.predict.failures`.
@@ -91,46 +104,43 @@ def predict(
             maps always in one pack. A longer record is computed alone. By default 4,096, on a GPU 16,384 except for
             pair maps. The number changes results by rounding only.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
+        complexes: see `recipe.DataSettings.complexes`.
         overwrite: replace `out`, and pictures of the same names.
 
     Raises:
         InputError: input or model cannot be used, or no record fits into memory.
         UsageError: `out` or `png` does not fit the task, exists already, or needs a package that is not installed.
     """
-    if out.suffix not in (".npz", ".csv", ".parquet"):
-        raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
-    if out.suffix == ".parquet":
-        pyarrow(out)
-    check(out, failures_file(out), overwrite=overwrite)
-    if png is not None:
-        contact_pictures.check(png, overwrite=overwrite)
+    _check_out(out, png, overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
-        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch))
+        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
         store, found = examples.store, load_finetuned(model)
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
         failed: list[Failure] = []
+        chains: dict[str, list[int]] = {}
         began, residues = time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
-            _writer(out, found, model, about_tracks) as writer,
+            _writer(out, found, model, about_tracks, store) as writer,
             nullcontext() if png is None else contact_pictures.MapFolder(png) as pictures,
             Progress("predict", len(store)) as progress,
         ):
             for n, values in enumerate(_predictions(found, examples, tokens)):
-                record_id, length = store.id(n), int(store.lengths[n])
+                record_id, sequence = store.id(n), store.residues(n)
+                each = [end - start for start, end in chain_spans(sequence)]
                 if isinstance(values, str):
-                    failed.append(Failure(record_id, length, values))
-                elif isinstance(writer, TableWriter):
-                    writer.add(record_id, values, decode(store.residues(n)))
+                    failed.append(Failure(record_id, sum(each), values))
                 else:
-                    writer.add(record_id, values)
-                    if pictures is not None:
-                        pictures.add(record_id, values)
-                residues += length
+                    _add(writer, pictures, record_id, values, sequence)
+                if len(each) > 1:
+                    chains[record_id] = each
+                residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
-            failures.write(out, failed)  # The list of failures comes first: an output is never there without it.
+            # The lists come first: an output is never there without them.
+            failures.write(out, failed)
+            write_chains(out, chains, found.model.trunk.config.chains.text)
             if len(failed) == len(store):
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
@@ -138,8 +148,40 @@ def predict(
         return Predicted(len(store) - len(failed), tuple(failed))
 
 
+def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
+    """Refuse outputs that cannot be written, or are there already."""
+    if out.suffix not in (".npz", ".csv", ".parquet"):
+        raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
+    if out.suffix == ".parquet":
+        pyarrow(out)
+    check(out, failures_file(out), chains_file(out), overwrite=overwrite)
+    if png is not None:
+        contact_pictures.check(png, overwrite=overwrite)
+
+
+def _add(
+    writer: NpzWriter | TableWriter,
+    pictures: contact_pictures.MapFolder | None,
+    record_id: str,
+    values: Array,
+    sequence: npt.NDArray[np.uint8],
+) -> None:
+    """Write the predictions of one record, and draw them if they are a map and pictures are wanted."""
+    if isinstance(writer, TableWriter):
+        writer.add(record_id, values, decode(sequence))
+        return
+    writer.add(record_id, values)
+    if pictures is not None:
+        pictures.add(record_id, values, [end - start for start, end in chain_spans(sequence)])
+
+
 def read_input(
-    model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path, chains: Chains | None = None
+    model: str,
+    fasta: Path,
+    tracks: Mapping[str, str],
+    scratch: Path,
+    chains: Chains | None = None,
+    complexes: str | None = None,
 ) -> tuple[Examples, list[str]]:
     """Return the records of an input with their tracks, and sentences about the tracks. All notices are printed.
 
@@ -149,18 +191,20 @@ def read_input(
         tracks: see `predict`.
         scratch: directory for a token store of the records.
         chains: how the chains of a record are joined; by default as the model says.
+        complexes: see `predict`.
 
     Raises:
         InputError: the input or a track cannot be read.
-        UsageError: the model does not take such a track.
+        UsageError: the model does not take such a track, or `complexes` is given for sequences.
     """
+    structures = holds_structures(fasta)
+    require_structures(fasta, complexes)
     sequences, files = fasta, list[TrackFile]()
     if tracks:
         takes = family_of(open_weights.read(model).config).tracks
         sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
-    structures = holds_structures(fasta)
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
-        read = cached_split(fasta) if structures else sequences
+        read = cached_split(fasta, complexes) if structures else sequences
         linker = (chains or open_weights.read(model).config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
         store.check_linker(linker, read)
@@ -175,14 +219,18 @@ def read_input(
     return examples, about_tracks
 
 
-def _writer(out: Path, found: FineTuned, model: str, notices: Sequence[str]) -> NpzWriter | CsvWriter | ParquetWriter:
+def _writer(
+    out: Path, found: FineTuned, model: str, notices: Sequence[str], store: Store
+) -> NpzWriter | CsvWriter | ParquetWriter:
     task = found.task
     if out.suffix == ".npz":
         return NpzWriter(out)
     if not task.names:
         raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
+    how = {"per_residue": task.per_residue, "choose": task.one_of_names}
+    how["chains"] = task.per_residue and linker_of(store.manifest) is not None
     if out.suffix == ".csv":
-        return CsvWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names)
+        return CsvWriter(out, task.names, **how)
     packages = {name: version(name) for name in ("esmshard", "torch", "numpy", "pyarrow")}
     about = {
         "format": FORMAT,
@@ -192,7 +240,7 @@ def _writer(out: Path, found: FineTuned, model: str, notices: Sequence[str]) -> 
         "versions": json.dumps(packages),
         "notices": json.dumps(list(notices)),
     }
-    return ParquetWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names, about=about)
+    return ParquetWriter(out, task.names, **how, about=about)
 
 
 def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> Iterator[Array | str]:
@@ -207,7 +255,8 @@ def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> It
 
     def values(inputs: Sequence[Inputs]) -> list[Array] | str:
         try:
-            return [task.predict(output) for output in found.model.outputs(inputs)]
+            outputs = zip(found.model.outputs(inputs), inputs, strict=True)
+            return [of_residues(task, task.predict(output), one.tokens[1:-1]) for output, one in outputs]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

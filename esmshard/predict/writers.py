@@ -10,7 +10,7 @@ import re
 import socket
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from esmshard import spreadsheet
 from esmshard.errors import InputError, UsageError
-from esmshard.files import lives
+from esmshard.files import lives, replacing
+from esmshard.joined_chains import BETWEEN
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
 """The most rows, and most numbers, of a row group of a Parquet file."""
@@ -101,16 +102,18 @@ class NpzWriter(Writer):
 
 
 class TableWriter(Writer):
-    """A writer of one line for each protein, or one line for each residue with its place counted
-    from 1 and its letter.
+    """A writer of one line for each protein, or one line for each residue with its place in its chain, counted from 1,
+    and its letter.
     """
 
     @abstractmethod
     def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
-        """Write one record. `values` is [C], or [L, C] for the L letters of `residues`."""
+        """Write one record. `values` is [C], or [L, C] for the L letters of `residues`, with `:` between chains."""
 
 
-def columns(names: Sequence[str], *, per_residue: bool, choose: bool) -> tuple[list[str], list[str]]:
+def columns(
+    names: Sequence[str], *, per_residue: bool, choose: bool, chains: bool = False
+) -> tuple[list[str], list[str]]:
     """Return the columns of a table of predictions: those that identify a line, and those of the numbers.
 
     A target with the name of one of the first columns becomes `NAME (predicted)`.
@@ -118,8 +121,20 @@ def columns(names: Sequence[str], *, per_residue: bool, choose: bool) -> tuple[l
     >>> columns(["H", "id"], per_residue=True, choose=False)
     (['id', 'position', 'residue'], ['H', 'id (predicted)'])
     """
-    first = ["id", *(["position", "residue"] if per_residue else []), *(["prediction"] if choose else [])]
+    place = [*(["chain"] if chains else []), "position", "residue"] if per_residue else []
+    first = ["id", *place, *(["prediction"] if choose else [])]
     return first, [f"{name} (predicted)" if name in first else name for name in names]
+
+
+def places(residues: str) -> Iterator[tuple[int, int, str]]:
+    """Yield chain, position in the chain, both counted from 1, and letter of each residue.
+
+    >>> list(places("MK:T"))
+    [(1, 1, 'M'), (1, 2, 'K'), (2, 1, 'T')]
+    """
+    for chain, letters in enumerate(residues.split(BETWEEN), 1):
+        for position, letter in enumerate(letters, 1):
+            yield chain, position, letter
 
 
 class CsvWriter(TableWriter):
@@ -131,21 +146,25 @@ class CsvWriter(TableWriter):
         per_residue: whether a record's array has a row for each residue.
         choose: whether the numbers are probabilities of exclusive classes; the most likely class is named in
             `prediction`.
+        chains: whether a record has several chains, so that the lines of residues need the number of the chain.
     """
 
-    def __init__(self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool) -> None:
+    def __init__(
+        self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool, chains: bool = False
+    ) -> None:
         super().__init__(out)
-        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._names, self._per_residue, self._choose, self._chains = names, per_residue, choose, chains
         self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # `close` closes the file
         self._rows = spreadsheet.writer(self._file)
-        first, numbers = columns(names, per_residue=per_residue, choose=choose)
+        first, numbers = columns(names, per_residue=per_residue, choose=choose, chains=chains)
         self._rows.writerow([*first, *numbers])
 
     def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
         """Write one record; see `TableWriter.add`."""
         rows = values.reshape(-1, len(self._names))
-        for n, row in enumerate(rows):
-            place = [n + 1, residues[n]] if self._per_residue else []
+        of_rows = places(residues) if self._per_residue else [()] * len(rows)
+        for found, row in zip(of_rows, rows, strict=True):
+            place = found if self._chains else found[1:]
             chosen = [self._names[int(row.argmax())]] if self._choose else []
             self._rows.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
 
@@ -164,20 +183,28 @@ class ParquetWriter(TableWriter):
         names: see `CsvWriter`.
         per_residue: see `CsvWriter`.
         choose: see `CsvWriter`.
+        chains: see `CsvWriter`.
         about: metadata of the file, names to texts.
     """
 
     def __init__(
-        self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool, about: Mapping[str, str]
+        self,
+        out: Path,
+        names: Sequence[str],
+        *,
+        per_residue: bool,
+        choose: bool,
+        chains: bool = False,
+        about: Mapping[str, str],
     ) -> None:
         self._pa, parquet = pyarrow(out)
         super().__init__(out)
-        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._names, self._per_residue, self._choose, self._chains = names, per_residue, choose, chains
         self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(names)))
         self._rows = 0
         self._waiting: list[tuple[str, str, npt.NDArray[np.float32]]] = []
-        types = {"position": self._pa.int32()}
-        first, numbers = columns(names, per_residue=per_residue, choose=choose)
+        types = {"chain": self._pa.int32(), "position": self._pa.int32()}
+        first, numbers = columns(names, per_residue=per_residue, choose=choose, chains=chains)
         fields = [self._pa.field(name, types.get(name, self._pa.string()), nullable=False) for name in first]
         fields += [self._pa.field(name, self._pa.float32(), nullable=False) for name in numbers]
         self._schema = self._pa.schema(fields, metadata=dict(about))
@@ -206,8 +233,11 @@ class ParquetWriter(TableWriter):
         values_RC = np.concatenate(values)
         arrays: list[Any] = [np.repeat(np.array(ids, dtype=object), lengths)]
         if self._per_residue:
-            arrays.append(np.concatenate([np.arange(1, n + 1, dtype=np.int32) for n in lengths]))
-            arrays.append(list("".join(residues)))
+            chains = [(k, len(chain)) for one in residues for k, chain in enumerate(one.split(BETWEEN), 1)]
+            if self._chains:
+                arrays.append(np.concatenate([np.full(n, k, dtype=np.int32) for k, n in chains]))
+            arrays.append(np.concatenate([np.arange(1, n + 1, dtype=np.int32) for _, n in chains]))
+            arrays.append(list("".join(residues).replace(BETWEEN, "")))
         if self._choose:
             arrays.append(np.array(self._names, dtype=object)[values_RC.argmax(1)])
         arrays += [np.ascontiguousarray(x_R) for x_R in values_RC.T]
@@ -216,6 +246,28 @@ class ParquetWriter(TableWriter):
             schema=self._schema,
         )
         self._file.write_table(table, row_group_size=self._most)
+
+
+def chains_file(out: Path) -> Path:
+    """Return the path of the list of an output's records with several chains.
+
+    >>> chains_file(Path("maps/x.npz")).as_posix()
+    'maps/x.npz.chains.tsv'
+    """
+    return out.with_name(f"{out.name}.chains.tsv")
+
+
+def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> None:
+    """Write `OUT.chains.tsv`: how many residues each chain has of the records with several, whose rows follow each
+    other in the output, and how the chains were joined. Without such a record, remove the file of an earlier run.
+    """
+    path = chains_file(out)
+    if not lengths:
+        path.unlink(missing_ok=True)
+        return
+    rows = [(record_id, ",".join(map(str, each)), join) for record_id, each in lengths.items()]
+    with replacing(path) as file:
+        file.writelines(map(spreadsheet.tab_line, [("id", "residues", "join"), *rows]))
 
 
 def pyarrow(out: Path) -> tuple[Any, Any]:

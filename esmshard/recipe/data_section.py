@@ -17,6 +17,8 @@ OPTIONAL = (
 
 INSIDE = "inside"
 """The word for a track that the file of the sequences has, in place of a path."""
+EVERY = "all"
+"""The word for all chains of a structure file in `data.complexes`, in place of a path."""
 
 
 class JoinSettings(Settings):
@@ -93,6 +95,10 @@ class DataSettings(Settings):
     """The column of the table with the ids. By default it is found by its name."""
     mask: str | None = None
     """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
+    complexes: str | None = None
+    """The chains of a structure file that become one record (docs/structures.md). By default each chain is a record of
+    its own. `all`: all protein chains of a file are one record, in the order of the file. Or the path of a list with a
+    record on each line, such as `1abc_A:B` for chain A followed by chain B of the file `1abc.cif`."""
     join: JoinSettings = JoinSettings()  # type: ignore[call-arg]  # see Recipe
     tracks: dict[str, str] | None = None
     """What the model reads of each residue besides the amino acid, if it is of a family that does (docs/tracks.md): a

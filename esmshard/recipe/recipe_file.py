@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name, shared_place
-from esmshard.recipe.data_section import INSIDE
+from esmshard.recipe.data_section import EVERY, INSIDE
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import sections
 from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
@@ -28,7 +28,10 @@ from esmshard.shipped import shipped
 
 PATH_KEYS = (
     ("model", "name"),
-    *(("data", key) for key in ("train", "valid", "test", "labels", "mask", "clusters", "table", "wild_type")),
+    *(
+        ("data", key)
+        for key in ("train", "valid", "test", "labels", "mask", "complexes", "clusters", "table", "wild_type")
+    ),
 )
 
 TRACKS = ("data", "tracks")
@@ -203,6 +206,7 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
     is_model = keys == ("model", "name")
     is_name = text.startswith("sample:") or (is_model and (re.fullmatch(r"[\w-]+", text) or is_hub_name(text)))
     is_name = is_name or (keys[:-1] == TRACKS and text == INSIDE)
+    is_name = is_name or (keys == ("data", "complexes") and text == EVERY)
     if not is_name or (is_model and (base / text).exists()):
         text = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
     node[keys[-1]] = text

@@ -21,6 +21,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model.config import ModelConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
+from esmshard.vocab import is_residue
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
@@ -91,6 +92,10 @@ class Task(ABC):
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """The metrics that get a column in the final table. The first one is the headline."""
+
+    def columns_of(self, rows: Sequence[Row]) -> tuple[str, ...]:
+        """Return the metrics that get a column in the table of these records: `columns`, and what some of them add."""
+        return self.columns
 
     @property
     def lower_is_better(self) -> bool:
@@ -241,6 +246,20 @@ class Task(ABC):
             InputError: the task, or its head, has no such fit.
         """
         raise InputError(f"adapt.method: task {self.settings.name} has no probe; choose full, lora or head")
+
+
+def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """Return outputs, predictions or targets of one record without the linkers between its chains.
+
+    Args:
+        task: the task, which says what the values are about: pairs, residues or the whole protein.
+        values: of the record.
+        residues: the tokens of the record without `<cls>` and `<eos>`, uint8 [L].
+    """
+    own_L = is_residue(residues)
+    if own_L.all() or (task.names and not task.per_residue):
+        return values
+    return values[own_L] if task.names else values[own_L][:, own_L]
 
 
 def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:

@@ -20,7 +20,7 @@ THRESHOLDS = np.arange(101) / 100
 
 def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
     """Compute the mean of each column over the records that have a value."""
-    x_NC = np.array([[row[column] for column in columns] for row in rows], dtype=np.float64)
+    x_NC = np.array([[row.get(column, np.nan) for column in columns] for row in rows], dtype=np.float64)
     known_NC = ~np.isnan(x_NC)
     with np.errstate(invalid="ignore"):
         mean_C = np.where(known_NC, x_NC, 0).sum(0) / known_NC.sum(0)
@@ -32,10 +32,10 @@ def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
     the target that it is about. All records are returned if nothing in a row says so.
     """
     keys = (column, column.removesuffix(" per protein"), f"target{column.removeprefix('Spearman')}", "target")
-    key = next((key for key in keys if isinstance(rows[0].get(key), float)), None)
+    key = next((key for key in keys if any(isinstance(row.get(key), float) for row in rows)), None)
     if key is None:
         return np.ones(len(rows), dtype=bool)
-    return ~np.isnan(np.array([row[key] for row in rows], dtype=np.float64))
+    return ~np.isnan(np.array([row.get(key, np.nan) for row in rows], dtype=np.float64))
 
 
 def mean(values: npt.NDArray[np.float64]) -> float:

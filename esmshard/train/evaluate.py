@@ -20,6 +20,7 @@ from esmshard.files import is_hub_name, replace_json, replace_text, replacing
 from esmshard.launch.process_group import World
 from esmshard.model.weights import hub, open_weights
 from esmshard.progress import Progress
+from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN, Row, Task, collate
@@ -140,6 +141,7 @@ def report(
     leakage: Sequence[str] = (),
     labels: str | None = None,
     tracks: Mapping[str, str] | None = None,
+    complexes: str | None = None,
 ) -> str:
     """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
@@ -154,6 +156,7 @@ def report(
         leakage: sentences on what the split shares with the training records, for `evaluation.json`.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
         tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
+        complexes: which chains of structures were joined, for `evaluation.json`.
     """
     found = load_finetuned(model)
     base, why = None, ""
@@ -184,6 +187,8 @@ def report(
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
     facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
     facts |= {"tracks": dict(tracks)} if tracks else {}
+    if complexes is not None:
+        facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
     return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
 
 
@@ -195,16 +200,16 @@ def write(
     `evaluation.json` holds the intervals of every method and of the model's gains over the baselines, and the verdict.
     `per_protein.csv` holds every number of the model's rows.
     """
-    block_N = data.blocks()
+    block_N, columns = data.blocks(), task.columns_of(table[MAIN])
     unit = "record" if block_N is None else "position"
     samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
     intervals = {name: {m: interval(values, m) for m, values in found.items()} for name, found in samples.items()}
     differences = {
-        name: {m: difference(samples[MAIN][m], found[m], m) for m in task.columns if m in found}
+        name: {m: difference(samples[MAIN][m], found[m], m) for m in columns if m in found}
         for name, found in samples.items()
         if name != MAIN
     }
-    counts = {metric: _units(table[MAIN], metric, block_N) for metric in task.columns}
+    counts = {metric: _units(table[MAIN], metric, block_N) for metric in columns}
     without = {
         metric: f"{count} {unit}{'' if count == 1 else 's'} with a value; an interval takes {LEAST}"
         for metric, count in counts.items()
@@ -219,7 +224,8 @@ def write(
         f"paired over {count:,} {unit}{'' if count == 1 else 's'}",
         lower_is_better=task.lower_is_better,
     )
-    numbers = [key for key, value in table[MAIN][0].items() if not isinstance(value, np.ndarray)]
+    every = dict.fromkeys(key for row in table[MAIN] for key, value in row.items() if not isinstance(value, np.ndarray))
+    numbers = list(every)
     # For variants the predictions of every baseline are saved, because the folds of a table are tested together.
     others = (
         []
@@ -232,10 +238,10 @@ def write(
         "split": data.name,
         "data": str(data.path.absolute()),
         "records": len(data),
-        "columns": task.columns,
+        "columns": columns,
         "lower_is_better": task.lower_is_better,
         "without_value": {
-            c: sum(math.isnan(float(row[c])) for row in table[MAIN]) for c in task.columns if c in numbers
+            c: sum(math.isnan(float(row.get(c, math.nan))) for row in table[MAIN]) for c in columns if c in numbers
         },
         "interval": _method(unit, intervals[MAIN]),
         "without_interval": without,
@@ -250,12 +256,12 @@ def write(
     blocks = [] if block_N is None else ["block"]
     lines = [["id", "length", *blocks, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
-        values = [*(row[key] for key in numbers), *(table[name][n][key] for name, key in others)]
+        values = [*(row.get(key, math.nan) for key in numbers), *(table[name][n][key] for name, key in others)]
         cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
         lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *cells])
     with replacing(directory / "per_protein.csv") as file:
         spreadsheet.writer(file).writerows(lines)
-    return "\n".join([as_text(intervals, task.columns), *without_interval(without), said])
+    return "\n".join([as_text(intervals, columns), *without_interval(without), said])
 
 
 def without_interval(reasons: Mapping[str, str]) -> list[str]:

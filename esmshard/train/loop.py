@@ -297,7 +297,8 @@ class Training:
             return None
         loss, rows = scored
         metrics = task.summary(rows)
-        self.attempt.write(step=step, split="valid", loss=loss, **{metric: metrics[metric] for metric in task.columns})
+        columns = task.columns_of(rows)
+        self.attempt.write(step=step, split="valid", loss=loss, **{metric: metrics[metric] for metric in columns})
         headline, value = task.columns[0], metrics[task.columns[0]]
         state.validation = f"  valid {headline} {value:.3f}"
         sign = -1 if task.lower_is_better else 1

@@ -76,6 +76,26 @@ def test_an_unresolved_residue_has_no_coordinate_at_all(fasta: Path) -> None:
     assert not np.isnan([*labels[1]["cb"], *labels[2]["cb"]]).any()
 
 
+def test_chains_of_a_record_have_rows_one_after_the_other_and_linkers_none(tmp_path: Path) -> None:
+    fasta = tmp_path / "x.fasta"
+    fasta.write_text(">a\nMKT:TT\n>c\nMM\n")
+    write(fasta, names=np.array(["c", "a"]), seqs=np.array(["MM", "MKT:TT"]), offsets=np.array([0, 2, 7]))
+    store = cached(fasta)
+    labels = CoordinateLabels(fasta, store)
+    assert [len(labels[n]["cb"]) for n in (0, 1)] == store.lengths.tolist()
+    cb_L3 = labels[0]["cb"]
+    linker = len(cb_L3) - 5
+    assert linker > 0
+    assert np.isnan(cb_L3[3 : 3 + linker]).all()
+    np.testing.assert_allclose(
+        np.concatenate([cb_L3[:3], cb_L3[3 + linker :]])[:, 0], [0.6, 0.9, 1.2, 1.5, 1.8], atol=1e-6
+    )
+    write(fasta, names=np.array(["c", "a"]), seqs=np.array(["MM", "MKTTT"]), offsets=np.array([0, 2, 7]))
+    assert "the sequence of record 'a' is not the one in" in refusal(fasta)
+    write(fasta, names=np.array(["c", "a"]), seqs=np.array(["MM", "MKT:TT"]), offsets=np.array([0, 1, 7]))
+    assert "record 'a' has labels for 6 residues, but 5 residues in" in refusal(fasta)
+
+
 @pytest.mark.parametrize("name", ["x.fasta", "x.fa", "x.fasta.gz", "kinase.family.fasta", "x.fab.fasta"])
 def test_the_coordinates_lie_beside_the_fasta_file_under_its_name(tmp_path: Path, fasta: Path, name: str) -> None:
     store = cached(fasta)

@@ -220,10 +220,10 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     done: list[Path] = []
     real = structure_folder.to_split
 
-    def counted(source: Path, *rest: Path) -> list[str]:
+    def counted(source: Path, *rest: Path, complexes: str | None) -> list[str]:
         done.append(source)
         time.sleep(0.05)
-        return real(source, *rest)
+        return real(source, *rest, complexes=complexes)
 
     monkeypatch.setattr(structure_folder, "to_split", counted)
     return done

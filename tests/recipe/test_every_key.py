@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structure_texts
 import torch
 from conftest import write_subset
 from pydantic import BaseModel
@@ -83,6 +84,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "other.fasta").write_text("".join(f">{k}\n{'MKTAYIAKQR' * 3}\n" for k in "abc"))
     (found / "complexes.fasta").write_text(f">a\n{REPEAT}:{REPEAT}\n")
     write_variants(found)
+    (found / "dimers").mkdir()
+    dimer = structure_texts.chain(structure_texts.SEQ, "A") + structure_texts.chain(structure_texts.OTHER, "B")
+    (found / "dimers" / "1abc.pdb").write_text(structure_texts.pdb(dimer))
     return found
 
 
@@ -377,6 +381,7 @@ KEYS = {
     "data.target": Key(labels, "[z]", SEQUENCE),
     "data.id_column": Key(labels, "other_id", SEQUENCE),
     "data.mask": Key(targets, "mask.fasta", RESIDUE),
+    "data.complexes": Key(records("train"), "all", ("data.train=dimers", "data.valid=dimers", "data.test=dimers")),
     "data.join.linker": Key(sequences, "5", ("data={train: complexes.fasta, valid: valid.fasta, test: valid.fasta}",)),
     "data.join.gap": Key(base, "512"),
     "data.tracks": Key(known_residues, "{3di: letters.fasta}", ("model.name=saprot_nano",)),

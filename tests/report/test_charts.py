@@ -20,6 +20,7 @@ from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import read
 from esmshard.report.text import scores
 from esmshard.tasks.intervals import Interval
+from esmshard.vocab import encode
 
 
 @pytest.fixture
@@ -213,7 +214,7 @@ class Split:
         return f"p{n}"
 
     def get(self, n: int) -> Example:
-        return Example(self.id(n), np.zeros(self.lengths[n] + 2, dtype=np.uint8), {})
+        return Example(self.id(n), encode("A" * self.lengths[n]), {})
 
 
 LENGTHS = [30, 600, 40, 50, 60, 70]
@@ -242,7 +243,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return SimpleNamespace(tokens=example.tokens, target=np.zeros((length, length), dtype=np.int8))
 
     model = SimpleNamespace(outputs=lambda many: [np.zeros(i.target.shape, dtype=np.float32) for i in many])
-    task = SimpleNamespace(inputs=inputs, predict=lambda output: output, labels=None)
+    task = SimpleNamespace(inputs=inputs, predict=lambda output: output, labels=None, names=())
     found = SimpleNamespace(model=model, task=task, about={"weights_sha256": "w1"})
     monkeypatch.setattr(scores, "load_finetuned", lambda path, device: found)
     monkeypatch.setattr(scores, "open_split", lambda recipe, name, labels, tracks: Split(LENGTHS, name))

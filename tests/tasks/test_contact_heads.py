@@ -245,15 +245,16 @@ def test_a_new_head_starts_near_the_share_of_contacts_and_tells_pairs_apart(head
     assert len(logits_LL.unique()) > 50
 
 
-def reference(head: PairwiseHead, x_LD: torch.Tensor) -> torch.Tensor:
-    """The network on a whole map, channels first and step by step."""
+def reference(head: PairwiseHead, x_LD: torch.Tensor, second: int | None = None) -> torch.Tensor:
+    """The network on a whole map, channels first and step by step; `second` is where a second chain begins."""
     x_LD = F.layer_norm(x_LD, x_LD.shape[1:], head.norm.weight, head.norm.bias)
     left, right = head.left(x_LD), head.right(x_LD)
     n = len(x_LD)
     z = torch.empty(n, n, left.shape[1])
     for i in range(n):
         for j in range(n):
-            z[i, j] = left[i] * right[j] + left[j] * right[i] + head.separation.weight[min(abs(i - j), 64)]
+            apart = min(abs(i - j), 64) if second is None or (i < second) == (j < second) else 64
+            z[i, j] = left[i] * right[j] + left[j] * right[i] + head.separation.weight[apart]
     z = z.permute(2, 0, 1)
     for k, block in enumerate(head.blocks):
         h = z
@@ -289,6 +290,19 @@ def test_the_network_computes_what_one_writes_down(trunk: ESM2, small: None, tra
     with torch.no_grad():
         expected = reference(head, x_TD[1:-1])
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_residues_of_two_chains_are_as_far_apart_as_can_be(trunk: ESM2, small: None) -> None:
+    head = model(trunk, "pairwise", blocks=2).head
+    batch = pack([encode("MKTAYIAKQRQISFVKSHFSRQ" + ":GGLVNDECHWSFPMKTA", linker=1)])
+    x_TD = torch.randn(len(batch.tokens_T), TINY.dim, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        (found,) = head(x_TD, batch)
+        chains = [reference(head, x_TD[1:-1], second) for second in (22, 23, None)]
+    own_L = torch.arange(len(found)) != 22  # of the linker no pair is asked for
+    off = [(found - expected)[own_L][:, own_L].abs().max() for expected in chains]
+    assert min(off[:2]) <= 2e-5 * found.abs().max()
+    assert off[2] > 0.01 * found.abs().max()
 
 
 @pytest.fixture

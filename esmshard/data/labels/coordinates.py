@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
-from esmshard.vocab import decode
+from esmshard.vocab import decode, is_residue
 
 UNRESOLVED = 65535
 """The value in `cb_dA` of a residue without coordinates."""
@@ -46,7 +46,9 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 class CoordinateLabels:
-    """Cb coordinates of the chains of a FASTA file, read from the `.npz` of the same name (format: data/README.md).
+    """Cb coordinates of the records of a FASTA file, read from the `.npz` of the same name (format: data/README.md).
+
+    A record of several chains, `A:B`, has the rows of A followed by those of B. Linkers have no coordinates.
 
     Args:
         fasta: the FASTA file. The labels of `train.fasta` (or `train.fasta.gz`) are in `train.npz`.
@@ -84,7 +86,7 @@ class CoordinateLabels:
             if record_id not in row:
                 raise InputError(f"{path}: has no chain '{record_id}', which {fasta} has; add it or remove the record")
             k = row[record_id]
-            rows, length = slice(int(offsets[k]), int(offsets[k + 1])), int(store.lengths[n])
+            rows, length = slice(int(offsets[k]), int(offsets[k + 1])), int(is_residue(store.residues(n)).sum())
             if rows.stop - rows.start != length:
                 raise InputError(
                     f"{path}: record '{record_id}' has labels for {rows.stop - rows.start} residues, but {length} "
@@ -95,10 +97,13 @@ class CoordinateLabels:
                     f"{path}: the sequence of record '{record_id}' is not the one in {fasta}; make it again"
                 )
             self._rows.append(rows)
+        self._store = store
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[np.float32]]:
-        """Return `cb` of record n of the FASTA file: float32 [L, 3] in Angstrom, NaN where unresolved."""
-        cb_dA_L3 = self._cb_dA[self._rows[n]]
+        """Return `cb` of record n: float32 [L, 3] in Angstrom, NaN where unresolved and in linkers."""
+        residue_L = is_residue(self._store.residues(n))
+        cb_dA_L3 = np.full((len(residue_L), 3), UNRESOLVED, np.uint16)
+        cb_dA_L3[residue_L] = self._cb_dA[self._rows[n]]
         cb_L3: npt.NDArray[np.float32] = cb_dA_L3.astype(np.float32) / np.float32(10)
         cb_L3[(cb_dA_L3 == UNRESOLVED).any(-1)] = np.nan
         return {"cb": cb_L3}

@@ -17,6 +17,7 @@ from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
+from esmshard.errors import UsageError
 from esmshard.joined_chains import Chains
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings, JoinSettings
@@ -39,6 +40,11 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         tracks: the tracks of the recipe (`esmshard.tasks.finetuner.tracks_of`).
     """
     data, seed = recipe.data, recipe.train.seed
+    if data.complexes is not None and not any(map(_holds_structures, (data.train, data.valid, data.test))):
+        raise UsageError(
+            f"data.complexes: {data.complexes} is for structure files, and this recipe names none (in a FASTA file a "
+            "colon stands between the chains of a record); remove data.complexes"
+        )
     if recipe.task.reads_table:
         return open_variants(data, name, alone=recipe.task.wild_type_alone, tracks=tracks)
     valid_is_part = data.valid == data.train
@@ -66,7 +72,12 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
 
 
 def open_tested(
-    source: str, file: str | None, recipe: Recipe, labels: OpenLabels, tracks: Sequence[TrackFile] = ()
+    source: str,
+    file: str | None,
+    recipe: Recipe,
+    labels: OpenLabels,
+    tracks: Sequence[TrackFile] = (),
+    complexes: str | None = None,
 ) -> Examples:
     """Open labelled records for a test of a model. They are no split of the recipe.
 
@@ -76,9 +87,12 @@ def open_tested(
         recipe: the recipe of the model.
         labels: opens the labels of a FASTA file and its records.
         tracks: the tracks of the records.
+        complexes: see `recipe.DataSettings.complexes`.
     """
     path = recipe_file.sample(source)
-    fasta, tokens, outer = _records(path, tracks, recipe.data)
+    structure_folder.require_structures(path, complexes)
+    asked = recipe.data.model_copy(update={"complexes": complexes})
+    fasta, tokens, outer = _records(path, tracks, asked)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
     examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
     if others := marked_otherwise("test", path, tokens):
@@ -91,12 +105,16 @@ def open_tested(
     return examples
 
 
+def _holds_structures(path: str | None) -> bool:
+    return path is not None and structure_folder.holds_structures(recipe_file.sample(path))
+
+
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
     """Return the FASTA file that a data path means, its records, and tracks with a path each (`outside`). For
     structures, the FASTA file is made from them.
     """
     sequences, outer = outside(path, tracks)
-    fasta = structure_folder.cached_split(path) if structure_folder.holds_structures(path) else path
+    fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path
     linker = None if data.join.linker is None else data.join.over(Chains()).tokens
     tokens = cached(fasta if sequences == path else sequences, linker)
     if fasta != path:  # Notices about the structures come before notices about their sequences.

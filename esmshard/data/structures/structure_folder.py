@@ -17,11 +17,14 @@ from filelock import FileLock
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.data.store.token_store import is_store
-from esmshard.data.structures.chains import FEWEST, Cb, Chain, read_chains
+from esmshard.data.structures.chains import FEWEST, Cb, Chain
+from esmshard.data.structures.complexes import read_list, read_records
 from esmshard.data.structures.structure_files import ENDINGS, is_structure_name
+from esmshard.data.tables import read_text
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory, read_json, state
 from esmshard.progress import Progress
+from esmshard.recipe.data_section import EVERY
 
 VERSION = 1
 """The version of the rules by which structures become a split. After a change, all structures are read again."""
@@ -36,20 +39,31 @@ def holds_structures(path: Path) -> bool:
     return not is_store(path) if path.is_dir() else is_structure_name(path.name)
 
 
-def cached_split(source: Path) -> Path:
+def require_structures(path: Path, complexes: str | None) -> None:
+    """Refuse the option `--complexes` for data that are no structures."""
+    if complexes is not None and not holds_structures(path):
+        raise UsageError(f"--complexes {complexes}: is for structure files, and {path} has sequences; leave it out")
+
+
+def cached_split(source: Path, complexes: str | None = None) -> Path:
     """Return the FASTA file of a directory of structures, or of one file. It is made on first use and kept in the
     user's cache.
 
-    Its `.npz` lies beside it; `notices` returns what was changed. The key is the path and the names and
-    `files.state` of all files, so a changed directory is read anew. Processes that ask at the same time wait for
-    the one that reads.
+    Its `.npz` lies beside it; `notices` returns what was changed. The key is the path, the names and `files.state` of
+    all files, and the records that they give, so a changed directory is read anew. Processes that ask at the same time
+    wait for the one that reads.
+
+    Args:
+        source: the directory or file.
+        complexes: see `recipe.DataSettings.complexes`.
 
     Raises:
         InputError: see `to_split`.
     """
     edits = Edits()
     files = [(path.name, *state(path)) for path in listed_files(source, edits)]
-    key = json.dumps([VERSION, str(source.resolve()), files])
+    how = complexes if complexes in (None, EVERY) else read_text(Path(complexes), "a list of records")
+    key = json.dumps([VERSION, str(source.resolve()), files, *([] if how is None else [how])])
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "structures" / digest, cache_directory() / "locks"
     fasta = out / "structures.fasta"
@@ -62,7 +76,7 @@ def cached_split(source: Path) -> Path:
         work = Path(tempfile.mkdtemp(prefix=f".tmp-{out.name}-", dir=out.parent))
         try:
             work.chmod(0o755)  # mkdtemp's private mode is for secrets
-            notices = to_split(source, work / fasta.name, work / "structures.npz")
+            notices = to_split(source, work / fasta.name, work / "structures.npz", complexes=complexes)
             sizes = {file.name: file.stat().st_size for file in work.iterdir()}
             manifest = {"source": str(source.resolve()), "notices": notices, "bytes": sizes}
             (work / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -84,6 +98,7 @@ def to_split(
     npz: Path,
     *,
     chains: Mapping[str, Collection[str]] | None = None,
+    complexes: str | None = None,
     cb: Cb = "virtual",
     min_plddt: float | None = None,
     on_broken: Literal["error", "skip"] = "error",
@@ -96,7 +111,9 @@ def to_split(
         source: a structure file or a directory.
         fasta: file to write.
         npz: file to write; a task looks for it beside the FASTA file under the same name.
-        chains: the author's chain names to take, by file name; files that it does not name are not read.
+        chains: the author's chain names of each record to take, as `A` or `A:B`, by file name; files that it does not
+            name are not read.
+        complexes: see `recipe.DataSettings.complexes`; not together with `chains`.
         cb: see `read_chains`.
         min_plddt: see `read_chains`.
         on_broken: `skip` leaves out, and counts, files that cannot be read.
@@ -105,7 +122,7 @@ def to_split(
         What was changed and left out, one sentence each.
 
     Raises:
-        InputError: for a broken file, two chains of one id, or if there is no chain to write.
+        InputError: for a broken file, two records of one id, or if there is no record to write; see also `read_list`.
         UsageError: if one of the files to write exists.
     """
     for out in (fasta, npz):
@@ -113,6 +130,8 @@ def to_split(
             raise UsageError(f"{out}: exists already; choose another name or delete it")
     edits, broken = Edits(), list[str]()
     files = listed_files(source, edits)
+    if complexes is not None and complexes != EVERY:
+        chains = read_list(Path(complexes), files, edits)
     if chains is not None:
         absent = sorted(set(chains) - {path.name for path in files})
         if absent:
@@ -122,9 +141,9 @@ def to_split(
     def found() -> Iterator[tuple[Path, Chain, npt.NDArray[np.uint16]]]:
         with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
             for done, path in enumerate(files, 1):
-                wanted, about = None if chains is None else chains[path.name], Edits()
+                wanted, about = complexes if chains is None else chains[path.name], Edits()
                 try:
-                    read = read_chains(path, chains=wanted, cb=cb, min_plddt=min_plddt, edits=about)
+                    read = read_records(path, wanted, cb=cb, min_plddt=min_plddt, edits=about)
                     stored = [(path, chain, _stored(path, chain)) for chain in read]
                 except InputError as error:
                     if on_broken == "error":
@@ -213,7 +232,7 @@ def _write(found: Iterable[tuple[Path, Chain, npt.NDArray[np.uint16]]], fasta: P
             files[chain.id] = path
             fasta_file.write(f">{chain.id}\n{chain.sequence}\n")
             rows_file.write(cb_dA_L3.astype("<u2").tobytes())
-            offsets.append(offsets[-1] + len(chain.sequence))
+            offsets.append(offsets[-1] + len(chain.cb_L3))
             longest = max(longest, len(chain.sequence))
     if not files:
         return 0

@@ -9,6 +9,8 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError
 from esmshard.predict.contact_pictures import FileNames, MapFolder, draw
 from esmshard.progress import Progress
+from esmshard.tasks.base import of_residues
+from esmshard.vocab import chain_spans, is_residue
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuned
@@ -23,7 +25,7 @@ def contact_figure(run: Path, data: Examples) -> Path:
 
     record_id, value = _median(run / "per_protein.csv", "long P@L")
     example = data.get(next(n for n in range(len(data)) if data.id(n) == record_id))
-    length = len(example.tokens) - 2
+    length = int(is_residue(example.tokens).sum())
     about = f"{length} residues, long-range P@L {value:.2f}, the median of {data.name}"
     out = run / "figures" / f"contacts_{FileNames().new(record_id)}"
     out.parent.mkdir(exist_ok=True)
@@ -36,14 +38,16 @@ def draw_maps(found: "FineTuned", data: Examples, folder: Path) -> None:
     with MapFolder(folder) as pictures, Progress("draw", len(data)) as progress:
         for n in range(len(data)):
             example = data.get(n)
-            pictures.keep(example.id, contact_map(found, example, f"{len(example.tokens) - 2} residues"))
+            pictures.keep(example.id, contact_map(found, example, f"{is_residue(example.tokens).sum()} residues"))
             progress.update(n + 1, "")
 
 
 def contact_map(found: "FineTuned", example: Example, note: str = "") -> bytes:
     """Return a PNG of a model's predicted contacts of one protein, beside its true contacts."""
-    inputs = found.task.inputs(example)
-    return draw(found.task.predict(found.model.outputs([inputs])[0]), example.id, inputs.target, note)
+    inputs, residues = found.task.inputs(example), example.tokens[1:-1]
+    probability_LL = found.task.predict(found.model.outputs([inputs])[0])
+    maps = [of_residues(found.task, one_LL, residues) for one_LL in (probability_LL, inputs.target)]
+    return draw(maps[0], example.id, maps[1], note, [end - start for start, end in chain_spans(residues)])
 
 
 def data_uri(png: bytes) -> str:

@@ -185,8 +185,9 @@ def _reproduce(run: RunFiles) -> Section:
     if run.recipe_text is None and run.evaluation is not None and run.evaluation.raw.get("model"):
         raw = run.evaluation.raw
         labels = ["--labels", str(raw["labels"])] if raw.get("labels") else []
+        complexes = ["--complexes", str(raw["complexes"])] if raw.get("complexes") else []
         out = f"{run.path.absolute()}-again"
-        command = ["esmshard", "evaluate", str(raw["model"]), str(raw["data"]), *labels, "-o", out]
+        command = ["esmshard", "evaluate", str(raw["model"]), str(raw["data"]), *labels, *complexes, "-o", out]
         return Section(*section, ["The test of a model that is there already."], code=shlex.join(command))
     if run.recipe_text is None:
         return Section(*section, missing="recipe.yaml is missing, so there is none.")

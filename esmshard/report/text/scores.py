@@ -169,7 +169,9 @@ def _maps(run: RunFiles) -> tuple[list[Figure], str]:
         else:
             takes = family_of(found.model.trunk.config).tracks
             files = track_files(raw.get("tracks", {}), takes, str(model), "--track ")
-            data = open_tested(str(raw["data"]), raw.get("labels"), recipe, found.task.labels, files)
+            data = open_tested(
+                str(raw["data"]), raw.get("labels"), recipe, found.task.labels, files, raw.get("complexes")
+            )
         recorded = run.versions.get("data", {}).get("test", {}).get("tokens_sha256")
         recorded = recorded or raw.get("tokens_sha256", data.digest)
         places = {data.id(n): n for n in range(len(data))}

@@ -13,6 +13,7 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
 from esmshard.model.weights.open_weights import Weights
 from esmshard.tasks.contact.contact_settings import DILATIONS, KEPT_PAIRS, MAPS, MAX_SEPARATION, ContactSettings
+from esmshard.vocab import SEPARATOR
 
 PRIOR = 0.03
 """About the share of contacts among pairs six or more apart: where a new head's output starts."""
@@ -104,8 +105,9 @@ class PairwiseHead(nn.Module):
     """Contact logits from pairs of representations.
 
     Two projections of x_LD to C channels are multiplied for each pair (i, j), both ways round, and an embedding of
-    |i - j| is added; a small dilated residual network and a linear layer follow; logits of (i, j) and (j, i) are
-    averaged. Each record goes through alone: its borders are the map's borders, and no padding enters a statistic.
+    |i - j| is added, for residues of two chains that of the largest separations. A small dilated residual network and
+    a linear layer follow; logits of (i, j) and (j, i) are averaged. Each record goes through alone: its borders are the
+    map's borders, and no padding enters a statistic.
 
     Pair maps are what memory goes to: C x L x L numbers each. Without gradients two of them are there at a time, and
     the network goes over them in bands of rows, with the same result. In training, the blocks of a large map are
@@ -140,25 +142,29 @@ class PairwiseHead(nn.Module):
         """Return symmetric logits [L, L] of each record."""
         x_TD = self.norm(x_TD)
         left, right = batch.residues(self.left(x_TD)), batch.residues(self.right(x_TD))
+        chain = batch.residues((batch.tokens_T == SEPARATOR).cumsum(0))  # another number in each chain of a record
         return [
-            self._logits(left[n].T, right[n].T, None if maps is None else maps[n].to(x_TD.dtype))
+            self._logits(left[n].T, right[n].T, chain[n], None if maps is None else maps[n].to(x_TD.dtype))
             for n in range(len(batch))
         ]
 
-    def _logits(self, left_CL: torch.Tensor, right_CL: torch.Tensor, maps_ALL: torch.Tensor | None) -> torch.Tensor:
+    def _logits(
+        self, left_CL: torch.Tensor, right_CL: torch.Tensor, chain_L: torch.Tensor, maps_ALL: torch.Tensor | None
+    ) -> torch.Tensor:
         channels, length = left_CL.shape
         if length == 1:  # one residue has no pair, and a map of one pixel no variance to normalise by
             maps_ALL = None if maps_ALL is None else maps_ALL.expand(-1, 2, 2)
-            return self._logits(left_CL.expand(-1, 2), right_CL.expand(-1, 2), maps_ALL)[:1, :1]
+            left_CL, right_CL, chain_L = left_CL.expand(-1, 2), right_CL.expand(-1, 2), chain_L.expand(2)
+            return self._logits(left_CL, right_CL, chain_L, maps_ALL)[:1, :1]
         if torch.is_grad_enabled():
-            z_1CLL = self._pairs(left_CL, right_CL, maps_ALL, slice(0, length))
+            z_1CLL = self._pairs(left_CL, right_CL, chain_L, maps_ALL, slice(0, length))
             for block in self.blocks:
                 again = length**2 > KEPT_PAIRS
                 z_1CLL = checkpoint(block, z_1CLL, use_reentrant=False) if again else block(z_1CLL)
         else:
             z_1CLL = left_CL.new_empty(1, channels, length, length)
             for rows in _bands(z_1CLL):
-                z_1CLL[:, :, rows] = self._pairs(left_CL, right_CL, maps_ALL, rows)
+                z_1CLL[:, :, rows] = self._pairs(left_CL, right_CL, chain_L, maps_ALL, rows)
             work_1CLL = torch.empty_like(z_1CLL) if len(self.blocks) else z_1CLL
             for block in self.blocks:
                 block.add_to(z_1CLL, work_1CLL)  # type: ignore[operator]
@@ -166,11 +172,17 @@ class PairwiseHead(nn.Module):
         return (logits_LL + logits_LL.T) / 2
 
     def _pairs(
-        self, left_CL: torch.Tensor, right_CL: torch.Tensor, maps_ALL: torch.Tensor | None, rows: slice
+        self,
+        left_CL: torch.Tensor,
+        right_CL: torch.Tensor,
+        chain_L: torch.Tensor,
+        maps_ALL: torch.Tensor | None,
+        rows: slice,
     ) -> torch.Tensor:
         """Return some rows of the network's input, [1, C, R, L]."""
         place_L = torch.arange(left_CL.shape[1], device=left_CL.device)
         separation_RL = (place_L[rows, None] - place_L[None, :]).abs().clamp(max=MAX_SEPARATION)
+        separation_RL = separation_RL.masked_fill(chain_L[rows, None] != chain_L, MAX_SEPARATION)
         z_CRL = left_CL[:, rows, None] * right_CL[:, None, :] + right_CL[:, rows, None] * left_CL[:, None, :]
         z_CRL = z_CRL + self.separation(separation_RL).permute(2, 0, 1)
         if self.widen is not None:

@@ -1,0 +1,175 @@
+"""Fine-tuning on contacts between chains: what is planted is learned, what is drawn at random is not, and predictions
+are about the residues of the chains alone.
+"""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import esmshard
+from structure_texts import chain, cif, three
+
+KEYS = "WYFH"
+OTHERS = "AGSTDEKR"
+LENGTHS = (26, 22)
+RECIPE = """\
+task: {{name: contact, channels: 16, blocks: 1}}
+model: {{name: nano}}
+init: random
+data: {{train: train.fasta, valid: valid.fasta, test: test.fasta, join: {{linker: 3}}}}
+batch: {{sequences: 16}}
+optim: {{lr: 1.0e-3, head_lr: 3.0e-2}}
+train: {{steps: {steps}, eval_every: {steps}}}
+parallel: {{precision: fp32}}
+out: {out}
+"""
+
+
+def write_complexes(directory: Path, name: str, count: int, seed: int, *, planted: bool) -> None:
+    """Pairs of chains, each with the four letters of KEYS at places of its own. Equal letters of both chains are in
+    contact, or four pairs of residues drawn at random. Nothing else is: all other residues are 20 A and more apart.
+    """
+    rng = np.random.default_rng(seed)
+    texts, rows, seqs = [], [], []
+    for n in range(count):
+        chains, keyed = [], []
+        for length in LENGTHS:
+            letters = rng.choice(list(OTHERS), length)
+            keyed.append(rng.permutation(length)[: len(KEYS)])
+            letters[keyed[-1]] = list(KEYS)
+            chains.append("".join(letters))
+        cb_L3 = 20.0 * np.arange(sum(LENGTHS))[:, None] * np.array([1, 0, 0])
+        pairs = keyed if planted else [rng.permutation(length)[: len(KEYS)] for length in LENGTHS]
+        for i, j in zip(*pairs, strict=True):
+            cb_L3[LENGTHS[0] + j] = cb_L3[i] + [0, 5, 0]
+        texts.append(f">{name}{n}\n{':'.join(chains)}\n")
+        seqs.append(":".join(chains))
+        rows.append(np.rint(cb_L3 * 10).astype(np.uint16))
+    (directory / f"{name}.fasta").write_text("".join(texts))
+    ends = np.arange(count + 1, dtype=np.int32) * sum(LENGTHS)
+    names = np.array([f"{name}{n}" for n in range(count)])
+    np.savez(directory / f"{name}.npz", names=names, seqs=np.array(seqs), offsets=ends, cb_dA=np.concatenate(rows))
+
+
+def ran(*arguments: str | Path) -> str:
+    """What a command that must succeed prints to stderr."""
+    done = esmshard(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def trained(directory: Path, steps: int, *, planted: bool) -> dict[str, dict[str, dict[str, float]]]:
+    for seed, (name, count) in enumerate((("train", 96), ("valid", 4), ("test", 12))):
+        write_complexes(directory, name, count, seed, planted=planted)
+    (directory / "recipe.yaml").write_text(RECIPE.format(steps=steps, out=directory / "run"))
+    ran("finetune", directory / "recipe.yaml")
+    found = json.loads((directory / "run" / "evaluation.json").read_text())
+    assert found["columns"][-3:] == ["interchain P@L/5", "interchain P@L/10", "interchain AUPRC"]
+    metrics: dict[str, dict[str, dict[str, float]]] = found["metrics"]
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned the planted contacts."""
+    directory = tmp_path_factory.mktemp("planted")
+    trained(directory, 90, planted=True)
+    return directory
+
+
+def test_planted_contacts_between_chains_are_learned(run: Path) -> None:
+    metrics = json.loads((run / "run" / "evaluation.json").read_text())["metrics"]
+    ours = metrics["fine-tuned"]["interchain P@L/5"]
+    assert ours["value"] > 0.7
+    assert metrics["fine-tuned"]["interchain AUPRC"]["value"] > 0.8
+    assert ours["low"] > 10 * metrics["base rate"]["interchain P@L/5"]["value"]
+    assert metrics["base rate"]["interchain AUPRC"]["value"] == pytest.approx(4 / (26 * 22))
+    assert "interchain AUPRC" not in metrics["separation prior"]
+    assert metrics["before fine-tuning"]["interchain AUPRC"]["value"] < 0.1
+    rows = list(csv.DictReader((run / "run" / "per_protein.csv").read_text().splitlines()))
+    assert [int(row["length"]) for row in rows] == [48] * 12
+    assert all(float(row["interchain P@L/5"]) >= 0 for row in rows)
+
+
+def test_contacts_drawn_at_random_are_not_learned(tmp_path: Path) -> None:
+    metrics = trained(tmp_path, 90, planted=False)
+    assert metrics["fine-tuned"]["interchain P@L/5"]["value"] < 0.2
+    assert metrics["fine-tuned"]["interchain AUPRC"]["value"] < 0.2
+
+
+def test_predicted_maps_are_of_the_residues_of_both_chains(run: Path) -> None:
+    """The best pairs of two chains are the planted ones; places and pictures know where the second chain begins."""
+    out = run / "maps.npz"
+    ran("predict", run / "run" / "model", run / "test.fasta", "-o", out, "--png", run / "png")
+    texts = (run / "test.fasta").read_text().split()
+    right = 0
+    with np.load(out) as maps:
+        assert maps.files == [f"test{n}" for n in range(12)]
+        for name in maps.files:
+            map_LL, (first, second) = maps[name], texts[texts.index(f">{name}") + 1].split(":")
+            assert map_LL.shape == (48, 48)
+            assert np.array_equal(map_LL, map_LL.T)
+            between = map_LL[: LENGTHS[0], LENGTHS[0] :]
+            best = {(int(k) // LENGTHS[1], int(k) % LENGTHS[1]) for k in np.argsort(-between, axis=None)[: len(KEYS)]}
+            right += len(best & {(first.index(letter), second.index(letter)) for letter in KEYS})
+    assert right > 0.7 * 12 * len(KEYS)
+    lines = (run / "maps.npz.chains.tsv").read_text().splitlines()
+    assert lines[:2] == ["id\tresidues\tjoin", "test0\t26,22\tlinker:3"]
+    assert len(lines) == 13
+    assert len(list((run / "png").glob("*.png"))) == 12
+    single = run / "single.fasta"
+    single.write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
+    ran("predict", run / "run" / "model", single, "-o", out, "--overwrite")
+    assert not (run / "maps.npz.chains.tsv").exists()
+
+
+def test_python_predicts_the_same(run: Path) -> None:
+    import esmshard as package
+
+    record = (run / "test.fasta").read_text().split()[1]
+    map_LL = package.load(run / "run" / "model").predict(record)
+    assert map_LL.shape == (48, 48)
+    ran("predict", run / "run" / "model", run / "test.fasta", "-o", run / "again.npz")
+    with np.load(run / "again.npz") as maps:
+        assert np.abs(maps["test0"] - map_LL).max() < 1e-5
+
+
+def test_structures_of_complexes_train_score_and_predict(tmp_path: Path) -> None:
+    """Two helices side by side, in mmCIF files; one record a file, whose chains are not found twice."""
+    sequences = ["MKTAYIAKQRGGLV", "GSHMLEDPVRWK", "AVILMFYWSTNQ", "MKTAYIAKQRGGLV"]
+    for n in range(3):
+        first, second = sequences[n], sequences[n + 1 if n < 2 else n]
+        lines = chain(first, "A") + chain(second, "B", shift=4)
+        (tmp_path / f"{n}abc.cif").write_text(cif(lines, {"A": three(first), "B": three(second)}))
+    (tmp_path / "pairs.txt").write_text("1abc_B:A\n2abc_A:B\n")
+    structures = tmp_path / "set"
+    structures.mkdir()
+    for path in tmp_path.glob("*.cif"):
+        path.rename(structures / path.name)
+    text = RECIPE.format(steps=2, out=tmp_path / "run").replace(
+        "train: train.fasta, valid: valid.fasta", "train: set, valid: set"
+    )
+    text = text.replace("test: test.fasta", "test: set/0abc.cif, complexes: all")
+    (tmp_path / "recipe.yaml").write_text(text)
+    said = ran("finetune", tmp_path / "recipe.yaml")
+    assert "3 records of several chains of a file (0abc_A:B, 1abc_A:B, 2abc_A:B)" in said
+    rows = list(csv.DictReader((tmp_path / "run" / "per_protein.csv").read_text().splitlines()))
+    assert [row["id"] for row in rows] == ["0abc_A:B"]
+    assert float(rows[0]["interchain P@L/2"]) >= 0
+    model, scores = tmp_path / "run" / "model", tmp_path / "scores"
+    ran("evaluate", model, structures, "--complexes", tmp_path / "pairs.txt", "-o", scores)
+    rows = list(csv.DictReader((scores / "per_protein.csv").read_text().splitlines()))
+    assert [row["id"] for row in rows] == ["1abc_B:A", "2abc_A:B"]
+    assert json.loads((scores / "evaluation.json").read_text())["complexes"] == str(tmp_path / "pairs.txt")
+    ran("predict", model, structures, "--complexes", "all", "-o", tmp_path / "maps.npz")
+    with np.load(tmp_path / "maps.npz") as maps:
+        assert {name: len(maps[name]) for name in maps.files} == {"0abc_A:B": 26, "1abc_A:B": 24, "2abc_A:B": 24}
+    done = esmshard("predict", model, tmp_path / "pairs.txt", "--complexes", "all", "-o", tmp_path / "x.npz")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--complexes all: is for structure files, and" in done.stderr
+    only = [f"data.{name}={tmp_path}/a.fasta" for name in ("train", "valid", "test")]
+    done = esmshard("finetune", tmp_path / "recipe.yaml", *only, f"out={tmp_path}/other")
+    assert done.returncode == 2
+    assert "data.complexes: all is for structure files, and this recipe names none" in done.stderr
