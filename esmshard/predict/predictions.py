@@ -174,8 +174,9 @@ def _writer(out: Path, found: FineTuned, model: str, notices: Sequence[str]) -> 
         return NpzWriter(out)
     if not task.names:
         raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
+    how = {"per_residue": task.per_residue, "choose": task.one_of_names, "pairs": task.settings.pairs}
     if out.suffix == ".csv":
-        return CsvWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names)
+        return CsvWriter(out, task.names, **how)
     packages = {name: version(name) for name in ("esmshard", "torch", "numpy", "pyarrow")}
     about = {
         "format": FORMAT,
@@ -185,7 +186,7 @@ def _writer(out: Path, found: FineTuned, model: str, notices: Sequence[str]) -> 
         "versions": json.dumps(packages),
         "notices": json.dumps(list(notices)),
     }
-    return ParquetWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names, about=about)
+    return ParquetWriter(out, task.names, **how, about=about)
 
 
 def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> Iterator[Array | str]:
@@ -213,10 +214,11 @@ def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> It
         done: dict[int, Array | str] = {}
         inputs_of: dict[int, Inputs] = {}
         for n in window:
-            if limit is not None and examples.tokens[n] > limit:
+            asked = task.question(examples.get(n))
+            if limit is not None and asked.longest > limit:
                 done[n] = f"the model has learned positions for {limit - 2} residues"
             else:
-                inputs_of[n] = task.question(examples.get(n))
+                inputs_of[n] = asked
         places = list(inputs_of)
         groups = by_length([cost(n) for n in places], most) if places else iter(())
         packs = [[places[k] for k in group] for group in groups]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard import spreadsheet
+from esmshard.joined_chains import BETWEEN
 from esmshard.errors import InputError, UsageError
 from esmshard.files import lives
 
@@ -110,7 +111,9 @@ class TableWriter(Writer):
         """Write one record. `values` is [C], or [L, C] for the L letters of `residues`."""
 
 
-def columns(names: Sequence[str], *, per_residue: bool, choose: bool) -> tuple[list[str], list[str]]:
+def columns(
+    names: Sequence[str], *, per_residue: bool, choose: bool, pairs: bool = False
+) -> tuple[list[str], list[str]]:
     """Return the columns of a table of predictions: those that identify a line, and those of the numbers.
 
     A target with the name of one of the first columns becomes `NAME (predicted)`.
@@ -118,7 +121,8 @@ def columns(names: Sequence[str], *, per_residue: bool, choose: bool) -> tuple[l
     >>> columns(["H", "id"], per_residue=True, choose=False)
     (['id', 'position', 'residue'], ['H', 'id (predicted)'])
     """
-    first = ["id", *(["position", "residue"] if per_residue else []), *(["prediction"] if choose else [])]
+    place = ["position", "residue"] if per_residue else ["length_a", "length_b"] if pairs else []
+    first = ["id", *place, *(["prediction"] if choose else [])]
     return first, [f"{name} (predicted)" if name in first else name for name in names]
 
 
@@ -131,21 +135,24 @@ class CsvWriter(TableWriter):
         per_residue: whether a record's array has a row for each residue.
         choose: whether the numbers are probabilities of exclusive classes; the most likely class is named in
             `prediction`.
+        pairs: whether a record is two chains, whose lengths are written.
     """
 
-    def __init__(self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool) -> None:
+    def __init__(
+        self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool, pairs: bool = False
+    ) -> None:
         super().__init__(out)
-        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._names, self._per_residue, self._choose, self._pairs = names, per_residue, choose, pairs
         self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # `close` closes the file
         self._rows = spreadsheet.writer(self._file)
-        first, numbers = columns(names, per_residue=per_residue, choose=choose)
+        first, numbers = columns(names, per_residue=per_residue, choose=choose, pairs=pairs)
         self._rows.writerow([*first, *numbers])
 
     def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
         """Write one record; see `TableWriter.add`."""
         rows = values.reshape(-1, len(self._names))
         for n, row in enumerate(rows):
-            place = [n + 1, residues[n]] if self._per_residue else []
+            place = [n + 1, residues[n]] if self._per_residue else lengths(residues) if self._pairs else []
             chosen = [self._names[int(row.argmax())]] if self._choose else []
             self._rows.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
 
@@ -164,20 +171,28 @@ class ParquetWriter(TableWriter):
         names: see `CsvWriter`.
         per_residue: see `CsvWriter`.
         choose: see `CsvWriter`.
+        pairs: see `CsvWriter`.
         about: metadata of the file, names to texts.
     """
 
     def __init__(
-        self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool, about: Mapping[str, str]
+        self,
+        out: Path,
+        names: Sequence[str],
+        *,
+        per_residue: bool,
+        choose: bool,
+        pairs: bool = False,
+        about: Mapping[str, str],
     ) -> None:
         self._pa, parquet = pyarrow(out)
         super().__init__(out)
-        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._names, self._per_residue, self._choose, self._pairs = names, per_residue, choose, pairs
         self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(names)))
         self._rows = 0
         self._waiting: list[tuple[str, str, npt.NDArray[np.float32]]] = []
-        types = {"position": self._pa.int32()}
-        first, numbers = columns(names, per_residue=per_residue, choose=choose)
+        types = dict.fromkeys(("position", "length_a", "length_b"), self._pa.int32())
+        first, numbers = columns(names, per_residue=per_residue, choose=choose, pairs=pairs)
         fields = [self._pa.field(name, types.get(name, self._pa.string()), nullable=False) for name in first]
         fields += [self._pa.field(name, self._pa.float32(), nullable=False) for name in numbers]
         self._schema = self._pa.schema(fields, metadata=dict(about))
@@ -202,12 +217,14 @@ class ParquetWriter(TableWriter):
     def _write(self) -> None:
         ids, residues, values = zip(*self._waiting, strict=True)
         self._rows, self._waiting = 0, []
-        lengths = [len(rows) for rows in values]
+        counts = [len(rows) for rows in values]
         values_RC = np.concatenate(values)
-        arrays: list[Any] = [np.repeat(np.array(ids, dtype=object), lengths)]
+        arrays: list[Any] = [np.repeat(np.array(ids, dtype=object), counts)]
         if self._per_residue:
-            arrays.append(np.concatenate([np.arange(1, n + 1, dtype=np.int32) for n in lengths]))
+            arrays.append(np.concatenate([np.arange(1, n + 1, dtype=np.int32) for n in counts]))
             arrays.append(list("".join(residues)))
+        elif self._pairs:
+            arrays += np.array([lengths(one) for one in residues], dtype=np.int32).T
         if self._choose:
             arrays.append(np.array(self._names, dtype=object)[values_RC.argmax(1)])
         arrays += [np.ascontiguousarray(x_R) for x_R in values_RC.T]
@@ -216,6 +233,15 @@ class ParquetWriter(TableWriter):
             schema=self._schema,
         )
         self._file.write_table(table, row_group_size=self._most)
+
+
+def lengths(record: str) -> list[int]:
+    """Return the residues of each chain of a record.
+
+    >>> lengths("MK:T")
+    [2, 1]
+    """
+    return [len(chain) for chain in record.split(BETWEEN)]
 
 
 def pyarrow(out: Path) -> tuple[Any, Any]:

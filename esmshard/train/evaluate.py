@@ -27,6 +27,7 @@ from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, witho
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
 from esmshard.train.records.verdict import aligned, verdict
+from esmshard.vocab import chain_spans
 
 CHUNK = 4096
 """The number of tokens whose records the model scores at once. Larger records are scored one by one, since pair maps
@@ -184,19 +185,33 @@ def report(
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
     facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
     facts |= {"tracks": dict(tracks)} if tracks else {}
-    return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
+    groups = [found.task.group(data.get(n), known) for n in range(len(data))]
+    return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out}, groups)
 
 
 def write(
-    directory: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], about: Mapping[str, Any]
+    directory: Path,
+    data: Examples,
+    task: Task,
+    table: Mapping[str, Sequence[Row]],
+    about: Mapping[str, Any],
+    groups: Sequence[str] = (),
 ) -> str:
     """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, what is missing, and the verdict.
 
     `evaluation.json` holds the intervals of every method and of the model's gains over the baselines, and the verdict.
     `per_protein.csv` holds every number of the model's rows.
+
+    Args:
+        directory: an existing directory.
+        data: the split.
+        task: the task.
+        table: the rows of every method.
+        about: more entries for `evaluation.json`.
+        groups: of each record (`Task.group`); empty for no groups.
     """
     block_N = data.blocks()
-    unit = "record" if block_N is None else "position"
+    unit = "record" if block_N is None else task.in_common
     samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
     intervals = {name: {m: interval(values, m) for m, values in found.items()} for name, found in samples.items()}
     differences = {
@@ -212,6 +227,7 @@ def write(
     }
     headline = task.columns[0]
     count = counts[headline]
+    of_groups = _groups(task, table, block_N, groups)
     said = verdict(
         headline,
         {name: found[headline] for name, found in intervals.items() if headline in found},
@@ -243,19 +259,23 @@ def write(
         "metrics": {name: {c: asdict(i) for c, i in row.items()} for name, row in intervals.items()},
         "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
         "facts": task.facts,
+        "groups": of_groups,
         "calibration": _calibration(table[MAIN]),
         "confusion": _confusion(table[MAIN], task),
     }
     replace_json(directory / "evaluation.json", evaluation)
     blocks = [] if block_N is None else ["block"]
-    lines = [["id", "length", *blocks, *numbers, *(f"{key} of {name}" for name, key in others)]]
+    pairs, grouped = (["length_a", "length_b"] if task.settings.pairs else []), (["group"] if any(groups) else [])
+    lines = [["id", "length", *pairs, *blocks, *grouped, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
         values = [*(row[key] for key in numbers), *(table[name][n][key] for name, key in others)]
         cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
-        lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *cells])
+        lengths = [end - start for start, end in chain_spans(data.whole(n))] if pairs else []
+        about_record = [sum(lengths) or data.length(n), *lengths, *([] if block_N is None else [block_N[n]])]
+        lines.append([data.id(n), *map(str, about_record), *([groups[n]] if grouped else []), *cells])
     with replacing(directory / "per_protein.csv") as file:
         spreadsheet.writer(file).writerows(lines)
-    return "\n".join([as_text(intervals, task.columns), *without_interval(without), said])
+    return "\n".join([as_text(intervals | _lines_of(of_groups), task.columns), *without_interval(without), said])
 
 
 def without_interval(reasons: Mapping[str, str]) -> list[str]:
@@ -276,6 +296,28 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
     found = bootstrap(task.summary, ready, block_N=block_N)
     return {
         metric: values if _units(rows, metric, block_N) >= LEAST else values[:1] for metric, values in found.items()
+    }
+
+
+def _groups(
+    task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
+) -> dict[str, Any]:
+    """Compute the metrics of every method on the records of each group, with their intervals."""
+    found = {}
+    for group in sorted(set(groups) - {""}):
+        members = [n for n, one in enumerate(groups) if one == group]
+        part = None if block_N is None else block_N[members]
+        samples = {name: _resampled(task, [rows[n] for n in members], part) for name, rows in table.items()}
+        scores = {name: {m: asdict(interval(values, m)) for m, values in one.items()} for name, one in samples.items()}
+        found[group] = {"records": len(members), "metrics": scores}
+    return found
+
+
+def _lines_of(groups: Mapping[str, Any]) -> dict[str, dict[str, Interval]]:
+    """Return the model's metrics on each group, by the name of a line of the table."""
+    return {
+        f"{MAIN}, {name}: {group['records']:,}": {m: Interval(**one) for m, one in group["metrics"][MAIN].items()}
+        for name, group in groups.items()
     }
 
 

@@ -54,7 +54,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         fold_N = fold_of(tokens, data.folds, data.clusters)
         test_N, valid_N = fold_N == data.fold, fold_N == (data.fold + 1) % data.folds
         members_N = {"test": test_N, "valid": valid_N, "train": ~(test_N | valid_N if valid_is_part else test_N)}[name]
-    how: dict[str, Any] = {"members_N": members_N, "digest": digest}
+    how: dict[str, Any] = {"members_N": members_N, "digest": digest, "apart": recipe.task.pairs}
     if name == "train":
         how |= {"long": data.long, "max_length": data.max_length, "seed": seed}
     examples = Examples(name, path, tokens, found, **how)
@@ -79,7 +79,8 @@ def open_tested(
     path = recipe_file.sample(source)
     fasta, tokens, outer = _records(path, tracks)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
-    examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
+    found = labels(fasta, tokens, where)
+    examples = Examples(Path(source).name, path, tokens, found, apart=recipe.task.pairs)
     if others := marked_otherwise("test", path, tokens):
         examples.notices.append(
             f"all its records are scored, whatever {marks(path)} says ({others}); `esmshard split {path} -o DIR "

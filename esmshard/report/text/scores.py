@@ -16,7 +16,7 @@ from esmshard.files import memory_text
 from esmshard.model.families.family_registry import family_of
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
-from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, number
+from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, intervals, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, value_text
 from esmshard.tasks.base import BEFORE
 from esmshard.tasks.finetuner import load_finetuned, tracks_of
@@ -55,6 +55,13 @@ def metrics(run: RunFiles) -> Section:
         texts.append(f"{head.name}: {value_text(before.value)} before fine-tuning, {value_text(now.value)} after it.")
     rows = [[name, *(cell(row.get(c)) for c in columns)] for name, row in found.metrics.items()]
     tables = [PageTable(["", *columns], rows, "Each metric, and its 95% interval below it.")]
+    if groups := raw.get("groups"):
+        rows = [
+            [f"{name} ({one['records']:,}): {method}", *(cell(found.get(c)) for c in columns)]
+            for name, one in groups.items()
+            for method, found in ((method, intervals(row)) for method, row in one["metrics"].items())
+        ]
+        tables.append(PageTable(["", *columns], rows, "The same on each group of records, with their number."))
     if found.differences:
         rows = [[f"minus {n}", *(cell(row.get(c), "+") for c in columns)] for n, row in found.differences.items()]
         note = (
