@@ -11,10 +11,12 @@ the two. A sequence is encoded as `<cls> residues <eos>`:
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from esmshard.joined_chains import BETWEEN, LINKER
 
 TOKENS: tuple[str, ...] = (
     *("<cls>", "<pad>", "<eos>", "<unk>"),
@@ -23,6 +25,11 @@ TOKENS: tuple[str, ...] = (
 )
 CLS, PAD, EOS, UNK, MASK = (TOKENS.index(t) for t in ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>"))
 VOCAB_SIZE = len(TOKENS)
+SEPARATOR = TOKENS.index("<null_1>")
+"""The token between the chains of one record, which no released ESM-2 was trained on. It stands in token stores and in
+batches, as often as the linker has residues; `esmshard.model.trunk` gives models what they read in its place. In ESM-C
+and ESM3 its number is that of `|`, their chain break.
+"""
 
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
 """The 20 standard amino acids. Residues are drawn at random from these only."""
@@ -42,38 +49,76 @@ ALPHABET_HASH = hashlib.sha256("\n".join(TOKENS).encode()).hexdigest()[:16]
 _TABLE = bytearray([UNK]) * 256
 for _letter in RESIDUES + GAPS:
     _TABLE[ord(_letter)] = TOKENS.index(_letter)
+_TABLE[ord(BETWEEN)] = SEPARATOR
 _TABLE_BYTES = bytes(_TABLE)
 # The letter of each token; zero for a token with more than one letter, and for a number without a token.
+_BETWEEN = bytes([SEPARATOR])
 _LETTERS = bytes(ord(t) if len(t) == 1 else 0 for t in TOKENS).ljust(256, b"\0")
 
 
-def encode_residues(sequence: str) -> bytes:
-    """Encode letters only, one byte a residue, without `<cls>` and `<eos>`.
+def encode_residues(sequence: str, linker: int = LINKER) -> bytes:
+    """Encode letters only, one byte a residue, without `<cls>` and `<eos>`. Each `:` between two chains becomes as many
+    `SEPARATOR` tokens as the linker has residues.
 
     The caller has applied the symbol rules (`esmshard.data.fasta.fasta_reader`); any other letter raises `ValueError`.
 
     >>> list(encode_residues("MKT"))
     [20, 15, 11]
+    >>> list(encode_residues("MK:T", linker=2))
+    [20, 15, 31, 31, 11]
     """
     tokens = sequence.encode("ascii", "replace").translate(_TABLE_BYTES)
     at = tokens.find(UNK)
     if at >= 0:
         raise ValueError(f"'{sequence[at]}' at position {at + 1} is not a residue; one of {RESIDUES} is expected")
-    return tokens
+    return tokens.replace(_BETWEEN, _BETWEEN * linker)
 
 
-def encode(sequence: str) -> npt.NDArray[np.uint8]:
+def encode(sequence: str, linker: int = LINKER) -> npt.NDArray[np.uint8]:
     """Encode one sequence of L residues as uint8 tokens [L + 2]: `<cls> ... <eos>`."""
-    return np.frombuffer(bytes([CLS]) + encode_residues(sequence) + bytes([EOS]), dtype=np.uint8)
+    return np.frombuffer(bytes([CLS]) + encode_residues(sequence, linker) + bytes([EOS]), dtype=np.uint8)
 
 
 def decode(tokens: npt.ArrayLike) -> str:
-    """Decode tokens to letters. `<cls>`, `<eos>` and `<pad>` are left out, other special tokens are written in full."""
+    """Decode tokens to letters. `<cls>`, `<eos>` and `<pad>` are left out, other special tokens are written in full,
+    and the `SEPARATOR` tokens between two chains are one `:`.
+
+    >>> decode(encode("MK:T"))
+    'MK:T'
+    """
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.uint8:
         letters = tokens.tobytes().translate(_LETTERS)
         if b"\0" not in letters:
             return letters.decode("ascii")
-    return "".join(TOKENS[t] for t in np.asarray(tokens).ravel().tolist() if t not in (CLS, EOS, PAD))
+    found, before = [], 0
+    for t in np.asarray(tokens).ravel().tolist():
+        if t not in (CLS, EOS, PAD) and not t == before == SEPARATOR:
+            found.append(BETWEEN if t == SEPARATOR else TOKENS[t])
+        before = t
+    return "".join(found)
+
+
+def is_residue(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return which tokens of a sequence are residues of its chains: all but `<cls>`, `<eos>`, and those between chains.
+
+    >>> is_residue(encode("MK:T", linker=2)).tolist()
+    [False, True, True, False, False, True, False]
+    """
+    found: npt.NDArray[np.bool_] = (tokens != SEPARATOR) & (tokens != CLS) & (tokens != EOS)
+    return found
+
+
+def chain_spans(tokens: npt.NDArray[Any]) -> list[tuple[int, int]]:
+    """Return where each chain of one sequence begins and ends (exclusive) in its tokens, with or without `<cls>` and
+    `<eos>`.
+
+    >>> chain_spans(encode("MK:T", linker=2))
+    [(1, 3), (5, 6)]
+    >>> chain_spans(encode("MK:T", linker=2)[1:-1])
+    [(0, 2), (4, 5)]
+    """
+    steps = np.flatnonzero(np.diff(is_residue(tokens).astype(np.int8), prepend=0, append=0)).tolist()
+    return list(zip(steps[::2], steps[1::2], strict=True))
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,18 @@ def test_decoding_gives_the_sequence_back() -> None:
 
 
 def test_decoding_drops_the_frame_and_spells_other_special_tokens() -> None:
-    assert decode([0, 20, 32, 3, 31, 15, 2, 1, 1]) == "M<mask><unk><null_1>K"
+    assert decode([0, 20, 32, 3, 15, 2, 1, 1]) == "M<mask><unk>K"
+
+
+def test_chains_are_divided_by_as_many_separators_as_the_linker_has_residues() -> None:
+    tokens = encode("MK:T:G", linker=3)
+    assert tokens.tolist() == [0, 20, 15, 31, 31, 31, 11, 31, 31, 31, 6, 2]
+    assert encode_residues("M:K") == bytes([20, *[31] * 25, 15])
+    assert decode(tokens) == decode(tokens.tolist()) == "MK:T:G"
+    assert vocab.chain_spans(tokens) == [(1, 3), (6, 7), (10, 11)]
+    assert vocab.chain_spans(tokens[1:-1]) == [(0, 2), (5, 6), (9, 10)]
+    assert vocab.chain_spans(encode("MKT")) == [(1, 4)]
+    assert vocab.is_residue(tokens).tolist() == [token not in (0, 2, 31) for token in tokens]
 
 
 def test_the_hash_that_names_the_numbering_in_files_stays() -> None:

@@ -16,7 +16,7 @@ from esmshard.model.weights import export
 from esmshard.model.weights.export import Source
 from esmshard.model.weights.streamed import streamed
 from esmshard.tasks.base import attention_reader, head_outputs
-from esmshard.vocab import CLS, EOS, MASK, VOCAB_SIZE, encode
+from esmshard.vocab import CLS, EOS, MASK, SEPARATOR, VOCAB_SIZE, encode
 
 TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest difference of an output, root mean square over that of the output itself, by the precision of the weights.
@@ -153,8 +153,8 @@ def _variants() -> TokenBatch:
 
 
 def _proteins() -> TokenBatch:
-    """Every token of the alphabet but the two ends, in order; and ubiquitin with a residue masked."""
-    every = [token for token in range(VOCAB_SIZE) if token not in (CLS, EOS)]
+    """Every token that a model reads as it stands but the two ends, in order; and ubiquitin with a residue masked."""
+    every = [token for token in range(VOCAB_SIZE) if token not in (CLS, EOS, SEPARATOR)]
     second = encode(UBIQUITIN).copy()
     second[40] = MASK
     return pack([np.array([CLS, *every, EOS], dtype=np.uint8), second], ["alphabet", "ubiquitin"])

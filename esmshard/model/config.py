@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from esmshard.joined_chains import Chains
+
 STARTER = "starter"
 """Name of the small trained model that comes with the package. It is not a released model."""
 
@@ -42,6 +44,8 @@ class ModelConfig(ABC):
     window: int | None = field(default=None, compare=False)
     """Residues that the model saw at once in training; None for the window of its family. It is not part of the shape.
     """
+    chains: Chains = field(default=Chains(), compare=False)  # frozen
+    """How the model reads several chains as one sequence. It is not part of the shape."""
 
     family: ClassVar[str]
     """Name of the family in `esmshard.model.families.family_registry.FAMILIES`."""
@@ -49,6 +53,8 @@ class ModelConfig(ABC):
     """Whether the feed-forward part multiplies two products of its input (SwiGLU)."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys have a LayerNorm before the rotation."""
+    chain_break: ClassVar[bool] = False
+    """Whether `esmshard.vocab.SEPARATOR` is the model's own token of a chain break."""
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -61,6 +67,10 @@ class ModelConfig(ABC):
                 raise ValueError(f"{name} is {value}, and at most {most:,} can be read")
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads}): rotary turns pairs")
+        if self.chains.linker == "break" and not self.chain_break:
+            raise ValueError("linker:break is for models with a token of a chain break; choose a length, as linker:25")
+        if self.chains.gap and self.most_tokens is not None:
+            raise ValueError("a gap is for models with rotary positions, and this one has learned ones; leave gap out")
 
     @property
     def head_dim(self) -> int:
@@ -144,9 +154,10 @@ class ModelConfig(ABC):
     @property
     def sizes(self) -> dict[str, Any]:
         """The numbers of the shape, by name."""
-        return {name: value for name, value in asdict(self).items() if name != "window"}
+        return {name: value for name, value in asdict(self).items() if name not in ("window", "chains")}
 
     def recorded(self) -> dict[str, Any]:
         """Return what a checkpoint records of the architecture. `esmshard.model.families.family_registry` reads it."""
         window = {} if self.window is None else {"window": self.window}
-        return {"family": self.family, **self.sizes, **window}
+        chains = {} if self.chains == Chains() else {"chains": self.chains.text}
+        return {"family": self.family, **self.sizes, **window, **chains}

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from esmshard.model.config import Matrix, ModelConfig
+from esmshard.vocab import SEPARATOR
 
 ROWS = 64
 """Rows of the embedding and columns of the logits. The first 33 are tokens, the others have no meaning."""
 
-CHAIN_BREAK = 31
-"""The token `|` between chains, which ESM-2 calls `<null_1>`. No token store holds it."""
+CHAIN_BREAK = SEPARATOR
+"""The token `|` between chains. ESM-C was never trained on it, by its authors' own words (Biohub/esm#166)."""
 
 
 def swiglu_width(dim: int) -> int:
@@ -27,6 +28,7 @@ class GatedConfig(ModelConfig):
 
     gated: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = True
+    chain_break: ClassVar[bool] = True
 
     ffn: int | None = None
     """Width of the feed-forward part; None for the width of all released models, which follows from the model's."""

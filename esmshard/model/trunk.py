@@ -5,16 +5,21 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch
+from esmshard.joined_chains import Chains
 from esmshard.model.attention import OnAttention
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactRegression
+from esmshard.vocab import SEPARATOR, TOKENS
 
+GLYCINE = TOKENS.index("G")
 ABSENT = -1e4
 """The logit of a token that a family lacks. Its probability is zero in every precision, and it is finite."""
 
@@ -93,6 +98,7 @@ class Trunk(nn.Module, ABC):
         wanted = {self.config.n_layers} if layers is None else set(layers)
         if wanted - set(range(self.config.n_layers + 1)):
             raise ValueError(f"layers {sorted(wanted)}: this model has 0 to {self.config.n_layers}")
+        batch = as_read(batch, self.config.chains)
         x_TD = self.embed(batch)
         found = {0: x_TD} if 0 in wanted else {}
         needed = self.config.n_layers
@@ -114,3 +120,21 @@ class Trunk(nn.Module, ABC):
         """Compile each block in place, once for all lengths. Parameter names do not change."""
         for block in self.layers:
             block.compile(dynamic=True, backend=backend)
+
+
+def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
+    """Return a batch with the linkers between chains as a model reads them: glycines, or tokens of a chain break, and
+    positions with a gap. Heads and losses get the batch with `SEPARATOR` tokens.
+    """
+    between_T = batch.tokens_T == SEPARATOR
+    tokens_T, position_T = batch.tokens_T, batch.position_T
+    if chains.linker != "break":
+        tokens_T = tokens_T.masked_fill(between_T, GLYCINE)
+    if chains.gap:
+        # The chains before each token, counted by the ends of linkers over the pack, less those of earlier sequences.
+        ends_T = F.pad(between_T[:-1] & ~between_T[1:], (1, 0)).long().cumsum(0)
+        before_N = ends_T[batch.cu_seqlens[:-1].long()]
+        lengths_N = batch.cu_seqlens.diff().long()
+        before_T = torch.repeat_interleave(before_N, lengths_N, output_size=batch.bounds[-1])
+        position_T = position_T + chains.gap * (ends_T - before_T)
+    return replace(batch, tokens_T=tokens_T, position_T=position_T)

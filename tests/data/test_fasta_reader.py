@@ -13,6 +13,7 @@ import esm
 import pytest
 from packed import zstd
 
+from esmshard.data.fasta.fasta_blocks import read_blocks
 from esmshard.data.fasta.fasta_reader import Record, read_fasta
 from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.errors import InputError
@@ -122,19 +123,39 @@ def test_a_record_without_residues_is_refused(written: str) -> None:
 
 def test_a_symbol_that_is_no_residue_is_counted_and_its_option_is_named() -> None:
     """Whatever is said can be typed as it stands: the store that it makes goes in for the file."""
-    data = ">a\nMK\n>b\nM*K\n>c\nMKT:MKV\n>d\nM<mask>K\n>e\n\n>f\nMK*\n>g\nm-k\n"
+    data = ">a\nMK\n>b\nM*K\n>c\nMKT/MKV\n>d\nM<mask>K\n>e\n\n>f\nMK*\n>g\nm-k\n"
     assert refusal(data, "my x.fa.gz") == (
         "my x.fa.gz:3: record 'b' has '*' at position 2, which is not a residue, as 3 other records of the file; cut "
         "the sequence at the stop codon, or leave such records out: `esmshard ingest 'my x.fa.gz' -o 'my x.store' "
         "--on-unknown drop`, and give 'my x.store' for the file"
     )
-    for separator in ":/|":
+    for separator in "/|+":
         message = refusal(f">a\nMKT{separator}MKV\n>b\nMK{separator}\n")
         assert f"has '{separator}' at position 4, which is not a residue, as 1 other record of the file; " in message
-        assert "if it divides the chains of a complex, write each chain as a record of its own, or leave " in message
+        assert "if it divides the chains of a complex, write ':' there, or leave " in message
         assert "write X" not in message
     assert "'<mask>' at position 2, which is not a residue; write X for" in refusal(">a\nM<mask>K\n")
     assert "--a3m --on-unknown drop`" in refusal(">a\nMK7\n", rules=Rules(a3m=True))
+
+
+def test_chains_are_divided_by_a_colon() -> None:
+    edits = Edits()
+    data = ">a\nmkt:M\nKV*\n>b\nMK*:MV*\n>c\nMKT\n"
+    found = list(read_fasta(write(data), edits, Rules(linker=2)))
+    assert [record.sequence for record in found] == ["MKT:MKV", "MK:MV", "MKT"]
+    assert "chains were joined by a linker of 2 in 2 records (a, b)" in edits.notices()
+    (block,) = read_blocks(write(data), Edits(), Rules(linker=2))
+    assert block.tokens == bytes([20, 15, 11, 31, 31, 20, 15, 7, 2, 20, 15, 31, 31, 20, 7, 2, 20, 15, 11, 2])
+    assert block.lengths.tolist() == [8, 6, 3]
+    for sequence, chain, count in ((":MK", 1, 2), ("MK::MV", 2, 3), ("MK:*", 2, 2), ("MK:--:MV", 2, 3)):
+        assert refusal(f">x\nMK\n>a\n{sequence}\n").startswith(
+            f"x.fasta:3: record 'a' has no residues in chain {chain} of {count}; write one ':' between two chains, or "
+        )
+        assert [
+            record.id for record in read_fasta(write(f">x\nMK\n>a\n{sequence}\n"), rules=Rules(on_unknown="drop"))
+        ] == ["x"]
+    assert "has '7' at position 7, which" in refusal(">a\nMK*:MV7*\n")
+    assert "has ':' at position 3, which is not a residue" in refusal(">a\nMK:MV\n", rules=Rules(a3m=True))
 
 
 def test_a_mask_that_is_written_out_is_one_symbol() -> None:

@@ -103,6 +103,7 @@ def test_the_manifest_tells_counts_source_rules_edits_and_true_hashes(store: Tok
             "long": "full",
             "max_length": None,
             "on_nucleotides": "error",
+            "linker": 25,
         },
         "on_duplicate": "error",
         "edits": {star: {"records": 1, "first": ["a"]}, lower: {"records": 1, "first": ["a"]}},
@@ -417,5 +418,5 @@ def test_what_is_written_today_is_that_store(tmp_path: Path, monkeypatch: pytest
     assert sha256(store.path / "offsets.npy") == store.manifest["sha256"]["offsets.npy"]
     golden = json.loads((GOLDEN / "manifest.json").read_text())
     golden["sources"][0]["path"] = str((tmp_path / "x.fasta").resolve())
-    golden["rules"]["on_nucleotides"] = "error"  # came later; where it is not written, it is that
+    golden["rules"] |= {"on_nucleotides": "error", "linker": 25}  # came later; where one is not written, it is that
     assert store.manifest == golden

@@ -3,6 +3,7 @@
 Every parameter is off its initial value: norms that are 1 and biases that are 0 would hide an exchange.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +15,9 @@ from outputs import everything
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, EsmcConfig, EsmcForMaskedLM
 
-from esmshard.batch import TokenBatch
+from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
+from esmshard.joined_chains import Chains
 from esmshard.model.families.esmc.esmc_layouts import to_transformers
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
@@ -116,3 +118,16 @@ def test_sizes_are_those_of_the_released_models() -> None:
     assert sum(s.numel() for n, s in shapes.items() if n.startswith("layers.0.") and n.endswith("bias")) == (
         config.layer_biases
     )
+
+
+def test_a_chain_break_is_their_token_between_chains(saved: Saved) -> None:
+    weights = open_weights.read(str(saved.directory))
+    config = replace(weights.config, chains=Chains("break"))
+    ours = open_weights.build(replace(weights, config=config), torch.device("cpu")).eval()
+    batch = pack([encode("MKTAYIAKQR:QISFVKSH", linker=1)])
+    assert 31 in batch.tokens_T
+    with torch.no_grad():
+        found = ours(batch, logits_at=torch.arange(len(batch.tokens_T))).logits_PV
+        assert found is not None
+        expected = saved.theirs(batch.tokens_T[None], attention_mask=torch.ones(1, len(batch.tokens_T))).logits[0]
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)

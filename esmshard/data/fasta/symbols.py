@@ -5,7 +5,8 @@
 | lower-case letters | upper case, counted; in A3M files insertions: removed, counted |
 | `J` (leucine or isoleucine) | `X`, counted |
 | `-` and `.` | removed, counted (`keep_gaps` keeps them; `.` of an A3M file is removed all the same) |
-| one `*` at the end | removed, counted |
+| one `*` at the end of a chain | removed, counted |
+| `:` between two chains, but not in A3M files | as many `SEPARATOR` tokens as the linker has residues, counted |
 | spaces, carriage returns, blank lines, a byte-order mark | removed |
 | `X B U Z O` | kept: ESM-2 saw them in training |
 | anything else, an inner `*`, no residues at all | as `on_unknown` says: by default an error |
@@ -20,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from esmshard.errors import UsageError
-from esmshard.vocab import GAPS, MASK, RESIDUES, TOKENS
+from esmshard.joined_chains import BETWEEN, LINKER
+from esmshard.vocab import GAPS, MASK, RESIDUES, SEPARATOR, TOKENS
 
 BLANKS = b" \t\n\r\v\f"
 STRANGE = 255
@@ -33,8 +35,10 @@ _MASKED = "\0"
 _MASK_TEXT = re.compile(re.escape(TOKENS[MASK]), re.IGNORECASE)
 _MASK_SYMBOL = "\uf8ff"
 """The symbol that replaces a written `<mask>` while its sequence is checked: the last code point for private use."""
-_CHAINS = ":/|+"
-"""Symbols that programs for complexes write between the chains of one record."""
+_CHAINS = "/|+"
+"""Symbols that programs for complexes write between the chains of one record, besides `:`, which is read."""
+_STOP = re.compile(r"\*(?=:|\Z)")
+JOINED = "chains were joined by a linker"
 LEFT_OUT = "a sequence with symbols that are no residues, or without any, was left out"
 
 
@@ -62,6 +66,8 @@ class Rules:
     """The treatment of records that together look like DNA or RNA (`esmshard.data.fasta.nucleotides`): refuse them, or
     keep them as proteins.
     """
+    linker: int = LINKER
+    """The number of `SEPARATOR` tokens between two chains of a record (`esmshard.joined_chains.Chains.tokens`)."""
 
     def __post_init__(self) -> None:
         if self.long != "full" and self.max_length is None:
@@ -147,12 +153,13 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
     """Convert a sequence as written in the file to residue tokens; None if its record is left out.
 
     Raises:
-        RefusedSymbols: the sequence has a symbol that is no residue, named with its position, or has no residues.
+        RefusedSymbols: the sequence has a symbol that is no residue, named with its position, or a chain without
+            residues.
     """
     kinds: list[str] = []
-    text = written = _MASK_TEXT.sub(_MASK_SYMBOL, written.translate(_NO_BLANKS))
-    if text.endswith("*"):
-        text = text[:-1]
+    written = _MASK_TEXT.sub(_MASK_SYMBOL, written.translate(_NO_BLANKS))
+    text = _STOP.sub("", written)
+    if text != written:
         kinds.append("a '*' at the end was removed")
     if rules.a3m:
         aligned = re.sub(r"[a-z.]", "", text)
@@ -168,25 +175,33 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
     if "J" in sequence:
         kinds.append("J (Leu or Ile) was read as X")
         sequence = sequence.replace("J", "X")
-    strange = re.compile(f"[^{re.escape(_kept(rules))}]")
+    strange = re.compile(f"[^{re.escape(_kept(rules) + ('' if rules.a3m else BETWEEN))}]")
     foreign = strange.search(sequence)
-    if (foreign or not sequence) and rules.on_unknown == "drop":
+    chains = [sequence] if rules.a3m else sequence.split(BETWEEN)
+    if (foreign or not all(chains)) and rules.on_unknown == "drop":
         edits.add(LEFT_OUT, record_id)
         return None
     if not sequence:
         raise RefusedSymbols("has no residues", "remove it", droppable=True)
+    if not all(chains):
+        what = f"has no residues in chain {chains.index('') + 1} of {len(chains)}"
+        raise RefusedSymbols(what, "write one ':' between two chains", droppable=True)
     if foreign and rules.on_unknown == "error":
         removed = ("" if rules.keep_gaps else GAPS) + (string.ascii_lowercase + "." if rules.a3m else "")
-        position = [k for k, symbol in enumerate(written) if symbol not in removed][foreign.start()] + 1
+        places = [k for k, symbol in enumerate(written) if symbol not in removed and not _STOP.match(written, k)]
+        position = places[foreign.start()] + 1
         symbol = TOKENS[MASK] if foreign[0] == _MASK_SYMBOL else shown(foreign[0])
         what = f"has '{symbol}' at position {position}, which is not a residue"
         raise RefusedSymbols(what, _fix(foreign[0]), droppable=True)
     if foreign:
         kinds.append("symbols that are no residues were read as <mask>")
         sequence = strange.sub(_MASKED, sequence)
+    if len(chains) > 1:
+        kinds.append(f"{JOINED} of {rules.linker}")
     for kind in kinds:
         edits.add(kind, record_id)
-    return sequence.encode("ascii").translate(table(rules, {_MASKED: MASK}))
+    tokens = sequence.encode("ascii").translate(table(rules, {_MASKED: MASK, BETWEEN: SEPARATOR}))
+    return tokens.replace(bytes([SEPARATOR]), bytes([SEPARATOR]) * rules.linker)
 
 
 def _fix(symbol: str) -> str:
@@ -194,7 +209,7 @@ def _fix(symbol: str) -> str:
     if symbol == "*":
         return "cut the sequence at the stop codon"
     if symbol in _CHAINS:
-        return "if it divides the chains of a complex, write each chain as a record of its own"
+        return "if it divides the chains of a complex, write ':' there"
     return "write X for an unknown residue"
 
 

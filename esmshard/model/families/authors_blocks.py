@@ -5,6 +5,7 @@ Queries, keys and values are one tensor in these files, and so are gate and up. 
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from esmshard.model.families.family import Piece
 from esmshard.model.gated_config import ROWS, GatedConfig
@@ -48,7 +49,7 @@ def block_pieces(layer: str, key: str, config: GatedConfig) -> Sequence[Piece]:
     return [Piece(f"{layer}.{_BLOCK_BACK[key]}")] if key in _BLOCK_BACK else []
 
 
-def sizes_of(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict[str, int]:
+def sizes_of(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict[str, Any]:
     """Return layers, width and heads of a published model, for its configuration.
 
     Args:

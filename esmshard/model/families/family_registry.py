@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esmshard.errors import UsageError
+from esmshard.joined_chains import Chains, read_chains
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.amplify import amplify_family
 from esmshard.model.families.esm2 import esm2_family
@@ -47,6 +48,9 @@ RELEASED: dict[str, Released] = {name: one for family in FAMILIES.values() for n
 WINDOW = "trained_window"
 """The key of `config.json` for `ModelConfig.window`, which esmshard writes and `transformers` ignores."""
 
+CHAINS = "joined_chains"
+"""The key of `config.json` for `ModelConfig.chains`, if they are not the default."""
+
 
 def released_name(name: str) -> str | None:
     """Return the name of a released model for this name, or for its repository OWNER/NAME; None for other names."""
@@ -79,7 +83,8 @@ def recorded_config(record: Mapping[str, Any]) -> ModelConfig:
     name = sizes.pop("family", UNNAMED.name)
     if name not in FAMILIES:
         raise ValueError(f"the family {name!r} is not known here, only {', '.join(FAMILIES)}; update esmshard")
-    return FAMILIES[name].config(**sizes)
+    chains = read_chains(sizes.pop("chains", Chains().text))
+    return FAMILIES[name].config(**sizes, chains=chains)
 
 
 def transformers_config(raw: Any) -> ModelConfig:
@@ -92,7 +97,8 @@ def transformers_config(raw: Any) -> ModelConfig:
     of_this_kind = [family for family in FAMILIES.values() if kind in family.files.model_types]
     for family in of_this_kind:
         if family.files.vocab_size in (None, raw.get("vocab_size")):
-            return replace(family.files.read_config(raw), window=raw.get(WINDOW))
+            chains = read_chains(str(raw.get(CHAINS, Chains().text)))
+            return replace(family.files.read_config(raw), window=raw.get(WINDOW), chains=chains)
     if of_this_kind:
         sizes = " or ".join(f"{family.files.vocab_size} ({family.title})" for family in of_this_kind)
         raise ValueError(f"vocab_size is {raw.get('vocab_size')!r}, not {sizes}")

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from esmshard.files import replace_json, sha256
+from esmshard.joined_chains import Chains
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family import AuthorsFile
-from esmshard.model.families.family_registry import WINDOW, family_of
+from esmshard.model.families.family_registry import CHAINS, WINDOW, family_of
 
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -73,6 +74,8 @@ def write_transformers(
     about = theirs.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     if config.window is not None:
         about[WINDOW] = config.window
+    if config.chains != Chains():
+        about[CHAINS] = config.chains.text
     replace_json(directory / "config.json", about)
     theirs.write_tokenizer(directory)
     return {file: sha256(directory / file) for file in files}

@@ -34,6 +34,7 @@ class AmplifyConfig(GatedConfig):
 
     family: ClassVar[str] = "amplify"
     qk_norm: ClassVar[bool] = False
+    chain_break: ClassVar[bool] = False
 
     @property
     def n_logits(self) -> int:

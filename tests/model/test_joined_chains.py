@@ -1,0 +1,138 @@
+"""Several chains in one sequence: every family reads the linker as glycines, or as its own token of a chain break."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from esmshard.batch import TokenBatch, pack
+from esmshard.joined_chains import Chains, read_chains
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esmc.esmc_config import EsmcConfig
+from esmshard.model.families.family import Family
+from esmshard.model.families.family_registry import FAMILIES, build, recorded_config, transformers_config
+from esmshard.model.trunk import Trunk, as_read
+from esmshard.model.weights import open_weights
+from esmshard.model.weights.export import write_transformers
+from esmshard.vocab import encode
+
+TINY = EsmConfig(n_layers=2, dim=32, n_heads=4)
+A, B, C = "MKTAYIAKQR", "GQISFVKSH", "MLW"
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def opened(config: ModelConfig) -> Trunk:
+    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def everything(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
+    places_T = torch.arange(len(batch.tokens_T))
+    with torch.no_grad():
+        found = model(batch, layers=(0, model.config.n_layers), logits_at=places_T)
+    return [*found.representations.values(), found.logits_PV]
+
+
+def test_a_linker_is_read_as_glycines(family: Family) -> None:
+    model = opened(min(family.sizes.values(), key=lambda config: config.n_parameters))
+    joined = pack([encode(f"{A}:{B}:{C}", linker=7), encode(B)])
+    plain = pack([encode(A + "G" * 7 + B + "G" * 7 + C), encode(B)])
+    for ours, theirs in zip(everything(model, joined), everything(model, plain), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    tokens = encode(f"{A}:{B}:{C}", linker=7)
+    assert joined.tokens_T[: len(tokens)].tolist() == tokens.tolist()
+    assert (joined.tokens_T == 31).sum() == 14, "heads and losses see where the linkers are"
+
+
+def test_a_gap_moves_the_positions_of_every_later_chain() -> None:
+    batch = as_read(pack([encode("MK:T:G", linker=2), encode("MK"), encode("M:K", linker=1)]), Chains(gap=100))
+    assert batch.position_T.tolist() == [
+        *(0, 1, 2, 3, 4, 105, 106, 107, 208, 209),  # <cls> M K . . T . . G <eos>
+        *(0, 1, 2, 3),
+        *(0, 1, 2, 103, 104),
+    ]
+    assert batch.tokens_T.tolist()[:10] == [0, 20, 15, 6, 6, 11, 6, 6, 6, 2]
+
+
+def test_a_gap_gives_what_these_positions_give() -> None:
+    model = opened(replace(TINY, chains=Chains(linker=3, gap=64)))
+    plain = pack([encode(A + "GGG" + B)])
+    behind = len(A) + 4
+    moved = replace(plain, position_T=torch.cat((torch.arange(behind), torch.arange(behind, len(A + B) + 5) + 64)))
+    found = everything(model, pack([encode(f"{A}:{B}", linker=3)]))
+    for ours, theirs in zip(found, everything(model, moved), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    assert (found[1] - everything(model, plain)[1]).abs().max() > 1e-3
+
+
+def test_a_chain_break_stays_the_token_of_models_that_have_it(family: Family) -> None:
+    config = min(family.sizes.values(), key=lambda config: config.n_parameters)
+    if not config.chain_break:
+        with pytest.raises(ValueError, match="linker:break is for models with a token of a chain break"):
+            replace(config, chains=Chains("break"))
+        return
+    batch = as_read(pack([encode(f"{A}:{B}", linker=1)]), Chains("break"))
+    assert batch.tokens_T.tolist() == [*encode(A)[:-1], 31, *encode(B)[1:]]
+    model, glycine = opened(replace(config, chains=Chains("break"))), opened(config)
+    joined = pack([encode(f"{A}:{B}", linker=1)])
+    assert (everything(model, joined)[1] - everything(glycine, joined)[1]).abs().max() > 1e-3
+
+
+def test_learned_positions_have_no_gap() -> None:
+    with pytest.raises(ValueError, match="a gap is for models with rotary positions, and this one has learned ones"):
+        EsmConfig(n_layers=2, dim=32, n_heads=4, max_positions=1024, chains=Chains(gap=512))
+
+
+def test_the_model_records_how_chains_are_joined(tmp_path: Path) -> None:
+    for chains in (Chains(), Chains(10), Chains(25, 512), Chains("break")):
+        config: ModelConfig = EsmcConfig(n_layers=2, dim=64, n_heads=2, chains=chains)
+        assert recorded_config(config.recorded()).chains == chains
+        assert read_chains(chains.text) == chains
+    assert "chains" not in EsmcConfig(n_layers=2, dim=64, n_heads=2).recorded()
+    config = replace(TINY, chains=Chains(25, 512))
+    model = build(config)
+    write_transformers(
+        tmp_path,
+        config,
+        {name: tensor.shape for name, tensor in model.state_dict().items()},
+        lambda names: {name: model.state_dict()[name] for name in names},
+    )
+    assert open_weights.read(str(tmp_path)).config.chains == Chains(25, 512)
+    assert transformers_config(
+        {**FAMILIES["esm2"].files.write_config(TINY), "joined_chains": "linker:3"}
+    ).chains == Chains(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "one of linker:25, gap:512, "),
+        ("linker", "one of linker:25, gap:512, "),
+        ("linker:25,linker:3", "one of linker:25, gap:512, "),
+        ("gap:break", "one of linker:25, gap:512, "),
+        ("linker:0", "linker is 1 to 1,000, not 0"),
+        ("linker:1001", "linker is 1 to 1,000, not 1001"),
+        ("gap:100001", "gap is 0 to 100,000, not 100001"),
+    ],
+)
+def test_another_way_of_joining_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        read_chains(text)
+
+
+def test_batches_without_chains_are_read_as_they_are() -> None:
+    batch = pack([encode(A), encode(B)])
+    found = as_read(batch, Chains(gap=512))
+    assert np.array_equal(found.tokens_T, batch.tokens_T)
+    assert np.array_equal(found.position_T, batch.position_T)
