@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.packing import MicroBatch
-from esmshard.data.fasta.symbols import shown
+from esmshard.data.fasta.symbols import JOINED, shown
 from esmshard.errors import InputError
 from esmshard.vocab import CLS, EOS, chain_spans
 
@@ -134,7 +134,8 @@ class Examples:
     ) -> None:
         self.name, self.path, self.store = name, path, store
         self._digest = digest
-        self.notices = [*store.notices, *getattr(labels, "notices", ())]
+        joined = [notice for notice in store.notices if notice.startswith(JOINED)] if apart else []
+        self.notices = [*(n for n in store.notices if n not in joined), *getattr(labels, "notices", ())]
         """Sentences about data that were changed or left out while reading."""
         self.labels = labels
         """Labels of all records of the store."""
