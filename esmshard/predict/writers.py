@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard import spreadsheet
-from esmshard.joined_chains import BETWEEN
 from esmshard.errors import InputError, UsageError
 from esmshard.files import lives
+from esmshard.joined_chains import BETWEEN
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
 """The most rows, and most numbers, of a row group of a Parquet file."""

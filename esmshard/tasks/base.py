@@ -129,7 +129,7 @@ class Task(ABC):
 
     @property
     def in_common(self) -> str:
-        """What the records of one block have in common (`Examples.blocks`), and are therefore resampled together for."""
+        """What the records of one block (`Examples.blocks`) have in common, so that they are resampled together."""
         return "position"
 
     @property

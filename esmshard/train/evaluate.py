@@ -225,9 +225,9 @@ def write(
         for metric, count in counts.items()
         if count < LEAST
     }
+    of_groups = _groups(task, table, block_N, groups)
     headline = task.columns[0]
     count = counts[headline]
-    of_groups = _groups(task, table, block_N, groups)
     said = verdict(
         headline,
         {name: found[headline] for name, found in intervals.items() if headline in found},
@@ -235,13 +235,7 @@ def write(
         f"paired over {count:,} {unit}{'' if count == 1 else 's'}",
         lower_is_better=task.lower_is_better,
     )
-    numbers = [key for key, value in table[MAIN][0].items() if not isinstance(value, np.ndarray)]
-    # For variants the predictions of every baseline are saved, because the folds of a table are tested together.
-    others = (
-        []
-        if block_N is None
-        else [(name, key) for name in table if name != MAIN for key in numbers if key.startswith("prediction")]
-    )
+    numbers = _numbers(table[MAIN])
     evaluation = {
         **about,
         "task": about["recipe"]["task"]["name"],
@@ -264,18 +258,42 @@ def write(
         "confusion": _confusion(table[MAIN], task),
     }
     replace_json(directory / "evaluation.json", evaluation)
-    blocks = [] if block_N is None else ["block"]
-    pairs, grouped = (["length_a", "length_b"] if task.settings.pairs else []), (["group"] if any(groups) else [])
-    lines = [["id", "length", *pairs, *blocks, *grouped, *numbers, *(f"{key} of {name}" for name, key in others)]]
+    _write_rows(directory / "per_protein.csv", data, task, table, groups)
+    return "\n".join([as_text(intervals | _lines_of(of_groups), task.columns), *without_interval(without), said])
+
+
+def _write_rows(
+    path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
+) -> None:
+    """Write a line for each record: id, lengths, block and group, if there are any, and the numbers of its row."""
+    block_N, numbers = data.blocks(), _numbers(table[MAIN])
+    # Where records are resampled in blocks the predictions of every baseline are saved, because the folds of a table of
+    # variants are tested together.
+    others = (
+        []
+        if block_N is None
+        else [(name, key) for name in table if name != MAIN for key in numbers if key.startswith("prediction")]
+    )
+    head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
+    head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
+    lines = [[*head, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
         values = [*(row[key] for key in numbers), *(table[name][n][key] for name, key in others)]
         cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
-        lengths = [end - start for start, end in chain_spans(data.whole(n))] if pairs else []
-        about_record = [sum(lengths) or data.length(n), *lengths, *([] if block_N is None else [block_N[n]])]
-        lines.append([data.id(n), *map(str, about_record), *([groups[n]] if grouped else []), *cells])
-    with replacing(directory / "per_protein.csv") as file:
+        if task.settings.pairs:
+            lengths = [end - start for start, end in chain_spans(data.whole(n))]
+            lengths = [sum(lengths), *lengths]
+        else:
+            lengths = [data.length(n)]
+        places = [*lengths, *([] if block_N is None else [block_N[n]]), *([groups[n]] if any(groups) else [])]
+        lines.append([data.id(n), *map(str, places), *cells])
+    with replacing(path) as file:
         spreadsheet.writer(file).writerows(lines)
-    return "\n".join([as_text(intervals | _lines_of(of_groups), task.columns), *without_interval(without), said])
+
+
+def _numbers(rows: Sequence[Row]) -> list[str]:
+    """Return the keys of the numbers of a row."""
+    return [key for key, value in rows[0].items() if not isinstance(value, np.ndarray)]
 
 
 def without_interval(reasons: Mapping[str, str]) -> list[str]:
@@ -302,14 +320,18 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
 def _groups(
     task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
 ) -> dict[str, Any]:
-    """Compute the metrics of every method on the records of each group, with their intervals."""
-    found = {}
+    """Count the records of each group, and compute the metrics of every method on them, unless they are all records."""
+    found: dict[str, Any] = {}
     for group in sorted(set(groups) - {""}):
         members = [n for n, one in enumerate(groups) if one == group]
+        found[group] = {"records": len(members), "metrics": {}}
+        if len(members) == len(groups):
+            continue
         part = None if block_N is None else block_N[members]
         samples = {name: _resampled(task, [rows[n] for n in members], part) for name, rows in table.items()}
-        scores = {name: {m: asdict(interval(values, m)) for m, values in one.items()} for name, one in samples.items()}
-        found[group] = {"records": len(members), "metrics": scores}
+        found[group]["metrics"] = {
+            name: {m: asdict(interval(values, m)) for m, values in one.items()} for name, one in samples.items()
+        }
     return found
 
 
@@ -318,6 +340,7 @@ def _lines_of(groups: Mapping[str, Any]) -> dict[str, dict[str, Interval]]:
     return {
         f"{MAIN}, {name}: {group['records']:,}": {m: Interval(**one) for m, one in group["metrics"][MAIN].items()}
         for name, group in groups.items()
+        if group["metrics"]
     }
 
 

@@ -61,7 +61,8 @@ def metrics(run: RunFiles) -> Section:
             for name, one in groups.items()
             for method, found in ((method, intervals(row)) for method, row in one["metrics"].items())
         ]
-        tables.append(PageTable(["", *columns], rows, "The same on each group of records, with their number."))
+        if rows:
+            tables.append(PageTable(["", *columns], rows, "The same on each group of records, with their number."))
     if found.differences:
         rows = [[f"minus {n}", *(cell(row.get(c), "+") for c in columns)] for n, row in found.differences.items()]
         note = (

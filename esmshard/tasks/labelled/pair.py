@@ -15,7 +15,6 @@ from esmshard.data.batching.loader import Example
 from esmshard.data.labels.protein_labels import ProteinLabels
 from esmshard.data.splits.pair_overlap import CLASSES, key, two_chains
 from esmshard.data.store.token_store import TokenStore
-from esmshard.errors import InputError
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks.base import BASELINE_RECORDS, Inputs, Row
 from esmshard.tasks.labelled.classes import softmax

@@ -270,7 +270,8 @@ class SequenceTask(Task):
         if name == "composition":
             return np.asarray((residues[:, None] == _AMINO_ACIDS).mean(0))
         assert base is not None
-        return self.means(example, base)[0]
+        (mean_D,) = self.means(example, base)
+        return np.asarray(mean_D)
 
     def _prior(self) -> npt.NDArray[np.float32]:
         """Return the output that predicts the mean, or the frequencies, of the training labels."""
