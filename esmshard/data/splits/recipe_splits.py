@@ -20,6 +20,7 @@ from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
+from esmshard.vocab import SEPARATOR, chain_spans
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
@@ -115,11 +116,18 @@ def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
 def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:
     """Return the fold of each record, int64 [N], the same for every seed of a recipe.
 
-    Records of one cluster stay together. Without clusters, records of one sequence stay together.
+    Records of one cluster stay together. Without clusters, records of one sequence stay together, and of the same
+    chains, in any order.
     """
     count = len(store)
     if clusters is not None:
         groups = read_clusters(Path(clusters), [store.id(n) for n in range(count)]).names
     else:
-        groups = [hashlib.blake2b(store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]
+        groups = [hashlib.blake2b(_unordered(store.residues(n)), digest_size=16).hexdigest() for n in range(count)]
     return assignment.by_cluster(groups, folds=folds)
+
+
+def _unordered(residues: npt.NDArray[np.uint8]) -> bytes:
+    """Return bytes that are the same for the same chains in any order; for one chain, its tokens."""
+    chains = [residues[slice(*span)].tobytes() for span in chain_spans(residues)]
+    return bytes([SEPARATOR]).join(sorted(chains))
