@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.vocab import CLS, EOS
+from esmshard.vocab import CLS, EOS, SEPARATOR
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,9 @@ class TokenBatch:
     pack. One forward pass of the wild type serves all variants of a batch."""
     n_variants: int | None = None
     """The number of variants. If the head uses the wild type alone, no variant is in the pack."""
+    linked_N: tuple[int, ...] = ()
+    """For each sequence, how many of its tokens are between chains (`esmshard.vocab.SEPARATOR`); empty if none is in
+    the pack."""
     draw_N: torch.Tensor | None = None
     """int32 [N]: for each record, or each variant, the seed of random choices in the model such as dropout
     (`esmshard.model.dropout`). None outside training."""
@@ -97,6 +100,18 @@ class TokenBatch:
         """Cut per-token values into one [L, ...] view a sequence, without `<cls>` and `<eos>`."""
         return [x_TD[start + 1 : end - 1] for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
+    def means(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
+        """Compute the mean over the residues of each sequence, without `<cls>`, `<eos>` and what is between chains."""
+        found = [x_LD.mean(0) for x_LD in self.residues(x_TD)]
+        if self.linked_N:
+            tokens = self.residues(self.tokens_T)
+            for n, (linked, x_LD) in enumerate(zip(self.linked_N, self.residues(x_TD), strict=True)):
+                if linked:
+                    # The number of rows is known here, so that the host need not wait for it.
+                    own_L1 = (tokens[n] != SEPARATOR)[:, None]
+                    found[n] = (x_LD * own_L1).sum(0) / (len(x_LD) - linked)
+        return found
+
     def to(self, device: torch.device) -> "TokenBatch":
         """Copy the batch to another device. The copies do not wait for each other if the memory is pinned."""
         return TokenBatch(
@@ -110,6 +125,7 @@ class TokenBatch:
             self.logit_counts,
             None if self.changes_4M is None else self.changes_4M.to(device, non_blocking=True),
             self.n_variants,
+            self.linked_N,
             None if self.draw_N is None else self.draw_N.to(device, non_blocking=True),
             {name: values.to(device, non_blocking=True) for name, values in self.tracks.items()},
         )
@@ -151,6 +167,7 @@ def pack(
         if len(sequence) < 3 or sequence[0] != CLS or sequence[-1] != EOS:
             raise ValueError(f"sequence {k} of the batch is not <cls> residues <eos>")
     lengths = [len(t) for t in tokens]
+    linked = tuple(int(np.count_nonzero(t == SEPARATOR)) for t in tokens)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     return TokenBatch(
         tokens_T=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
@@ -163,6 +180,7 @@ def pack(
         if logits_at is None
         else torch.from_numpy(np.concatenate([at + start for at, start in zip(logits_at, bounds, strict=False)])),
         logit_counts=() if logits_at is None else tuple(len(at) for at in logits_at),
+        linked_N=linked if any(linked) else (),
         tracks={}
         if not tracks
         else {name: torch.from_numpy(np.concatenate([one[name] for one in tracks])) for name in tracks[0]},

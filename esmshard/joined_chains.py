@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from esmshard.errors import UsageError
+
 LINKER = 25
 """Residues of the linker by default: the 25 glycines of ESMFold (Lin et al. 2023, doi:10.1126/science.ade2574)."""
 LONGEST_LINKER, WIDEST_GAP = 1_000, 100_000
@@ -39,7 +41,7 @@ class Chains:
 
     @property
     def text(self) -> str:
-        """The value of `--chains`."""
+        """The value of `--join`."""
         return f"linker:{self.linker}" + (f",gap:{self.gap}" if self.gap else "")
 
     def __str__(self) -> str:
@@ -48,7 +50,7 @@ class Chains:
 
 
 def read_chains(text: str) -> Chains:
-    """Read the value of `--chains`.
+    """Read the value of `--join`.
 
     >>> read_chains("gap:512")
     Chains(linker=25, gap=512)
@@ -67,3 +69,13 @@ def read_chains(text: str) -> Chains:
             raise ValueError(f"{key} is {int(key == 'linker')} to {most:,}, not {value}")
         found[key] = "break" if breaks else int(value)
     return Chains(**found)  # type: ignore[arg-type]
+
+
+def join_option(text: str | None) -> Chains | None:
+    """Read `--join` of a command, or `join` of a function. None if it is not given. `UsageError` if it is no such
+    value.
+    """
+    try:
+        return None if text is None else read_chains(text)
+    except ValueError as error:
+        raise UsageError(f"--join {text}: {error}") from None

@@ -18,6 +18,7 @@ from esmshard.data.batching.packing import by_length
 from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
 from esmshard.embed.compute.outputs import Dtype, Long, Output, choose
 from esmshard.errors import InputError, UsageError
+from esmshard.joined_chains import BETWEEN, join_option
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
@@ -45,7 +46,8 @@ class Model:
     Results have the same order. For a single string, the result is that of one sequence. Sequences are read as in FASTA
     files: lower case, a `*` at the end, gaps and `J` are corrected with a warning. Any other character that is no
     residue is an `InputError`, and so is DNA or RNA. `<cls>` and `<eos>` are added by the model and never part of a
-    result, except in the pool `cls`.
+    result, except in the pool `cls`. A `:` divides the chains of a complex, as `MKT:MKV`: they are one sequence for the
+    model, and results have the residues of one chain after the other (docs/chains.md).
     """
 
     def __init__(self, name: str, esm: Trunk, unlearned: Sequence[str] = (), tuned: FineTuned | None = None) -> None:
@@ -128,7 +130,7 @@ class Model:
             if pool_name in pools:
                 self._needs(part)
         how = long if isinstance(long, Long) else Long(long)  # type: ignore[arg-type]  # the embedder checks it
-        asked = sequence_inputs.sequences(sequences)
+        asked = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
         found = self._computed(asked, outputs, how, tokens, self._tracks(tracks, asked))
         if isinstance(pool, str) and (layers is None or isinstance(layers, int)):
             return found[outputs[0].name]
@@ -173,6 +175,8 @@ class Model:
         """
         asked = _protein(wild_type)
         protein = decode(asked.tokens[0])
+        if BETWEEN in protein:
+            raise InputError("the wild type has several chains; give the one that the variants change")
         mutations = sequence_inputs.variants(variants, protein)
         self._needs("lm_head")
         return score(self.esm, protein, mutations, method, window, self._tracks(tracks, asked)[0])
@@ -196,7 +200,7 @@ class Model:
             if tracks:
                 raise UsageError("tracks: a model of variants keeps the tracks of its wild type; leave them out")
             return self._predict_variants(sequences, task)
-        asked = sequence_inputs.sequences(sequences)
+        asked = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
         known = self._tracks(tracks, asked)
         self._check_lengths(asked)
         # pair maps are computed one at a time
@@ -285,7 +289,10 @@ class Model:
 
 
 def load(
-    model: str | Path, device: str | torch.device | None = None, dtype: Dtype | torch.dtype | None = None
+    model: str | Path,
+    device: str | torch.device | None = None,
+    dtype: Dtype | torch.dtype | None = None,
+    join: str | None = None,
 ) -> Model:
     """Open a model, fine-tuned or not.
 
@@ -295,17 +302,22 @@ def load(
             `esm2_t33_650M_UR50D`, or OWNER/NAME on the Hugging Face hub, which are downloaded; or `starter`.
         device: by default the first GPU, or else the CPU.
         dtype: dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
+        join: how the chains of a sequence become one, as `linker:25,gap:512`; by default as the model was trained, or
+            by 25 glycines. A fine-tuned head keeps what it was trained with.
 
     Raises:
         InputError: with the file and its problem; UsageError for an unknown device or dtype.
     """
-    name, where, precision = str(model), _device(device), _dtype(dtype)
+    name, where, precision, chains = str(model), _device(device), _dtype(dtype), join_option(join)
     if (open_weights.directory(name) / "esmshard.json").is_file():
         with torch.random.fork_rng(devices=[]):  # a head gets random values before its weights are read
             tuned = load_finetuned(name, where)
         tuned.model.trunk.to(precision)
+        trained = tuned.model.trunk.config.chains
+        if chains not in (None, trained):
+            raise UsageError(f"join {join}: {name} was fine-tuned with {trained.text}; leave join out")
         return Model(name, tuned.model.trunk, open_weights.read(name).unlearned, tuned)
-    found = open_weights.read(name)
+    found = open_weights.joining(open_weights.read(name), chains, f"join: {name}")
     with recorded.compared(found.files, say):
         return Model(name, open_weights.build(found, where, precision).eval(), found.unlearned)
 

@@ -21,6 +21,7 @@ from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.data.tables import Table, counted
 from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
+from esmshard.joined_chains import LINKER
 from esmshard.vocab import CLS, EOS, encode
 
 Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
@@ -43,7 +44,7 @@ class SequenceInputs:
     """The keys of a dictionary, or the ids in a file or table; None for sequences without ids."""
 
 
-def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
+def sequences(given: Sequences, single: str = "the sequence", linker: int = LINKER) -> SequenceInputs:
     """Encode sequences by the rules of `esmshard.data.fasta.symbols`. Each kind of change causes a warning.
 
     >>> sequences(["MKT", "MK"]).tokens[0].tolist()
@@ -52,13 +53,14 @@ def sequences(given: Sequences, single: str = "the sequence") -> SequenceInputs:
     Args:
         given: see `Sequences`.
         single: the name, in messages, of a sequence that is not in a list.
+        linker: the number of tokens between two chains of a sequence, as `MKT:MKV`.
 
     Raises:
         InputError: with sequence and position of a character that is no residue; or for an empty sequence or list.
     """
     if isinstance(given, os.PathLike):
-        return _of_file(Path(given))
-    edits, rules = Edits(), Rules()
+        return _of_file(Path(given), linker)
+    edits, rules = Edits(), Rules(linker=linker)
     alone, with_ids = isinstance(given, str), isinstance(given, Mapping)
     if isinstance(given, str):
         if re.search(r"[./\\]", given):  # 'my.fasta' would otherwise be read as a sequence with a gap
@@ -178,16 +180,17 @@ def _cells(table: Any, column: str) -> list[object]:
     return list(values.to_pylist() if hasattr(values, "to_pylist") else values)  # Arrow's items are no strings
 
 
-def _of_file(path: Path) -> SequenceInputs:
+def _of_file(path: Path, linker: int) -> SequenceInputs:
     """Read the records of a FASTA file, a table or a token store."""
     if is_store(path):
         store = TokenStore(path)
+        store.check_linker(linker, path)
         ids, residues = [store.id(n) for n in range(len(store))], [store.residues(n) for n in range(len(store))]
         tokens = [np.concatenate(([CLS], one, [EOS])).astype(np.uint8) for one in residues]
     else:
         edits = Edits()
-        records = list(read_fasta(path, edits))
-        ids, tokens = [record.id for record in records], [encode(record.sequence) for record in records]
+        records = list(read_fasta(path, edits, Rules(linker=linker)))
+        ids, tokens = [record.id for record in records], [encode(record.sequence, linker) for record in records]
         if found := nucleotides.finding((one[1:-1] for one in tokens), counted(len(records), "record")):
             raise InputError(f"{path}: {found}; translate them, or, {instead([path], '--on-nucleotides keep')}")
         _warn(edits, f"{path}: ")

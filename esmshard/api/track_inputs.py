@@ -13,8 +13,8 @@ from esmshard.data.fasta.symbols import Edits
 from esmshard.data.tracks.track_entries import entries
 from esmshard.data.tracks.track_files import track_files
 from esmshard.data.tracks.track_values import in_batches, require_length, unknown_entry, values_of
-from esmshard.errors import UsageError
-from esmshard.vocab import Track
+from esmshard.errors import InputError, UsageError
+from esmshard.vocab import SEPARATOR, Track
 
 Tracks = Mapping[str, Any]
 """By the name of a track, what is known of the sequences: one entry for a single sequence, else a list with an entry
@@ -40,6 +40,9 @@ def tracks_of_inputs(
     """
     found: list[dict[str, npt.NDArray[Any]]] = [{} for _ in asked.tokens]
     given = given or {}
+    for name, tokens in zip(asked.names, asked.tokens, strict=True):
+        if given and SEPARATOR in tokens:
+            raise InputError(f"{name} has several chains, and tracks are for one; give each chain, or leave them out")
     for track in [one.track for one in track_files(dict.fromkeys(given, ""), takes, model, "tracks: ")]:
         for n, values in enumerate(_values(track, given[track.name], asked)):
             known = unknown_entry(track, len(asked.tokens[n]) - 2) if values is None else values

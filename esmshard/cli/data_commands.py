@@ -5,7 +5,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import MutantColumn, Overwrite
+from esmshard.cli.shared_options import Join, MutantColumn, Overwrite
 from esmshard.errors import UsageError
 
 
@@ -35,6 +35,7 @@ def ingest(
     ] = "",
     a3m: Annotated[bool, typer.Option("--a3m", help="Remove lower-case letters, which are insertions.")] = False,
     keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
+    join: Join = None,
     workers: Annotated[int, typer.Option(min=1, max=1_024, help="Number of processes.")] = 1,
     part: Annotated[
         Optional[str], typer.Option(metavar="I/N", help="Read the I-th of N parts, for array jobs; then use --merge.")
@@ -49,9 +50,10 @@ def ingest(
     from esmshard.data.fasta.symbols import Rules
     from esmshard.data.store import ingestion
     from esmshard.data.store.token_store import TokenStore
+    from esmshard.joined_chains import Chains, join_option
     from esmshard.progress import say
 
-    ruled = long or max_length or a3m or keep_gaps or {on_unknown, on_duplicate, on_nucleotides} != {"error"}
+    ruled = long or max_length or a3m or keep_gaps or join or {on_unknown, on_duplicate, on_nucleotides} != {"error"}
     if verify is not None and (fasta or out or merge or part or ruled or workers > 1 or overwrite):
         raise UsageError("--verify checks a store and makes none; pass it without other arguments")
     if merge and (ruled or workers > 1):
@@ -80,7 +82,10 @@ def ingest(
             raise UsageError(f"{option} {value}: one of {', '.join(known)} is expected")
     if max_length is not None and not long:
         raise UsageError("--max-length needs --long for longer sequences; pass --long crop, window, skip or error")
-    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides)  # type: ignore[arg-type]
+    chains = join_option(join) or Chains()
+    if chains.gap:
+        raise UsageError(f"--join {join}: a gap is of the model that reads the store; leave it out here")
+    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides, chains.tokens)  # type: ignore[arg-type]
     if part is not None:
         number, _, parts = part.partition("/")
         if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from esmshard.cli.shared_options import LocalProcesses, MutantColumn, Overwrite, TrackPaths
+from esmshard.cli.shared_options import Join, LocalProcesses, MutantColumn, Overwrite, TrackPaths
 from esmshard.errors import UsageError
 
 
@@ -68,6 +68,7 @@ def embed(
         ),
     ] = None,
     track: TrackPaths = None,
+    join: Join = None,
     nproc: LocalProcesses = None,
     reuse: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
@@ -109,7 +110,7 @@ def embed(
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
     how |= {"layers": _integers("--layers", layers), "heads": _integers("--heads", heads)}
     how |= {"dtype": dtype, "precision": precision, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
-    how["tracks"] = named_tracks(track or [])
+    how |= {"tracks": named_tracks(track or []), "join": join}
     asked = embed_request.request(model, out, **how)
     if dry_run and (shard or offload):
         raise UsageError("--dry-run needs the whole model in each process; leave --shard and --offload out")
@@ -273,6 +274,7 @@ def score(
         ),
     ] = None,
     track: TrackPaths = None,
+    join: Join = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Score variants or sequences with the language model alone (zero-shot). A higher score is more natural."""
@@ -286,8 +288,10 @@ def score(
     if table is None and not all_singles:
         if mutant or target or offset is not None:
             raise UsageError("--mutant, --target and --offset are for tables of variants; name the table after FASTA")
-        print(sequence_scores.score_sequences(model, sequences, out, **how))
+        print(sequence_scores.score_sequences(model, sequences, out, **how, join=join))
         return
+    if join is not None:
+        raise UsageError("--join is for sequences of several chains, and variants are of one; leave it out")
     if table is not None and all_singles:
         raise UsageError("give either a table of variants or --all-singles")
     how |= {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}

@@ -5,6 +5,14 @@ from typing import Annotated, Optional
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Join = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="linker:N,gap:N",
+        help="How the chains of a record A:B become one sequence: by a linker of N glycines (25), or linker:break; and "
+        "a gap in positions (0).",
+    ),
+]
 LocalProcesses = Annotated[
     Optional[int], typer.Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
 ]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError, UsageError
+from esmshard.joined_chains import Chains
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights, recorded
@@ -44,7 +45,12 @@ class LanguageModels:
 
 
 def read_models(
-    model: str, ensemble: Sequence[str], *, window: int | None, tracks: Mapping[str, str]
+    model: str,
+    ensemble: Sequence[str],
+    *,
+    window: int | None,
+    tracks: Mapping[str, str],
+    chains: Chains | None = None,
 ) -> LanguageModels:
     """Find models and check all of them, before the first of them computes anything.
 
@@ -53,6 +59,7 @@ def read_models(
         ensemble: further models.
         window: by default as many residues as the models saw in training, the fewest of all.
         tracks: the names and paths of the tracks that all models get.
+        chains: how the chains of a record are joined; by default as the first model says.
 
     Raises:
         UsageError: a model is named twice, does not take a track, or has no positions for the window.
@@ -64,7 +71,8 @@ def read_models(
             raise UsageError(f"--ensemble {name}: the model is named twice; name each model once")
     weights = []
     for name in names:
-        one = open_weights.read(name)
+        one = open_weights.joining(open_weights.read(name), chains, f"--join: {name}")
+        chains = one.config.chains
         if "lm_head" in one.unlearned:
             raise InputError(f"{name}: has no trained LM head, which scores are read from; take another model")
         track_files(tracks, family_of(one.config).tracks, name, "--track ")

@@ -15,11 +15,13 @@ import torch
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import by_length
+from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
 from esmshard.errors import InputError, UsageError, writing
+from esmshard.joined_chains import Chains
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.weights import open_weights
@@ -136,7 +138,9 @@ def predict(
         return Predicted(len(store) - len(failed), tuple(failed))
 
 
-def read_input(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path) -> tuple[Examples, list[str]]:
+def read_input(
+    model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path, chains: Chains | None = None
+) -> tuple[Examples, list[str]]:
     """Return the records of an input with their tracks, and sentences about the tracks. All notices are printed.
 
     Args:
@@ -144,6 +148,7 @@ def read_input(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path
         fasta: see `predict`.
         tracks: see `predict`.
         scratch: directory for a token store of the records.
+        chains: how the chains of a record are joined; by default as the model says.
 
     Raises:
         InputError: the input or a track cannot be read.
@@ -156,7 +161,9 @@ def read_input(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path
     structures = holds_structures(fasta)
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
         read = cached_split(fasta) if structures else sequences
-        store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store")
+        linker = (chains or open_weights.read(model).config.chains).tokens
+        store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
+        store.check_linker(linker, read)
     for notice in [*(notices(read) if structures else ()), *store.notices]:
         say(f"{fasta}: {notice}")
     examples = Examples("input", fasta, store, None)

@@ -15,9 +15,11 @@ import numpy.typing as npt
 
 from esmshard import spreadsheet
 from esmshard.data.batching.loader import Examples
+from esmshard.data.store.token_store import linker_of
 from esmshard.data.tables import counted
 from esmshard.errors import UsageError, writing
 from esmshard.files import replacing
+from esmshard.joined_chains import join_option
 from esmshard.model.families.family_registry import FAMILIES, family_of
 from esmshard.model.trunk import Trunk
 from esmshard.predict import variant_tables
@@ -28,6 +30,7 @@ from esmshard.predict.writers import GROUP_ROWS, check, pyarrow
 from esmshard.progress import say
 from esmshard.tasks.finetuner import without_tracks
 from esmshard.tasks.variants.marginals import Protein, pseudo_log_likelihoods, scored_residues
+from esmshard.vocab import is_residue
 
 SequenceMethod = Literal["pseudo-perplexity", "one-pass", "both"]
 MASKED, ONE_PASS, BOTH = get_args(SequenceMethod)
@@ -45,16 +48,17 @@ def score_sequences(
     ensemble: Sequence[str] = (),
     window: int | None = None,
     tracks: Mapping[str, str] | None = None,
+    join: str | None = None,
     overwrite: bool = False,
 ) -> str:
     """Write a table with a row for each record, in input order. Return a message for the user.
 
     The columns are `id`; `length`; `not_scored`, the residues that are none of the 20 amino acids and are in no sum;
-    `window`, the residues that the model saw at once; `pseudo_log_likelihood`, the sum of log p over the residues;
-    `mean_log_p`, this sum divided by their number; and `pseudo_perplexity`, exp(-mean_log_p). The columns of `one-pass`
-    begin with `one_pass_`. Several models give the means of the first two over the models, the pseudo-perplexity of
-    this mean, and in `mean_log_p_sd` the standard deviation of `mean_log_p` over them. Numbers are missing if no
-    residue is scored. A JSON file beside the table records how it was made.
+    `window`, the residues that the model saw at once, linkers between chains included; `pseudo_log_likelihood`, the sum
+    of log p over the residues; `mean_log_p`, this sum divided by their number; and `pseudo_perplexity`,
+    exp(-mean_log_p). The columns of `one-pass` begin with `one_pass_`. Several models give the means of the first two
+    over the models, the pseudo-perplexity of this mean, and in `mean_log_p_sd` the standard deviation of `mean_log_p`
+    over them. Numbers are missing if no residue is scored. A JSON file beside the table records how it was made.
 
     Args:
         model: see `open_weights.read`.
@@ -66,6 +70,7 @@ def score_sequences(
         window: residues of a longer record that the model sees at once; by default as many as the models saw in
             training, the fewest of all.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
+        join: how the chains of a record are joined (docs/chains.md); by default as the model says.
         overwrite: replace `out`.
 
     Raises:
@@ -79,18 +84,20 @@ def score_sequences(
         pyarrow(out)
     check(out, variant_tables.facts_file(out), overwrite=overwrite)
     tracks = tracks or {}
-    models = read_models(model, ensemble, window=window, tracks=tracks)
+    models = read_models(model, ensemble, window=window, tracks=tracks, chains=join_option(join))
     if ONE_PASS in methods:
         _check_one_pass(models, method)
     with tempfile.TemporaryDirectory(prefix="esmshard-score-") as scratch:
         # The whole input is read before it is scored, so that a bad record at the end costs seconds, not a night.
-        examples, about_tracks = read_input(model, fasta, tracks, Path(scratch))
+        chains = models.weights[0].config.chains
+        examples, about_tracks = read_input(model, fasta, tracks, Path(scratch), chains)
         further = [notice for name in ensemble for notice in without_tracks(name, tracks)]
         for notice in further:
             say(notice)
         columns = _columns(models, examples, methods)
         facts: dict[str, Any] = models.facts() | {"sequences": str(fasta), "method": method, "window": models.window}
         facts |= {"tracks": dict(tracks)} if tracks else {}
+        facts |= {} if linker_of(examples.store.manifest) is None else {"join": chains.text}
         compared = _compared(columns) if len(methods) > 1 else None
         notices = [*examples.store.notices, *about_tracks, *further]
         if unscored := int((columns["length"] == columns["not_scored"]).sum()):
@@ -127,7 +134,10 @@ def _check_one_pass(models: LanguageModels, method: str) -> None:
 def _columns(models: LanguageModels, examples: Examples, methods: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Compute all columns of numbers, int64 or float64 [N] each."""
     scored_N = np.array([len(scored_residues(examples.store.residues(n))) for n in range(len(examples))])
-    length_N = examples.store.lengths.astype(np.int64)
+    seen_N = examples.store.lengths.astype(np.int64)
+    length_N = seen_N
+    if linker_of(examples.store.manifest) is not None:
+        length_N = np.array([int(is_residue(examples.store.residues(n)).sum()) for n in range(len(examples))])
 
     def sums(model: Trunk, method: str) -> npt.NDArray[np.float64]:
         visible = family_of(model.config).corruption if method == ONE_PASS else None
@@ -137,7 +147,7 @@ def _columns(models: LanguageModels, examples: Examples, methods: Sequence[str])
     columns: dict[str, npt.NDArray[Any]] = {
         "length": length_N,
         "not_scored": length_N - scored_N,
-        "window": np.minimum(length_N, models.window),
+        "window": np.minimum(seen_N, models.window),
     }
     some_N = np.where(scored_N, 1.0, np.nan)
     for k, method in enumerate(methods):

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from esmshard.joined_chains import LONGEST_LINKER, WIDEST_GAP, Chains
 from esmshard.recipe.section_base import Names, Settings
 
 OPTIONAL = (
@@ -16,6 +17,22 @@ OPTIONAL = (
 
 INSIDE = "inside"
 """The word for a track that the file of the sequences has, in place of a path."""
+
+
+class JoinSettings(Settings):
+    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). By default as the model was
+    trained, or with a linker of 25 glycines and no gap.
+    """
+
+    linker: Annotated[int, Field(ge=1, le=LONGEST_LINKER)] | Literal["break"] | None = None
+    """Number of glycines between two chains; `break` for the one token of a chain break that ESM-C and ESM3 have."""
+    gap: int | None = Field(None, ge=0, le=WIDEST_GAP)
+    """Number that is added to the positions of a chain for every chain before it, besides the linker. For models with
+    rotary positions."""
+
+    def over(self, usual: Chains) -> Chains:
+        """Return how a model joins chains that usually does so in another way."""
+        return Chains(usual.linker if self.linker is None else self.linker, usual.gap if self.gap is None else self.gap)
 
 
 class DataSettings(Settings):
@@ -76,6 +93,7 @@ class DataSettings(Settings):
     """The column of the table with the ids. By default it is found by its name."""
     mask: str | None = None
     """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
+    join: JoinSettings = JoinSettings()  # type: ignore[call-arg]  # see Recipe
     tracks: dict[str, str] | None = None
     """What the model reads of each residue besides the amino acid, if it is of a family that does (docs/tracks.md): a
     path by the name of the track, such as {3di: letters.fasta}, or `inside` if the file of the sequences has it."""

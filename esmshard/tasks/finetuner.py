@@ -199,13 +199,19 @@ def load_base(recipe: Recipe, task: Task, device: torch.device | None = None) ->
 
 
 def initial_weights(recipe: Recipe) -> Weights:
-    """Open the weights that a recipe starts from. `InputError` if `init` does not go with `model.name`."""
+    """Open the weights that a recipe starts from, which read several chains as the recipe says.
+
+    Raises:
+        InputError: `init` does not go with `model.name`.
+        UsageError: the model cannot read several chains so.
+    """
     name = recipe.model.name
     if recipe.init == "random":
-        if name in SIZES:
-            return open_weights.fresh(SIZES[name], recipe.train.seed)
-        return open_weights.fresh(open_weights.read(name).config, recipe.train.seed)
-    return open_weights.read(name)
+        config = SIZES[name] if name in SIZES else open_weights.read(name).config
+        found = open_weights.fresh(config, recipe.train.seed)
+    else:
+        found = open_weights.read(name)
+    return open_weights.joining(found, recipe.data.join.over(found.config.chains), f"data.join: {recipe.model.name}")
 
 
 def tracks_of(recipe: Recipe) -> list[TrackFile]:

@@ -81,6 +81,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     letters = (found / "train.fasta").read_text() + (found / "valid.fasta").read_text()  # amino acids will do
     (found / "letters.fasta").write_text(letters)
     (found / "other.fasta").write_text("".join(f">{k}\n{'MKTAYIAKQR' * 3}\n" for k in "abc"))
+    (found / "complexes.fasta").write_text(f">a\n{REPEAT}:{REPEAT}\n")
     write_variants(found)
     return found
 
@@ -376,6 +377,8 @@ KEYS = {
     "data.target": Key(labels, "[z]", SEQUENCE),
     "data.id_column": Key(labels, "other_id", SEQUENCE),
     "data.mask": Key(targets, "mask.fasta", RESIDUE),
+    "data.join.linker": Key(sequences, "5", ("data={train: complexes.fasta, valid: valid.fasta, test: valid.fasta}",)),
+    "data.join.gap": Key(base, "512"),
     "data.tracks": Key(known_residues, "{3di: letters.fasta}", ("model.name=saprot_nano",)),
     "data.folds": Key(records("test"), "3", ("data.fold=0",)),
     "data.fold": Key(records("test"), "1", ("data.folds=3", "data.fold=0")),

@@ -167,11 +167,13 @@ def test_tokens_are_those_of_both_chains_and_max_length_is_of_each(files: LabelF
         Examples("train", fasta, store, None, long="error", max_length=8, apart=True)
 
 
-def test_windows_and_crops_of_pairs_are_refused() -> None:
+def test_windows_crops_and_linkers_of_pairs_are_refused() -> None:
     settings = TypeAdapter(AnyTask).validate_python({"name": "pair"})
     for long, message in (("window", "window cuts a record, and a pair has two chains"), ("crop", "crop may remove")):
         with pytest.raises(Clash, match=message):
             suiting(DataSettings(train="t", valid="v", test="e", long=long), settings)
+    with pytest.raises(Clash, match="makes the chains of a record one sequence, and those of a pair stay two"):
+        suiting(DataSettings(train="t", valid="v", test="e", join={"linker": 5}), settings)
 
 
 # Baselines, groups and the probe

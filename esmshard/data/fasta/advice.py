@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from esmshard.data.fasta.symbols import Rules
+from esmshard.joined_chains import LINKER
 
 Option = Literal["--on-unknown drop", "--on-duplicate suffix", "--on-nucleotides keep"]
 
@@ -46,4 +47,5 @@ def _options(rules: Rules) -> list[str]:
         *([f"--max-length {rules.max_length} --long {rules.long}"] if rules.max_length is not None else []),
         *(["--a3m"] if rules.a3m else []),
         *(["--keep-gaps"] if rules.keep_gaps else []),
+        *([f"--join linker:{rules.linker}"] if rules.linker != LINKER else []),
     ]

@@ -17,6 +17,7 @@ from esmshard.data.fasta.symbols import Edits
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, first_three, listed, shown
 from esmshard.errors import InputError
+from esmshard.joined_chains import LINKER
 from esmshard.vocab import encode_residues
 
 UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
@@ -66,11 +67,12 @@ def rows_of_records(
     if column is None:
         raise InputError(f"{table.path}: has no column of ids or sequences that is known; {listed(table.columns)}")
     by_sequence = id_column is None or id_column == sequence_column
+    linker = store.linker or LINKER
     rows: dict[str | bytes, int] = {}
     for row, cell in enumerate(table.column(column)):
         if not cell:
             raise InputError(f"{table.where(row)}: column {shown(column)} is empty; fill it in, or remove the row")
-        first = rows.setdefault(_digest(_tokens(table, row, column)) if by_sequence else cell, row)
+        first = rows.setdefault(_digest(_tokens(table, row, column, linker)) if by_sequence else cell, row)
         if first != row:
             if not same(first, row):
                 raise InputError(
@@ -148,17 +150,17 @@ def _sequences(table: Table, id_column: str) -> str | None:
     return id_column if id_column in found else found[0] if len(found) == 1 else None
 
 
-def _tokens(table: Table, row: int, column: str) -> bytes:
+def _tokens(table: Table, row: int, column: str, linker: int) -> bytes:
     """Convert a cell's sequence to tokens as the FASTA reader would."""
     letters = "".join(table.columns[column][row].split()).removesuffix("*").translate(_LETTERS)
     try:
-        return encode_residues(letters)
+        return encode_residues(letters, linker)
     except ValueError as error:
         raise InputError(f"{table.where(row)}: column {shown(column)}: {error}") from None
 
 
 def _same_sequence(table: Table, row: int, column: str, store: TokenStore, n: int, fasta: Path) -> None:
-    if _tokens(table, row, column) != store.residues(n).tobytes():
+    if _tokens(table, row, column, store.linker or LINKER) != store.residues(n).tobytes():
         raise InputError(
             f"{table.where(row)}: the sequence of {shown(store.id(n))} is not the one in {fasta}; correct one of them"
         )

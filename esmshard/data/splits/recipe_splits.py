@@ -17,6 +17,7 @@ from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
+from esmshard.joined_chains import Chains
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
@@ -44,7 +45,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     valid_is_part = data.valid == data.train
     divided = data.folds is not None and (name != "valid" or valid_is_part)
     path = recipe_file.sample(getattr(data, "train" if divided else name))
-    fasta, tokens, outer = _records(path, tracks)
+    fasta, tokens, outer = _records(path, tracks, data)
     found = None if labels is None else labels(fasta, tokens, data)
     members_N, notices = members(data, name, path, fasta, tokens)
     digest = tokens.digest
@@ -78,7 +79,7 @@ def open_tested(
         tracks: the tracks of the records.
     """
     path = recipe_file.sample(source)
-    fasta, tokens, outer = _records(path, tracks)
+    fasta, tokens, outer = _records(path, tracks, recipe.data)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
     found = labels(fasta, tokens, where)
     examples = Examples(Path(source).name, path, tokens, found, apart=recipe.task.pairs)
@@ -92,13 +93,14 @@ def open_tested(
     return examples
 
 
-def _records(path: Path, tracks: Sequence[TrackFile]) -> tuple[Path, TokenStore, list[TrackFile]]:
+def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
     """Return the FASTA file that a data path means, its records, and tracks with a path each (`outside`). For
     structures, the FASTA file is made from them.
     """
     sequences, outer = outside(path, tracks)
     fasta = structure_folder.cached_split(path) if structure_folder.holds_structures(path) else path
-    tokens = cached(fasta if sequences == path else sequences)
+    linker = None if data.join.linker is None else data.join.over(Chains()).tokens
+    tokens = cached(fasta if sequences == path else sequences, linker)
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
     return fasta, tokens, outer

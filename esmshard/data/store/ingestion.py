@@ -205,16 +205,26 @@ def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:
     return TokenStore(out)
 
 
-def cached(source: Path) -> TokenStore:
+def cached(source: Path, linker: int | None = None) -> TokenStore:
     """Open the store of a data path: the path itself, or the store of a FASTA file, which is ingested on first use and
     cached.
 
     The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path and
     `files.state`, so that an edited file is read again. If several processes open the same file, one reads and the
     others wait.
+
+    Args:
+        source: the data path.
+        linker: the number of tokens between two chains of a record; None if any number will do.
+
+    Raises:
+        InputError: the path cannot be read, or is a store whose chains were joined by another linker.
     """
     if is_store(source):
-        return TokenStore(source)
+        store = TokenStore(source)
+        if linker is not None:
+            store.check_linker(linker, source)
+        return store
     try:
         now = state(source)
     except OSError as error:
@@ -224,6 +234,9 @@ def cached(source: Path) -> TokenStore:
     name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{now}"
     if other_kind(source) is not None:  # Which columns of a table are read follows from the table and these rules.
         name += f"/{CONVERSION}"
+    rules = Rules() if linker is None else Rules(linker=linker)
+    if rules != Rules():
+        name += f"/linker {linker}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "stores" / digest, cache_directory() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
@@ -233,7 +246,7 @@ def cached(source: Path) -> TokenStore:
                 return TokenStore(out)
             except InputError:
                 shutil.rmtree(out)  # This is a damaged copy; the FASTA file still has its records.
-        return ingest([source], out)
+        return ingest([source], out, rules)
 
 
 def _check_out(out: Path, overwrite: bool = False) -> None:

@@ -21,13 +21,14 @@ import hashlib
 import tokenize
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.fasta.symbols import JOINED
 from esmshard.errors import InputError
 from esmshard.files import read_json, sha256
 from esmshard.vocab import ALPHABET_HASH
@@ -86,8 +87,26 @@ class TokenStore:
             lengths[at : at + _AT_ONCE] = np.diff(self.offsets[at : at + _AT_ONCE + 1]) - 1
         return lengths
 
+    @property
+    def linker(self) -> int | None:
+        """Number of tokens between two chains; None if every record is one chain."""
+        return linker_of(self.manifest)
+
+    def check_linker(self, linker: int, path: Path) -> None:
+        """Raise `InputError` if the chains of records are joined by a linker of another length.
+
+        Args:
+            linker: the number of tokens.
+            path: the store, or the file that it was made from, as the user named it.
+        """
+        if self.linker not in (None, linker):
+            raise InputError(
+                f"{path}: its chains were joined by a linker of {self.linker}, and a linker of {linker} is asked for; "
+                f"make a store with `esmshard ingest --join linker:{linker}`, or ask for linker:{self.linker}"
+            )
+
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of record n, uint8 [L]."""
+        """Return the residue tokens of record n, and those between its chains, uint8 [L]."""
         return self._read("tokens", 0, self.offsets, n)
 
     def description(self, n: int) -> str:
@@ -193,6 +212,12 @@ def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
     """
     high = np.fromiter(map(zlib.crc32, names), np.uint64, len(names))
     return high << np.uint64(32) | np.fromiter(map(zlib.adler32, names), np.uint64, len(names))
+
+
+def linker_of(manifest: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens between two chains of a store's records; None if every record is one chain."""
+    joined = any(kind.startswith(JOINED) for kind in manifest.get("edits", {}))
+    return int(manifest["rules"]["linker"]) if joined else None
 
 
 def is_store(path: Path) -> bool:

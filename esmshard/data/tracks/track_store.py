@@ -67,8 +67,13 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
     """Read a track for the records of a store, and write it to a new directory.
 
     Raises:
-        InputError: see `entries`; or no record has an entry.
+        InputError: see `entries`; no record has an entry, or some records have several chains.
     """
+    if store.linker is not None:
+        raise InputError(
+            f"{source}: {track.title} are read for records of one chain, and some records have several; make each "
+            "chain a record, or leave the track out"
+        )
     edits, found, known_N = Edits(), False, np.zeros(len(store), np.int32)
     with whole_directory(out) as work:
         residues = int(store.offsets[-1]) - len(store)

@@ -28,6 +28,7 @@ from esmshard.data.variants.substitutions import (
     parse_variant,
 )
 from esmshard.errors import InputError, UsageError
+from esmshard.joined_chains import BETWEEN
 from esmshard.vocab import RESIDUES, encode_residues
 
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
@@ -257,6 +258,8 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
             f"{fasta}: has {len(records):,} records ({first_three(records, lambda record: record.id)}); "
             "the wild type is a file with one"
         )
+    if BETWEEN in records[0].sequence:
+        raise InputError(f"{fasta}: the wild type has several chains; give the one that the variants change")
     residues = np.frombuffer(encode_residues(records[0].sequence), np.uint8)
     if found := nucleotides.finding([residues], "1 record"):
         raise InputError(f"{fasta}: {found}; give the protein that it codes for")

@@ -21,7 +21,7 @@ from esmshard.model.contacts import ContactAccumulators
 from esmshard.model.threads import packs_at_once
 from esmshard.model.trunk import Trunk
 from esmshard.monitor.out_of_memory import is_out_of_memory
-from esmshard.vocab import VOCAB_SIZE
+from esmshard.vocab import VOCAB_SIZE, is_residue
 
 Tokens = npt.NDArray[np.uint8]
 Tracks = Mapping[str, npt.NDArray[Any]]
@@ -203,7 +203,8 @@ class Embedder:
             return [self._blend(sequences[0], long, at_once=max(1, self.tokens // cost))]
         if long.mode == "truncate":
             sequences = [seen.piece(0, long.window) for seen in sequences]
-        return [self._reduce(parts) for parts in self._forward(sequences)]
+        found = self._forward(sequences)
+        return [self._reduce(parts, seen) for parts, seen in zip(found, sequences, strict=True)]
 
     def _forward(self, sequences: list[Seen]) -> list[dict[str, torch.Tensor]]:
         """Compute values of each sequence: `residue_K` [L, D], `cls_K` [D], `logits` [L, 33], `contacts` [L, L],
@@ -236,8 +237,9 @@ class Embedder:
                 part["contacts"] = logits_1LL[0].sigmoid()
         return parts
 
-    def _reduce(self, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        values = {}
+    def _reduce(self, part: dict[str, torch.Tensor], seen: Seen) -> dict[str, torch.Tensor]:
+        """Cut the linkers between chains out, and pool."""
+        part, values = self._of_residues(part, seen), {}
         for one in self.outputs:
             x = part[f"residue_{one.layer}" if one.pool in ("mean", "max", "residue") else one.name]
             if one.pool == "mean":
@@ -246,6 +248,21 @@ class Embedder:
                 x = x.amax(0)
             values[one.name] = x
         return values
+
+    def _of_residues(self, part: dict[str, torch.Tensor], seen: Seen) -> dict[str, torch.Tensor]:
+        """Return the values of the residues of all chains, one chain after the other, without those of linkers."""
+        kept_L = is_residue(seen.tokens[1:-1])
+        if kept_L.all():
+            return part
+        rows = torch.from_numpy(np.flatnonzero(kept_L))
+
+        def kept(name: str, x: torch.Tensor) -> torch.Tensor:
+            at = rows.to(x.device)
+            if name in self._paired:
+                return x[..., at[:, None], at]
+            return x if name.startswith("cls") else x[at]
+
+        return {name: kept(name, x) for name, x in part.items()}
 
     def _blend(self, seen: Seen, long: Long, at_once: int) -> dict[str, torch.Tensor]:
         """Compute the outputs of one sequence from overlapping windows, `at_once` windows at a time.
@@ -283,7 +300,7 @@ class Embedder:
                 sums[name] = x.div_(pair_LL.to(x.device))  # 0 / 0 is NaN
             elif not name.startswith("cls"):
                 sums[name] = x / weight_L[:, None]
-        return self._reduce(sums)
+        return self._reduce(sums, seen)
 
     def _finish(self, values: list[dict[str, torch.Tensor]]) -> list[Computed | Failed]:
         """Move values to the CPU, in the dtype of the file. One copy for each output, since each copy makes the host

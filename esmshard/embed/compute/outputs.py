@@ -1,7 +1,7 @@
 """The outputs that `embed` computes for each sequence, and the description that a file has of them. No torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -157,6 +157,9 @@ class Row:
     id: str
     length: int
     """Residues of the record, also where it was truncated before it was computed."""
+    chains: tuple[int, ...] = field(default=(), kw_only=True)
+    """Residues of each chain of a record with several; empty for one chain. Rows are those of one chain after the
+    other, without linkers."""
     values: Mapping[str, npt.NDArray[Any]]
     """The arrays by output name, each of `Output.shape` and of type `NUMPY[About.dtype]`."""
     residues: str = ""

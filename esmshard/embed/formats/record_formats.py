@@ -23,7 +23,8 @@ class Hdf5Format(FormatWriter):
     """`x.h5`: one data set for each record, in input order. The key is the id with `_` for `/`; `original_id` is the
     id.
 
-    With several outputs there is a group for each output, which holds its data sets in the same way. If two ids give
+    With several outputs there is a group for each output, which holds its data sets in the same way. The residues of
+    each chain of a record with several chains are its attribute `chain_lengths`. If two ids give
     the same key, the later key gets a number. The file's attributes describe what was computed. The same rows give the
     same bytes.
     """
@@ -56,6 +57,8 @@ class Hdf5Format(FormatWriter):
             # A creation time would make two files of the same rows differ.
             data = group.create_dataset(key, data=row.values[name], track_times=False)
             data.attrs["original_id"] = row.id
+            if row.chains:
+                data.attrs["chain_lengths"] = row.chains
         self._disk.check()
 
     def finish(self) -> None:

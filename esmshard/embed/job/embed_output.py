@@ -13,6 +13,7 @@ from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import EmbeddingStore, note_file, remove, seal, write_failed
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.parts import DamagedError
+from esmshard.embed.store.row_index import CHAINS
 from esmshard.embed.workers.claims import Worker, workers
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replacing
@@ -112,16 +113,18 @@ def merge(embeddings: EmbeddingStore, out: Path, fmt: str) -> None:
             f"{embeddings.path}: has no sequences, and {fmt} stores rows by their sequences; write it with embed MODEL "
             f"FASTA -o {out} --format {fmt} --reuse {embeddings.path}, which computes nothing again"
         )
-    failed, beside = _failed_file(out), _beside(out)
+    failed, beside, chains = _failed_file(out), _beside(out), _chains_file(out)
     _clear_scratch(out)
     with FORMATS[fmt](out, about) as writer, Progress("write", about.n_records) as progress:
         for n, row in enumerate(embeddings.rows(with_residues=by_sequence)):
             writer.add(row)
             if n and n % 4096 == 0:
                 progress.update(n, fmt)
-        for path in (failed, beside):
+        for path in (failed, beside, chains):
             path.unlink(missing_ok=True)
         write_failed(embeddings, failed)
+        if embeddings.manifest.get("chained"):
+            shutil.copyfile(embeddings.path / "index" / CHAINS, chains)
     said = {
         "format": fmt,
         **embeddings.attributes,
@@ -188,6 +191,10 @@ def report_of(embeddings: EmbeddingStore, asked: EmbedRequest) -> EmbedReport:
 
 def _beside(out: Path) -> Path:
     return out.with_name(f"{out.name}.json")
+
+
+def _chains_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.{CHAINS}")
 
 
 def _failed_file(out: Path) -> Path:

@@ -172,7 +172,7 @@ def _scratch(place: Path) -> Iterator[Path]:
 
 def _planned(directory: Path, asked: EmbedRequest, fasta: Path, reuse: Path | None, processes: int) -> dict[str, Any]:
     if fasta == STDIN:  # the standard input can be read only once
-        fasta = read_input(fasta, directory / "stdin").path
+        fasta = read_input(fasta, directory / "stdin", asked.spec.chains.tokens).path
     fasta, tracks = outside(fasta, asked.tracks)
     device = asked.device.type
     wanted = part_plan.PlanRequest(

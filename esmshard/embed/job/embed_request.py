@@ -13,6 +13,7 @@ from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
+from esmshard.joined_chains import join_option
 from esmshard.launch.process_group import precision_on
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.weights import open_weights
@@ -67,6 +68,7 @@ def request(
     precision: str = "auto",
     long: Long = Long(),  # noqa: B008  # frozen
     tracks: Mapping[str, str] | None = None,
+    join: str | None = None,
 ) -> EmbedRequest:
     """Check a request, and find the model.
 
@@ -81,6 +83,7 @@ def request(
         precision: precision of the arithmetic: fp32, bf16, fp16 or `auto`, which is fast on the device.
         long: the treatment of long sequences.
         tracks: a path, or `inside`, by the name of each track of the sequences (docs/tracks.md).
+        join: how the chains of a record are joined (docs/chains.md); by default as the model says.
 
     Raises:
         UsageError: if the outputs cannot be computed or written.
@@ -92,7 +95,7 @@ def request(
         raise UsageError(f"{out}: no format '{fmt}'; there are {known} (by ending, or --format)")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
-    found = open_weights.read(model)
+    found = open_weights.joining(open_weights.read(model), join_option(join), f"--join: {model}")
     usual = "mean" if fmt == PARTS else FORMATS[fmt].default_pool
     outputs = choose(list(pools) or [usual], list(layers), found.config, model, heads)
     for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):
@@ -107,7 +110,7 @@ def request(
     longest, long = found.config.most_tokens, long.for_model(found.config)
     if longest is not None and long.mode != "full" and long.window > longest - 2:
         raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")
-    spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long)  # type: ignore[arg-type]
+    spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long, found.config.chains)  # type: ignore[arg-type]
     files = track_files(tracks or {}, family_of(found.config).tracks, model, "--track ")
     return EmbedRequest(model, out, fmt, spec, found, device, tuple(files))
 

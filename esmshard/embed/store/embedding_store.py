@@ -35,7 +35,7 @@ from esmshard import spreadsheet
 from esmshard.embed.compute.outputs import About, Row, as_float
 from esmshard.embed.store.part_plan import FORMAT, VERSION, Spec, digest, read_plan, store_of
 from esmshard.embed.store.parts import DamagedError, PartLayout, PartReader
-from esmshard.embed.store.row_index import RowIndex
+from esmshard.embed.store.row_index import RowIndex, chain_lengths
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replacing, sha256
 from esmshard.vocab import decode
@@ -150,11 +150,20 @@ class EmbeddingStore:
             found["heads"] = ",".join(map(str, heads))
         if tracks := self.manifest.get("tracks"):
             found["tracks"] = ",".join(tracks)
+        if self.manifest.get("chained"):
+            found["join"] = spec.chains.text
         if long.mode != "full":
             found["window"] = long.window
         if long.mode == "window":
             found["overlap"] = long.overlap
         return found
+
+    @property
+    def chains(self) -> dict[str, tuple[int, ...]]:
+        """Return the residues of each chain, by id, of the records with several chains. Rows are those of one chain
+        after the other, so the second chain begins at the row whose number is the first entry.
+        """
+        return dict(chain_lengths(self.path / "index"))
 
     @property
     def failed(self) -> dict[str, str]:
@@ -171,15 +180,20 @@ class EmbeddingStore:
 
         `with_residues` reads their sequences, which are there until the store is finished.
         """
+        chained = chain_lengths(self.path / "index")
+        next_id, chains = next(chained, (None, ()))
         for start in range(0, len(self), _AT_ONCE):
             stop = min(start + _AT_ONCE, len(self))
             columns = self.index.id_list(start, stop), self.index.lengths[start:stop], self.index.rows[start:stop]
             sequences = store_of(self.path, self.manifest) if with_residues else None
             for n, (record_id, length, row) in enumerate(zip(*columns, strict=True), start):
                 values = self.values(int(row))
+                of_record: tuple[int, ...] = ()
+                if record_id == next_id:  # Ids are unique, and both are in input order.
+                    of_record, (next_id, chains) = chains, next(chained, (None, ()))
                 if values is not None:
                     residues = "" if sequences is None else decode(sequences.residues(n))
-                    yield Row(record_id, int(length), values, residues)
+                    yield Row(record_id, int(length), values, residues, chains=of_record)
 
     def reader(self, part: int) -> PartReader:
         """Return the reader of a part. `DamagedError` if the part does not hold the data that was written."""

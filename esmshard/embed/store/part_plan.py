@@ -31,10 +31,11 @@ from esmshard.data.tracks.track_files import RecordTracks, TrackFile, state_of
 from esmshard.data.tracks.track_store import TrackStore
 from esmshard.embed.compute.outputs import Dtype, Long, Output
 from esmshard.embed.store.parts import Kind
-from esmshard.embed.store.row_index import STDIN, read_and_index, read_input, track_directory
+from esmshard.embed.store.row_index import STDIN, chain_lengths, read_and_index, read_input, track_directory
 from esmshard.embed.workers.claims import Worker, publish
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json
+from esmshard.joined_chains import Chains
 from esmshard.progress import say
 from esmshard.vocab import Track
 
@@ -70,6 +71,8 @@ class Spec:
     compute: Dtype
     """The dtype of the arithmetic."""
     long: Long
+    chains: Chains = Chains()  # noqa: RUF009  # frozen
+    """How several chains of a record are joined."""
 
     @property
     def kind(self) -> Kind:
@@ -87,6 +90,7 @@ class Spec:
         # Stores of earlier versions know no heads.
         spec["outputs"] = tuple(Output(**{**one, "heads": tuple(one.get("heads", ()))}) for one in spec["outputs"])
         spec["long"] = Long(**spec["long"])
+        spec["chains"] = Chains(**spec.get("chains", {}))  # Stores of earlier versions know one chain.
         return cls(**spec)
 
     def differs(self, other: "Spec", model: str, other_model: str) -> str | None:
@@ -94,7 +98,7 @@ class Spec:
         if self.model_hash != other.model_hash:
             same = f"other weights than now at {model}" if model == other_model else f"the model {other_model}"
             return f"with {same}"
-        for what in ("outputs", "dtype", "compute", "long"):
+        for what in ("outputs", "dtype", "compute", "long", "chains"):
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
                 return f"with {_said(what, theirs)}, and not with {_said(what, mine)}"
@@ -107,6 +111,8 @@ def _said(what: str, value: Any) -> str:
     if what == "long":
         shared = f" --overlap {value.overlap}" if value.mode == "window" else ""
         return f"--long {value.mode}" + (f" --window {value.window}{shared}" if value.mode != "full" else "")
+    if what == "chains":
+        return f"--join {value.text}"
     return f"{'numbers stored' if what == 'dtype' else 'arithmetic'} in {value}"
 
 
@@ -210,7 +216,7 @@ def same_input(work: Path, fasta: Path, plan: Mapping[str, Any]) -> None:
     if source_of(fasta) == plan["source"] and fasta != STDIN:
         return
     with tempfile.TemporaryDirectory(prefix="esmshard-embed-") as scratch:
-        store = read_input(fasta, Path(scratch) / "store")
+        store = read_input(fasta, Path(scratch) / "store", Spec.of(plan).chains.tokens)
         if input_digest(store) != plan["input"]:
             raise UsageError(
                 f"{fasta}: is not what {work} was begun with ({plan['source']['path']}, {plan['records']:,} records); "
@@ -260,14 +266,20 @@ def _plan(work: Path, asked: PlanRequest) -> None:
     before = [work / "work" / name for name in ("input.partial", "input", "tracks")]
     for left in (*before, index, scratch, work / "parts"):
         shutil.rmtree(left, ignore_errors=True)
-    unique = read_and_index(fasta, work / "work" / "input", scratch, asked.tracks)
+    unique = read_and_index(fasta, work / "work" / "input", scratch, asked.tracks, asked.spec.chains.tokens)
     store = TokenStore(fasta) if is_store(fasta) else TokenStore(work / "work" / "input")
-    length_N = np.load(scratch / "lengths.npy", mmap_mode="r")
+    chained = sum(1 for _ in chain_lengths(scratch))
+    length_N = store.lengths if chained else np.load(scratch / "lengths.npy", mmap_mode="r")  # with linkers
     if longest is not None and int(length_N.max()) > longest:
         record = int(length_N.argmax())
         raise UsageError(
             f"{fasta}: '{store.id(record)}' has {length_N[record]:,} residues, and {facts['model']} has positions for "
             f"{longest:,}; pass --long window or --long truncate"
+        )
+    if chained and asked.spec.long.mode == "truncate" and int(length_N.max()) > asked.spec.long.window:
+        raise UsageError(
+            f"{fasta}: --long truncate would cut away chains of records with several ({counted(chained, 'record')}); "
+            "pass --long window or --long full"
         )
     tokens = int(store.offsets[-1]) + len(store)
     usual = _part_tokens(asked.device, facts["architecture"], tokens, asked.workers)
@@ -286,7 +298,8 @@ def _plan(work: Path, asked: PlanRequest) -> None:
         "notices": [*store.notices, *_beyond_training(length_N, asked.spec.long), *_known(work, asked.tracks, store)],
         "store": str(fasta.resolve()) if is_store(fasta) else None,
         "records": len(store),
-        "residues": int(store.offsets[-1]) - len(store),
+        "residues": int(np.load(index / "lengths.npy", mmap_mode="r").sum(dtype=np.int64)),
+        "chained": chained,
         "unique": unique,
         "parts": len(bounds) - 1,
         "reuse": str(reuse.resolve()) if reuse else None,
@@ -296,7 +309,7 @@ def _plan(work: Path, asked: PlanRequest) -> None:
     publish(work / "plan.json", json.dumps(plan, indent=1) + "\n")
 
 
-def _beyond_training(length_N: npt.NDArray[np.int64], long: Long) -> list[str]:
+def _beyond_training(length_N: npt.NDArray[np.signedinteger[Any]], long: Long) -> list[str]:
     """Return a sentence, and print it, if proteins are computed whole that are longer than those of training."""
     beyond = int((length_N > long.window).sum()) if long.mode == "full" else 0
     if not beyond:

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.fasta.symbols import Rules
 from esmshard.data.labels.pairing import UNIPROT
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store, keys
@@ -31,10 +33,13 @@ from esmshard.data.tracks.track_files import TrackFile
 from esmshard.data.tracks.track_store import TrackStore, write_track
 from esmshard.embed.store.parts import KEY_BYTES
 from esmshard.errors import InputError, UsageError
+from esmshard.joined_chains import LINKER
 from esmshard.progress import say
-from esmshard.vocab import Track
+from esmshard.vocab import Track, chain_spans
 
 STDIN = Path("-")
+CHAINS = "chains.tsv"
+"""The file with the residues of each chain of the records that have several."""
 LARGE = 1 << 24
 """Bytes of a FASTA file above which a separate process reads it. A token store is always read by a separate process."""
 _AT_ONCE = 1 << 14
@@ -174,7 +179,19 @@ def _accession(record_id: str) -> str | None:
     return found[1] if found else None
 
 
-def read_and_index(fasta: Path, store: Path, index: Path, tracks: Sequence[TrackFile] = ()) -> int:
+def chain_lengths(index: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield id and residues of each chain, of the records with several chains, in input order."""
+    path = index / CHAINS
+    if path.is_file():
+        with open(path, encoding="utf-8") as file:
+            for line in itertools.islice(file, 1, None):
+                record_id, lengths = line.rstrip("\n").split("\t")
+                yield record_id, tuple(map(int, lengths.split(",")))
+
+
+def read_and_index(
+    fasta: Path, store: Path, index: Path, tracks: Sequence[TrackFile] = (), linker: int = LINKER
+) -> int:
     """Read the input, write `index` (see `esmshard.embed.store.embedding_store`), and count the different sequences.
 
     Args:
@@ -183,15 +200,16 @@ def read_and_index(fasta: Path, store: Path, index: Path, tracks: Sequence[Track
         index: the directory to create.
         tracks: tracks of the sequences, which are written to `track_directory`. Equal sequences with other tracks
             differ.
+        linker: the number of tokens between two chains of a record.
 
     Raises:
         InputError: if the input cannot be read.
     """
     large = fasta != STDIN and (is_store(fasta) or fasta.stat().st_size >= LARGE)
     if not large:
-        return _read_and_index(fasta, store, index, tracks)
+        return _read_and_index(fasta, store, index, tracks, linker)
     named = [(asdict(one.track), str(one.path)) for one in tracks]
-    asked = json.dumps([*(str(path) for path in (fasta, store, index)), named])
+    asked = json.dumps([*(str(path) for path in (fasta, store, index)), named, linker])
     # The child ends with this process in every case, because its end of the pipe is then closed.
     theirs, ours = os.pipe()
     try:
@@ -213,8 +231,8 @@ def read_and_index(fasta: Path, store: Path, index: Path, tracks: Sequence[Track
     raise (UsageError if said["usage"] else InputError)(said["error"])
 
 
-def _read_and_index(fasta: Path, store: Path, index: Path, tracks: Sequence[TrackFile]) -> int:
-    found = read_input(fasta, store)
+def _read_and_index(fasta: Path, store: Path, index: Path, tracks: Sequence[TrackFile], linker: int) -> int:
+    found = read_input(fasta, store, linker)
     written = []
     for one in tracks:
         assert one.path is not None
@@ -228,15 +246,17 @@ def track_directory(work: Path, name: str) -> Path:
     return work / "tracks" / name
 
 
-def read_input(fasta: Path, store: Path) -> TokenStore:
+def read_input(fasta: Path, store: Path, linker: int = LINKER) -> TokenStore:
     """Return the input as a token store: the input itself if it is one, else `store`, which is made if it does not
-    exist.
+    exist. `InputError` if the chains of records are joined by another linker.
     """
     if is_store(fasta):
-        return TokenStore(fasta)
+        found = TokenStore(fasta)
+        found.check_linker(linker, fasta)
+        return found
     if is_store(store):
         return TokenStore(store)
-    found = ingest([fasta], store)
+    found = ingest([fasta], store, Rules(linker=linker))
     for notice in found.notices:
         say(f"{fasta}: {notice}")
     return found
@@ -266,7 +286,7 @@ def write_index(index: Path, store: TokenStore, scratch: Path, tracks: Sequence[
         keys_N16 = array("keys", np.uint8, (n, KEY_BYTES))
         length_N = array("lengths", np.int32, (n,), index)
         id_N = array("ids", np.int64, (n + 1,), index)
-        with open(index / "ids.txt", "wb") as ids:
+        with open(index / "ids.txt", "wb") as ids, _chains_file(index, store) as add_chains:
             for first in range(0, n, _AT_ONCE):
                 rows = range(first, min(first + _AT_ONCE, n))
                 store = TokenStore(store.path)  # opened again, because mapped pages count as memory
@@ -275,6 +295,10 @@ def write_index(index: Path, store: TokenStore, scratch: Path, tracks: Sequence[
                 ids.write(b"".join(lines))
                 id_N[first + 1 : rows.stop + 1] = id_N[first] + np.cumsum([len(line) for line in lines])
                 length_N[first : rows.stop] = np.diff(store.offsets[first : rows.stop + 1]) - 1
+                for k in rows if store.linker is not None else ():
+                    spans = chain_spans(store.residues(k))
+                    length_N[k] = sum(end - start for start, end in spans)
+                    add_chains(store.id(k), spans)
                 digests = [_content_key(store, tracks, k) for k in rows]
                 keys_N16[first : rows.stop] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, KEY_BYTES)
         np.save(index / "id_keys.npy", store.keys)
@@ -311,6 +335,24 @@ def write_index(index: Path, store: TokenStore, scratch: Path, tracks: Sequence[
             sorted_U[start : start + _AT_ONCE] = leading(keys_N16[records])
             place_U[start : start + _AT_ONCE] = row_N[records]
     return unique
+
+
+@contextmanager
+def _chains_file(index: Path, store: TokenStore) -> Iterator[Callable[[str, list[tuple[int, int]]], None]]:
+    """Open the file of the chains' lengths, if there are records with several, and provide a function that adds to
+    it.
+    """
+    if store.linker is None:
+        yield lambda record_id, spans: None
+        return
+    with open(index / CHAINS, "w", encoding="utf-8", newline="\n") as file:
+        file.write("id\tresidues\n")
+
+        def add(record_id: str, spans: list[tuple[int, int]]) -> None:
+            if len(spans) > 1:
+                file.write(f"{record_id}\t{','.join(str(end - start) for start, end in spans)}\n")
+
+        yield add
 
 
 def _content_key(store: TokenStore, tracks: Sequence[TrackStore], record: int) -> bytes:
@@ -355,13 +397,13 @@ def leading(key_M16: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 
 def _main() -> None:
     """Run the process that `read_and_index` started. It prints its result, or an error, as JSON."""
-    (*paths, named), alive = json.loads(sys.argv[1]), int(sys.argv[2])
+    (*paths, named, linker), alive = json.loads(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
     said: Any
     try:
         fasta, store, index = map(Path, paths)
         tracks = [TrackFile(Track(**track), Path(path)) for track, path in named]
-        said = _read_and_index(fasta, store, index, tracks)
+        said = _read_and_index(fasta, store, index, tracks, linker)
     except InputError as error:
         said = {"error": str(error), "usage": isinstance(error, UsageError), "errno": None}
     except OSError as error:

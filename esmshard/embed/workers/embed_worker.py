@@ -177,9 +177,10 @@ def make_embedder(
 def checked_model(plan: Mapping[str, Any]) -> Weights:
     """Open the weights of a plan's model. `InputError` if they are not those that the plan was made for."""
     found = open_weights.read(plan["facts"]["model"])
-    if model_hash(found) != Spec.of(plan).model_hash:
+    spec = Spec.of(plan)
+    if model_hash(found) != spec.model_hash:
         raise InputError(f"{found.source}: its weights were changed since; --overwrite starts over")
-    return found
+    return open_weights.joining(found, spec.chains, "--join")
 
 
 def main() -> None:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
+from esmshard.joined_chains import Chains
 from esmshard.model import weight_reader
 from esmshard.model.config import STARTER, ModelConfig
 from esmshard.model.families import family_registry
@@ -215,6 +216,25 @@ def read(model: str) -> Weights:
 
 def _nearest(size: str) -> str:
     return ", ".join(get_close_matches(size, SIZES, n=5, cutoff=0.0))
+
+
+def joining(found: Weights, chains: Chains | None, where: str) -> Weights:
+    """Let a model read several chains as is asked for; if it is not, as the model's file or its default says.
+
+    Args:
+        found: the weights.
+        chains: how chains are joined.
+        where: what asks for it, for messages.
+
+    Raises:
+        UsageError: the model cannot read chains so.
+    """
+    if chains is None:
+        return found
+    try:
+        return replace(found, config=replace(found.config, chains=chains))
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def is_here(model: str) -> bool:

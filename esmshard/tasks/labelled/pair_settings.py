@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.section_base import Clash
 from esmshard.tasks.labelled.class_balance import OUTPUTS
 from esmshard.tasks.labelled.sequence_settings import SequenceSettings
@@ -23,7 +23,9 @@ class PairSettings(SequenceSettings):
     pairs: ClassVar[bool] = True
 
     def suit(self, data: DataSettings) -> DataSettings:
-        """Refuse windows, which would be of one chain or of both."""
+        """Refuse windows, which would be of one chain or of both, and linkers, as the chains are not joined."""
+        if data.join != JoinSettings():  # type: ignore[call-arg]  # all keys have defaults
+            raise Clash("join", "makes the chains of a record one sequence, and those of a pair stay two; remove it")
         if data.long == "window":
             raise Clash("long", "window cuts a record, and a pair has two chains; choose full, skip or error")
         return super().suit(data)

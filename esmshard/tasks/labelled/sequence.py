@@ -32,7 +32,7 @@ from esmshard.tasks.labelled.classes import (
 )
 from esmshard.tasks.labelled.sequence_settings import SequenceSettings
 from esmshard.tasks.linear import Linear, fit_classes, fit_labels, fit_numbers, kept
-from esmshard.vocab import STANDARD, encode_residues
+from esmshard.vocab import STANDARD, encode_residues, is_residue
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
@@ -43,7 +43,8 @@ _AMINO_ACIDS = np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)
 
 
 class SequenceHead(nn.Module):
-    """The mean over residues, without `<cls>` and `<eos>`; LayerNorm, dropout, and one or two linear layers.
+    """The mean over residues, without `<cls>`, `<eos>` and linkers between chains; LayerNorm, dropout, and one or two
+    linear layers.
 
     `<cls>` is no summary: ESM-2 was trained without anything that would make it one.
     """
@@ -63,8 +64,7 @@ class SequenceHead(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
         """Return [T] or [C] for each record."""
-        mean_SD = torch.stack([x_LD.mean(0) for x_LD in batch.residues(x_TD)])
-        h_NF = self.dropout(self.combined(mean_SD), batch.draw_N)
+        h_NF = self.dropout(self.combined(torch.stack(batch.means(x_TD))), batch.draw_N)
         if self.hidden is not None:
             h_NF = self.hidden_dropout(F.gelu(self.hidden(h_NF)), batch.draw_N)
         return list(self.out(h_NF))
@@ -260,11 +260,12 @@ class SequenceTask(Task):
 
     def means(self, example: Example, base: "FineTuner") -> npt.NDArray[np.float64]:
         """Return the mean representation of each sequence of a record, [1, D]."""
-        return np.asarray(base.representations([example])[0].mean(0, dtype=np.float64))[None]
+        rows_LD = base.representations([example])[0][is_residue(example.tokens[1:-1])]
+        return np.asarray(rows_LD.mean(0, dtype=np.float64))[None]
 
     def features(self, name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.float64]:
         """Return what a baseline of `fitted` sees of a record, [F]."""
-        residues = example.tokens[1:-1]
+        residues = example.tokens[is_residue(example.tokens)]
         if name == "length":
             return np.array([len(residues), np.log(len(residues))])
         if name == "composition":
