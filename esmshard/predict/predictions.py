@@ -24,7 +24,7 @@ from esmshard.errors import InputError, UsageError, writing
 from esmshard.joined_chains import Chains
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
-from esmshard.model.weights import open_weights
+from esmshard.model.weights import open_weights, recorded
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.predict import contact_pictures, failures
 from esmshard.predict.failures import Failure, failures_file
@@ -32,6 +32,7 @@ from esmshard.predict.writers import CsvWriter, NpzWriter, ParquetWriter, TableW
 from esmshard.progress import Progress, rate, say
 from esmshard.tasks.base import Inputs
 from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
+from esmshard.tasks.registry import traits
 from esmshard.vocab import decode
 
 Array = npt.NDArray[np.float32]
@@ -161,15 +162,18 @@ def read_input(
     structures = holds_structures(fasta)
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
         read = cached_split(fasta) if structures else sequences
-        linker = (chains or open_weights.read(model).config.chains).tokens
+        found = open_weights.read(model)
+        linker = (chains or found.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
         store.check_linker(linker, read)
-    for notice in [*(notices(read) if structures else ()), *store.notices]:
+    about = recorded.task_of(found.files)
+    examples = Examples("input", fasta, store, None, apart=about is not None and traits(about[0]).pairs)
+    of_store = len(examples.notices)
+    for notice in [*(notices(read) if structures else ()), *examples.notices]:
         say(f"{fasta}: {notice}")
-    examples = Examples("input", fasta, store, None)
     if files:
         examples.add_tracks(record_tracks(files, store))
-    about_tracks = [*examples.notices[len(store.notices) :], *without_tracks(model, tracks)]
+    about_tracks = [*examples.notices[of_store:], *without_tracks(model, tracks)]
     for notice in about_tracks:
         say(notice)
     return examples, about_tracks

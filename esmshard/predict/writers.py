@@ -224,7 +224,7 @@ class ParquetWriter(TableWriter):
             arrays.append(np.concatenate([np.arange(1, n + 1, dtype=np.int32) for n in counts]))
             arrays.append(list("".join(residues)))
         elif self._pairs:
-            arrays += np.array([lengths(one) for one in residues], dtype=np.int32).T
+            arrays.extend(np.array([lengths(one) for one in residues], dtype=np.int32).T)
         if self._choose:
             arrays.append(np.array(self._names, dtype=object)[values_RC.argmax(1)])
         arrays += [np.ascontiguousarray(x_R) for x_R in values_RC.T]
