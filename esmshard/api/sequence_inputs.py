@@ -15,13 +15,13 @@ import numpy.typing as npt
 from esmshard.data.fasta import nucleotides
 from esmshard.data.fasta.advice import instead
 from esmshard.data.fasta.fasta_reader import read_fasta
-from esmshard.data.fasta.sequence_tables import id_column, sequence_column
+from esmshard.data.fasta.sequence_tables import id_column, sequence_columns
 from esmshard.data.fasta.symbols import Edits, RefusedSymbols, Rules, clean, shown
 from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.data.tables import Table, counted
 from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.joined_chains import LINKER
+from esmshard.joined_chains import BETWEEN, LINKER
 from esmshard.vocab import CLS, EOS, encode
 
 Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
@@ -120,8 +120,8 @@ def as_list(given: Any, what: str) -> list[Any]:
         raise UsageError(f"{expected} {kind}; write given.decode()")
     names, shape = _column_names(given), getattr(given, "shape", None)
     if names is not None:
-        likely = sequence_column(_header(kind, names)) if what == "sequences" else None
-        typed = f'df["{likely}"]' if likely else f"the column that has the {what}, as df[NAME]"
+        likely = sequence_columns(_header(kind, names)) if what == "sequences" else ()
+        typed = f'df["{likely[0]}"]' if len(likely) == 1 else f"the column that has the {what}, as df[NAME]"
         raise UsageError(f"{expected} a {kind} with the columns {', '.join(map(shown, names[:5]))}; give {typed}")
     if shape is not None and len(shape) != 1:
         fix = "x[:, 0]" if len(shape) == 2 else "x.ravel()" if shape else "str(x)"
@@ -153,11 +153,14 @@ def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
     if names is None:
         return None
     header = _header(type(given).__name__, names)
-    column = sequence_column(header)
-    if column is None:
+    columns = sequence_columns(header)
+    if not columns:
         return None
-    ids = id_column(header, column)
-    sequences = _cells(given, column)
+    ids = id_column(header, columns)
+    sequences = _cells(given, columns[0])
+    if len(columns) > 1:
+        chains = zip(sequences, _cells(given, columns[1]), strict=True)
+        sequences = [_record(*cells) for cells in chains]
     if ids is None:
         return list(enumerate(sequences)), False
     keys = [str(cell) for cell in _cells(given, ids)]
@@ -165,9 +168,15 @@ def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
         twice = next(key for n, key in enumerate(keys) if key in keys[:n])
         raise InputError(
             f"{header.path}: column {ids!r} has {shown(twice)!r} twice; give each sequence an id of its own, or give "
-            f"df[{column!r}], which has no ids"
+            f"df[{list(columns) if len(columns) > 1 else columns[0]!r}], which has no ids"
         )
     return list(zip(keys, sequences, strict=True)), True
+
+
+def _record(first: object, second: object) -> object:
+    """Return a record of two chains, or a cell that is no text, which is refused like any other."""
+    cells = (first, second)
+    return next((cell for cell in cells if not isinstance(cell, str)), BETWEEN.join(map(str, cells)))
 
 
 def _header(kind: str, names: Sequence[str]) -> Table:

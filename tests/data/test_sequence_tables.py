@@ -281,3 +281,22 @@ def test_without_its_library_a_workbook_is_refused_with_the_command(monkeypatch:
     assert refusal(b"PK\x03\x04xl/", "x.xlsx") == (
         "x.xlsx: reading an Excel workbook needs openpyxl; pip install openpyxl, or save the sheet as 'CSV UTF-8'"
     )
+
+
+def test_two_columns_of_chains_are_one_record() -> None:
+    """The columns are found whatever their case; a column of sequences, or an id, is not taken for a chain."""
+    for columns in ("Heavy,Light", "VH,VL", "chain_A,chain_B", "seq1,seq2", "sequence_1,sequence_2"):
+        found, notices = read(write(f"name,{columns},y\nab,mk t,MKV*,1\nnano,MKK,,2\nnone,,nan,3\n"))
+        assert [(one.id, one.sequence) for one in found] == [("ab", "MKT:MKV"), ("nano", "MKK")]
+        assert "1 row with one chain of two read as that chain (line 3)" in notices
+        assert "1 row without a sequence left out (line 4)" in notices
+        assert "chains were joined by a linker of 25 in 1 record (ab)" in notices
+    (found,), _ = read(write("sequence,heavy,light\nMKT,1.5,2\n"))
+    assert found.sequence == "MKT"
+    (found,), _ = read(write("protein,heavy,light\nP1,MKT,MKV\n"))
+    assert (found.id, found.sequence) == ("P1", "MKT:MKV")
+    assert "has two pairs of columns of chains (heavy, light and chain_a, chain_b); rename the one that is not" in (
+        refusal("heavy,light,chain_a,chain_b\nM,K,M,K\n")
+    )
+    assert "column 'light' holds numbers, as '2'; sequences" in refusal("heavy,light\nMKT,2\n")
+    assert "has no column of sequences that is known" in refusal("heavy,y\nMKT,2\n")

@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.packing import MicroBatch
+from esmshard.data.fasta.chain_windows import ChainWindows, chain_windows
 from esmshard.data.fasta.symbols import JOINED, shown
+from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError
-from esmshard.vocab import CLS, EOS, chain_spans
+from esmshard.vocab import CLS, EOS, SEPARATOR, chain_spans
 
 Long = Literal["crop", "window", "full", "skip", "error"]
 
@@ -143,6 +145,9 @@ class Examples:
         """Tracks of all records of the store; see `add_tracks`."""
         self._seed = seed
         self._crop: int | None = None
+        # The most tokens of a crop or window, and whether there are records with several chains.
+        self._most: int | None = None
+        self._chained = linker_of(store.manifest) is not None
         # Record and first residue of each example, [E]; None if every example is a record from its first residue on.
         self._record_E: npt.NDArray[np.int64] | None = None
         self._start_E: npt.NDArray[np.int64] | None = None
@@ -195,8 +200,13 @@ class Examples:
         record, start = self._origin(n)
         record_id, residues = self.id(n), self.store.residues(record)
         labels = {} if self.labels is None else self.labels[record]
-        window = None
-        if self._start_E is not None:
+        window: slice | npt.NDArray[np.int64] | None = None
+        if (cut := self._chain_windows(record)) is not None:
+            if self._start_E is not None:
+                window = cut.kept(cut.spread(start))
+            elif epoch is not None:
+                window = cut.kept(cut.drawn(f"{self._seed}:{epoch}:{record_id}"))
+        elif self._start_E is not None:
             window = slice(start, start + int(self.tokens[n]) - 2)
         elif epoch is not None and self._crop is not None and len(residues) > self._crop:
             digest = hashlib.sha256(f"{self._seed}:{epoch}:{record_id}".encode()).digest()
@@ -207,15 +217,18 @@ class Examples:
             if self.labels is not None and self.labels.per_residue:
                 labels = {name: values[window] for name, values in labels.items()}
         tokens = np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")
-        tracks = {} if self.tracks is None else self.tracks.get(record, window or slice(None))
+        part = window if isinstance(window, slice) else slice(None)  # Records of several chains have no tracks.
+        tracks = {} if self.tracks is None else self.tracks.get(record, part)
         return Example(record_id, tokens, labels, FIXED if epoch is None else f"{self._seed}:{epoch}", tracks)
 
     def id(self, n: int) -> str:
-        """Return the id of example n, without reading its tokens."""
+        """Return the id of example n, without reading its tokens, unless it is a window of several chains."""
         record, start = self._origin(n)
         record_id, length = self.store.id(record), int(self.tokens[n]) - 2
         if self._start_E is None or length == self.store.lengths[record]:
             return record_id
+        if (cut := self._chain_windows(record)) is not None:
+            return f"{record_id}/{cut.name(cut.spread(start))}"
         return f"{record_id}/{start + 1}-{start + length}"
 
     def length(self, n: int) -> int:
@@ -235,10 +248,27 @@ class Examples:
             return block_N
         return block_N[self._record_E]
 
+    def _chain_windows(self, record: int) -> ChainWindows | None:
+        """Return the windows of a record of several chains; None if it is shorter than one, or is one chain."""
+        if self._most is None or not self._chained or self.store.lengths[record] <= self._most:
+            return None
+        residues = self.store.residues(record)
+        return chain_windows(residues, self._most) if SEPARATOR in residues else None
+
     def _origin(self, n: int) -> tuple[int, int]:
-        """Return the record and the first residue of an example."""
+        """Return the record and the first residue of an example; of a window of several chains, its number instead."""
         record = n if self._record_E is None else int(self._record_E[n])
         return record, 0 if self._start_E is None else int(self._start_E[n])
+
+    def _check_room(self, over: npt.NDArray[np.int64], most: int) -> None:
+        """Refuse records whose linkers leave no room for their chains."""
+        for k in over.tolist() if self._chained else ():
+            record = self._origin(k)[0]
+            try:
+                self._chain_windows(record)
+            except InputError as error:
+                name = shown(self.store.id(record))
+                raise InputError(f"{self.path}: record '{name}': data.max_length: {error}") from None
 
     def _shorten(self, long: Long, most: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Apply `long` to records over `most` residues, and return the number of residues of each
@@ -251,6 +281,9 @@ class Examples:
                 f"{self.path}: record '{shown(first)}' has {lengths[over[0]]:,} residues, data.max_length is {most:,}; "
                 "raise it, or set data.long to crop, window, full or skip"
             )
+        if long in ("crop", "window"):
+            self._most = most
+            self._check_room(over, most)
         if long == "crop":
             self._crop = most
             return np.minimum(lengths, most)
@@ -266,10 +299,16 @@ class Examples:
         # A record is covered by as few windows as possible, evenly spread, so that neighbours overlap by about the
         # same.
         windows = -(-lengths.astype(np.int64) // most)
+        for k in over.tolist() if self._chained else ():
+            if (cut := self._chain_windows(int(record_N[k]))) is not None:
+                windows[k] = cut.count
         place_E = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
         room_E = np.repeat(np.maximum(lengths - most, 0), windows)
         self._record_E = np.repeat(record_N, windows)
         self._start_E = place_E * room_E // np.maximum(np.repeat(windows, windows) - 1, 1)
+        if self._chained:
+            several_N = np.array([self._chain_windows(int(record)) is not None for record in record_N])
+            self._start_E = np.where(np.repeat(several_N, windows), place_E, self._start_E)
         self.notices.append(f"{count} cut into {int(windows[over].sum()):,} windows ({shown(first)}{more})")
         return np.repeat(np.minimum(lengths, most), windows)
 

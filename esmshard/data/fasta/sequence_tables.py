@@ -2,11 +2,12 @@
 
 | column | names, in upper or lower case |
 |---|---|
-| sequences | one of SEQUENCE_NAMES; else `protein`, as in the tables of SaprotHub |
+| sequences | one of SEQUENCE_NAMES; else a pair of CHAIN_NAMES; else `protein`, as in the tables of SaprotHub |
 | ids | `id`, else one of ID_NAMES; else a record is called `row_` and the number of its line |
 | sets | `set` or `split`, with `validation` as in FLIP's tables; else a `stage` that holds names of sets alone |
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +15,26 @@ from esmshard.data.fasta.headers import is_split
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.tables import MISSING, NUMBER, Table, listed, read_table, shown
 from esmshard.errors import InputError
+from esmshard.joined_chains import BETWEEN
 
 SEQUENCE_NAMES = ("sequence", "sequences", "seq", "protein_sequence", "mutated_sequence")
+CHAIN_NAMES = (
+    ("heavy", "light"),
+    ("heavy_chain", "light_chain"),
+    ("heavy_sequence", "light_sequence"),
+    ("sequence_heavy", "sequence_light"),
+    ("sequence_alignment_aa_heavy", "sequence_alignment_aa_light"),
+    ("vh", "vl"),
+    ("alpha_chain", "beta_chain"),
+    ("chain_a", "chain_b"),
+    ("sequence_a", "sequence_b"),
+    ("seq_a", "seq_b"),
+    ("sequence_1", "sequence_2"),
+    ("sequence1", "sequence2"),
+    ("seq1", "seq2"),
+)
+"""Pairs of columns that hold the two chains of a record. `sequence_alignment_aa_heavy` is of the Observed Antibody
+Space."""
 ID_NAMES = (
     "id",
     "name",
@@ -29,6 +48,7 @@ ID_NAMES = (
     "uniprot_id",
 )
 NO_SEQUENCE = "row(s) without a sequence left out"
+ONE_CHAIN = "row(s) with one chain of two read as that chain"
 
 _RENAME = "rename the one that is not"
 
@@ -54,23 +74,28 @@ def read_sequence_table(path: Path) -> SequenceTable:
             names the columns, or the line.
     """
     table = read_table(path)
-    column = sequence_column(table)
-    if column is None:
+    names = sequence_columns(table)
+    if not names:
         raise InputError(
             f"{path}: has no column of sequences that is known; {listed(table.columns)}; call the one with the amino "
             "acids 'sequence'"
         )
-    cells = table.columns[column]
-    edits, kept = Edits(), list[int]()
-    for row, cell in enumerate(cells):
-        if cell.lower() in MISSING:
+    edits, kept, sequences = Edits(), list[int](), list[str]()
+    for row, cells in enumerate(zip(*(table.columns[name] for name in names), strict=True)):
+        chains = ["".join(cell.split()) for cell in cells if cell.lower() not in MISSING]
+        if not chains:
             edits.add(NO_SEQUENCE, table.at(row))
-        else:
-            kept.append(row)
-    if all(NUMBER.fullmatch(cells[row]) for row in kept):
-        what = f"numbers, as {shown(cells[kept[0]])}" if kept else "nothing"
-        raise InputError(f"{path}: column {shown(column)} holds {what}; sequences of amino acids are expected there")
-    ids = id_column(table, column)
+            continue
+        if len(chains) < len(names):
+            edits.add(ONE_CHAIN, table.at(row))
+        kept.append(row)
+        sequences.append(BETWEEN.join(chains))
+    for name in names:
+        some = [cell for row in kept if (cell := table.columns[name][row]).lower() not in MISSING]
+        if all(map(NUMBER.fullmatch, some)):
+            what = f"numbers, as {shown(some[0])}" if some else "nothing"
+            raise InputError(f"{path}: column {shown(name)} holds {what}; sequences of amino acids are expected there")
+    ids = id_column(table, names)
     columns = {name: [texts[row] for row in kept] for name, texts in table.columns.items()}
     lines = [table.lines[row] for row in kept]
     if ids is None:
@@ -79,29 +104,40 @@ def read_sequence_table(path: Path) -> SequenceTable:
     _check_ids(rows, ids)
     marks = _marks(rows)
     headers = [f"{name}{mark}" for name, mark in zip(columns[ids], marks, strict=True)]
-    return SequenceTable(rows, headers, ["".join(cell.split()) for cell in columns[column]], edits)
+    return SequenceTable(rows, headers, sequences, edits)
 
 
-def sequence_column(table: Table) -> str | None:
-    """Return the column of sequences; None if there is none.
+def sequence_columns(table: Table) -> tuple[str, ...]:
+    """Return the column of sequences, or the two columns of their chains; nothing if there is none.
 
     Raises:
         InputError: several columns may be meant.
     """
-    return table.only_column(SEQUENCE_NAMES, _RENAME) or table.only_column(("protein",), _RENAME)
+    if column := table.only_column(SEQUENCE_NAMES, _RENAME):
+        return (column,)
+    lower = {name.lower() for name in table.columns}
+    pairs = [pair for pair in CHAIN_NAMES if lower.issuperset(pair)]
+    if len(pairs) > 1:
+        said = " and ".join(", ".join(pair) for pair in pairs)
+        raise InputError(f"{table.path}: has two pairs of columns of chains ({said}); {_RENAME}")
+    if pairs:
+        found = [table.only_column((name,), _RENAME) for name in pairs[0]]
+        return tuple(name for name in found if name is not None)
+    column = table.only_column(("protein",), _RENAME)
+    return () if column is None else (column,)
 
 
-def id_column(table: Table, sequences: str) -> str | None:
+def id_column(table: Table, sequences: Sequence[str]) -> str | None:
     """Return the column of ids; None if there is none.
 
     Args:
         table: the table.
-        sequences: its column of sequences, which is none of ids, whatever its name.
+        sequences: its columns of sequences, which are none of ids, whatever their names.
 
     Raises:
         InputError: several columns may be meant.
     """
-    others = [name for name in ID_NAMES if name != sequences.lower()]
+    others = [name for name in ID_NAMES if name not in [one.lower() for one in sequences]]
     return table.only_column(("id",), _RENAME) or table.only_column(others, "call the one with the ids 'id'")
 
 

@@ -20,7 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from esmshard.errors import UsageError
+import numpy as np
+
+from esmshard.data.fasta.chain_windows import chain_windows
+from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import BETWEEN, LINKER
 from esmshard.vocab import GAPS, MASK, RESIDUES, SEPARATOR, TOKENS
 
@@ -229,6 +232,22 @@ def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -
     if rules.long == "skip":
         edits.add(f"a sequence over {most:,} residues was left out", record_id)
         return []
+    windows_of = None
+    if SEPARATOR in tokens:
+        token_L = np.frombuffer(tokens, np.uint8)
+        try:
+            windows_of = chain_windows(token_L, most)
+        except InputError as error:
+            raise RefusedSymbols(f"has {length:,} residues with linkers, and {error}", "or skip such records") from None
+    if windows_of is not None:
+        crop = rules.long == "crop"
+        edits.add(f"a sequence over {most:,} residues was {'cropped' if crop else 'cut into windows'}", record_id)
+        places = [windows_of.drawn(record_id)] if crop else [windows_of.spread(k) for k in range(windows_of.count)]
+        named = [(windows_of.name(starts).encode(), token_L[windows_of.kept(starts)].tobytes()) for starts in places]
+        if crop:
+            return [(name, header + b" residues=" + where, kept) for where, kept in named]
+        rest = header.lstrip(BLANKS)[len(name) :]
+        return [(name + b"/" + where, name + b"/" + where + rest, kept) for where, kept in named]
     if rules.long == "crop":
         edits.add(f"a sequence over {most:,} residues was cropped", record_id)
         digest = hashlib.blake2b(name, digest_size=8).digest()

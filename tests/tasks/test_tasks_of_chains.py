@@ -1,0 +1,96 @@
+"""What tasks make of records of several chains: what is between chains is no residue."""
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from model_files import TINY, fair_esm, ours, perturb, write_transformers
+
+from esmshard.batch import pack
+from esmshard.data.batching.loader import Example
+from esmshard.data.variants.mutations import protein_of
+from esmshard.errors import InputError
+from esmshard.predict.sequence_scores import score_sequences
+from esmshard.predict.zero_shot import score_table
+from esmshard.tasks.labelled.sequence import SequenceHead, _features
+from esmshard.tasks.mlm import corrupt
+from esmshard.tasks.variants.marginals import pseudo_log_likelihoods
+from esmshard.vocab import SEPARATOR, encode, is_residue
+
+A, B = "MKTAYIAKQR", "GQISFVKSH"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    reference = fair_esm(TINY)
+    perturb(reference, deviation=0.3)
+    return write_transformers(tmp_path_factory.mktemp("chains") / "model", ours(reference, TINY), TINY)
+
+
+def test_a_linker_is_never_hidden_and_never_drawn() -> None:
+    tokens = encode(f"{A}:{B}", linker=30)
+    for draw in range(200):
+        corrupted, chosen_P = corrupt(tokens, 0.5, f"draw {draw}")
+        assert len(chosen_P) in (9, 10), "half of the residues, whatever the linker"
+        assert is_residue(tokens)[chosen_P].all()
+        assert (corrupted[tokens == SEPARATOR] == SEPARATOR).all()
+        assert (corrupted == SEPARATOR).sum() == 30
+
+
+def test_means_are_over_the_residues_of_all_chains() -> None:
+    batch = pack([encode(A), encode(f"{A}:{B}", linker=4), encode("M:K:W", linker=2)])
+    assert batch.linked_N == (0, 4, 4)
+    assert pack([encode(A)]).linked_N == ()
+    x_TD = torch.randn(len(batch.tokens_T), 8, generator=torch.Generator().manual_seed(0))
+    own_T = (batch.tokens_T != SEPARATOR) & (batch.tokens_T != 0) & (batch.tokens_T != 2)
+    expected = torch.stack(
+        [x_TD[start:end][own_T[start:end]].mean(0) for start, end in zip((0, 12, 37), (12, 37, 46), strict=True)]
+    )
+    torch.testing.assert_close(torch.stack(batch.means(x_TD)), expected)
+    torch.testing.assert_close(torch.stack(batch.to(torch.device("cpu")).means(x_TD)), expected)
+    head = SequenceHead(8, 0, 3, 0.0)
+    found = torch.stack(head(x_TD, batch))
+    torch.testing.assert_close(found, head.out(head.norm(expected)))
+
+
+def test_baselines_count_residues() -> None:
+    chains, joined = (Example("x", encode(text, linker=30), {}) for text in (f"{A}:{B}", A + B))
+    for name in ("length", "composition"):
+        np.testing.assert_array_equal(_features(name, chains, None), _features(name, joined, None))
+
+
+def test_scores_are_of_the_residues_in_the_joined_sequence(model: Path, tmp_path: Path) -> None:
+    fasta, out = tmp_path / "x.fasta", tmp_path / "x.csv"
+    fasta.write_text(f">ab\n{A}:{B}\n>a\n{A}\n")
+    score_sequences(str(model), fasta, out, join="linker:6")
+    with open(out, newline="") as file:
+        ab, a = csv.DictReader(file)
+    assert (ab["length"], ab["not_scored"], ab["window"]) == ("19", "0", "25")
+    assert (a["length"], a["window"]) == ("10", "10")
+    reference = fair_esm(TINY)
+    perturb(reference, deviation=0.3)
+    trunk = ours(reference, TINY)
+    plain = encode(A + "G" * 6 + B)
+    # The residues of the linker are no letters of the 20 in the sum, so they are left out one by one.
+    whole, linker = (float(pseudo_log_likelihoods(trunk, [(plain, {})], np.array([25]), window=1022)[0]), 0.0)
+    for place in range(len(A) + 1, len(A) + 7):
+        hidden = plain.copy()
+        hidden[place] = 32
+        with torch.no_grad():
+            logits_PV = trunk(pack([hidden]), logits_at=torch.tensor([place])).logits_PV
+        assert logits_PV is not None
+        linker += float(logits_PV.log_softmax(-1)[0, 6])
+    assert math.isclose(float(ab["pseudo_log_likelihood"]), whole - linker, abs_tol=1e-3)
+    assert '"join": "linker:6"' in (tmp_path / "x.json").read_text()
+
+
+def test_the_wild_type_of_variants_is_one_chain(model: Path, tmp_path: Path) -> None:
+    fasta = tmp_path / "x.fasta"
+    fasta.write_text(f">ab\n{A}:{B}\n")
+    with pytest.raises(InputError, match=r"x.fasta: the wild type has several chains; give the one that the variants"):
+        protein_of(fasta)
+    with pytest.raises(InputError, match="the wild type has several chains"):
+        score_table(str(model), fasta, None, tmp_path / "y.csv")
