@@ -104,7 +104,14 @@ def _all_keys(schema: dict[str, Any]) -> str:
         elif "$ref" in key:
             section = _named(schema, key["$ref"])
             parts.append(f"## {name}\n\n{_words(section['description'])}\n")
-            parts += _keys(section["properties"], section.get("required", ()), f"{name}.", "###")
+            of_section = section["properties"].items()
+            plain = {inner: one for inner, one in of_section if "$ref" not in one}
+            parts += _keys(plain, section.get("required", ()), f"{name}.", "###")
+            for inner, one in of_section:  # sections inside a section
+                if "$ref" in one:
+                    within = _named(schema, one["$ref"])
+                    parts.append(f"### {name}.{inner}\n\n{_words(within['description'])}\n")
+                    parts += _keys(within["properties"], within.get("required", ()), f"{name}.{inner}.", "####")
         else:
             parts += _keys({name: key}, schema.get("required", ()), "", "##")
     return "\n".join(parts)
