@@ -232,8 +232,11 @@ class Examples:
         return f"{record_id}/{start + 1}-{start + length}"
 
     def length(self, n: int) -> int:
-        """Return the number of residues of the record of example n."""
-        return int(self.store.lengths[self._origin(n)[0]])
+        """Return the number of residues of all chains of the record of example n."""
+        record = self._origin(n)[0]
+        if self._chained:
+            return sum(end - start for start, end in chain_spans(self.store.residues(record)))
+        return int(self.store.lengths[record])
 
     def whole(self, n: int) -> npt.NDArray[np.uint8]:
         """Return all residue tokens of the record of example n, without cropping, uint8 [L]."""

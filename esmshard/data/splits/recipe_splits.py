@@ -19,7 +19,7 @@ from esmshard.data.structures import structure_folder
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
 from esmshard.joined_chains import Chains
 from esmshard.recipe import recipe_file
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.vocab import SEPARATOR, chain_spans
 
@@ -104,6 +104,17 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
     return fasta, tokens, outer
+
+
+def joined(recipe: Recipe, chains: Chains) -> Recipe:
+    """Return the recipe with `data.join` as the model joins chains. Stores of another linker are then refused.
+
+    The chains of a pair are not joined.
+    """
+    if recipe.task.pairs:
+        return recipe
+    join = JoinSettings(linker=chains.linker, gap=chains.gap)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"join": join})})
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
