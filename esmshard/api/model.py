@@ -75,7 +75,7 @@ class Model:
 
     @property
     def task(self) -> str | None:
-        """The task of the fine-tuned head: `contact`, `mlm`, `residue`, `sequence`, `variant`; None without a head."""
+        """The task of the fine-tuned head, such as `sequence`; None without a head."""
         return None if self.tuned is None else str(self.tuned.about["recipe"]["task"]["name"])
 
     @property

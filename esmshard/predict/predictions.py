@@ -24,7 +24,7 @@ from esmshard.errors import InputError, UsageError, writing
 from esmshard.joined_chains import Chains
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
-from esmshard.model.weights import open_weights
+from esmshard.model.weights import open_weights, recorded
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.predict import contact_pictures, failures
 from esmshard.predict.failures import Failure, failures_file
@@ -41,6 +41,7 @@ from esmshard.predict.writers import (
 from esmshard.progress import Progress, rate, say
 from esmshard.tasks.base import Inputs, of_residues
 from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
+from esmshard.tasks.registry import traits
 from esmshard.vocab import chain_spans, decode
 
 Array = npt.NDArray[np.float32]
@@ -205,15 +206,18 @@ def read_input(
         sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
         read = cached_split(fasta, complexes) if structures else sequences
-        linker = (chains or open_weights.read(model).config.chains).tokens
+        found = open_weights.read(model)
+        linker = (chains or found.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
         store.check_linker(linker, read)
-    for notice in [*(notices(read) if structures else ()), *store.notices]:
+    about = recorded.task_of(found.files)
+    examples = Examples("input", fasta, store, None, apart=about is not None and traits(about[0]).pairs)
+    of_store = len(examples.notices)
+    for notice in [*(notices(read) if structures else ()), *examples.notices]:
         say(f"{fasta}: {notice}")
-    examples = Examples("input", fasta, store, None)
     if files:
         examples.add_tracks(record_tracks(files, store))
-    about_tracks = [*examples.notices[len(store.notices) :], *without_tracks(model, tracks)]
+    about_tracks = [*examples.notices[of_store:], *without_tracks(model, tracks)]
     for notice in about_tracks:
         say(notice)
     return examples, about_tracks
@@ -227,7 +231,7 @@ def _writer(
         return NpzWriter(out)
     if not task.names:
         raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
-    how = {"per_residue": task.per_residue, "choose": task.one_of_names}
+    how = {"per_residue": task.per_residue, "choose": task.one_of_names, "pairs": task.settings.pairs}
     how["chains"] = task.per_residue and linker_of(store.manifest) is not None
     if out.suffix == ".csv":
         return CsvWriter(out, task.names, **how)
@@ -269,10 +273,11 @@ def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> It
         done: dict[int, Array | str] = {}
         inputs_of: dict[int, Inputs] = {}
         for n in window:
-            if limit is not None and examples.tokens[n] > limit:
+            asked = task.question(examples.get(n))
+            if limit is not None and asked.longest > limit:
                 done[n] = f"the model has learned positions for {limit - 2} residues"
             else:
-                inputs_of[n] = task.question(examples.get(n))
+                inputs_of[n] = asked
         places = list(inputs_of)
         groups = by_length([cost(n) for n in places], most) if places else iter(())
         packs = [[places[k] for k in group] for group in groups]

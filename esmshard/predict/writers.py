@@ -112,7 +112,7 @@ class TableWriter(Writer):
 
 
 def columns(
-    names: Sequence[str], *, per_residue: bool, choose: bool, chains: bool = False
+    names: Sequence[str], *, per_residue: bool, choose: bool, chains: bool = False, pairs: bool = False
 ) -> tuple[list[str], list[str]]:
     """Return the columns of a table of predictions: those that identify a line, and those of the numbers.
 
@@ -121,7 +121,8 @@ def columns(
     >>> columns(["H", "id"], per_residue=True, choose=False)
     (['id', 'position', 'residue'], ['H', 'id (predicted)'])
     """
-    place = [*(["chain"] if chains else []), "position", "residue"] if per_residue else []
+    place = ["position", "residue"] if per_residue else ["length_a", "length_b"] if pairs else []
+    place = ["chain", *place] if chains else place
     first = ["id", *place, *(["prediction"] if choose else [])]
     return first, [f"{name} (predicted)" if name in first else name for name in names]
 
@@ -147,24 +148,34 @@ class CsvWriter(TableWriter):
         choose: whether the numbers are probabilities of exclusive classes; the most likely class is named in
             `prediction`.
         chains: whether a record has several chains, so that the lines of residues need the number of the chain.
+        pairs: whether a record is two chains, whose lengths are written.
     """
 
     def __init__(
-        self, out: Path, names: Sequence[str], *, per_residue: bool, choose: bool, chains: bool = False
+        self,
+        out: Path,
+        names: Sequence[str],
+        *,
+        per_residue: bool,
+        choose: bool,
+        chains: bool = False,
+        pairs: bool = False,
     ) -> None:
         super().__init__(out)
-        self._names, self._per_residue, self._choose, self._chains = names, per_residue, choose, chains
+        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._chains, self._pairs = chains, pairs
         self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # `close` closes the file
         self._rows = spreadsheet.writer(self._file)
-        first, numbers = columns(names, per_residue=per_residue, choose=choose, chains=chains)
+        first, numbers = columns(names, per_residue=per_residue, choose=choose, chains=chains, pairs=pairs)
         self._rows.writerow([*first, *numbers])
 
     def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
         """Write one record; see `TableWriter.add`."""
         rows = values.reshape(-1, len(self._names))
-        of_rows = places(residues) if self._per_residue else [()] * len(rows)
+        other: tuple[int, ...] = tuple(lengths(residues)) if self._pairs else ()
+        of_rows = places(residues) if self._per_residue else [other] * len(rows)
         for found, row in zip(of_rows, rows, strict=True):
-            place = found if self._chains else found[1:]
+            place = found[1:] if self._per_residue and not self._chains else found
             chosen = [self._names[int(row.argmax())]] if self._choose else []
             self._rows.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
 
@@ -184,6 +195,7 @@ class ParquetWriter(TableWriter):
         per_residue: see `CsvWriter`.
         choose: see `CsvWriter`.
         chains: see `CsvWriter`.
+        pairs: see `CsvWriter`.
         about: metadata of the file, names to texts.
     """
 
@@ -195,16 +207,18 @@ class ParquetWriter(TableWriter):
         per_residue: bool,
         choose: bool,
         chains: bool = False,
+        pairs: bool = False,
         about: Mapping[str, str],
     ) -> None:
         self._pa, parquet = pyarrow(out)
         super().__init__(out)
-        self._names, self._per_residue, self._choose, self._chains = names, per_residue, choose, chains
+        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._chains, self._pairs = chains, pairs
         self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(names)))
         self._rows = 0
         self._waiting: list[tuple[str, str, npt.NDArray[np.float32]]] = []
-        types = {"chain": self._pa.int32(), "position": self._pa.int32()}
-        first, numbers = columns(names, per_residue=per_residue, choose=choose, chains=chains)
+        types = dict.fromkeys(("chain", "position", "length_a", "length_b"), self._pa.int32())
+        first, numbers = columns(names, per_residue=per_residue, choose=choose, chains=chains, pairs=pairs)
         fields = [self._pa.field(name, types.get(name, self._pa.string()), nullable=False) for name in first]
         fields += [self._pa.field(name, self._pa.float32(), nullable=False) for name in numbers]
         self._schema = self._pa.schema(fields, metadata=dict(about))
@@ -229,15 +243,17 @@ class ParquetWriter(TableWriter):
     def _write(self) -> None:
         ids, residues, values = zip(*self._waiting, strict=True)
         self._rows, self._waiting = 0, []
-        lengths = [len(rows) for rows in values]
+        counts = [len(rows) for rows in values]
         values_RC = np.concatenate(values)
-        arrays: list[Any] = [np.repeat(np.array(ids, dtype=object), lengths)]
+        arrays: list[Any] = [np.repeat(np.array(ids, dtype=object), counts)]
         if self._per_residue:
             chains = [(k, len(chain)) for one in residues for k, chain in enumerate(one.split(BETWEEN), 1)]
             if self._chains:
                 arrays.append(np.concatenate([np.full(n, k, dtype=np.int32) for k, n in chains]))
             arrays.append(np.concatenate([np.arange(1, n + 1, dtype=np.int32) for _, n in chains]))
             arrays.append(list("".join(residues).replace(BETWEEN, "")))
+        elif self._pairs:
+            arrays.extend(np.array([lengths(one) for one in residues], dtype=np.int32).T)
         if self._choose:
             arrays.append(np.array(self._names, dtype=object)[values_RC.argmax(1)])
         arrays += [np.ascontiguousarray(x_R) for x_R in values_RC.T]
@@ -268,6 +284,15 @@ def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> 
     rows = [(record_id, ",".join(map(str, each)), join) for record_id, each in lengths.items()]
     with replacing(path) as file:
         file.writelines(map(spreadsheet.tab_line, [("id", "residues", "join"), *rows]))
+
+
+def lengths(record: str) -> list[int]:
+    """Return the residues of each chain of a record.
+
+    >>> lengths("MK:T")
+    [2, 1]
+    """
+    return [len(chain) for chain in record.split(BETWEEN)]
 
 
 def pyarrow(out: Path) -> tuple[Any, Any]:

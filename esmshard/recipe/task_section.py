@@ -40,6 +40,8 @@ class TaskSettings(Settings):
     unless `data.folds` is set. For subclasses of `VariantSettings` only."""
     trains_lm_head: ClassVar[bool] = False
     """Whether the head is the language model's own, so that the LM head is trained and used."""
+    pairs: ClassVar[bool] = False
+    """Whether a record is two chains, `A:B`, which the model reads as two sequences."""
     predicts_contacts: ClassVar[bool] = False
     """Whether predictions are maps of contact probabilities, which are drawn beside the true contacts."""
 

@@ -71,6 +71,14 @@ class Inputs:
     """Whether the wild type is the only input of the model."""
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """`Example.tracks`. A variant and its wild type have the same."""
+    partner: "Inputs | None" = None
+    """The second chain of a pair, with its own `tokens` and `tracks`. Both chains are sequences of their own in the
+    pack, one after the other, so that neither attends to the other."""
+
+    @property
+    def longest(self) -> int:
+        """The tokens of its longest sequence."""
+        return max(len(self.tokens), 0 if self.partner is None else len(self.partner.tokens))
 
 
 class Task(ABC):
@@ -123,6 +131,11 @@ class Task(ABC):
     def baseline_records(self) -> int:
         """The largest number of training examples that the baselines learn from."""
         return BASELINE_RECORDS
+
+    @property
+    def in_common(self) -> str:
+        """What the records of one block (`Examples.blocks`) have in common, so that they are resampled together."""
+        return "position"
 
     @property
     def of_base(self) -> tuple[str, ...]:
@@ -221,6 +234,15 @@ class Task(ABC):
         """
         return {}
 
+    def group(self, example: Example, known: Mapping[str, npt.NDArray[Any]]) -> str:
+        """Return the group of a record whose metrics an evaluation gives apart, besides those of all; '' for none.
+
+        Args:
+            example: the record.
+            known: of `baselines`.
+        """
+        return ""
+
     def look_ahead(self, data: Examples, base: "FineTuner") -> None:
         """Prepare the outputs of the baselines for a split. Called before `baseline_outputs` is called for each of its
         examples.
@@ -269,7 +291,10 @@ def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) 
         options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
         return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, tracks=first.tracks, **options)
     places = [i.logits_at for i in inputs if i.logits_at is not None]
-    return pack([i.tokens for i in inputs], record_ids, places or None, [i.tracks for i in inputs])
+    sequences = [one for i in inputs for one in (i, i.partner) if one is not None]
+    if record_ids is not None and first.partner is not None:
+        record_ids = [record_id for record_id in record_ids for _ in range(2)]
+    return pack([one.tokens for one in sequences], record_ids, places or None, [one.tracks for one in sequences])
 
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:

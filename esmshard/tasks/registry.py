@@ -25,6 +25,7 @@ GROUP = "esmshard.tasks"
 TASKS = {
     "contact": "esmshard.tasks.contact.contact_settings:ContactSettings",
     "mlm": "esmshard.tasks.mlm_settings:MlmSettings",
+    "pair": "esmshard.tasks.labelled.pair_settings:PairSettings",
     "residue": "esmshard.tasks.labelled.residue_settings:ResidueSettings",
     "sequence": "esmshard.tasks.labelled.sequence_settings:SequenceSettings",
     "variant": "esmshard.tasks.variants.variant_settings:VariantSettings",

@@ -28,6 +28,7 @@ from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, witho
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
 from esmshard.train.records.verdict import aligned, verdict
+from esmshard.vocab import chain_spans
 
 CHUNK = 4096
 """The number of tokens whose records the model scores at once. Larger records are scored one by one, since pair maps
@@ -189,19 +190,33 @@ def report(
     facts |= {"tracks": dict(tracks)} if tracks else {}
     if complexes is not None:
         facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
-    return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out})
+    groups = [found.task.group(data.get(n), known) for n in range(len(data))]
+    return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out}, groups)
 
 
 def write(
-    directory: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], about: Mapping[str, Any]
+    directory: Path,
+    data: Examples,
+    task: Task,
+    table: Mapping[str, Sequence[Row]],
+    about: Mapping[str, Any],
+    groups: Sequence[str] = (),
 ) -> str:
     """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, what is missing, and the verdict.
 
     `evaluation.json` holds the intervals of every method and of the model's gains over the baselines, and the verdict.
     `per_protein.csv` holds every number of the model's rows.
+
+    Args:
+        directory: an existing directory.
+        data: the split.
+        task: the task.
+        table: the rows of every method.
+        about: more entries for `evaluation.json`.
+        groups: of each record (`Task.group`); empty for no groups.
     """
     block_N, columns = data.blocks(), task.columns_of(table[MAIN])
-    unit = "record" if block_N is None else "position"
+    unit = "record" if block_N is None else task.in_common
     samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
     intervals = {name: {m: interval(values, m) for m, values in found.items()} for name, found in samples.items()}
     differences = {
@@ -215,6 +230,7 @@ def write(
         for metric, count in counts.items()
         if count < LEAST
     }
+    of_groups = _groups(task, table, block_N, groups)
     headline = task.columns[0]
     count = counts[headline]
     said = verdict(
@@ -224,14 +240,7 @@ def write(
         f"paired over {count:,} {unit}{'' if count == 1 else 's'}",
         lower_is_better=task.lower_is_better,
     )
-    every = dict.fromkeys(key for row in table[MAIN] for key, value in row.items() if not isinstance(value, np.ndarray))
-    numbers = list(every)
-    # For variants the predictions of every baseline are saved, because the folds of a table are tested together.
-    others = (
-        []
-        if block_N is None
-        else [(name, key) for name in table if name != MAIN for key in numbers if key.startswith("prediction")]
-    )
+    numbers = _numbers(table[MAIN])
     evaluation = {
         **about,
         "task": about["recipe"]["task"]["name"],
@@ -249,19 +258,47 @@ def write(
         "metrics": {name: {c: asdict(i) for c, i in row.items()} for name, row in intervals.items()},
         "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
         "facts": task.facts,
+        "groups": of_groups,
         "calibration": _calibration(table[MAIN]),
         "confusion": _confusion(table[MAIN], task),
     }
     replace_json(directory / "evaluation.json", evaluation)
-    blocks = [] if block_N is None else ["block"]
-    lines = [["id", "length", *blocks, *numbers, *(f"{key} of {name}" for name, key in others)]]
+    _write_rows(directory / "per_protein.csv", data, task, table, groups)
+    return "\n".join([as_text(intervals | _lines_of(of_groups), columns), *without_interval(without), said])
+
+
+def _write_rows(
+    path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
+) -> None:
+    """Write a line for each record: id, lengths, block and group, if there are any, and the numbers of its row."""
+    block_N, numbers = data.blocks(), _numbers(table[MAIN])
+    # Where records are resampled in blocks the predictions of every baseline are saved, because the folds of a table of
+    # variants are tested together.
+    others = (
+        []
+        if block_N is None
+        else [(name, key) for name in table if name != MAIN for key in numbers if key.startswith("prediction")]
+    )
+    head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
+    head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
+    lines = [[*head, *numbers, *(f"{key} of {name}" for name, key in others)]]
     for n, row in enumerate(table[MAIN]):
         values = [*(row.get(key, math.nan) for key in numbers), *(table[name][n][key] for name, key in others)]
         cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
-        lines.append([data.id(n), str(data.length(n)), *([] if block_N is None else [str(block_N[n])]), *cells])
-    with replacing(directory / "per_protein.csv") as file:
+        if task.settings.pairs:
+            lengths = [end - start for start, end in chain_spans(data.whole(n))]
+            lengths = [sum(lengths), *lengths]
+        else:
+            lengths = [data.length(n)]
+        places = [*lengths, *([] if block_N is None else [block_N[n]]), *([groups[n]] if any(groups) else [])]
+        lines.append([data.id(n), *map(str, places), *cells])
+    with replacing(path) as file:
         spreadsheet.writer(file).writerows(lines)
-    return "\n".join([as_text(intervals, columns), *without_interval(without), said])
+
+
+def _numbers(rows: Sequence[Row]) -> list[str]:
+    """Return the keys of the numbers of the rows. Records of several chains have more of them than others."""
+    return [*dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, np.ndarray))]
 
 
 def without_interval(reasons: Mapping[str, str]) -> list[str]:
@@ -282,6 +319,33 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
     found = bootstrap(task.summary, ready, block_N=block_N)
     return {
         metric: values if _units(rows, metric, block_N) >= LEAST else values[:1] for metric, values in found.items()
+    }
+
+
+def _groups(
+    task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
+) -> dict[str, Any]:
+    """Count the records of each group, and compute the metrics of every method on them, unless they are all records."""
+    found: dict[str, Any] = {}
+    for group in sorted(set(groups) - {""}):
+        members = [n for n, one in enumerate(groups) if one == group]
+        found[group] = {"records": len(members), "metrics": {}}
+        if len(members) == len(groups):
+            continue
+        part = None if block_N is None else block_N[members]
+        samples = {name: _resampled(task, [rows[n] for n in members], part) for name, rows in table.items()}
+        found[group]["metrics"] = {
+            name: {m: asdict(interval(values, m)) for m, values in one.items()} for name, one in samples.items()
+        }
+    return found
+
+
+def _lines_of(groups: Mapping[str, Any]) -> dict[str, dict[str, Interval]]:
+    """Return the model's metrics on each group, by the name of a line of the table."""
+    return {
+        f"{MAIN}, {name}: {group['records']:,}": {m: Interval(**one) for m, one in group["metrics"][MAIN].items()}
+        for name, group in groups.items()
+        if group["metrics"]
     }
 
 

@@ -11,6 +11,7 @@ import torch
 from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.batching.packing import StepPlan
 from esmshard.data.splits.leakage import ComparedRecords, check
+from esmshard.data.splits.pair_overlap import pair_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError, UsageError
@@ -171,6 +172,8 @@ def leakage_notices(job: RunInputs) -> list[str]:
 
     try:
         others = {split.name: records(split) for split in (job.valid, job.test)}
+        if job.recipe.task.pairs:
+            return pair_notices(records(job.train), others, most=20_000_000) + _of_base(job)
         return check(records(job.train), others, most=20_000_000).notices() + _of_base(job)
     except Exception as error:  # the check only informs and must not end the run
         return [f"leakage: could not be checked ({error})"]

@@ -599,9 +599,15 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
         (["train.epochs=2"], "train.epochs: is another way to say train.steps, which is 40; give one of the two"),
         (["data.fold=2"], "data.fold: is one of data.folds, and the recipe has none; add data.folds, or remove it"),
         (["data.folds=3", "data.fold=3"], "data.fold: is counted from 0, and of 3 folds the last one is 2, not 3"),
-        (["data.labels=x.csv"], "data.labels: is for task residue and sequence, and the recipe has contact; remove it"),
+        (
+            ["data.labels=x.csv"],
+            "data.labels: is for task pair, residue and sequence, and the recipe has contact; remove it",
+        ),
         (["data.target=[y]"], "data.target: is for task residue, sequence and variant, and the recipe has contact"),
-        (["data.id_column=y"], "data.id_column: is for task residue and sequence, and the recipe has contact; remove"),
+        (
+            ["data.id_column=y"],
+            "data.id_column: is for task pair, residue and sequence, and the recipe has contact; remove",
+        ),
         (["task={name: sequence}", "data.mask=x"], "data.mask: is for task residue, and the recipe has sequence; rem"),
         (
             ["task={name: sequence}", "data.long=crop"],
@@ -614,7 +620,10 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
         (["batch.global_tokens=99", "batch.sequences=8"], "batch.sequences: is another way to say batch.global_tokens"),
         ([*VARIANT, "data.train=x"], "data.train: is for the other tasks, and the recipe has variant, which divides"),
         ([*VARIANT, "data.clusters=x"], "data.clusters: is for the other tasks, and the recipe has variant, which"),
-        ([*VARIANT, "data.labels=x"], "data.labels: is for task residue and sequence, and the recipe has variant; rem"),
+        (
+            [*VARIANT, "data.labels=x"],
+            "data.labels: is for task pair, residue and sequence, and the recipe has variant; rem",
+        ),
         (
             [*VARIANT, "data.long=crop"],
             "data.long: crop may remove the cause of the label of a protein; choose fu",

@@ -45,6 +45,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for record, dssp in zip(file["names"], file["dssp8"], strict=True):
                 rows.append([str(record), f"{str(dssp).count('H') / len(str(dssp)):.4f}"])
                 letters.append(f">{record}\n{str(dssp).translate(str.maketrans('GIBSTC', 'HHELLL'))}\n")
+    for split, count in (("train", 12), ("valid", 3), ("test", 4)):
+        pairs = (shipped("data") / "pairs" / f"{split}.fasta").read_text().split(">")[1 : 1 + count]
+        (path / f"{split}-pairs.fasta").write_text("".join(f">{pair}" for pair in pairs))
+        rows += [[pair.split()[0], str(len(pair))] for pair in pairs]
     with open(path / "labels.csv", "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
     (path / "labels.fasta").write_text("".join(letters))
@@ -56,7 +60,8 @@ def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
     copy = data / f"{name}.yaml"
     shutil.copy(shipped("recipes") / f"{name}.yaml", copy)
     given = recipe_file.load(copy)
-    splits = [f"data.{split}={data / split}.fasta" for split in ("train", "valid", "test")]
+    ending = "-pairs.fasta" if given.task.pairs else ".fasta"
+    splits = [f"data.{split}={data / split}{ending}" for split in ("train", "valid", "test")]
     recipe = recipe_file.load(copy, [*small(given), *splits, f"out={tmp_path / 'run'}"])
     out = finetune.run(recipe)
     assert out is not None
@@ -77,15 +82,16 @@ def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
         "parallel",
         "out",
     }
-    ending = "npz" if recipe.task.name == "contact" else "csv"
-    assert predict(str(out / "model"), data / "test.fasta", tmp_path / f"x.{ending}").records == 4
-    if ending == "csv":
+    table = "npz" if recipe.task.name == "contact" else "csv"
+    assert predict(str(out / "model"), data / f"test{ending}", tmp_path / f"x.{table}").records == 4
+    if table == "csv":
         with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         with np.load(data / "test.npz") as file:
             residues = "".join(str(s) for s in file["seqs"])
-        assert len(rows) == (4 if recipe.task.name == "sequence" else len(residues))
-        if recipe.task.name != "sequence":
+        of_proteins = recipe.task.name in ("sequence", "pair")
+        assert len(rows) == (4 if of_proteins else len(residues))
+        if not of_proteins:
             assert "".join(row["residue"] for row in rows) == residues
             numbers = [
                 sum(float(v) for k, v in row.items() if k not in ("id", "position", "residue", "prediction"))

@@ -135,7 +135,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None
     said = done.stdout
     for part in (
         "task.histidin: unknown key; did you mean 'histidine'?",
-        "data.labels: is for task residue and sequence, and the recipe has net_charge; remove it",
+        "data.labels: is for task pair, residue and sequence, and the recipe has net_charge; remove it",
         "data.long: crop may remove the cause of the label of a protein; choose full or skip",
         "adapt.method: probe is not offered by task net_charge; choose full, lora or head",
         "did you mean 'net_charge'?",

@@ -15,7 +15,8 @@ from esmshard.data.variants.mutations import protein_of
 from esmshard.errors import InputError
 from esmshard.predict.sequence_scores import score_sequences
 from esmshard.predict.zero_shot import score_table
-from esmshard.tasks.labelled.sequence import SequenceHead, _features
+from esmshard.tasks.labelled.sequence import SequenceHead, SequenceTask
+from esmshard.tasks.labelled.sequence_settings import SequenceSettings
 from esmshard.tasks.mlm import corrupt
 from esmshard.tasks.variants.marginals import pseudo_log_likelihoods
 from esmshard.vocab import SEPARATOR, encode, is_residue
@@ -58,8 +59,9 @@ def test_means_are_over_the_residues_of_all_chains() -> None:
 
 def test_baselines_count_residues() -> None:
     chains, joined = (Example("x", encode(text, linker=30), {}) for text in (f"{A}:{B}", A + B))
+    task = SequenceTask(SequenceSettings(name="sequence"), {})
     for name in ("length", "composition"):
-        np.testing.assert_array_equal(_features(name, chains, None), _features(name, joined, None))
+        np.testing.assert_array_equal(task.features(name, chains, None), task.features(name, joined, None))
 
 
 def test_scores_are_of_the_residues_in_the_joined_sequence(model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from esmshard.data.batching.packing import MicroBatch
 from esmshard.data.fasta.chain_windows import ChainWindows, chain_windows
-from esmshard.data.fasta.symbols import shown
+from esmshard.data.fasta.symbols import JOINED, shown
 from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError
 from esmshard.vocab import CLS, EOS, SEPARATOR, is_residue
@@ -114,6 +114,7 @@ class Examples:
         seed: seed of the recipe. Crops depend on (seed, epoch, id), never on rank or batch.
         members_N: whether each record belongs to the split, bool [N]; by default all do.
         digest: a digest of the sequences, their order and the choice of members; by default that of the store.
+        apart: whether the chains of a record are sequences of their own for the model. `max_length` is then of each.
 
     Raises:
         InputError: a record is longer than `max_length` and `long` is `error`, or no record is left.
@@ -131,10 +132,12 @@ class Examples:
         seed: int = 0,
         members_N: npt.NDArray[np.bool_] | None = None,
         digest: str | None = None,
+        apart: bool = False,
     ) -> None:
         self.name, self.path, self.store = name, path, store
         self._digest = digest
-        self.notices = [*store.notices, *getattr(labels, "notices", ())]
+        joined = [notice for notice in store.notices if notice.startswith(JOINED)] if apart else []
+        self.notices = [*(n for n in store.notices if n not in joined), *getattr(labels, "notices", ())]
         """Sentences about data that were changed or left out while reading."""
         self.labels = labels
         """Labels of all records of the store."""
@@ -148,18 +151,23 @@ class Examples:
         # Record and first residue of each example, [E]; None if every example is a record from its first residue on.
         self._record_E: npt.NDArray[np.int64] | None = None
         self._start_E: npt.NDArray[np.int64] | None = None
-        cut_E: npt.NDArray[np.int32] = store.lengths
+        longest_N, tokens_N = _of_chains(store) if apart else (store.lengths, None)
+        cut_E: npt.NDArray[np.int32] = longest_N
         taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
         if labels is not None and labels.labelled_N is not None:
             taken_N = taken_N & labels.labelled_N
         if not taken_N.all():
             self._record_E = np.flatnonzero(taken_N)
-            cut_E = store.lengths[self._record_E]
+            cut_E = longest_N[self._record_E]
             if not len(cut_E):
                 raise InputError(f"{path}: {name} has no labelled record; give it labels, or another file")
         if max_length is not None and long != "full" and int(cut_E.max()) > max_length:
             cut_E = self._shorten(long, max_length, cut_E)
-        self.tokens: npt.NDArray[np.int32] = cut_E + np.int32(2)
+        if tokens_N is None:
+            tokens_E = cut_E + np.int32(2)
+        else:
+            tokens_E = tokens_N if self._record_E is None else tokens_N[self._record_E]
+        self.tokens: npt.NDArray[np.int32] = tokens_E
         """Tokens of each example as trained on, with `<cls>` and `<eos>`, int32 [E]."""
         self.beside = 0
         """Tokens that go through the model in addition with every micro-batch. For variants, these are the tokens of
@@ -304,6 +312,13 @@ class Examples:
             self._start_E = np.where(np.repeat(several_N, windows), place_E, self._start_E)
         self.notices.append(f"{count} cut into {int(windows[over].sum()):,} windows ({shown(first)}{more})")
         return np.repeat(np.minimum(lengths, most), windows)
+
+
+def _of_chains(store: Store) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return the residues of the longest chain of each record, and the tokens of all its chains, int32 [N] each."""
+    chains = [[end - start for start, end in chain_spans(store.residues(n))] for n in range(len(store))]
+    longest, tokens = [max(one) for one in chains], [sum(one) + 2 * len(one) for one in chains]
+    return np.array(longest, dtype=np.int32), np.array(tokens, dtype=np.int32)
 
 
 def digests(data: Examples, batches: Sequence[MicroBatch], epoch: int) -> dict[bytes, str]:

@@ -108,11 +108,15 @@ class Leakage:
     overlaps: dict[str, Overlap]
     """The overlap of each set, by the name of the set."""
 
-    def notices(self) -> list[str]:
-        """Return one sentence for each set that shares something, and one for those that share nothing."""
+    def notices(self, records: str = "records") -> list[str]:
+        """Return one sentence for each set that shares something, and one for those that share nothing.
+
+        Args:
+            records: the word for what was compared, unless it is variants.
+        """
         sampled = self.train_compared < self.train_records
         train = f"{self.train_compared:,} of {self.train_records:,} training" if sampled else "training"
-        what, leaks, clean = "variants" if self.variants else "records", [], []
+        what, leaks, clean = "variants" if self.variants else records, [], []
         for name, o in self.overlaps.items():
             of = f"{o.records:,} {name} {what}"
             if o.compared < o.records:
@@ -127,12 +131,12 @@ class Leakage:
             else:
                 pairs = ", ".join(f"{mine} and {other} {share:.0%}" for mine, other, share in o.closest)
                 leaks.append(
-                    f"leakage: of {of} {o.identical:,} are identical and {o.similar:,} similar to {train} records "
+                    f"leakage: of {of} {o.identical:,} are identical and {o.similar:,} similar to {train} {records} "
                     f"({pairs}; {_BLIND})"
                 )
         if clean:
             same = "changes a position that" if self.variants else "is identical or similar to"
-            these = f"{train} variants change" if self.variants else f"{train} records ({_BLIND})"
+            these = f"{train} variants change" if self.variants else f"{train} {records} ({_BLIND})"
             leaks.append(f"leakage: none of {' and '.join(clean)} {same} {these}")
         return leaks
 

@@ -22,6 +22,7 @@ from esmshard.joined_chains import Chains
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.sections import Recipe
+from esmshard.vocab import SEPARATOR, chain_spans
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
@@ -61,7 +62,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         fold_N = fold_of(tokens, data.folds, data.clusters)
         test_N, valid_N = fold_N == data.fold, fold_N == (data.fold + 1) % data.folds
         members_N = {"test": test_N, "valid": valid_N, "train": ~(test_N | valid_N if valid_is_part else test_N)}[name]
-    how: dict[str, Any] = {"members_N": members_N, "digest": digest}
+    how: dict[str, Any] = {"members_N": members_N, "digest": digest, "apart": recipe.task.pairs}
     if name == "train":
         how |= {"long": data.long, "max_length": data.max_length, "seed": seed}
     examples = Examples(name, path, tokens, found, **how)
@@ -94,7 +95,8 @@ def open_tested(
     asked = recipe.data.model_copy(update={"complexes": complexes})
     fasta, tokens, outer = _records(path, tracks, asked)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
-    examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
+    found = labels(fasta, tokens, where)
+    examples = Examples(Path(source).name, path, tokens, found, apart=recipe.task.pairs)
     if others := marked_otherwise("test", path, tokens):
         examples.notices.append(
             f"all its records are scored, whatever {marks(path)} says ({others}); `esmshard split {path} -o DIR "
@@ -123,7 +125,12 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
 
 
 def joined(recipe: Recipe, chains: Chains) -> Recipe:
-    """Return the recipe with `data.join` as the model joins chains. Stores of another linker are then refused."""
+    """Return the recipe with `data.join` as the model joins chains. Stores of another linker are then refused.
+
+    The chains of a pair are not joined.
+    """
+    if recipe.task.pairs:
+        return recipe
     join = JoinSettings(linker=chains.linker, gap=chains.gap)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"join": join})})
 
@@ -140,11 +147,18 @@ def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
 def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:
     """Return the fold of each record, int64 [N], the same for every seed of a recipe.
 
-    Records of one cluster stay together. Without clusters, records of one sequence stay together.
+    Records of one cluster stay together. Without clusters, records of one sequence stay together, and of the same
+    chains, in any order.
     """
     count = len(store)
     if clusters is not None:
         groups = read_clusters(Path(clusters), [store.id(n) for n in range(count)]).names
     else:
-        groups = [hashlib.blake2b(store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]
+        groups = [hashlib.blake2b(_unordered(store.residues(n)), digest_size=16).hexdigest() for n in range(count)]
     return assignment.by_cluster(groups, folds=folds)
+
+
+def _unordered(residues: npt.NDArray[np.uint8]) -> bytes:
+    """Return bytes that are the same for the same chains in any order; for one chain, its tokens."""
+    chains = [residues[slice(*span)].tobytes() for span in chain_spans(residues)]
+    return bytes([SEPARATOR]).join(sorted(chains))

@@ -16,7 +16,7 @@ from esmshard.files import memory_text
 from esmshard.model.families.family_registry import family_of
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
-from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, number
+from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, intervals, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, range_text, value_text
 from esmshard.tasks.base import BEFORE
 from esmshard.tasks.finetuner import load_finetuned, tracks_of
@@ -51,6 +51,14 @@ def metrics(run: RunFiles) -> Section:
         texts.append(f"{' '.join(few)} Without one there is no star either.")
     rows = [[name, *(cell(row.get(c)) for c in columns)] for name, row in found.metrics.items()]
     tables = [PageTable(["", *columns], rows, "Each metric, and its 95% interval below it.")]
+    if groups := raw.get("groups"):
+        rows = [
+            [f"{name} ({one['records']:,}): {method}", *(cell(found.get(c)) for c in columns)]
+            for name, one in groups.items()
+            for method, found in ((method, intervals(row)) for method, row in one["metrics"].items())
+        ]
+        if rows:
+            tables.append(PageTable(["", *columns], rows, "The same on each group of records, with their number."))
     if found.differences:
         rows = [[f"minus {n}", *(cell(row.get(c), "+") for c in columns)] for n, row in found.differences.items()]
         note = (

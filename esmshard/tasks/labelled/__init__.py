@@ -1,1 +1,1 @@
-"""Labels of residues and of whole proteins: tasks, heads, and what both know of classes."""
+"""Labels of residues, of whole proteins and of pairs of them: tasks, heads, and what both know of classes."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -49,23 +49,30 @@ class SequenceHead(nn.Module):
     `<cls>` is no summary: ESM-2 was trained without anything that would make it one.
     """
 
+    parts: ClassVar[int] = 1
+    """The number of vectors of the model's width that `combined` makes of a record."""
+
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.dropout = RecordDropout(dropout)
         self.hidden_dropout = RecordDropout(dropout, layer=1)
-        self.hidden = nn.Linear(dim, hidden) if hidden else None
-        self.out = nn.Linear(hidden or dim, outputs)
+        self.hidden = nn.Linear(self.parts * dim, hidden) if hidden else None
+        self.out = nn.Linear(hidden or self.parts * dim, outputs)
         nn.init.normal_(self.out.weight, std=0.02)  # nearly zero: a new head says what the bias says, whatever it sees
         nn.init.zeros_(self.out.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
         """Return [T] or [C] for each record."""
-        mean_ND = torch.stack(batch.means(x_TD))
-        h_ND = self.dropout(self.norm(mean_ND), batch.draw_N)
+        h_NF = self.dropout(self.combined(torch.stack(batch.means(x_TD))), batch.draw_N)
         if self.hidden is not None:
-            h_ND = self.hidden_dropout(F.gelu(self.hidden(h_ND)), batch.draw_N)
-        return list(self.out(h_ND))
+            h_NF = self.hidden_dropout(F.gelu(self.hidden(h_NF)), batch.draw_N)
+        return list(self.out(h_NF))
+
+    def combined(self, mean_SD: torch.Tensor) -> torch.Tensor:
+        """Convert the means of all S sequences of a pack to one vector for each record, [N, F]."""
+        normed_SD: torch.Tensor = self.norm(mean_SD)
+        return normed_SD
 
 
 class SequenceTask(Task):
@@ -76,7 +83,10 @@ class SequenceTask(Task):
     """
 
     settings: SequenceSettings
-    of_base = ("frozen embedding",)
+    of_base: tuple[str, ...] = ("frozen embedding",)
+    fitted: ClassVar[tuple[str, ...]] = ("length", "composition", "frozen embedding")
+    """The baselines that are linear in `features`."""
+    head_class: ClassVar[type[SequenceHead]] = SequenceHead
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -159,10 +169,10 @@ class SequenceTask(Task):
         return type(self)(self.settings, facts)
 
     def head(self, config: ModelConfig) -> nn.Module:
-        """Make a `SequenceHead`. It starts at the mean, or the shares, of the training labels."""
+        """Make a head of `head_class`. It starts at the mean, or the shares, of the training labels."""
         hidden = config.dim if self.settings.hidden is None else self.settings.hidden
         prior = self._prior()
-        head = SequenceHead(config.dim, hidden, len(prior), self.settings.dropout)
+        head = self.head_class(config.dim, hidden, len(prior), self.settings.dropout)
         with torch.no_grad():
             head.out.bias.copy_(torch.from_numpy(prior))
         return head
@@ -215,40 +225,54 @@ class SequenceTask(Task):
         if self.settings.kind == "number":
             mean_T, std_T = np.array(self.facts["mean"]), np.array(self.facts["std"])
             return np.asarray(output.astype(np.float64) * std_T + mean_T, dtype=np.float32)
-        return softmax(output) if self.settings.kind == "class" else _sigmoid(output)
+        return softmax(output) if self.settings.kind == "class" else sigmoid(output)
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
-        """Fit linear models to length, amino-acid composition, and the mean of the frozen model's representations."""
+        """Fit linear models to the features of each baseline of `fitted`."""
         targets = np.stack([self.inputs(example).target for example in train])
         found: dict[str, npt.NDArray[Any]] = {}
-        for name in ("length", "composition", "frozen embedding"):
-            x_NF = np.stack([_features(name, example, base) for example in train])
+        for name in self.fitted:
+            x_NF = np.stack([self.features(name, example, base) for example in train])
             found |= self._fit(x_NF, targets, 0).arrays(name)
         return found
 
     def baseline_outputs(
         self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
-        """`mean` or `majority`: what the training labels say of every protein. `length`, `composition` and
-        `frozen embedding`: linear models on these.
-        """
+        """`mean` or `majority`: what the training labels say of every protein. Of `fitted`: linear models."""
         found: dict[str, npt.NDArray[np.float32] | Row] = {
             "majority" if self.settings.kind == "class" else "mean": self._prior()
         }
-        for name in ("length", "composition", "frozen embedding"):
+        for name in self.fitted:
             model = kept(known, name)
-            if model is not None and (base is not None or name != "frozen embedding"):
-                found[name] = model(_features(name, example, base))
+            if model is not None and (base is not None or name not in self.of_base):
+                found[name] = model(self.features(name, example, base))
         return found
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
-        """Fit ridge or logistic regression to the head's LayerNorm of the mean representation."""
+        """Fit ridge or logistic regression to what the head makes of the mean representations."""
         assert isinstance(head, SequenceHead)
         targets = np.stack([self.inputs(example).target for example in train])
-        x_ND = torch.from_numpy(np.stack([_features("frozen embedding", example, base) for example in train]))
+        mean_SD = torch.from_numpy(np.concatenate([self.means(example, base) for example in train]))
         with torch.no_grad():
-            normed_ND = head.norm(x_ND.to(head.norm.weight))
-            self._fit(normed_ND.cpu().numpy(), targets, seed).copy_to(head.out)
+            x_NF = head.combined(mean_SD.to(head.norm.weight))
+            self._fit(x_NF.cpu().numpy(), targets, seed).copy_to(head.out)
+
+    def means(self, example: Example, base: "FineTuner") -> npt.NDArray[np.float64]:
+        """Return the mean representation of each sequence of a record, [1, D]."""
+        rows_LD = base.representations([example])[0][is_residue(example.tokens[1:-1])]
+        return np.asarray(rows_LD.mean(0, dtype=np.float64))[None]
+
+    def features(self, name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.float64]:
+        """Return what a baseline of `fitted` sees of a record, [F]."""
+        residues = example.tokens[is_residue(example.tokens)]
+        if name == "length":
+            return np.array([len(residues), np.log(len(residues))])
+        if name == "composition":
+            return np.asarray((residues[:, None] == _AMINO_ACIDS).mean(0))
+        assert base is not None
+        (mean_D,) = self.means(example, base)
+        return np.asarray(mean_D)
 
     def _prior(self) -> npt.NDArray[np.float32]:
         """Return the output that predicts the mean, or the frequencies, of the training labels."""
@@ -303,7 +327,7 @@ def _labels_row(logits_C: npt.NDArray[np.float32], target_C: npt.NDArray[np.floa
         "correct": float((truth_C & (logits_C >= 0)).sum()),
         "score": logits_C,
         "truth": truth_C,
-        "Fmax terms": metrics.fmax_terms(_sigmoid(logits_C), truth_C),
+        "Fmax terms": metrics.fmax_terms(sigmoid(logits_C), truth_C),
     }
 
 
@@ -328,17 +352,6 @@ def _of_classes(rows: Sequence[Row], n_classes: int) -> dict[str, float]:
     return found | {"ECE": metrics.calibration_error(metrics.calibration(confidence_N, target_N == predicted_N))}
 
 
-def _sigmoid(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def sigmoid(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the probability of each label."""
     return np.asarray(0.5 + 0.5 * np.tanh(logits.astype(np.float64) / 2), dtype=np.float32)
-
-
-def _features(name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.float64]:
-    """Return what a baseline sees of a protein, [F]."""
-    residues = example.tokens[is_residue(example.tokens)]
-    if name == "length":
-        return np.array([len(residues), np.log(len(residues))])
-    if name == "composition":
-        return np.asarray((residues[:, None] == _AMINO_ACIDS).mean(0))
-    assert base is not None
-    rows_LD = base.representations([example])[0][is_residue(example.tokens[1:-1])]
-    return np.asarray(rows_LD.mean(0, dtype=np.float64))

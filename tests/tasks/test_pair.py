@@ -1,0 +1,281 @@
+"""The pair task: chains apart, symmetry, labels, blocks, groups, baselines and the probe."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from label_files import LabelFiles
+from model_files import TINY, fair_esm, ours, perturb
+from pydantic import TypeAdapter
+
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.splits.leakage import ComparedRecords
+from esmshard.data.splits.pair_overlap import pair_notices
+from esmshard.errors import InputError
+from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.section_base import Clash
+from esmshard.recipe.task_section import AnyTask, suiting
+from esmshard.tasks.base import collate
+from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.labelled.class_balance import OUTPUTS
+from esmshard.tasks.labelled.pair import MEMORY, SINGLE, PairTask
+from esmshard.tasks.labelled.pair_settings import PairSettings
+from esmshard.tasks.labelled.sequence import SequenceTask
+from esmshard.tasks.labelled.sequence_settings import SequenceSettings
+from esmshard.vocab import STANDARD, encode
+
+NUMBERS = {"targets": ["Kd"], "mean": [50.0], "std": [4.0]}
+TWO = {"classes": ["apart", "bound"], "counts": [3, 1], "records": 4}
+
+
+def task(facts: dict[str, Any] = NUMBERS, **given: Any) -> PairTask:
+    return PairTask(PairSettings(name="pair", **given), facts)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> LabelFiles:
+    return LabelFiles(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trunk() -> ESM2:
+    return ours(fair_esm(TINY), TINY)
+
+
+def model(trunk: ESM2, made: PairTask) -> FineTuner:
+    torch.manual_seed(0)
+    head = made.head(TINY)
+    perturb(head, deviation=0.3)
+    torch.nn.init.normal_(head.out.weight)
+    return FineTuner(trunk, head).eval()
+
+
+def outputs(found: FineTuner, made: PairTask, *pairs: str) -> list[np.ndarray]:
+    return found.outputs([made.question(Example(str(k), encode(pair), {})) for k, pair in enumerate(pairs)])
+
+
+# Model
+
+
+@pytest.mark.parametrize("hidden", [None, 0, 5])
+def test_the_order_of_two_chains_does_not_matter(trunk: ESM2, hidden: int | None) -> None:
+    made = task(TWO, kind="class", hidden=hidden)
+    found = model(trunk, made)
+    one, other, third = outputs(found, made, "MKTAYIAK:WWC", "WWC:MKTAYIAK", "MKTAYIAK:WWG")
+    assert one.shape == (2,)
+    assert np.abs(one - other).max() < 1e-6
+    assert np.abs(one - third).max() > 1e-3
+
+
+def test_each_chain_is_a_sequence_of_its_own(trunk: ESM2) -> None:
+    """The head sees what the model says of each chain alone, in every batch."""
+    made = task(hidden=0)
+    found = model(trunk, made)
+    example = Example("a", encode("MKTAYIAK:WWC"), {})
+    batch, _ = collate(made, [replace(example, labels={"target": np.zeros(1, np.float32)})])
+    assert batch.token_counts == [10, 5]
+    assert batch.record_ids == ("a", "a")
+    one, other = (found.representations([Example("x", encode(chain), {})])[0].mean(0) for chain in ("MKTAYIAK", "WWC"))
+    assert made.means(example, found) == pytest.approx(np.stack([one, other]), abs=1e-6)
+    a_D, b_D = (found.head.norm(torch.from_numpy(mean_D)) for mean_D in (one, other))
+    combined_F = torch.cat([a_D + b_D, a_D * b_D, (a_D - b_D).abs()])
+    expected = (combined_F @ found.head.out.weight[0] + found.head.out.bias[0]).detach()
+    alone = outputs(found, made, "MKTAYIAK:WWC")[0]
+    assert alone == pytest.approx(float(expected), abs=1e-5)
+    assert outputs(found, made, "ACDEF:GHIKL", "MKTAYIAK:WWC", "W:C")[1] == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [None, 0, 7])
+def test_the_planner_knows_the_size_of_the_head(hidden: int | None) -> None:
+    for facts, kind in ((NUMBERS, "number"), ({"classes": ["x"] * OUTPUTS, "counts": [1] * OUTPUTS}, "class")):
+        made = task(facts, kind=kind, hidden=hidden)
+        assert made.settings.head_parameters(TINY) == sum(p.numel() for p in made.head(TINY).parameters())
+
+
+def test_tracks_go_with_their_chains() -> None:
+    tokens = encode("MKT:WC", linker=2)
+    letters = np.arange(9, dtype=np.uint8)
+    asked = task().question(Example("a", tokens, {}, tracks={"3di": letters}))
+    assert asked.tracks["3di"].tolist() == [0, 1, 2, 3, 8]
+    assert asked.partner is not None
+    assert asked.partner.tracks["3di"].tolist() == [0, 6, 7, 8]
+    assert asked.longest == 5
+
+
+def test_dropout_is_of_the_pair_and_not_of_its_place_in_the_batch(trunk: ESM2) -> None:
+    made = task(dropout=0.5)
+    found = model(trunk, made).train()
+    target = {"target": np.zeros(1, np.float32)}
+    examples = [Example(name, encode(pair), target, "0:1") for name, pair in (("a", "MK:WC"), ("b", "ACD:EF"))]
+    together = found(collate(made, examples)[0])
+    alone = [found(collate(made, [example])[0])[0] for example in examples]
+    other = found(collate(made, [replace(examples[0], draw="0:2")])[0])[0]
+    assert torch.allclose(torch.stack(together), torch.stack(alone), atol=1e-5)
+    assert not torch.allclose(together[0], other, atol=1e-3)
+
+
+# Labels and long chains
+
+
+PAIRS = "x TARGET=1 MKT:ACD\ny TARGET=2 MKT:WWC\nz TARGET=3 GGG:WWC\nw TARGET=5 MKT:LLL"
+
+
+def test_labels_are_those_of_the_sequence_task_and_a_block_is_the_commonest_sequence(files: LabelFiles) -> None:
+    found, train = files.learned(task({}), PAIRS)
+    assert found.facts["mean"] == pytest.approx([2.75])
+    block = train.blocks()
+    assert block is not None
+    assert block[0] == block[1] == block[3] != block[2]
+    assert found.in_common == "sequence"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x TARGET=1 MKT:ACD\ny TARGET=2 MKT", "record 'y' has 1 chain, and a pair has two; write its sequence as A:B"),
+        ("x TARGET=1 MKT:ACD\ny TARGET=2 MKT:A:C", "record 'y' has 3 chains, and a pair has two"),
+        ("x TARGET=1 MKT:ACD\ny MKT:W", "1 of 2 records have no TARGET= (y); add"),
+        ("x TARGET=1 MKT:ACD\ny TARGET=1 MKT:W", "the target 'TARGET' is 1 for every record"),
+    ],
+)
+def test_records_that_are_no_pairs_are_refused(files: LabelFiles, text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        files.learned(task({}), text)
+    assert message in str(caught.value)
+    assert "train.fasta" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_question_about_one_chain_is_refused() -> None:
+    with pytest.raises(InputError, match="record 'a' has 1 chain, and a pair has two"):
+        task().question(Example("a", encode("MKT"), {}))
+
+
+def test_tokens_are_those_of_both_chains_and_max_length_is_of_each(files: LabelFiles) -> None:
+    fasta, store = files.split("train", "a MKTAYIAKQR:MK\nb MKTAYIAK:MKTAYIAK")
+    whole = Examples("train", fasta, store, None, apart=True)
+    assert whole.tokens.tolist() == [10 + 2 + 2 + 2, 8 + 2 + 8 + 2]
+    assert whole.notices == [], "no chains are joined"
+    short = Examples("train", fasta, store, None, long="skip", max_length=8, apart=True)
+    assert [short.id(n) for n in range(len(short))] == ["b"]
+    assert short.tokens.tolist() == [20]
+    with pytest.raises(InputError, match=r"record 'a' has 10 residues, data.max_length is 8"):
+        Examples("train", fasta, store, None, long="error", max_length=8, apart=True)
+
+
+def test_windows_crops_and_linkers_of_pairs_are_refused() -> None:
+    settings = TypeAdapter(AnyTask).validate_python({"name": "pair"})
+    for long, message in (("window", "window cuts a record, and a pair has two chains"), ("crop", "crop may remove")):
+        with pytest.raises(Clash, match=message):
+            suiting(DataSettings(train="t", valid="v", test="e", long=long), settings)
+    with pytest.raises(Clash, match="makes the chains of a record one sequence, and those of a pair stay two"):
+        suiting(DataSettings(train="t", valid="v", test="e", join={"linker": 5}), settings)
+
+
+# Baselines, groups and the probe
+
+
+def pairs(n: int, seed: int = 0) -> list[Example]:
+    """Pairs of random proteins, labelled by whether both or neither are rich in tryptophan: each alone says nothing."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for k in range(n):
+        rich = rng.integers(0, 2, 2)
+        chains = []
+        for one in rich:
+            bias = np.ones(20)
+            bias[STANDARD.index("W")] = 12 if one else 0.1
+            chains.append("".join(rng.choice(list(STANDARD), 30, p=bias / bias.sum())))
+        found.append(Example(str(k), encode(":".join(chains)), {"target": np.array(int(rich[0] == rich[1]))}))
+    return found
+
+
+def right(made: PairTask, known: Any, base: FineTuner, test: list[Example]) -> dict[str, float]:
+    counts: dict[str, list[bool]] = {}
+    for example in test:
+        for name, output in made.baseline_outputs(example, known, base).items():
+            counts.setdefault(name, []).append(int(np.argmax(output)) == int(example.labels["target"]))
+    return {name: float(np.mean(each)) for name, each in counts.items()}
+
+
+def test_what_sees_single_sequences_does_not_see_what_belongs_together(trunk: ESM2) -> None:
+    train = pairs(300)
+    counts = np.bincount([int(e.labels["target"]) for e in train])
+    made = task({"classes": ["apart", "bound"], "counts": counts.tolist(), "records": 300}, kind="class", hidden=0)
+    base = model(trunk, made)
+    known = made.baselines(train, base)
+    test = pairs(80, seed=1)
+    found = right(made, known, base, test)
+    assert found["composition"] > 0.9
+    assert found["frozen embedding"] > 0.7
+    assert found[SINGLE] < 0.6
+    assert found["length"] < 0.7
+    assert found.keys() == {"majority", "length", "composition", "frozen embedding", SINGLE, MEMORY}
+    assert made.baseline_outputs(test[0], known, None).keys() == {"majority", "length", "composition", MEMORY}
+    made.probe(base.head, train, base, 0)
+    probed = base.outputs([made.question(example) for example in test])
+    assert np.mean([int(np.argmax(o)) == int(e.labels["target"]) for o, e in zip(probed, test, strict=True)]) > 0.7
+
+
+def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2) -> None:
+    def example(pair: str, target: int) -> Example:
+        return Example(pair, encode(pair), {"target": np.array(target)})
+
+    made = task(TWO, kind="class", hidden=0)
+    train = [example("MKT:ACD", 1), example("GGG:MKT", 1), example("GGG:WWC", 0), example("LLL:WWC", 0)]
+    known = made.baselines(train, model(trunk, made))
+    # MKT has the label 1 twice, and once the prior of a quarter; WWC the same with 0; PPP is unknown.
+    share = {"MKT": (2 + 0.25) / 3, "WWC": 0.25 / 3, "PPP": 0.25}
+    for pair, group in (("MKT:WWC", "C1"), ("WWC:PPP", "C2"), ("PPP:PPP", "C3")):
+        asked = Example("q", encode(pair), {})
+        found = made.predict(np.asarray(made.baseline_outputs(asked, known, None)[MEMORY]))
+        one, other = pair.split(":")
+        assert found[1] == pytest.approx((share[one] + share[other]) / 2, rel=1e-5)
+        assert made.group(asked, known) == group
+    assert made.group(train[0], {}) == "", "a model without baselines does not know"
+
+
+@pytest.mark.parametrize("kind", ["number", "multilabel"])
+def test_remembered_labels_of_the_other_kinds(trunk: ESM2, kind: str) -> None:
+    facts = NUMBERS if kind == "number" else {"classes": ["x", "y"], "counts": [1, 1], "records": 2}
+    made = task(facts, kind=kind, hidden=0)
+    labels = [[54.0], [np.nan]] if kind == "number" else [[1, 0], [0, 1]]
+    train = [
+        Example(pair, encode(pair), {"target": np.array(label, np.float32)})
+        for pair, label in zip(("MKT:ACD", "MKT:WWC"), labels, strict=True)
+    ]
+    known = made.baselines(train, model(trunk, made))
+    output = np.asarray(made.baseline_outputs(Example("q", encode("ACD:ACD"), {}), known, None)[MEMORY])
+    if kind == "number":  # one standard deviation above the mean, and the mean itself
+        assert made.predict(output) == pytest.approx([52])
+    else:  # the prior of a half counts as one pair
+        assert made.predict(output) == pytest.approx([0.75, 0.25], rel=1e-5)
+
+
+def compared(*sequences: str) -> ComparedRecords:
+    tokens = [encode(one)[1:-1] for one in sequences]
+    return ComparedRecords(len(tokens), lambda n: tokens[n], lambda n: f"p{n}")
+
+
+def test_leakage_says_how_many_pairs_have_which_sequences_in_training() -> None:
+    rng = np.random.default_rng(0)
+    a, b, c, d, e = ("".join(rng.choice(list(STANDARD), int(n))) for n in (50, 60, 70, 80, 90))
+    test = compared(f"{b}:{a}", f"{a}:{c}", f"{a}:{d}", f"{d}:{e}")
+    first, second = pair_notices(compared(f"{a}:{b}", f"{c}:{c}"), {"test": test})
+    assert first == (
+        "leakage: of 4 test pairs 1 are training pairs, in either order; 2 have both sequences in training pairs (C1), "
+        "1 one of them (C2) and 1 none (C3)"
+    )
+    assert second.startswith("leakage: of 5 test sequences 3 are identical and 0 similar to training sequences (")
+    assert "chain 2 of p0 and chain 1 of p0 100%" in second
+
+
+def test_a_head_of_single_sequences_is_no_head_of_pairs() -> None:
+    """Their facts may be the same, and their outputs mean something else."""
+    one = SequenceTask(SequenceSettings(name="sequence"), NUMBERS)
+    assert not task().means_the_same("sequence", one.facts)
+    assert task().means_the_same("pair", NUMBERS)
