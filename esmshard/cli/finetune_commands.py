@@ -44,8 +44,14 @@ def finetune(
         ),
     ] = 0,
     seeds: Annotated[
-        int, typer.Option(min=1, max=1_000, metavar="N", help="Train N times, each with another seed.")
-    ] = 1,
+        Optional[int],
+        typer.Option(
+            min=1,
+            max=1_000,
+            metavar="N",
+            help="Train N times, each with another seed; with --sweep the best settings, by default 3 times.",
+        ),
+    ] = None,
     folds: Annotated[
         Optional[int],
         typer.Option(
@@ -54,6 +60,14 @@ def finetune(
             metavar="K",
             help="Cross-validate: K runs, each tested on another part of data.train; by default 5 for variants.",
         ),
+    ] = None,
+    sweep: Annotated[
+        Optional[Path],
+        typer.Option(metavar="FILE", help="Search the settings that this file names, by the validation set alone."),
+    ] = None,
+    trials: Annotated[
+        Optional[int],
+        typer.Option(min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or the whole grid."),
     ] = None,
     page: Annotated[
         bool, typer.Option("--report/--no-report", help="Write report.html at the end, as esmshard report does later.")
@@ -77,6 +91,8 @@ def finetune(
             max_restarts=max_restarts,
             seeds=seeds,
             folds=folds,
+            sweep=None if sweep is None else str(sweep),
+            trials=trials,
             report=page,
             trust=trust,
             started=_STARTED,

@@ -18,6 +18,9 @@ from esmshard.train.records.attempt import METRICS
 EXIT_CODES: Mapping[status.State, int] = {"failed": 1, "running": 3, "preempted": 75, "done": 0}
 """The exit code of the command: that of the first of these states that one of the runs is in."""
 
+SWEEP = "sweep.json"
+"""The state of a sweep (`esmshard.train.experiments.sweep_results`)."""
+
 _TAIL = 1 << 18
 """The number of bytes at the end of metrics.jsonl that are searched for the last step. A line of 64 ranks has 5 KB."""
 
