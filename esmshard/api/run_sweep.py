@@ -13,7 +13,15 @@ from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.sections import Recipe
 from esmshard.train.experiments import sweep_results, trial
 from esmshard.train.experiments.repeats import SUMMARY, Repeat, is_done, summarise
-from esmshard.train.experiments.search import JOURNAL, TRIALS, Outcome, Search, SearchTrial, trial_directory
+from esmshard.train.experiments.search import (
+    JOURNAL,
+    TRIALS,
+    Outcome,
+    Search,
+    SearchTrial,
+    optuna,
+    trial_directory,
+)
 from esmshard.train.experiments.sweep_results import SWEEP_FILES, SweptRecipe
 from esmshard.train.records import lease
 
@@ -50,8 +58,8 @@ def sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         failed = failed + 1 if outcome.state == "failed" else 0
         if failed == MOST_FAILED and search.best is None:
             raise InputError(
-                f"{search.out}: {failed} trials in a row failed, and none has a value; the last one: {outcome.message}; "
-                "mend that, then go on with --resume auto"
+                f"{search.out}: {failed} trials in a row failed, and none has a value; the last one: {outcome.message}"
+                "; mend that, then go on with --resume auto"
             )
     if running := [one.number for one in search.trials if one.outcome is None]:
         say(f"no trial is left to begin; others train {len(running)}, and the last one trains the best settings")
@@ -75,6 +83,7 @@ def _prepared(recipe: str, overrides: Sequence[str], options: RunOptions) -> tup
             "launcher, once on each machine, with --nproc and --resume auto"
         )
     assert options.sweep is not None
+    optuna()  # raises if it is missing
     path = recipe_file.resolve(recipe)
     settings = sweep_file.load(Path(options.sweep), path, overrides)
     resolved = recipe_file.load(path, overrides)
@@ -96,7 +105,8 @@ def _prepared(recipe: str, overrides: Sequence[str], options: RunOptions) -> tup
     for notice in notices(job):
         say(notice)
     if options.dry_run:
-        print(describe(job, processes) + f"\ntrials    {count}, of {', '.join(settings.space)}; by valid {swept.metric}")
+        print(describe(job, processes))
+        print(f"trials    {count}, of {', '.join(settings.space)}; by valid {swept.metric}")
         return swept, None, processes
     if options.overwrite:
         remove_sweep(out)

@@ -6,7 +6,16 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import AsJson, LocalProcesses, Overrides, Overwrite, RecipeName, Trust
+from esmshard.cli.shared_options import (
+    AsJson,
+    LocalProcesses,
+    Overrides,
+    Overwrite,
+    RecipeName,
+    SweepFile,
+    SweepTrials,
+    Trust,
+)
 from esmshard.errors import UsageError
 
 _STARTED = time.time()
@@ -61,14 +70,8 @@ def finetune(
             help="Cross-validate: K runs, each tested on another part of data.train; by default 5 for variants.",
         ),
     ] = None,
-    sweep: Annotated[
-        Optional[Path],
-        typer.Option(metavar="FILE", help="Search the settings that this file names, by the validation set alone."),
-    ] = None,
-    trials: Annotated[
-        Optional[int],
-        typer.Option(min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or the whole grid."),
-    ] = None,
+    sweep: SweepFile = None,
+    trials: SweepTrials = None,
     page: Annotated[
         bool, typer.Option("--report/--no-report", help="Write report.html at the end, as esmshard report does later.")
     ] = True,

@@ -138,7 +138,9 @@ def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
     if not tree.problems:
         tree.problems = list(dict.fromkeys(_unfit(tree, found, base)))
     if not tree.problems:
-        found = found.model_copy(update={"space": {key: _typed(resolved, key, one) for key, one in found.space.items()}})
+        found = found.model_copy(
+            update={"space": {key: _typed(resolved, key, one) for key, one in found.space.items()}}
+        )
         tree.problems = [*_endless(tree, found)]
     if tree.problems:
         raise UsageError(*tree.problems)

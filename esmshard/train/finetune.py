@@ -25,7 +25,7 @@ from esmshard.tasks.finetuner import load_base
 from esmshard.tasks.registry import head_of
 from esmshard.train import evaluate
 from esmshard.train.experiments import trial
-from esmshard.train.loop import keeps_best, train
+from esmshard.train.loop import train
 from esmshard.train.records import status
 from esmshard.train.records.attempt import Attempt
 from esmshard.train.records.tracking import Tracking
@@ -121,7 +121,7 @@ def _evaluate(job: RunInputs, trust: bool) -> None:
     say(f"fitting the baselines, then scoring {len(job.test)} test records")
     evaluate.fit_baselines(job.task, job.train, load_base(recipe, job.task), out / evaluate.BASELINES)
     evaluate.keep_seen(job.task, job.train, job.valid, out / SEEN)
-    best = keeps_best(recipe) and manifest.pointed(out / "checkpoints", "BEST") is not None
+    best = recipe.keeps_best and manifest.pointed(out / "checkpoints", "BEST") is not None
     how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
     model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
     say(f"model in {model}")

@@ -79,7 +79,8 @@ def train(
     training = _build(job, start, ranks, control, preemption, attempt, report)
     state = training.state
     if ranks.is_first:
-        describe_run(job, training.full_recipe, state.step, ranks, training.facts.get("extended", ()))
+        extended = training.facts.get("extended", ())
+        describe_run(job, training.full_recipe, state.step, ranks, extended, has_notices=report is None)
         attempt.begin(state.step, training.is_validated)
         tracking.begin(state.step)
     start_up_checks.check_first_batch(ranks, training.digests_of_first_step)
@@ -105,11 +106,6 @@ def train(
 
 Report = Callable[[int, Mapping[str, float]], str]
 """Takes the steps done, and the values of a validation. Returns why the run should stop; empty if it should go on."""
-
-
-def keeps_best(recipe: Recipe) -> bool:
-    """Whether the checkpoint of the best validation is kept, and is the result of the run."""
-    return recipe.checkpoint.keep_best or recipe.train.early_stop is not None
 
 
 @dataclass
@@ -204,11 +200,11 @@ class Training:
             if found is None:
                 why = reason(self._asked_anywhere())
                 raise Preempted(f"stopped by {why} after step {state.step}, which is saved; go on with --resume auto")
-            if found and keeps_best(recipe) and self.ranks.is_first:
+            if found and recipe.keeps_best and self.ranks.is_first:
                 manifest.point(self.job.out / "checkpoints", "BEST", start.name)
         if not self.job.steps and start is None:
             found = self.validate(0)
-            self.save(0, validated=found is not None, is_best=bool(found) and keeps_best(recipe))
+            self.save(0, validated=found is not None, is_best=bool(found) and recipe.keeps_best)
 
     @property
     def is_enough(self) -> bool:
@@ -289,7 +285,7 @@ class Training:
         if due and not state.asked:  # a run that was asked to stop only saves; it validates when it continues
             found = self.validate(step)
             state.asked = self._asked_anywhere() if found is None else 0
-        is_best = bool(found) and keeps_best(recipe)
+        is_best = bool(found) and recipe.keeps_best
         if last or is_best or state.asked or self.is_enough or step % recipe.checkpoint.every == 0:
             self.save(step, validated=not due or found is not None, is_best=is_best)
         if state.asked:

@@ -3,16 +3,17 @@
     OUT/journal.log     settings and state of every trial (Optuna's journal, a file that workers only append to)
     OUT/trials/003/     the run of a trial; claim/lease-N.json in it names the worker that trains the trial
 
-Optuna chooses the settings and decides which trials are stopped early. Its journal works on network file systems, on which
-SQLite does not. Its heartbeat is for databases only, so a worker holds a lease (`esmshard.train.records.lease`) of each
-trial. A trial whose worker is gone goes on in another worker, from its newest checkpoint.
+Optuna chooses the settings and decides which trials are stopped early. Its journal works on network file systems,
+on which SQLite does not. Its heartbeat is for databases only, so a worker holds a lease
+(`esmshard.train.records.lease`) of each trial. A trial whose worker is gone goes on in another worker, from its newest
+checkpoint.
 """
 
 import json
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -136,8 +137,8 @@ class Search:
             before = {name: self._study.user_attrs.get(name) for name in facts}
         if changed := [name for name in facts if before[name] != json.loads(json.dumps(facts[name]))]:
             raise UsageError(
-                f"{out}: holds a sweep with other {' and '.join(changed)}; go on with the old ones, or start again with "
-                "--overwrite or out=DIR"
+                f"{out}: holds a sweep with other {' and '.join(changed)}; go on with the old ones, or start again "
+                "with --overwrite or out=DIR"
             )
 
     @contextmanager
@@ -181,7 +182,7 @@ class Search:
         states = self._package.trial.TrialState
         with self.alone():
             frozen = self._frozen()[trial.number]
-            attributes = {"state": outcome.state, "step": outcome.step, "message": outcome.message}
+            attributes: dict[str, Any] = {"state": outcome.state, "step": outcome.step, "message": outcome.message}
             attributes |= {"value": outcome.value, "exit_code": outcome.exit_code}
             for name, value in attributes.items():
                 self._study._storage.set_trial_user_attr(frozen._trial_id, name, value)
@@ -220,7 +221,7 @@ class Search:
                     yield number
                     return
             finally:
-                claim.__exit__(None, None, None)
+                self._release(number, claim)
         asked: int | None = None
         new: lease.Lease | None = None
         try:
@@ -228,16 +229,23 @@ class Search:
                 if (begun := len(self._frozen())) < self.count:
                     self._study.sampler = self._sampler(begun)
                     trial = self._study.ask({key: self._distribution(one) for key, one in self.settings.space.items()})
-                    self._study.sampler = self._package.samplers.RandomSampler()  # that of a grid must not end the study
+                    self._study.sampler = (
+                        self._package.samplers.RandomSampler()
+                    )  # that of a grid must not end the study
                     asked = trial.number
                     new = lease.Lease(self._claim(asked), say).__enter__()
             yield asked
         finally:
-            if new is not None:
-                new.__exit__(None, None, None)
+            if asked is not None and new is not None:
+                self._release(asked, new)
+
+    def _release(self, number: int, claim: lease.Lease) -> None:
+        claim.__exit__(None, None, None)
+        with suppress(OSError):  # another worker has claimed the trial already
+            self._claim(number).rmdir()
 
     def _abandoned(self, running: list[int]) -> list[int]:
-        """Return the trials whose worker is gone, and whose run, too. A lease of another machine is watched for 25 s."""
+        """Return the trials whose worker is gone, and whose run, too. Leases of other machines are watched for 25 s."""
 
         def lives(number: int) -> bool:
             signs = [lease.watched(place) for place in (self._claim(number), self._claim(number).parent)]
@@ -260,8 +268,11 @@ class Search:
         seed = int(np.random.SeedSequence([self.settings.seed, number]).generate_state(1)[0])
         samplers = self._package.samplers
         if self.settings.sampler == "grid":
-            cells = {key: [_stored(one, value) for value in one.cells or ()] for key, one in self.settings.space.items()}
-            return samplers.GridSampler(cells, seed=seed)  # type: ignore[no-any-return]
+            cells = {
+                key: [_stored(one, value) for value in one.cells or ()] for key, one in self.settings.space.items()
+            }
+            # The sampler shuffles the cells by its seed, and gives trial N the Nth of them.
+            return samplers.GridSampler(cells, seed=self.settings.seed)  # type: ignore[no-any-return]
         if self.settings.sampler == "random":
             return samplers.RandomSampler(seed=seed)  # type: ignore[no-any-return]
         # Trials that are running count as bad ones, so that workers do not all try the same.

@@ -12,10 +12,9 @@ from esmshard.files import replace_json, replace_text, replacing
 from esmshard.launch.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.recipe.sweep_file import override, shown
+from esmshard.recipe.sweep_file import override, shown, value_text
 from esmshard.train.experiments.repeats import Repeat
-from esmshard.train.experiments.search import Outcome, Search, SearchTrial, trial_directory
-from esmshard.train.loop import keeps_best
+from esmshard.train.experiments.search import Outcome, Search, SearchTrial
 from esmshard.train.records import goodput, status
 from esmshard.train.records.attempt import METRICS
 from esmshard.train.records.standing import SWEEP
@@ -84,15 +83,15 @@ def outcome(swept: SweptRecipe, run: Path, code: int, own: Sequence[str]) -> Out
         if known is not None and known["exit_code"] == code:
             what = known["message"]
         return Outcome("failed", None, step, what, code)
-    pruned = next((line for line in reversed(lines) if line.get("event") in ("pruned", "attempt")), {})
-    is_pruned, sign = pruned.get("event") == "pruned", 1 if swept.headline_lower else -1
+    last = [line for line in lines if line.get("event") in ("pruned", "attempt")][-1]
+    is_pruned, sign = last["event"] == "pruned", 1 if swept.headline_lower else -1
     chosen = validations[-1]
-    if is_pruned or keeps_best(swept.with_settings(own)):
+    if is_pruned or swept.with_settings(own).keeps_best:
         defined = [line for line in validations if line.get(swept.headline) is not None]
         chosen = min(defined, key=lambda line: sign * float(line[swept.headline]), default=chosen)
     value, metric = chosen.get(swept.metric), swept.metric
     if is_pruned:
-        return Outcome("pruned", value, step, str(pruned["reason"]))
+        return Outcome("pruned", value, step, str(last["reason"]))
     if value is None or not math.isfinite(value):
         return Outcome("failed", None, step, f"valid {metric} is undefined after the last step")
     return Outcome("complete", float(value), step, f"valid {metric} {value:.4g} after step {chosen['step']}")
@@ -139,18 +138,22 @@ def write(search: Search, swept: SweptRecipe, **more: Any) -> dict[str, Any]:
 
 
 def _entry(trial: SearchTrial) -> dict[str, Any]:
-    ended: Mapping[str, Any] = asdict(trial.outcome) if trial.outcome else {
-        "state": "running",
-        "value": None,
-        "step": max(trial.validations, default=0),
-        "message": "",
-        "exit_code": None,
-    }
+    ended: Mapping[str, Any] = (
+        asdict(trial.outcome)
+        if trial.outcome
+        else {
+            "state": "running",
+            "value": None,
+            "step": max(trial.validations, default=0),
+            "message": "",
+            "exit_code": None,
+        }
+    )
     return {"number": trial.number, "values": trial.values, **ended, "validations": trial.validations}
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return "" if value is None else value_text(value)
 
 
 def selected(search: Search, swept: SweptRecipe, best: SearchTrial) -> str:
@@ -160,7 +163,7 @@ def selected(search: Search, swept: SweptRecipe, best: SearchTrial) -> str:
     ended = sum(trial.outcome is not None and trial.outcome.state == "complete" for trial in search.trials)
     return (
         f"Trial {best.number} is the best of {ended} that were trained to their end: valid {swept.metric} "
-        f"{best.outcome.value:.4g} with {shown(best.values)}. This value is optimistic, because it was selected by."
+        f"{best.outcome.value:.4g} with {shown(best.values)}. This value is optimistic: the trial was selected by it."
     )
 
 
@@ -169,11 +172,14 @@ def honest(swept: SweptRecipe, runs: Sequence[Repeat]) -> str:
     found = [outcome(swept, run.out, 0, run.overrides).value for run in runs]
     values = [value for value in found if value is not None]
     if not values:
-        raise InputError(f"{runs[0].out}: no validation with a value in {METRICS}; remove it, and go on with --resume auto")
+        raise InputError(
+            f"{runs[0].out}: no validation with a value in {METRICS}; remove it, and go on with --resume auto"
+        )
     each = ", ".join(f"{value:.4g}" for value in values)
+    seeds = f"{len(runs)} new seed{'s' if len(runs) > 1 else ''}"
     return (
-        f"The same settings with {len(runs)} new seed{'s' if len(runs) > 1 else ''}: valid {swept.metric} {each}. No trial "
-        "has seen the test set; the test values of these runs are the result."
+        f"The same settings with {seeds}: valid {swept.metric} {each}. No trial has seen the test set; the test values "
+        "of these runs are the result."
     )
 
 
@@ -183,8 +189,10 @@ def as_text(found: Mapping[str, Any], most: int = 10) -> str:
     ended = [one for one in found["trials"] if one["state"] == "complete"]
     ended.sort(key=lambda one: sign * float(one["value"]))
     keys = list(found["sweep"]["space"])
-    rows = [[str(one["number"]), f"{one['value']:.4g}", *(_cell(one["values"].get(key)) for key in keys)] for one in ended]
+    rows = [
+        [str(one["number"]), f"{one['value']:.4g}", *(value_text(one["values"][key]) for key in keys)] for one in ended
+    ]
     counts = {state: sum(one["state"] == state for one in found["trials"]) for state in ("pruned", "failed")}
     others = "".join(f", {count} {state}" for state, count in counts.items() if count)
-    head = f"{len(found['trials'])} trials{others}; the best of the others:"
+    head = f"{len(found['trials'])} trials{others}; those that were trained to their end, best first:"
     return "\n".join([head, aligned([["trial", f"valid {found['metric']}", *keys], *rows[:most]])])
