@@ -112,9 +112,7 @@ def test_a_trial_that_fails_is_recorded_and_does_not_end_the_sweep(small: Path, 
 
 
 def test_a_bad_trial_is_stopped_by_all_ranks_together(small: Path, tmp_path: Path) -> None:
-    settings = (
-        "space:\n  optim.head_lr: {choices: [3.0e-3, 1.0e-9]}\nsampler: grid\nmetric: loss\nprune_after_trials: 1\n"
-    )
+    settings = LR.format(choices="1.0e-9, 3.0e-3").replace("pruner: none", "prune_after_trials: 1")
     options = ("--nproc", "2", "--seeds", "1", "checkpoint.every=1")
     done = sweep(small, settings, *options)
     assert done.returncode == 0, done.stderr
