@@ -125,7 +125,7 @@ def test_workers_of_a_sweep_are_an_array_on_one_directory(here: Path) -> None:
     file = here / "sweep.yaml"
     file.write_text("space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3, log: true}\n")
     job = finetune_job("contact", [], slurm(gpus_per_node=1, array=3, sweep=file, trials=9), site())
-    text = " ".join(render(job, site(), "slurm").replace("\\\n", " ").split())
+    text = " ".join(render(job, site(python="/opt/python"), "slurm").replace("\\\n", " ").split())
     assert "#SBATCH --array=0-2 " in text
     assert f" finetune contact --sweep {file} --trials 9 --resume auto --nproc 1 " in text
     assert "train.seed" not in text, "all trials have the seed of the recipe"

@@ -1,5 +1,6 @@
 """The files that a sweep writes beside its trials: `sweep.json`, `sweep.csv` and `best.yaml`."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -153,7 +154,7 @@ def _entry(trial: SearchTrial) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else value_text(value)
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def selected(search: Search, swept: SweptRecipe, best: SearchTrial) -> str:
