@@ -19,6 +19,7 @@ from ruamel.yaml import YAML
 from esmshard.cli import app, help_text
 from esmshard.cluster.scripts.site import Site
 from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sweep_file import SweepSettings
 from esmshard.tasks.registry import registered
 
 ROOT = Path(__file__).parents[1]
@@ -164,8 +165,8 @@ def test_recipes_and_profiles_in_yaml_are_valid(page: Path):
             continue
         for part in re.split(r"^(?=\w)", block, flags=re.MULTILINE):  # one key may come again, as another example
             for key, value in (YAML(typ="safe").load(part) or {}).items():
-                model = Recipe if key in Recipe.model_fields else Site
-                assert key in model.model_fields, f"{key} is no section of a recipe or site profile"
+                model = next((one for one in (Recipe, SweepSettings) if key in one.model_fields), Site)
+                assert key in model.model_fields, f"{key} is no section of a recipe, sweep or site profile"
                 field = model.model_fields[key]
                 TypeAdapter(field.rebuild_annotation()).validate_python(value)
 

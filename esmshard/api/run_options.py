@@ -29,10 +29,14 @@ class RunOptions:
     """The time after which the run saves and ends with exit code 75, such as `3h50m`."""
     max_restarts: int = 0
     """How often all local processes are started again after the loss of a process."""
-    seeds: int = 1
-    """The number of runs with different seeds."""
+    seeds: int | None = None
+    """The number of runs with different seeds; None means 1, and 3 for the best settings of a sweep."""
     folds: int | None = None
     """The number of folds of a cross-validation; None means 5 for a table of variants, else no cross-validation."""
+    sweep: str | None = None
+    """The file of a search over settings of the recipe."""
+    trials: int | None = None
+    """The number of trials of a sweep; None means 20, or the whole grid."""
     report: bool = True
     """Whether figures and report.html are drawn at the end."""
     trust: bool = False
@@ -47,11 +51,23 @@ class RunOptions:
             raise UsageError("--resume continues a run, and --overwrite removes it; pass one of the two")
         if self.max_restarts and self.resume not in (None, "auto"):
             raise UsageError("--max-restarts continues from the newest checkpoint of the run; pass --resume auto, too")
+        if self.trials is not None and self.sweep is None:
+            raise UsageError("--trials is the number of trials of a sweep; pass --sweep FILE, too, or leave it out")
+        if self.sweep is not None and (self.folds or self.profile or self.resume not in (None, "auto")):
+            raise UsageError(
+                "--sweep does not go with --folds, whose test sets trials would train on, with --profile, and with the "
+                "path of a run; leave them out, and continue with --resume auto"
+            )
+
+    @property
+    def several_seeds(self) -> bool:
+        """Whether there are several runs with different seeds."""
+        return self.seeds is not None and self.seeds > 1
 
     @property
     def of_a_single_command(self) -> bool:
         """Whether an option is set that only the command that starts all processes of a run can carry out."""
-        return bool(self.nproc or self.dry_run or self.max_restarts or self.seeds > 1 or self.folds)
+        return bool(self.nproc or self.dry_run or self.max_restarts or self.several_seeds or self.folds)
 
     def flags(self, *, report: bool) -> list[str]:
         """Return the command line options for each process of a run."""

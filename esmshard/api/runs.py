@@ -127,8 +127,10 @@ def finetune(
     nproc: int | None = None,
     resume: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
-    seeds: int = 1,
+    seeds: int | None = None,
     folds: int | None = None,
+    sweep: str | os.PathLike[str] | None = None,
+    trials: int | None = None,
     report: bool = True,
     **overrides: Any,
 ) -> Run:
@@ -147,8 +149,10 @@ def finetune(
         resume: `auto` continues from the newest checkpoint of `out` if there is one; a path continues from that run or
             checkpoint.
         overwrite: replace the files of an earlier run in `out`.
-        seeds: the number of runs with different seeds.
+        seeds: the number of runs with different seeds; 1 by default, and 3 for the best settings of a sweep.
         folds: the number of folds of a cross-validation; 5 by default for a table of variants.
+        sweep: a file with settings to search (docs/sweep.md).
+        trials: the number of trials of a sweep; 20 by default, or the whole grid.
         report: draw figures and report.html at the end, if matplotlib and jinja2 are installed.
         **overrides: settings of the recipe, such as `train={"steps": 10}` or `**{"optim.lr": 1e-4}`. Relative paths are
             relative to the working directory.
@@ -159,7 +163,7 @@ def finetune(
         Preempted: after SIGTERM or SIGUSR1. The work is saved, and `resume="auto"` continues. This is not an
             `Exception`.
     """
-    least = {"nproc": (nproc, 1), "seeds": (seeds, 1), "folds": (folds, 3)}
+    least = {"nproc": (nproc, 1), "seeds": (seeds, 1), "folds": (folds, 3), "trials": (trials, 1)}
     for name, (value, minimum) in least.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
             raise UsageError(f"{name} is {value!r}; a number from {minimum} on is expected")
@@ -174,6 +178,8 @@ def finetune(
                 overwrite=overwrite,
                 seeds=seeds,
                 folds=folds,
+                sweep=None if sweep is None else os.fspath(sweep),
+                trials=trials,
                 report=report,
                 started=time.time(),
             )

@@ -39,7 +39,7 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
         options: the options of the run apart from its recipe.
 
     Returns:
-        The directory of the run. It holds a directory for each run if there are several.
+        The directory of the run. It holds a directory for each run if there are several, or a sweep.
 
     Raises:
         InputError: if recipe or data have a mistake.
@@ -50,6 +50,10 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
     with process_environment.environment({**until, **launchers.variables()}):
+        if options.sweep is not None:
+            from esmshard.api import run_sweep
+
+            return run_sweep.sweep(recipe, overrides, options)
         with preemption.Preemption():
             process_environment.follow_launcher()
             resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
@@ -138,7 +142,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     folds = options.folds
     if of_table and resolved.data.split not in ("mutations", "given"):
         folds = folds or FOLDS
-    several = repeats(resolved, options.seeds, folds) if options.seeds > 1 or folds or of_table else []
+    several = repeats(resolved, options.seeds or 1, folds) if options.several_seeds or folds or of_table else []
     # The learning curve of a table of variants trains on parts of the first fold.
     curve = curve_runs(resolved, several[0]) if of_table and not probe else []
     if several and options.resume not in (None, "auto"):
@@ -190,7 +194,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
             code = run_local(arguments, runs.processes, max_restarts=options.max_restarts)
         if code:
             one = recipe_file.load(recipe_file.resolve(recipe), [*overrides, *own])
-            raise RunFailed(_last_word(Path(one.out), code), code)
+            raise RunFailed(last_word(Path(one.out), code), code)
 
 
 def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
@@ -210,7 +214,7 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
             _pictures(out, recipe)
 
 
-def _last_word(out: Path, code: int) -> str:
+def last_word(out: Path, code: int) -> str:
     """Explain why a run is not done whose processes ended with an exit code. Record it in `status.json` if no process
     has done so.
     """

@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import AsJson, Overrides, Overwrite
+from esmshard.cli.shared_options import AsJson, Overrides, Overwrite, SweepFile, SweepTrials
 
 
 def launch(
@@ -50,9 +50,11 @@ def launch(
             min=1,
             max=1_000_000,
             metavar="N",
-            help="Number of workers of embed, each with a GPU, or number of runs of a recipe, each with a seed.",
+            help="Number of workers of embed, each with a GPU, or of --sweep; or number of runs, each with a seed.",
         ),
     ] = None,
+    sweep: SweepFile = None,
+    trials: SweepTrials = None,
     name: Annotated[Optional[str], typer.Option(help="Name of the job; by default the name of the recipe.")] = None,
     out: Annotated[
         Optional[Path], typer.Option("-o", "--out", help="File to write; by default NAME.sbatch or NAME.job.yaml.")
@@ -72,6 +74,8 @@ def launch(
         nproc=nproc,
         time=time_limit,
         array=array,
+        sweep=sweep,
+        trials=trials,
         name=name,
     )
     profile = sites.found()

@@ -6,7 +6,16 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import AsJson, LocalProcesses, Overrides, Overwrite, RecipeName, Trust
+from esmshard.cli.shared_options import (
+    AsJson,
+    LocalProcesses,
+    Overrides,
+    Overwrite,
+    RecipeName,
+    SweepFile,
+    SweepTrials,
+    Trust,
+)
 from esmshard.errors import UsageError
 
 _STARTED = time.time()
@@ -44,8 +53,14 @@ def finetune(
         ),
     ] = 0,
     seeds: Annotated[
-        int, typer.Option(min=1, max=1_000, metavar="N", help="Train N times, each with another seed.")
-    ] = 1,
+        Optional[int],
+        typer.Option(
+            min=1,
+            max=1_000,
+            metavar="N",
+            help="Train N times, each with another seed; with --sweep the best settings, by default 3 times.",
+        ),
+    ] = None,
     folds: Annotated[
         Optional[int],
         typer.Option(
@@ -55,6 +70,8 @@ def finetune(
             help="Cross-validate: K runs, each tested on another part of data.train; by default 5 for variants.",
         ),
     ] = None,
+    sweep: SweepFile = None,
+    trials: SweepTrials = None,
     page: Annotated[
         bool, typer.Option("--report/--no-report", help="Write report.html at the end, as esmshard report does later.")
     ] = True,
@@ -77,6 +94,8 @@ def finetune(
             max_restarts=max_restarts,
             seeds=seeds,
             folds=folds,
+            sweep=None if sweep is None else str(sweep),
+            trials=trials,
             report=page,
             trust=trust,
             started=_STARTED,

@@ -1,5 +1,6 @@
 """The options that several commands share."""
 
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -31,6 +32,16 @@ Overrides = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result.")]
 RecipeName = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).")]
+SweepFile = Annotated[
+    Optional[Path],
+    typer.Option("--sweep", metavar="FILE", help="Search the settings that this file names, by the validation set."),
+]
+SweepTrials = Annotated[
+    Optional[int],
+    typer.Option(
+        "--trials", min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or the whole grid."
+    ),
+]
 Trust = Annotated[bool, typer.Option("--trust", help="Read a checkpoint that another user wrote.")]
 TrackPaths = Annotated[
     Optional[list[str]],

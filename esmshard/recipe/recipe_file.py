@@ -65,10 +65,20 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises `UsageError` with one sentence for each problem, as `recipe.yaml:4:3: optim.lrr: unknown key; did you mean
     'lr'?`.
     """
+    return checked(opened(path, overrides))
+
+
+def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
+    """Read and override a recipe, which `checked` then checks."""
     tree = read(path, "a recipe", Recipe)
     for override in overrides:
         tree.override(override)
     _expand_all(tree, path.parent)
+    return tree
+
+
+def checked(tree: Tree) -> Recipe:
+    """Check a recipe that was opened. Errors are those of `load`."""
     return tree.checked(Recipe, {"task": sections()})
 
 

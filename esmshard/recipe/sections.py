@@ -314,6 +314,11 @@ class Recipe(Settings):
         return suiting(data, info.data["task"]) if "task" in info.data else data
 
     @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best validation is kept, and is the result of the run."""
+        return self.checkpoint.keep_best or self.train.early_stop is not None
+
+    @property
     def divides_table(self) -> bool:
         """Whether a single command divides a table of variants, into folds or into one split."""
         return self.task.reads_table and self.data.folds is None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -79,12 +79,16 @@ class Tree:
         except ValueError as error:
             self.problems.append(f"{dotted.strip()}: {error}")
             return
-        self.overrides[keys] = text
+        self.put(keys, value, text)
+
+    def put(self, keys: tuple[str, ...], value: Any, where: str) -> None:
+        """Set a key to a value. Messages about it begin with `where`."""
+        self.overrides[keys] = where
         node: Any = self.node
         for key in keys[:-1]:
             node = node.setdefault(key, CommentedMap())
             if not isinstance(node, dict):
-                self.problems.append(f"{text}: {key} has no keys of its own")
+                self.problems.append(f"{where}: {key} has no keys of its own")
                 return
         node[keys[-1]] = value
 
@@ -302,8 +306,9 @@ class _Kind:
             inner = known.annotation if known is not None else None
             if len(keys) == 1 and loc and loc[0] in self.named.get(keys[0], {}):
                 inner = self.named[keys[0]][str(loc.pop(0))]
-        if loc and get_origin(inner) is dict:  # The keys of this mapping are the user's own.
-            keys.append(str(loc.pop(0)))
+            if loc and get_origin(inner) is dict:  # The keys of this mapping are the user's own.
+                keys.append(str(loc.pop(0)))
+                inner = get_args(inner)[1]
         return _Place(tuple(keys), section, within=bool(loc))
 
     def sentence(self, tree: Tree, error: ErrorDetails) -> str:

@@ -24,7 +24,8 @@ from esmshard.sharding.cuda_allocator import expandable_segments
 from esmshard.tasks.finetuner import load_base
 from esmshard.tasks.registry import head_of
 from esmshard.train import evaluate
-from esmshard.train.loop import keeps_best, train
+from esmshard.train.experiments import trial
+from esmshard.train.loop import train
 from esmshard.train.records import status
 from esmshard.train.records.attempt import Attempt
 from esmshard.train.records.tracking import Tracking
@@ -44,6 +45,8 @@ def run(
 ) -> Path | None:
     """Fine-tune in this process and those that were launched together with this one, then write the results.
 
+    A trial of a sweep (`esmshard.train.experiments.trial`) ends with its last validation, without a model and a test.
+
     Args:
         recipe: the checked recipe; `out` names the run's directory.
         resume: `auto` continues from the newest good checkpoint of `out` if there is one. A path continues from that
@@ -62,7 +65,7 @@ def run(
     """
     wait, dumps = recipe.parallel, Path(recipe.out) / "flight_recorder"
     recorder = {name: os.environ.get(name, value) for name, value in recorder_settings(dumps).items()}
-    out, started = Path(recipe.out), started or time.time()
+    out, started, searched = Path(recipe.out), started or time.time(), trial.current()
     with (
         process_environment.environment(recorder),
         Preemption() as preemption,
@@ -83,7 +86,10 @@ def run(
                 ranks.from_first(lambda: check_out(out, resume, overwrite))
                 ranks.agree(lambda: attempt.open(ranks.is_first, job.steps))
                 start = ranks.from_first(lambda: starting_point(job, resume, trust))
-                train(job, start, ranks, control, preemption, attempt, tracking, profile)
+                report = None
+                if searched is not None:
+                    report, attempt.ending = searched.report, "trained and validated, as a trial of a sweep"
+                train(job, start, ranks, control, preemption, attempt, tracking, profile, report)
         except (LostProcess, Preempted):
             # A rank that was asked to stop may have left before training began. Once training runs, a rank that is gone
             # was lost, and srun then sends SIGTERM to the other ranks.
@@ -96,6 +102,8 @@ def run(
                 # rendezvous, the torchrun of rank 0 would end rank 0 in the middle of the evaluation.
                 status.wait_while_running(out)
             return None
+        if searched is not None:
+            return out
         if process_environment.SHARED_CORES in os.environ:  # the other ranks are ending
             torch.set_num_threads(cpu_limits.cores())
         attempt.report("running", "consolidating and evaluating")
@@ -113,7 +121,7 @@ def _evaluate(job: RunInputs, trust: bool) -> None:
     say(f"fitting the baselines, then scoring {len(job.test)} test records")
     evaluate.fit_baselines(job.task, job.train, load_base(recipe, job.task), out / evaluate.BASELINES)
     evaluate.keep_seen(job.task, job.train, job.valid, out / SEEN)
-    best = keeps_best(recipe) and manifest.pointed(out / "checkpoints", "BEST") is not None
+    best = recipe.keeps_best and manifest.pointed(out / "checkpoints", "BEST") is not None
     how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
     model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
     say(f"model in {model}")

@@ -5,7 +5,7 @@ This file is longer than others, so that the state of an attempt and all code th
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -58,6 +58,7 @@ def train(
     attempt: Attempt,
     tracking: Tracking,
     profile: int,
+    report: "Report | None" = None,
 ) -> None:
     """Train until the last step of the recipe, or until early stopping. All ranks call it together.
 
@@ -70,14 +71,16 @@ def train(
         attempt: the records of this attempt.
         tracking: the experiment trackers.
         profile: the number of steps to record with torch's profiler.
+        report: called on the first rank after each validation; what it returns, if anything, ends the run at this step.
 
     Raises:
         Preempted: if the run was asked to stop. The work done until then is saved.
     """
-    training = _build(job, start, ranks, control, preemption, attempt)
+    training = _build(job, start, ranks, control, preemption, attempt, report)
     state = training.state
     if ranks.is_first:
-        describe_run(job, training.full_recipe, state.step, ranks, training.facts.get("extended", ()))
+        extended = training.facts.get("extended", ())
+        describe_run(job, training.full_recipe, state.step, ranks, extended, has_notices=report is None)
         attempt.begin(state.step, training.is_validated)
         tracking.begin(state.step)
     start_up_checks.check_first_batch(ranks, training.digests_of_first_step)
@@ -90,20 +93,19 @@ def train(
     ):
         training.catch_up(start)
         for step in range(state.step, job.steps):
-            if training.is_enough:
+            if training.is_enough or state.pruned:
                 training.say_enough()
                 break
-            report = training.step(step, recording)
+            line = training.step(step, recording)
             training.validate_and_save(step + 1)
-            speed, held = report["residues_per_s"], (report["peak_memory_bytes"] or 0) / 2**20
-            words = f"loss {report['loss']:.4f}  {rate(speed)} residues/s  {held:.0f} MiB{state.validation}"
+            speed, held = line["residues_per_s"], (line["peak_memory_bytes"] or 0) / 2**20
+            words = f"loss {line['loss']:.4f}  {rate(speed)} residues/s  {held:.0f} MiB{state.validation}"
             progress.update(step + 1, words)
         training.saver.finish()
 
 
-def keeps_best(recipe: Recipe) -> bool:
-    """Whether the checkpoint of the best validation is kept, and is the result of the run."""
-    return recipe.checkpoint.keep_best or recipe.train.early_stop is not None
+Report = Callable[[int, Mapping[str, float]], str]
+"""Takes the steps done, and the values of a validation. Returns why the run should stop; empty if it should go on."""
 
 
 @dataclass
@@ -124,6 +126,8 @@ class TrainState:
     """The last validation in a few words, for the progress line. It is not part of a checkpoint."""
     asked: int = 0
     """The reason to stop that all ranks agreed on after the last step; 0 if there is none."""
+    pruned: str = ""
+    """Why the search of which this run is a trial has stopped it. It is not part of a checkpoint."""
 
     def saved(self) -> dict[str, Any]:
         """Return the part that a checkpoint stores."""
@@ -162,6 +166,8 @@ class Training:
     watch: Watch
     saver: Saver
     plan: StepPlan
+    report: Report | None
+    """Called on the first rank after each validation."""
 
     def out_of_memory_advice(self) -> AbstractContextManager[None]:
         """Return a context that turns an out-of-memory error of the GPU into a message with a number that fits."""
@@ -194,11 +200,11 @@ class Training:
             if found is None:
                 why = reason(self._asked_anywhere())
                 raise Preempted(f"stopped by {why} after step {state.step}, which is saved; go on with --resume auto")
-            if found and keeps_best(recipe) and self.ranks.is_first:
+            if found and recipe.keeps_best and self.ranks.is_first:
                 manifest.point(self.job.out / "checkpoints", "BEST", start.name)
         if not self.job.steps and start is None:
             found = self.validate(0)
-            self.save(0, validated=found is not None, is_best=bool(found) and keeps_best(recipe))
+            self.save(0, validated=found is not None, is_best=bool(found) and recipe.keeps_best)
 
     @property
     def is_enough(self) -> bool:
@@ -209,7 +215,12 @@ class Training:
     def say_enough(self) -> None:
         """Print why the run stops before its last step."""
         state = self.state
-        if self.ranks.is_first:
+        if not self.is_enough:
+            self.attempt.write(event="pruned", step=state.step, reason=state.pruned)
+            self.attempt.ending = state.pruned
+            if self.ranks.is_first:
+                say(state.pruned)
+        elif self.ranks.is_first:
             since = f"that of step {state.best['step']}" if state.best else "undefined"
             say(f"stopped after step {state.step}: {state.stale} validations in a row were no better than {since}")
 
@@ -274,7 +285,7 @@ class Training:
         if due and not state.asked:  # a run that was asked to stop only saves; it validates when it continues
             found = self.validate(step)
             state.asked = self._asked_anywhere() if found is None else 0
-        is_best = bool(found) and keeps_best(recipe)
+        is_best = bool(found) and recipe.keeps_best
         if last or is_best or state.asked or self.is_enough or step % recipe.checkpoint.every == 0:
             self.save(step, validated=not due or found is not None, is_best=is_best)
         if state.asked:
@@ -297,8 +308,11 @@ class Training:
             return None
         loss, rows = scored
         metrics = task.summary(rows)
-        columns = task.columns_of(rows)
-        self.attempt.write(step=step, split="valid", loss=loss, **{metric: metrics[metric] for metric in columns})
+        values = {metric: metrics[metric] for metric in task.columns_of(rows)}
+        self.attempt.write(step=step, split="valid", loss=loss, **values)
+        if (report := self.report) is not None:
+            reason = self.ranks.from_first(lambda: report(step, values | {"loss": loss}))
+            state.pruned = reason if step < self.job.steps else ""
         headline, value = task.columns[0], metrics[task.columns[0]]
         state.validation = f"  valid {headline} {value:.3f}"
         sign = -1 if task.lower_is_better else 1
@@ -329,7 +343,13 @@ class Training:
 
 
 def _build(
-    job: RunInputs, start: Path | None, ranks: World, control: Control, preemption: Preemption, attempt: Attempt
+    job: RunInputs,
+    start: Path | None,
+    ranks: World,
+    control: Control,
+    preemption: Preemption,
+    attempt: Attempt,
+    report: Report | None,
 ) -> Training:
     """Lay the model out over the ranks, fill it with weights or a checkpoint, and create the optimizer."""
     recipe, task, weights = job.recipe, job.task, job.weights
@@ -377,6 +397,7 @@ def _build(
         watch=Watch(model, ranks, control, peak_flops(ranks.device, job.layout.precision)),
         saver=Saver(job.out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device)),
         plan=StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed),
+        report=report,
     )
 
 

@@ -139,7 +139,13 @@ def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
 
 
 def describe_run(
-    job: RunInputs, recipe: Recipe, done: int, ranks: World, extended: Sequence[Mapping[str, int]] = ()
+    job: RunInputs,
+    recipe: Recipe,
+    done: int,
+    ranks: World,
+    extended: Sequence[Mapping[str, int]] = (),
+    *,
+    has_notices: bool = True,
 ) -> None:
     """Write recipe and versions beside the results, and print notices on data and weights. One rank calls this.
 
@@ -149,6 +155,7 @@ def describe_run(
         done: the number of optimizer steps done.
         ranks: all processes of the run.
         extended: see `extensions`.
+        has_notices: whether notices are printed; those of a trial have been printed once for the sweep.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
@@ -156,7 +163,7 @@ def describe_run(
     if extended:
         facts["extended"] = extended
     replace_json(job.out / "versions.json", facts)
-    for notice in notices(job, leakage=not done):
+    for notice in notices(job, leakage=not done) if has_notices else ():
         say(notice)
     if done:
         say(f"going on after step {done} of {job.steps}")

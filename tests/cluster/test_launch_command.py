@@ -8,7 +8,7 @@ import pytest
 from command import esmshard
 from ruamel.yaml import YAML
 
-from esmshard.cluster.scripts.launch_command import Options, doctor_job, finetune_job, merged
+from esmshard.cluster.scripts.launch_command import Options, doctor_job, finetune_job, merged, render
 from esmshard.cluster.scripts.scheduler_job import SchedulerJob
 from esmshard.cluster.scripts.site import KubernetesSite, Site
 from esmshard.errors import UsageError
@@ -112,12 +112,30 @@ def test_a_cross_validation_starts_its_processes_itself(overrides: list[str], al
             "adapt.method probe: is fitted in one",
         ),
         ("variants", [], {"nproc": 2, "nodes": "2"}, "--nodes: a table of variants is cross-validated on one node"),
+        ("contact", [], {"nproc": 2, "trials": 2}, "--trials is the number of trials of a sweep"),
     ],
 )
 def test_what_cannot_run_is_refused(recipe: str, overrides: list[str], options: dict[str, int], problem: str) -> None:
     with pytest.raises(UsageError) as error:
         finetune_job(recipe, overrides, slurm(**options), site())
     assert str(error.value).startswith(problem)
+
+
+def test_workers_of_a_sweep_are_an_array_on_one_directory(here: Path) -> None:
+    file = here / "sweep.yaml"
+    file.write_text("space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3, log: true}\n")
+    job = finetune_job("contact", [], slurm(gpus_per_node=1, array=3, sweep=file, trials=9), site())
+    text = " ".join(render(job, site(python="/opt/python"), "slurm").replace("\\\n", " ").split())
+    assert "#SBATCH --array=0-2 " in text
+    assert f" finetune contact --sweep {file} --trials 9 --resume auto --nproc 1 " in text
+    assert "train.seed" not in text, "all trials have the seed of the recipe"
+    with pytest.raises(UsageError, match="--sweep is for Slurm, and a worker has one node"):
+        finetune_job("contact", [], slurm(gpus_per_node=1, nodes="2", sweep=file), site())
+    file.write_text("space:\n  optim.lrr: {choices: [1, 2]}\n")
+    with pytest.raises(UsageError, match=r"sweep\.yaml:2:.*did you mean 'lr'"):
+        finetune_job("contact", [], slurm(gpus_per_node=1, sweep=file), site())
+    with pytest.raises(UsageError, match="--sweep and --trials are for a recipe"):
+        doctor_job([], slurm(gpus_per_node=1, sweep=file), site())
 
 
 def test_a_time_that_is_none_is_refused() -> None:

@@ -11,7 +11,7 @@ from esmshard.cluster.scripts import slurm
 from esmshard.cluster.scripts.scheduler_job import SchedulerJob
 from esmshard.cluster.scripts.site import Site, time_limit
 from esmshard.errors import UsageError
-from esmshard.recipe import recipe_file
+from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.sections import Recipe
 
 Target = Literal["slurm", "kubernetes"]
@@ -31,6 +31,8 @@ class Options:
     nproc: int | None = None
     time: str | None = None
     array: int | None = None
+    sweep: Path | None = None
+    trials: int | None = None
     name: str | None = None
 
 
@@ -67,9 +69,15 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     """
     path = recipe_file.resolve(recipe)
     resolved = recipe_file.load(path, overrides)
-    if options.array is not None and options.target != "slurm":
+    if options.trials is not None and options.sweep is None:
+        raise UsageError("--trials is the number of trials of a sweep; pass --sweep FILE, too, or leave it out")
+    if options.sweep is not None:
+        if options.target != "slurm" or options.nodes is not None:
+            raise UsageError("--sweep is for Slurm, and a worker has one node; pass the number of workers as --array N")
+        sweep_file.load(options.sweep, path, overrides)
+    elif options.array is not None and options.target != "slurm":
         raise UsageError("--array for a recipe is for Slurm only; launch each run with train.seed=N and out=DIR")
-    if options.array is not None and resolved.divides_table:
+    elif options.array is not None and resolved.divides_table:
         raise UsageError(
             "--array: a table of variants is cross-validated by one job; leave it out, or set data.folds and data.fold"
         )
@@ -88,7 +96,12 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         raise UsageError("--nodes: a table of variants is cross-validated on one node; leave it out, or set data.folds")
     shipped = recipe in recipe_file.names() and not Path(recipe).expanduser().is_file()
     named, out = recipe if shipped else os.path.abspath(path), resolved.out  # noqa: PTH100
-    text = None
+    text, reads = None, _read_by(None if shipped else path, resolved)
+    searched: list[str] = []
+    if options.sweep is not None:
+        searched = ["--sweep", _absolute(str(options.sweep))]
+        reads.append(searched[-1])
+        searched += [] if options.trials is None else ["--trials", str(options.trials)]
     if options.target == "kubernetes":
         text = None if shipped else path.read_text(encoding="utf-8")
         # The paths in the recipe are relative to the volume.
@@ -97,17 +110,17 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     return SchedulerJob(
         name=options.name or path.stem,
         kind="finetune",
-        arguments=("finetune", named, *overrides, "--resume", "auto"),
+        arguments=("finetune", named, *overrides, *searched, "--resume", "auto"),
         out=out,
         directory=str(Path.cwd()),
-        reads=tuple(sorted(set(_read_by(None if shipped else path, resolved)))),
+        reads=tuple(sorted(set(reads))),
         nodes=most,
         min_nodes=least,
         gpus_per_node=gpus,
         nproc=nproc,
-        starts_processes=resolved.divides_table,
+        starts_processes=resolved.divides_table or options.sweep is not None,
         array=options.array or 1,
-        first_seed=None if options.array is None else resolved.train.seed,
+        first_seed=None if options.array is None or options.sweep is not None else resolved.train.seed,
         recipe_text=text,
     )
 
@@ -124,6 +137,7 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
     Raises:
         UsageError: if arguments are wrong, or cannot be used by workers that begin at different times.
     """
+    _no_sweep(options)
     if options.nodes is not None:
         raise UsageError("--nodes: workers of embed are independent of each other; pass their number as --array N")
     out: Path | None = parsed["out"]
@@ -165,6 +179,7 @@ def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Schedu
     Raises:
         UsageError: if an option is wrong.
     """
+    _no_sweep(options)
     if options.array is not None:
         raise UsageError("--array is for a recipe or embed; pass the number of nodes as --nodes N")
     least, most = _nodes(options.nodes)
@@ -205,6 +220,11 @@ def default_file(job: SchedulerJob, target: Target) -> Path:
 def not_here(job: SchedulerJob) -> list[str]:
     """Return the paths that the job reads and that do not exist on this machine. The nodes may have them."""
     return [path for path in job.reads if not Path(path).exists()]
+
+
+def _no_sweep(options: Options) -> None:
+    if options.sweep is not None or options.trials is not None:
+        raise UsageError("--sweep and --trials are for a recipe; leave them out")
 
 
 def _nodes(text: str | None) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class SchedulerJob:
     Otherwise the scheduler starts each process.
     """
     array: int = 1
-    """The number of workers of `embed`, or of runs of `finetune`."""
+    """The number of workers of `embed` or of a sweep, or of runs of `finetune`."""
     first_seed: int | None = None
     """For an array of runs, which differ in their seeds, the first seed. Each run has its own directory `seed-N` in
     `out`. None for a single run.

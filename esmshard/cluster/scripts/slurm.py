@@ -96,7 +96,7 @@ def _cores(job: SchedulerJob, site: Site) -> int | None:
 
 
 def _is_array(job: SchedulerJob) -> bool:
-    return job.kind == "embed" or job.first_seed is not None
+    return job.kind == "embed" or job.first_seed is not None or job.array > 1
 
 
 def _gpus(count: int, site: Site) -> tuple[str, str | None]:

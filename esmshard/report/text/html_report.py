@@ -14,8 +14,9 @@ from esmshard.files import memory_text, replace_text
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file
 from esmshard.report.read.run_directory import RunFiles, json_object, read
+from esmshard.report.read.sweep_directory import is_sweep, read_sweep
 from esmshard.report.read.variant_run_directory import is_cross_validated, read_variants
-from esmshard.report.text import scores, training, variant_report
+from esmshard.report.text import scores, sweep_report, training, variant_report
 from esmshard.report.text.page_parts import PageTable, Section, range_text, value_text
 from esmshard.report.text.path_hiding import Places
 from esmshard.train.records import goodput
@@ -26,7 +27,7 @@ def report(run: Path, out: Path | None = None) -> Path:
     """Write a page about a run, whether it is done, running, preempted or failed. The file appears complete.
 
     Args:
-        run: the directory of the run, or of a cross-validated run of variants.
+        run: the directory of the run, of a cross-validated run of variants, or of a sweep.
         out: the file to write; by default `report.html` in that directory. An existing file is replaced.
 
     Returns:
@@ -39,9 +40,14 @@ def report(run: Path, out: Path | None = None) -> Path:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
         raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
-    files = f"{run}: one of its files (evaluation.json, status.json, versions.json, metrics.jsonl, summary.json)"
+    names = "evaluation.json, status.json, versions.json, metrics.jsonl, summary.json, sweep.json"
+    files = f"{run}: one of its files ({names})"
     with reading(files, "remove it, or make it anew with `esmshard evaluate MODEL DATA -o DIR`, to see the rest"):
-        if is_cross_validated(run):
+        if is_sweep(run):
+            swept = read_sweep(run)
+            about, facts, states = sweep_report.about(swept), sweep_report.facts(swept), sweep_report.states(swept)
+            sections = [part(swept) for part in sweep_report.SECTIONS]
+        elif is_cross_validated(run):
             several = read_variants(run)
             about, facts = variant_report.about(several), variant_report.facts(several)
             lead, states = [variant_report.verdict(several)], []

@@ -41,6 +41,8 @@ class Attempt:
         self._lease: Lease | None = None
         self._step, self._number, self._first_step, self._begun = 0, 0, True, False
         self._idle = 0
+        self.ending = "trained and evaluated"
+        """The message of a run that is done."""
 
     def __enter__(self) -> "Attempt":
         return self
@@ -144,7 +146,7 @@ class Attempt:
                 kind = type(error)
         ended: tuple[status.State, str, int]
         if error is None:
-            ended = ("done", "trained and evaluated", 0)
+            ended = ("done", self.ending, 0)
         elif isinstance(error, Preempted):
             ended = ("preempted", str(error), error.exit_code)
         elif isinstance(error, InputError):

@@ -11,12 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from esmshard.errors import UsageError
+from esmshard.errors import UsageError, reading
+from esmshard.files import read_json
 from esmshard.train.records import goodput, lease, status
 from esmshard.train.records.attempt import METRICS
 
 EXIT_CODES: Mapping[status.State, int] = {"failed": 1, "running": 3, "preempted": 75, "done": 0}
 """The exit code of the command: that of the first of these states that one of the runs is in."""
+
+SWEEP = "sweep.json"
+"""The state of a sweep (`esmshard.train.experiments.sweep_results`)."""
 
 _TAIL = 1 << 18
 """The number of bytes at the end of metrics.jsonl that are searched for the last step. A line of 64 ranks has 5 KB."""
@@ -38,10 +42,14 @@ class Standing:
     """The time of the last beat of the lease, by the clock of the file system; None without a lease."""
     holder: str | None
     """The holder of the directory: user, host, process, job."""
+    unit: str = "step"
+    """What `step` and `steps` of the status count: `trial` for a sweep."""
 
 
 def standings(out: Path) -> list[Standing]:
     """Return the state of the run in a directory, or of the runs in its subdirectories, ordered by name.
+
+    Of a sweep only the runs that have not ended count, so that a failed trial does not make the sweep a failed one.
 
     This may take 25 s: the lease of a run on another machine is watched for a beat. Several leases are watched at once.
 
@@ -50,11 +58,64 @@ def standings(out: Path) -> list[Standing]:
         InputError: a status.json is damaged.
     """
     runs = [out] if (out / status.NAME).exists() else sorted(path.parent for path in out.glob(f"*/{status.NAME}"))
+    if (out / SWEEP).is_file():
+        return _of_sweep(out, runs)
     if not runs:
         raise UsageError(f"{out}: no run has begun there (it has no {status.NAME}); give `out` of a recipe")
     with ThreadPoolExecutor(len(runs)) as pool:
         found = [standing for standing in pool.map(_standing, runs) if standing is not None]
     return found
+
+
+def _of_sweep(out: Path, runs: Sequence[Path]) -> list[Standing]:
+    """Return the state of a sweep, followed by the states of its runs that have not ended."""
+    with reading(str(out / SWEEP), "remove it, and go on with --resume auto"):
+        sweep = read_json(out / SWEEP)
+        trials, wanted, stage = sweep["trials"], int(sweep["trials_wanted"]), sweep["state"]
+        ended = sum(one["state"] != "running" for one in trials)
+        failed = sum(one["state"] == "failed" for one in trials)
+        best = next((one for one in trials if one["number"] == sweep["best"]), None)
+        message = f"{ended} of {wanted} trials have ended" + (f", {failed} of them failed" if failed else "")
+        if best is not None:
+            message += f"; the best is trial {best['number']}, valid {sweep['metric']} {best['value']:.4g}"
+    claims = [out, *out.glob("trials/*/claim")]
+    with ThreadPoolExecutor(len(claims)) as pool:
+        seen = [sign for sign in pool.map(lease.watched, claims) if sign is not None]
+    alive = any(sign.lives for sign in seen)
+    state: status.State = "running" if alive else "preempted"
+    if stage in ("done", "failed"):
+        state = "done" if stage == "done" else "failed"
+    message += {"training": "; its settings are trained with new seeds", "done": "; its settings are tested"}.get(
+        stage, ""
+    )
+    if state == "preempted":
+        message += "; go on with --resume auto"
+    code = next((code for known, code in EXIT_CODES.items() if known == state and known != "running"), None)
+    written = (out / SWEEP).stat().st_mtime
+    known = status.Status(
+        state=state,
+        step=ended,
+        steps=wanted,
+        attempt=1,
+        idle=0,
+        exit_code=code,
+        message=message,
+        checkpoint=None,
+        started=written,
+        job=None,
+        launch=None,
+        host="",
+        updated=written,
+    )
+    beaten = max((sign.beaten for sign in seen), default=None)
+    trial_runs = sorted(path.parent for path in out.glob(f"trials/*/{status.NAME}"))
+    with ThreadPoolExecutor(8) as pool:
+        others = [one for one in pool.map(_standing, [*trial_runs, *runs]) if one is not None]
+    going = [one for one in others if one.status["state"] in ("running", "preempted")]
+    return [
+        Standing(str(out), known, None, beaten, None, unit="trial"),
+        *(going if state in ("running", "preempted") else []),
+    ]
 
 
 def _standing(run: Path) -> Standing | None:
@@ -104,27 +165,32 @@ def as_json(found: Sequence[Standing]) -> str:
 
 
 def as_text(found: Sequence[Standing], now: float | None = None) -> str:
-    """Format as text: a paragraph for a single run, a line for each of several runs."""
+    """Format as text: a paragraph for a single run or a sweep, a line for each of several runs."""
     now = time.time() if now is None else now
-    if len(found) > 1:
-        width = max(len(Path(standing.run).name) for standing in found) + 2
-        lines = [
-            f"{Path(one.run).name.ljust(width)}{one.status['state'].ljust(11)}step {one.status['step']} of "
-            f"{one.status['steps']}{_seen(one, now)}"
-            for one in found
-        ]
-        return "\n".join(lines)
-    (one,) = found
-    status = one.status
-    done = "" if one.last_step is None else f", done {_ago(one.last_step, now)}"
+    first, *others = found
+    if others and first.unit == "step":
+        return _lines(found, now)
+    status = first.status
+    done = "" if first.last_step is None else f", done {_ago(first.last_step, now)}"
+    seen = "" if first.last_seen is None else f"{_ago(first.last_seen, now)}"
     rows = [
         ("state", f"{status['state']}: {status['message']}"),
-        ("step", f"{status['step']} of {status['steps']}{done}"),
-        ("attempt", f"{status['attempt']}, begun {_ago(status['started'], now)}"),
-        ("last seen", "" if one.last_seen is None else f"{_ago(one.last_seen, now)}, {one.holder or 'an unknown run'}"),
+        (first.unit, f"{status['step']} of {status['steps']}{done}"),
+        ("attempt", f"{status['attempt']}, begun {_ago(status['started'], now)}" if first.unit == "step" else ""),
+        ("last seen", f"{seen}, {first.holder or 'an unknown run'}" if seen and first.unit == "step" else seen),
         ("checkpoint", status["checkpoint"] or ""),
     ]
-    return "\n".join([one.run, *(f"  {name:12}{value}" for name, value in rows if value)])
+    lines = [first.run, *(f"  {name:12}{value}" for name, value in rows if value)]
+    return "\n".join([*lines, *([_lines(others, now)] if others else [])])
+
+
+def _lines(found: Sequence[Standing], now: float) -> str:
+    width = max(len(Path(standing.run).name) for standing in found) + 2
+    return "\n".join(
+        f"{Path(one.run).name.ljust(width)}{one.status['state'].ljust(11)}step {one.status['step']} of "
+        f"{one.status['steps']}{_seen(one, now)}"
+        for one in found
+    )
 
 
 def _seen(standing: Standing, now: float) -> str:

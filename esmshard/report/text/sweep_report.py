@@ -1,0 +1,191 @@
+"""The page on a sweep: its trials, what each setting matters, and the test of the best settings."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from esmshard.recipe.sweep_file import shown, value_text
+from esmshard.report.draw import charts
+from esmshard.report.read.run_directory import number
+from esmshard.report.read.sweep_directory import SweepFiles
+from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, count_text, unit_text
+from esmshard.tasks.base import MAIN
+from esmshard.tasks.intervals import Interval
+
+MOST_TRIALS = 50
+"""The most rows of the table of trials. sweep.csv has all of them."""
+
+
+def about(found: SweepFiles) -> str:
+    """Describe model and search in a line."""
+    recipe, sweep = found.raw["recipe"], found.raw["sweep"]
+    return (
+        f"A sweep of task {found.raw['task']}, model {recipe['model']['name']} ({recipe['init']}), adaptation "
+        f"{recipe['adapt']['method']}: sampler {sweep['sampler']}, pruner {sweep['pruner']}."
+    )
+
+
+def states(found: SweepFiles) -> list[str]:
+    """Return sentences: the best trial, why its value is too good, and the test of its settings."""
+    texts = [found.raw["selected"], found.raw.get("honest"), (found.summary or {}).get("verdict")]
+    if found.summary is None:
+        texts.append("The best settings are not tested yet.")
+    return [str(text) for text in texts if text]
+
+
+def facts(found: SweepFiles) -> list[tuple[str, str, str]]:
+    """Return the numbers on top of the page: name, value and explanation."""
+    counts = {state: sum(one["state"] == state for one in found.trials) for state in ("pruned", "failed", "running")}
+    note = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "all trained to their end"
+    rows = [("trials", f"{len(found.trials):,} of {found.raw['trials_wanted']:,}", note)]
+    if (best := found.best) is not None:
+        rows.append((f"best validation {found.raw['metric']}", unit_text(best["value"]), "optimistic: selected by it"))
+    if (tested := _tested(found)) is not None:
+        column, row = tested
+        count = count_text(len(row["runs"]), "new seed")
+        rows.append((f"test {column}", unit_text(number(row["mean"])), f"mean over {count}"))
+    return rows
+
+
+def _tested(found: SweepFiles) -> tuple[str, Mapping[str, Any]] | None:
+    if found.summary is None:
+        return None
+    column = found.summary["columns"][0]
+    return column, found.summary["metrics"][MAIN][column]
+
+
+def history(found: SweepFiles) -> Section:
+    """Draw the value of each trial, and the best one so far."""
+    section = ("history", "Trials in their order")
+    if not found.complete:
+        return Section(*section, missing="No trial was trained to its end.")
+    x_N, y_N = _points(found, "number")
+    best_N = (np.minimum if found.raw["lower_is_better"] else np.maximum).accumulate(y_N)
+
+    def draw(axes: Any) -> None:
+        charts.cloud(axes, x_N, y_N)
+        axes.step(x_N, best_N, where="post", color=charts.ORANGE, linewidth=1.3)
+        charts.name_axes(axes, "trial", f"valid {found.raw['metric']}")
+
+    caption = f"{count_text(len(x_N), 'trial')} trained to the end, and the best so far (orange)."
+    figures = [Figure(caption, charts.chart("history", draw))]
+    if any(len(one["validations"]) > 1 for one in found.trials):
+        figures.append(
+            Figure("The validations of each trial; orange: pruned.", charts.chart("courses", _courses(found)))
+        )
+    return Section(*section, figures=figures)
+
+
+def _courses(found: SweepFiles) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        for one in found.trials:
+            steps = np.array([float(step) for step in one["validations"]])
+            values = np.array([number(value) for value in one["validations"].values()])
+            charts.curve(axes, steps, values, charts.ORANGE if one["state"] == "pruned" else charts.BLUE)
+        charts.name_axes(axes, "optimizer step", f"valid {found.raw['metric']}")
+
+    return draw
+
+
+def importance(found: SweepFiles) -> Section:
+    """Draw the share of the variance that each setting explains."""
+    section, rows = ("importance", "Importance of the settings"), found.raw["importance"]
+    if not rows:
+        why = "It takes four trials that were trained to their end with different values, and the end of the sweep."
+        return Section(*section, missing=why)
+    text = (
+        "The share of the variance of the validation value over the searched space that a setting explains, by a "
+        "random forest of the trials (functional ANOVA, Hutter et al. 2014). With few trials it is rough."
+    )
+    figure = Figure("Importance.", charts.chart("importance", lambda axes: charts.bars(axes, rows)))
+    return Section(*section, [text], [figure])
+
+
+def slices(found: SweepFiles) -> Section:
+    """Draw the value of each trial against each setting."""
+    section = ("slices", "Each setting alone")
+    if not found.complete:
+        return Section(*section, missing="No trial was trained to its end.")
+    figures = [Figure(key, charts.chart(f"slice{n}", _slice(found, key))) for n, key in enumerate(found.keys)]
+    text = "One dot for each trial that was trained to its end. The other settings differ between the dots."
+    return Section(*section, [text], figures)
+
+
+def _slice(found: SweepFiles, key: str) -> Callable[[Any], None]:
+    space = found.raw["sweep"]["space"][key]
+    choices = space["choices"]
+    values = [one["values"][key] for one in found.complete]
+    x_N = np.array([float(choices.index(value)) if choices else float(value) for value in values])
+    y_N = np.array([float(one["value"]) for one in found.complete])
+
+    def draw(axes: Any) -> None:
+        charts.cloud(axes, x_N, y_N)
+        if choices:
+            axes.set_xticks(range(len(choices)), [value_text(choice) for choice in choices])
+            axes.set_xlim(-0.5, len(choices) - 0.5)
+        elif space["log"]:
+            axes.set_xscale("log")
+        charts.name_axes(axes, key, f"valid {found.raw['metric']}")
+
+    return draw
+
+
+def _points(found: SweepFiles, key: str) -> tuple[Any, Any]:
+    rows = [(float(one[key]), float(one["value"])) for one in found.complete]
+    return np.array([x for x, _ in rows]), np.array([y for _, y in rows])
+
+
+def table(found: SweepFiles) -> Section:
+    """Return the trials, the best first, then those that did not end or failed."""
+    sign = 1 if found.raw["lower_is_better"] else -1
+    order = {"complete": 0, "running": 1, "pruned": 2, "failed": 3}
+
+    def place(one: Mapping[str, Any]) -> tuple[int, float]:
+        value = number(one["value"])
+        return order[one["state"]], sign * value if math.isfinite(value) else math.inf
+
+    rows = [
+        [
+            str(one["number"]),
+            one["state"],
+            unit_text(number(one["value"])),
+            str(one["step"]),
+            *(value_text(one["values"][key]) if key in one["values"] else "-" for key in found.keys),
+            one["message"] if one["state"] in ("failed", "pruned") else "",
+        ]
+        for one in sorted(found.trials, key=place)
+    ]
+    head = ["trial", "state", f"valid {found.raw['metric']}", "steps", *found.keys, ""]
+    note = f"The first {MOST_TRIALS} of {len(rows)}; sweep.csv has all." if len(rows) > MOST_TRIALS else ""
+    return Section("trials", "Trials", tables=[PageTable(head, rows[:MOST_TRIALS], note)])
+
+
+def tested(found: SweepFiles) -> Section:
+    """Return the test of the best settings with new seeds."""
+    section = ("tested", "Test of the best settings")
+    if found.summary is None:
+        return Section(*section, missing="It is made when all trials have ended.")
+    columns = found.summary["columns"]
+    rows = [
+        [name, *(cell(Interval(*(number(row[column][key]) for key in ("mean", "low", "high")))) for column in columns)]
+        for name, row in found.summary["metrics"].items()
+    ]
+    count = count_text(len(found.summary["runs"]), "run")
+    texts = [f"{count} with new seeds, each tested once. No trial has seen the test set."]
+    note = f"Mean over runs and {found.summary['interval']}."
+    return Section(*section, texts, tables=[PageTable(["", *columns], rows, note)])
+
+
+def recipe(found: SweepFiles) -> Section:
+    """Return the search, and how to train the best settings again."""
+    texts = ["The settings of the search. best.yaml is the recipe with the best settings, for `esmshard finetune`."]
+    if (best := found.best) is not None:
+        texts.append(f"Best: {shown(best['values'])}.")
+    return Section("recipe", "Search", texts, code=json.dumps(found.raw["sweep"], indent=1))
+
+
+SECTIONS: Sequence[Callable[[SweepFiles], Section]] = (tested, history, importance, slices, table, recipe)
+"""The sections of the page from top to bottom."""

@@ -1,0 +1,223 @@
+"""`esmshard finetune --sweep`, as a user types it: trials of a tiny model, interrupted, shared, failed and stopped."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import esmshard
+
+LR = """\
+space:
+  optim.lr: {{choices: [{choices}]}}
+sampler: grid
+pruner: none
+"""
+
+
+@pytest.fixture
+def small(tiny_recipe: Path) -> Path:
+    """A language model of random weights, which learns within some steps, with test records of its own."""
+    text = tiny_recipe.read_text().replace("contact, channels: 8, blocks: 1", "mlm")
+    text = text.replace("test: valid.fasta", "test: test.fasta").replace("steps: 6", "steps: 20")
+    tiny_recipe.write_text(text.replace("eval_every: 3", "eval_every: 10"))
+    tiny_recipe.with_name("test.fasta").write_text(tiny_recipe.with_name("valid.fasta").read_text())
+    return tiny_recipe
+
+
+def sweep(recipe: Path, settings: str, *options: str, **more: Any) -> Any:
+    """The command; the settings are written to `sweep.yaml`."""
+    file = recipe.with_name("sweep.yaml")
+    file.write_text(settings)
+    return esmshard("finetune", recipe, "--sweep", file, *options, **more)
+
+
+def read(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "sweep.json").read_text())
+    return found
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    with open(out / "sweep.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_better_value_is_found_trained_with_new_seeds_and_tested(small: Path, tmp_path: Path) -> None:
+    settings = LR.format(choices="1.0e-9, 3.0e-3")  # with the first the model stays as random as it is
+    done = sweep(small, settings, "--seeds", "2")
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "run"
+    found = read(out)
+    assert [one["state"] for one in found["trials"]] == ["complete", "complete"]
+    assert {one["values"]["optim.lr"] for one in found["trials"]} == {1e-9, 3e-3}
+    best = found["trials"][found["best"]]
+    assert best["values"] == {"optim.lr": 3e-3}
+    assert best["value"] == min(one["value"] for one in found["trials"])
+    assert {row["optim.lr"] for row in table(out)} == {"1e-09", "0.003"}
+    assert "  lr: 0.003" in (out / "best.yaml").read_text()
+    # The runs of the best settings have other seeds than the trials, whose seed is 3, and are tested.
+    assert found["runs"] == [f"best-{found['best']:03}-seed-{seed}" for seed in (4, 5)]
+    assert json.loads((out / "summary.json").read_text())["runs"] == found["runs"]
+    assert "is optimistic" in done.stdout
+    assert "with 2 new seeds: valid " in done.stdout
+    for trial in (out / "trials").iterdir():
+        names = {path.name for path in trial.iterdir()}
+        assert names == {"metrics.jsonl", "recipe.yaml", "status.json", "versions.json"}, "no model, no test"
+    status = esmshard("status", out)
+    assert status.returncode == 0
+    assert "2 of 2 trials have ended; the best is trial" in status.stdout
+    # The same command again does nothing again, and one of other settings is refused.
+    before = (out / "journal.log").read_bytes()
+    again = sweep(small, settings, "--seeds", "2", "--resume", "auto")
+    assert again.returncode == 0, again.stderr
+    assert (out / "journal.log").read_bytes() == before
+    other = sweep(small, LR.format(choices="1.0e-9, 1.0e-2"), "--resume", "auto")
+    assert other.returncode == 2
+    assert "holds a sweep with other settings;" in other.stderr
+    assert sweep(small, settings).stderr.count("pass --resume auto to go on or to join") == 1
+
+
+def test_the_test_set_has_no_influence_on_the_search(small: Path, tmp_path: Path) -> None:
+    settings = "space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-1, log: true}\n"
+    found = []
+    for name in ("one", "two"):
+        done = sweep(small, settings, "--trials", "2", "--seeds", "1", f"out={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        found.append(((tmp_path / name / "sweep.csv").read_text(), (tmp_path / name / "summary.json").read_text()))
+        small.with_name("test.fasta").write_text(">other\nMKVLAAGICWYMKVLAAGICWYHHHHQQPNDEST\n")
+    (searched, tested), (searched_again, tested_again) = found
+    assert searched == searched_again
+    assert json.loads(tested)["metrics"] != json.loads(tested_again)["metrics"], "it is another test"
+
+
+def test_a_trial_that_fails_is_recorded_and_does_not_end_the_sweep(small: Path, tmp_path: Path) -> None:
+    settings = LR.format(choices="10, 3.0e-3")  # the first makes the losses infinite, and its run gives up
+    done = sweep(small, settings, "train.steps=60", "optim.weight_decay=100", "--seeds", "1")
+    failed, best = sorted(read(tmp_path / "run")["trials"], key=lambda one: one["values"]["optim.lr"], reverse=True)
+    assert done.returncode == 0, done.stderr
+    assert failed["state"] == "failed", failed
+    assert "was not finite" in failed["message"]
+    assert best["state"] == "complete"
+    assert read(tmp_path / "run")["best"] == best["number"]
+    assert esmshard("status", tmp_path / "run").returncode == 0
+
+
+def test_a_bad_trial_is_stopped_by_all_ranks_together(small: Path, tmp_path: Path) -> None:
+    settings = LR.format(choices="1.0e-9, 3.0e-3").replace("pruner: none", "prune_after_trials: 1")
+    options = ("--nproc", "2", "--seeds", "1", "checkpoint.every=1")
+    done = sweep(small, settings, *options)
+    assert done.returncode == 0, done.stderr
+    found = read(tmp_path / "run")
+    assert [one["state"] for one in found["trials"]] == ["complete", "pruned"]
+    assert found["trials"][1]["step"] == 10, "at the first validation, after half of the steps"
+    assert "worse than the median" in found["trials"][1]["message"]
+    status = json.loads((tmp_path / "run" / "trials" / "001" / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 10)
+    assert status["message"] == found["trials"][1]["message"]
+
+
+def test_an_interrupted_trial_goes_on_from_its_checkpoint(small: Path, tmp_path: Path) -> None:
+    settings = LR.format(choices="1.0e-3, 3.0e-3")
+    out = tmp_path / "run"
+    steps = ("train.steps=40", "train.eval_every=20", "checkpoint.every=1", "--seeds", "1")
+    (small.with_name("sweep.yaml")).write_text(settings)
+
+    def stop() -> None:
+        metrics = out / "trials" / "001" / "metrics.jsonl"
+        for _ in range(6000):
+            if metrics.is_file() and '"step": 3,' in metrics.read_text():
+                break
+            time.sleep(0.05)
+        os.kill(json.loads(next((out / "trials" / "001" / "claim").glob("lease-*")).read_text())["pid"], signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    stopped = sweep(small, settings, *steps)
+    thread.join()
+    assert stopped.returncode == 75, stopped.stderr
+    assert [one["state"] for one in read(out)["trials"]] == ["complete"]
+    assert esmshard("status", out).returncode == 75
+    done = sweep(small, settings, *steps, "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "trial 1: its worker is gone; going on with it" in done.stderr
+    lines = [json.loads(line) for line in (out / "trials" / "001" / "metrics.jsonl").read_text().splitlines()]
+    begun = [line["from_step"] for line in lines if line.get("event") == "attempt"]
+    assert begun[0] == 0
+    assert len(begun) == 2
+    assert begun[1] >= 3, "it went on from a checkpoint"
+    assert [line["step"] for line in lines if "lr" in line] == list(range(1, 41))
+    assert [one["state"] for one in read(out)["trials"]] == ["complete", "complete"]
+
+
+def test_workers_share_the_trials(small: Path, tmp_path: Path) -> None:
+    small.with_name("sweep.yaml").write_text("space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-1, log: true}\n")
+    command = ("finetune", str(small), "--sweep", str(small.with_name("sweep.yaml")), "--trials", "4", "--seeds", "1")
+    with ThreadPoolExecutor(2) as pool:
+        ended = [*pool.map(lambda n: esmshard(*command, "--resume", "auto"), range(2))]
+    assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
+    found = read(tmp_path / "run")
+    assert [one["number"] for one in found["trials"]] == [0, 1, 2, 3], "as many as asked, of both together"
+    assert {one["state"] for one in found["trials"]} <= {"complete", "pruned"}
+    assert len({one["values"]["optim.lr"] for one in found["trials"]}) == 4, "workers draw different values"
+    assert found["state"] == "done"
+    begun = [sum(f"trial {n} of 4: optim.lr" in one.stderr for one in ended) for n in range(4)]
+    assert begun == [1, 1, 1, 1], "each by one worker"
+
+
+def mistakes() -> Iterator[Any]:
+    range_of = "space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3}\n"
+    yield pytest.param("space:\n  optim.lrr: {choices: [1, 2]}\n", (), ":2:", "did you mean 'lr'?", id="unknown key")
+    yield pytest.param(range_of.replace("1.0e-3", "100"), (), ":2:", "optim.lr: must be less than or", id="an end")
+    yield pytest.param("space:\n  adapt.rank: {choices: [4, 8]}\n", (), ":2:", "for adapt.method lora", id="together")
+    yield pytest.param("space:\n  out: {choices: [a, b]}\n", (), ":2:3:", "a directory of its own", id="out")
+    yield pytest.param("space:\n  data.train: {choices: [a, b]}\n", (), ":2:3:", "the same data", id="data")
+    yield pytest.param("space:\n  train.seed: {choices: [1, 2]}\n", (), ":2:3:", "luck", id="seed")
+    yield pytest.param(range_of, ("optim.lr=1e-4",), ":2:3:", "is searched, and optim.lr=1e-4 sets it", id="set twice")
+    yield pytest.param(range_of + "sampler: grid\n", (), ":2:3:", "or a range with a step", id="endless grid")
+    yield pytest.param(range_of + "sampler: bayes\n", (), ":3:10:", "must be 'tpe', 'random' or 'grid'", id="sampler")
+    yield pytest.param(range_of + "sampl: tpe\n", (), ":3:", "did you mean 'sampler'?", id="setting")
+    yield pytest.param(range_of.replace("1.0e-3", "1.0e-6"), (), ":2:", "must be above low", id="no range")
+    yield pytest.param(range_of, ("--folds", "3"), "", "--sweep does not go with --folds", id="folds")
+    yield pytest.param(range_of, ("--resume", "x"), "", "continue with --resume auto", id="path")
+
+
+@pytest.mark.parametrize(("settings", "options", "place", "says"), [*mistakes()])
+def test_mistakes_are_one_sentence_before_anything_is_trained(
+    small: Path, tmp_path: Path, settings: str, options: tuple[str, ...], place: str, says: str
+) -> None:
+    done = sweep(small, settings, *options)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+    assert f"sweep.yaml{place}" in done.stderr or not place
+    assert not (tmp_path / "run").exists()
+
+
+def test_trials_belong_to_a_sweep_and_a_dry_run_begins_nothing(small: Path, tmp_path: Path) -> None:
+    assert "pass --sweep FILE" in esmshard("finetune", small, "--trials", "3").stderr
+    planned = sweep(small, LR.format(choices="1.0e-3, 3.0e-3"), "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert "trials    2, of optim.lr; by valid " in planned.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_optuna_it_is_one_sentence(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = small.parent / "site"
+    site.mkdir()
+    (site / "optuna.py").write_text("raise ImportError\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    file = small.with_name("sweep.yaml")
+    file.write_text(LR.format(choices="1.0e-3, 3.0e-3"))
+    command = [sys.executable, "-m", "esmshard", "finetune", str(small), "--sweep", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: --sweep needs optuna; pip install 'esmshard[sweep]'\n")
