@@ -143,6 +143,20 @@ def _column_names(given: Any) -> list[str] | None:
     return None if columns is None or callable(columns) else [str(name) for name in columns]
 
 
+def rows(given: Any) -> list[Any]:
+    """Return a list of sequences from a list-like argument, or from the column of sequences of a table.
+
+    Args:
+        given: a table of pandas, Polars or Arrow, whose ids are not read and may repeat; else see `as_list`.
+
+    Raises:
+        UsageError: with the expression to type instead.
+    """
+    names = _column_names(given)
+    column = None if names is None else sequence_column(_header(type(given).__name__, names))
+    return as_list(given, "sequences") if column is None else _cells(given, column)
+
+
 def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
     """Return the sequences of a table, each with its id or its place, and whether these are ids; None if it is no
     table, or has no column of sequences.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
 from esmshard.errors import InputError, UsageError, writing
+from esmshard.files import replace_json
+from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.weights import open_weights
@@ -68,6 +70,7 @@ def predict(
     png: Path | None = None,
     tokens: int | None = None,
     tracks: Mapping[str, str] | None = None,
+    device: DeviceName = None,
     overwrite: bool = False,
 ) -> Predicted:
     """Write the head's predictions for each record to an `.npz`, a `.csv` or a `.parquet` file.
@@ -77,7 +80,8 @@ def predict(
     cannot be written so.
 
     A record that does not fit into memory, or is too long for a model with learned positions, is left out of the output
-    and listed in `OUT.failed.tsv`; see `esmshard.predict.failures`.
+    and listed in `OUT.failed.tsv`; see `esmshard.predict.failures`. `OUT.json` says how the output was made, and what
+    was changed in the records or left out of them.
 
     Args:
         model: a directory that `consolidate` wrote.
@@ -89,6 +93,7 @@ def predict(
             maps always in one pack. A longer record is computed alone. By default 4,096, on a GPU 16,384 except for
             pair maps. The number changes results by rounding only.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
+        device: see `chosen_device`.
         overwrite: replace `out`, and pictures of the same names.
 
     Raises:
@@ -99,20 +104,21 @@ def predict(
         raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
     if out.suffix == ".parquet":
         pyarrow(out)
-    check(out, failures_file(out), overwrite=overwrite)
+    check(out, failures_file(out), facts_file(out), overwrite=overwrite)
+    computing = chosen_device(device)
     if png is not None:
         contact_pictures.check(png, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
-        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch))
-        store, found = examples.store, load_finetuned(model)
+        examples, sentences = read_input(model, fasta, tracks or {}, Path(scratch))
+        store, found = examples.store, load_finetuned(model, computing)
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
-        failed: list[Failure] = []
-        began, residues = time.monotonic(), 0
+        facts = _facts(model, found, examples, tracks or {}, sentences)
+        failed, began, residues = list[Failure](), time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
-            _writer(out, found, model, about_tracks) as writer,
+            _writer(out, found, facts) as writer,
             nullcontext() if png is None else contact_pictures.MapFolder(png) as pictures,
             Progress("predict", len(store)) as progress,
         ):
@@ -133,11 +139,14 @@ def predict(
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
                 )
+            counts = {"records": len(store) - len(failed), "failed": len(failed)}
+            replace_json(facts_file(out), facts | counts)  # An output is never there without it, either.
         return Predicted(len(store) - len(failed), tuple(failed))
 
 
 def read_input(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path) -> tuple[Examples, list[str]]:
-    """Return the records of an input with their tracks, and sentences about the tracks. All notices are printed.
+    """Return the records of an input with their tracks, and sentences on what was changed or left out, all of which
+    are printed.
 
     Args:
         model: the model that takes the tracks.
@@ -157,7 +166,8 @@ def read_input(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
         read = cached_split(fasta) if structures else sequences
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store")
-    for notice in [*(notices(read) if structures else ()), *store.notices]:
+    of_records = [*(notices(read) if structures else ()), *store.notices]
+    for notice in of_records:
         say(f"{fasta}: {notice}")
     examples = Examples("input", fasta, store, None)
     if files:
@@ -165,10 +175,37 @@ def read_input(model: str, fasta: Path, tracks: Mapping[str, str], scratch: Path
     about_tracks = [*examples.notices[len(store.notices) :], *without_tracks(model, tracks)]
     for notice in about_tracks:
         say(notice)
-    return examples, about_tracks
+    return examples, [*of_records, *about_tracks]
 
 
-def _writer(out: Path, found: FineTuned, model: str, notices: Sequence[str]) -> NpzWriter | CsvWriter | ParquetWriter:
+def facts_file(out: Path) -> Path:
+    """Return the path of the facts about an output, as `embed` names it.
+
+    >>> facts_file(Path("maps/x.npz")).as_posix()
+    'maps/x.npz.json'
+    """
+    return out.with_name(f"{out.name}.json")
+
+
+def _facts(
+    model: str, found: FineTuned, examples: Examples, tracks: Mapping[str, str], sentences: Sequence[str]
+) -> dict[str, Any]:
+    """Return what `OUT.json` says of an output, apart from its numbers of records."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": model,
+        "weights_sha256": found.about.get("weights_sha256"),
+        "task": found.about["recipe"]["task"],
+        "input": str(examples.path),
+        "tracks": dict(tracks),
+        "device": str(found.model.device),
+        "versions": {name: version(name) for name in ("esmshard", "torch", "numpy")},
+        "notices": list(sentences),
+    }
+
+
+def _writer(out: Path, found: FineTuned, facts: Mapping[str, Any]) -> NpzWriter | CsvWriter | ParquetWriter:
     task = found.task
     if out.suffix == ".npz":
         return NpzWriter(out)
@@ -176,15 +213,9 @@ def _writer(out: Path, found: FineTuned, model: str, notices: Sequence[str]) -> 
         raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
     if out.suffix == ".csv":
         return CsvWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names)
-    packages = {name: version(name) for name in ("esmshard", "torch", "numpy", "pyarrow")}
-    about = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": model,
-        "task": json.dumps(found.about["recipe"]["task"]),
-        "versions": json.dumps(packages),
-        "notices": json.dumps(list(notices)),
-    }
+    about: dict[str, str] = {name: facts[name] for name in ("format", "version", "model")}
+    about |= {name: json.dumps(facts[name]) for name in ("task", "notices")}
+    about["versions"] = json.dumps({**facts["versions"], "pyarrow": version("pyarrow")})
     return ParquetWriter(out, task.names, per_residue=task.per_residue, choose=task.one_of_names, about=about)
 
 

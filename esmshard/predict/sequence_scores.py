@@ -18,6 +18,7 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.tables import counted
 from esmshard.errors import UsageError, writing
 from esmshard.files import replacing
+from esmshard.model.devices import DeviceName
 from esmshard.model.families.family_registry import FAMILIES, family_of
 from esmshard.model.trunk import Trunk
 from esmshard.predict import variant_tables
@@ -45,6 +46,7 @@ def score_sequences(
     ensemble: Sequence[str] = (),
     window: int | None = None,
     tracks: Mapping[str, str] | None = None,
+    device: DeviceName = None,
     overwrite: bool = False,
 ) -> str:
     """Write a table with a row for each record, in input order. Return a message for the user.
@@ -66,6 +68,7 @@ def score_sequences(
         window: residues of a longer record that the model sees at once; by default as many as the models saw in
             training, the fewest of all.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
+        device: see `chosen_device`.
         overwrite: replace `out`.
 
     Raises:
@@ -79,12 +82,12 @@ def score_sequences(
         pyarrow(out)
     check(out, variant_tables.facts_file(out), overwrite=overwrite)
     tracks = tracks or {}
-    models = read_models(model, ensemble, window=window, tracks=tracks)
+    models = read_models(model, ensemble, window=window, tracks=tracks, device=device)
     if ONE_PASS in methods:
         _check_one_pass(models, method)
     with tempfile.TemporaryDirectory(prefix="esmshard-score-") as scratch:
         # The whole input is read before it is scored, so that a bad record at the end costs seconds, not a night.
-        examples, about_tracks = read_input(model, fasta, tracks, Path(scratch))
+        examples, sentences = read_input(model, fasta, tracks, Path(scratch))
         further = [notice for name in ensemble for notice in without_tracks(name, tracks)]
         for notice in further:
             say(notice)
@@ -92,7 +95,7 @@ def score_sequences(
         facts: dict[str, Any] = models.facts() | {"sequences": str(fasta), "method": method, "window": models.window}
         facts |= {"tracks": dict(tracks)} if tracks else {}
         compared = _compared(columns) if len(methods) > 1 else None
-        notices = [*examples.store.notices, *about_tracks, *further]
+        notices = [*sentences, *further]
         if unscored := int((columns["length"] == columns["not_scored"]).sum()):
             notices.append(f"{counted(unscored, 'record')} without a score, as no residue is one of the 20 amino acids")
             say(notices[-1])
