@@ -5,7 +5,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import MutantColumn, Overwrite
+from esmshard.cli.shared_options import Device, MutantColumn, Overwrite
 from esmshard.errors import UsageError
 
 
@@ -105,12 +105,13 @@ def track(
     structures: Annotated[Path, typer.Argument(help="A directory of PDB or mmCIF files, or one file.")],
     weights: Annotated[Path, typer.Option(help="File of the encoder's weights, as its authors published it.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The .npz file to write.")],
+    device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Compute a track from structures, for `--track TRACK=FILE` and `data.tracks`."""
     from esmshard.predict.track_codes import write_codes
 
-    print(write_codes(name, structures, weights, out, overwrite=overwrite))
+    print(write_codes(name, structures, weights, out, device=device, overwrite=overwrite))
 
 
 def split(

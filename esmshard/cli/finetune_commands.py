@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import AsJson, LocalProcesses, Overrides, Overwrite, RecipeName, Trust
+from esmshard.cli.shared_options import AsJson, Device, LocalProcesses, Overrides, Overwrite, RecipeName, Trust
 from esmshard.errors import UsageError
 
 _STARTED = time.time()
@@ -17,6 +17,7 @@ def finetune(
     recipe: RecipeName,
     overrides: Overrides = None,
     nproc: LocalProcesses = None,
+    device: Device = None,
     resume: Annotated[
         Optional[str], typer.Option(help="Continue a run: auto, never, or the path of a run or checkpoint.")
     ] = None,
@@ -69,6 +70,7 @@ def finetune(
     try:
         options = RunOptions(
             nproc=nproc,
+            device=device,
             resume=resume,
             overwrite=overwrite,
             dry_run=dry_run,

@@ -5,6 +5,13 @@ from typing import Annotated, Optional
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Device = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="DEVICE",
+        help="Where to compute: cpu, cuda, cuda:N or mps; by default on the GPU, if there is one.",
+    ),
+]
 LocalProcesses = Annotated[
     Optional[int], typer.Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
 ]
