@@ -144,7 +144,10 @@ COMMANDS = {
 }
 
 
-def test_every_command_that_computes_refuses_a_device_that_is_not_there() -> None:
+def test_every_command_that_computes_refuses_a_device_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     from typer.testing import CliRunner
 
     from esmshard.cli.app import app

@@ -175,9 +175,9 @@ def test_letters_of_residues_are_in_a_column() -> None:
 def test_the_cache_follows_the_table_and_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     first = cached(write("sequence\nMKT\n"))
     assert cached(Path("x.csv")).path == first.path
-    monkeypatch.setattr("esmshard.data.store.ingestion.CONVERSION", 0)
-    assert cached(Path("x.csv")).path != first.path
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("esmshard.data.store.ingestion.CONVERSION", 0)
+        assert cached(Path("x.csv")).path != first.path
     os.utime(write("sequence\nMKV\n"), ns=(1, 1))
     assert cached(Path("x.csv")).path != first.path
 
