@@ -33,6 +33,13 @@ def ingest(
             help="What to do with sequences over --max-length: full, crop, window, skip or error.", show_default=False
         ),
     ] = "",
+    sequence_column: Annotated[
+        Optional[str],
+        typer.Option(metavar="COLUMN", help="Column of sequences in a table; by default found by its name."),
+    ] = None,
+    id_column: Annotated[
+        Optional[str], typer.Option(metavar="COLUMN", help="Column of ids in a table; by default found by its name.")
+    ] = None,
     a3m: Annotated[bool, typer.Option("--a3m", help="Remove lower-case letters, which are insertions.")] = False,
     keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
     workers: Annotated[int, typer.Option(min=1, max=1_024, help="Number of processes.")] = 1,
@@ -51,7 +58,8 @@ def ingest(
     from esmshard.data.store.token_store import TokenStore
     from esmshard.progress import say
 
-    ruled = long or max_length or a3m or keep_gaps or {on_unknown, on_duplicate, on_nucleotides} != {"error"}
+    columns, policies = (sequence_column, id_column), {on_unknown, on_duplicate, on_nucleotides}
+    ruled = long or max_length or a3m or keep_gaps or any(columns) or policies != {"error"}
     if verify is not None and (fasta or out or merge or part or ruled or workers > 1 or overwrite):
         raise UsageError("--verify checks a store and makes none; pass it without other arguments")
     if merge and (ruled or workers > 1):
@@ -80,7 +88,7 @@ def ingest(
             raise UsageError(f"{option} {value}: one of {', '.join(known)} is expected")
     if max_length is not None and not long:
         raise UsageError("--max-length needs --long for longer sequences; pass --long crop, window, skip or error")
-    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides)  # type: ignore[arg-type]
+    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides, *columns)  # type: ignore[arg-type]
     if part is not None:
         number, _, parts = part.partition("/")
         if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):

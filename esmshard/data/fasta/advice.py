@@ -46,4 +46,6 @@ def _options(rules: Rules) -> list[str]:
         *([f"--max-length {rules.max_length} --long {rules.long}"] if rules.max_length is not None else []),
         *(["--a3m"] if rules.a3m else []),
         *(["--keep-gaps"] if rules.keep_gaps else []),
+        *([f"--sequence-column {shlex.quote(rules.sequence_column)}"] if rules.sequence_column is not None else []),
+        *([f"--id-column {shlex.quote(rules.id_column)}"] if rules.id_column is not None else []),
     ]

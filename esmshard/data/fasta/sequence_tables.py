@@ -46,19 +46,27 @@ class SequenceTable:
     """The rows that were left out."""
 
 
-def read_sequence_table(path: Path) -> SequenceTable:
+def read_sequence_table(path: Path, sequences: str | None = None, names: str | None = None) -> SequenceTable:
     """Read the records of a table.
+
+    Args:
+        path: the table.
+        sequences: the column of sequences; by default it is found by its name.
+        names: the column of ids, likewise.
 
     Raises:
         InputError: the table cannot be read, has no column of sequences or several, or an id cannot be one; the message
             names the columns, or the line.
     """
     table = read_table(path)
-    column = sequence_column(table)
+    for name in (sequences, names):
+        if name is not None:
+            table.column(name)  # raises if there is none
+    column = sequences or sequence_column(table)
     if column is None:
         raise InputError(
             f"{path}: has no column of sequences that is known; {listed(table.columns)}; call the one with the amino "
-            "acids 'sequence'"
+            "acids 'sequence', or name it (data.sequence_column in a recipe, `ingest --sequence-column`)"
         )
     cells = table.columns[column]
     edits, kept = Edits(), list[int]()
@@ -70,7 +78,7 @@ def read_sequence_table(path: Path) -> SequenceTable:
     if all(NUMBER.fullmatch(cells[row]) for row in kept):
         what = f"numbers, as {shown(cells[kept[0]])}" if kept else "nothing"
         raise InputError(f"{path}: column {shown(column)} holds {what}; sequences of amino acids are expected there")
-    ids = id_column(table, column)
+    ids = names or id_column(table, column)
     columns = {name: [texts[row] for row in kept] for name, texts in table.columns.items()}
     lines = [table.lines[row] for row in kept]
     if ids is None:

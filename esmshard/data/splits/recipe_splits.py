@@ -9,6 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples, Labels
+from esmshard.data.fasta.sources import is_sequence_table
+from esmshard.data.fasta.symbols import Rules
+from esmshard.data.labels.label_sources import rules_of
 from esmshard.data.splits import assignment
 from esmshard.data.splits.clusters import read_clusters
 from esmshard.data.splits.set_members import marked_otherwise, marks, members
@@ -17,6 +20,7 @@ from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
+from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
@@ -43,7 +47,9 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     valid_is_part = data.valid == data.train
     divided = data.folds is not None and (name != "valid" or valid_is_part)
     path = recipe_file.sample(getattr(data, "train" if divided else name))
-    fasta, tokens, outer = _records(path, tracks)
+    fasta, tokens, outer = _records(path, tracks, data)
+    if name == "train" and data.sequence_column is not None and not is_sequence_table(path):
+        raise UsageError(f"data.sequence_column: {path} is no table; remove it, or name a table in data.train")
     found = None if labels is None else labels(fasta, tokens, data)
     members_N, notices = members(data, name, path, fasta, tokens)
     digest = tokens.digest
@@ -77,8 +83,8 @@ def open_tested(
         tracks: the tracks of the records.
     """
     path = recipe_file.sample(source)
-    fasta, tokens, outer = _records(path, tracks)
     where = recipe.data.model_copy(update={"labels": file, "mask": None})
+    fasta, tokens, outer = _records(path, tracks, where)
     examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, where))
     if others := marked_otherwise("test", path, tokens):
         examples.notices.append(
@@ -90,13 +96,14 @@ def open_tested(
     return examples
 
 
-def _records(path: Path, tracks: Sequence[TrackFile]) -> tuple[Path, TokenStore, list[TrackFile]]:
+def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
     """Return the FASTA file that a data path means, its records, and tracks with a path each (`outside`). For
     structures, the FASTA file is made from them.
     """
     sequences, outer = outside(path, tracks)
     fasta = structure_folder.cached_split(path) if structure_folder.holds_structures(path) else path
-    tokens = cached(fasta if sequences == path else sequences)
+    rules = rules_of(path, data) if is_sequence_table(path) else Rules()
+    tokens = cached(fasta if sequences == path else sequences, rules)
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
     return fasta, tokens, outer

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +205,17 @@ def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:
     return TokenStore(out)
 
 
-def cached(source: Path) -> TokenStore:
+def cached(source: Path, rules: Rules = Rules()) -> TokenStore:  # noqa: B008  # frozen
     """Open the store of a data path: the path itself, or the store of a FASTA file, which is ingested on first use and
     cached.
 
     The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path and
     `files.state`, so that an edited file is read again. If several processes open the same file, one reads and the
     others wait.
+
+    Args:
+        source: the data path.
+        rules: the rules for a FASTA file or table.
     """
     if is_store(source):
         return TokenStore(source)
@@ -224,6 +228,8 @@ def cached(source: Path) -> TokenStore:
     name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{now}"
     if other_kind(source) is not None:  # Which columns of a table are read follows from the table and these rules.
         name += f"/{CONVERSION}"
+    if rules != Rules():
+        name += f"/{rules}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "stores" / digest, cache_directory() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
@@ -233,7 +239,7 @@ def cached(source: Path) -> TokenStore:
                 return TokenStore(out)
             except InputError:
                 shutil.rmtree(out)  # This is a damaged copy; the FASTA file still has its records.
-        return ingest([source], out)
+        return ingest([source], out, rules)
 
 
 def _check_out(out: Path, overwrite: bool = False) -> None:
@@ -297,7 +303,7 @@ def _plan(fastas: Sequence[Path], rules: Rules, on_duplicate: str) -> dict[str, 
         "alphabet": ALPHABET_HASH,
         "shard": SHARD,
         "sources": sources,
-        "rules": asdict(rules),
+        "rules": rules.recorded(),
         "on_duplicate": on_duplicate,
         "pieces": pieces,
     }
