@@ -2,8 +2,8 @@
 
     python docs/pictures.py runs/contact
 
-Writes `docs/_static/contact-map.png`, the contacts of a test protein before and after fine-tuning, and, where Chromium is
-installed, `docs/_static/report.png`, the top of the run's report. Together they have at most 300 KB.
+Writes `docs/_static/contact-map.png`, the contacts of a test protein before and after fine-tuning, and, where Chromium
+is installed, `docs/_static/report.png`, the top of the run's report. Together they have at most 300 KB.
 """
 
 import csv
@@ -38,7 +38,7 @@ def chosen(run: Path) -> str:
 
 
 def contact_maps(run: Path, recipe: Recipe) -> Image.Image:
-    """Return the maps of one test protein side by side: of the base model's language model, and of the fine-tuned one."""
+    """Return the maps of one test protein side by side: by the base's language model, and by the fine-tuned model."""
     after = load_finetuned(str(run / "model"))
     data = open_split(recipe, "test", after.task.labels)
     example = next(data.get(n) for n in range(len(data)) if data.id(n) == chosen(run))

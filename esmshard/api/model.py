@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +20,7 @@ from esmshard.embed.compute.outputs import Dtype, Long, Output, choose
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import BETWEEN, join_option
 from esmshard.model.config import ModelConfig
+from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.trunk import Trunk
@@ -291,7 +292,7 @@ class Model:
 
 def load(
     model: str | Path,
-    device: str | torch.device | None = None,
+    device: DeviceName = None,
     dtype: Dtype | torch.dtype | None = None,
     join: str | None = None,
 ) -> Model:
@@ -301,7 +302,7 @@ def load(
         model: a directory of a fine-tuned model (`runs/contact/model`), a directory in `transformers`' layout, an
             adapter's directory, a fair-esm `.pt`, `FILE@SIZE` for a file of tensors alone; a released name such as
             `esm2_t33_650M_UR50D`, or OWNER/NAME on the Hugging Face hub, which are downloaded; or `starter`.
-        device: by default the first GPU, or else the CPU.
+        device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or else the CPU.
         dtype: dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
         join: how the chains of a sequence become one, as `linker:25,gap:512`; by default as the model was trained, or
             by 25 glycines. A fine-tuned head keeps what it was trained with.
@@ -309,7 +310,7 @@ def load(
     Raises:
         InputError: with the file and its problem; UsageError for an unknown device or dtype.
     """
-    name, where, precision, chains = str(model), _device(device), _dtype(dtype), join_option(join)
+    name, where, precision, chains = str(model), chosen_device(device), _dtype(dtype), join_option(join)
     if (open_weights.directory(name) / "esmshard.json").is_file():
         with torch.random.fork_rng(devices=[]):  # a head gets random values before its weights are read
             tuned = load_finetuned(name, where)
@@ -321,19 +322,6 @@ def load(
     found = open_weights.joining(open_weights.read(name), chains, f"join: {name}")
     with recorded.compared(found.files, say):
         return Model(name, open_weights.build(found, where, precision).eval(), found.unlearned)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return open_weights.default_device()
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"device is {device!r}; cpu, cuda, cuda:1 or mps is expected") from None
-    there: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if found.type in there and (not there[found.type]() or (found.index or 0) >= torch.cuda.device_count() > 0):
-        raise UsageError(f"device is {device!r}, which this machine does not have; leave it out, or pass cpu")
-    return found
 
 
 def _dtype(dtype: Dtype | torch.dtype | None) -> torch.dtype:

@@ -15,6 +15,10 @@ class RunOptions:
 
     nproc: int | None = None
     """The local processes; None means one for each GPU, or one. A single process is this process."""
+    device: str | None = None
+    """The device of every process: `cpu`, `cuda`, `cuda:N` or `mps`; None means its own GPU if there is one. Of several
+    processes with `cuda` each has its own GPU.
+    """
     resume: str | None = None
     """The state to continue from: `auto` is the newest checkpoint of this run; a path is a run or a checkpoint. None
     starts a new run.
@@ -71,7 +75,8 @@ class RunOptions:
 
     def flags(self, *, report: bool) -> list[str]:
         """Return the command line options for each process of a run."""
-        flags = ["--resume", self.resume] if self.resume else []
+        flags = ["--device", self.device] if self.device else []
+        flags += ["--resume", self.resume] if self.resume else []
         flags += ["--overwrite"] if self.overwrite else []
         flags += ["--profile", str(self.profile)] if self.profile else []
         flags += ["--trust"] if self.trust else []

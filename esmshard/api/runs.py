@@ -22,6 +22,8 @@ from esmshard.launch.preemption import Preempted
 from esmshard.recipe.yaml_keys import parse_yaml
 
 if TYPE_CHECKING:
+    import torch
+
     from esmshard.api.model import Model
 
 _INTERRUPTED = 130
@@ -125,6 +127,7 @@ def finetune(
     recipe: str | os.PathLike[str] | Mapping[str, Any],
     *,
     nproc: int | None = None,
+    device: "str | torch.device | None" = None,
     resume: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     seeds: int | None = None,
@@ -146,6 +149,8 @@ def finetune(
         recipe: a file, the name of a shipped recipe (`esmshard recipes ls`), or a dictionary with the sections of a
             recipe. Relative paths in a dictionary are relative to the working directory.
         nproc: the number of processes; by default one for each GPU, or one.
+        device: the device of each process: `cpu`, `cuda` (a GPU each), `cuda:N` or `mps`; by default its own GPU, else
+            the CPU.
         resume: `auto` continues from the newest checkpoint of `out` if there is one; a path continues from that run or
             checkpoint.
         overwrite: replace the files of an earlier run in `out`.
@@ -174,6 +179,7 @@ def finetune(
         try:
             options = RunOptions(
                 nproc=nproc,
+                device=None if device is None else str(device),
                 resume=None if resume is None else os.fspath(resume),
                 overwrite=overwrite,
                 seeds=seeds,

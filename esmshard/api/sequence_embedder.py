@@ -1,6 +1,5 @@
 """Embeddings as a scikit-learn transformer: from lists of sequences to a matrix."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,36 +28,43 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         pool: `mean`, `max` or `cls`.
         layer: 0 (embedding) to the number of layers; the last by default.
         tokens: tokens computed at once. A longer sequence is computed alone.
+        device: see `esmshard.load`.
     """
 
     def __init__(
-        self, model: str = "starter", pool: str = "mean", layer: int | None = None, tokens: int | None = 4096
+        self,
+        model: str = "starter",
+        pool: str = "mean",
+        layer: int | None = None,
+        tokens: int | None = 4096,
+        device: str | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.layer = layer
         self.tokens = tokens
+        self.device = device
 
-    def fit(self, X: Sequence[str], y: object = None) -> "SequenceEmbedder":
+    def fit(self, X: Any, y: object = None) -> "SequenceEmbedder":
         """Check the parameters and the sequences. Nothing is learned."""
         from esmshard.api import sequence_inputs
 
         self._output()
-        sequence_inputs.sequences(sequence_inputs.as_list(X, "sequences"))
+        sequence_inputs.sequences(sequence_inputs.rows(X))
         return self
 
-    def transform(self, X: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Compute embeddings, float32 [N, D], of N sequences: a list, a 1-d array or a Series of strings.
+    def transform(self, X: Any) -> npt.NDArray[np.float32]:
+        """Compute embeddings, float32 [N, D], of N sequences: a list, a 1-d array or a Series of strings, or a
+        table with a column of sequences, which is found by its name (docs/ingest.md).
 
         Raises:
             InputError: a `ValueError` with the sequence and the position of a character that is no residue.
         """
         from esmshard.api import sequence_inputs
 
-        wanted, sequences = self._output(), sequence_inputs.as_list(X, "sequences")
-        found: npt.NDArray[np.float32] = _loaded(str(self.model), _version(str(self.model))).embed(
-            sequences, wanted.pool, wanted.layer, tokens=self.tokens
-        )
+        wanted, sequences = self._output(), sequence_inputs.rows(X)
+        model = _loaded(str(self.model), _version(str(self.model)), self.device)
+        found: npt.NDArray[np.float32] = model.embed(sequences, wanted.pool, wanted.layer, tokens=self.tokens)
         return found
 
     def get_feature_names_out(self, input_features: object = None) -> npt.NDArray[np.object_]:
@@ -96,7 +102,7 @@ def _version(model: str) -> Version:
 
 
 @lru_cache(maxsize=2)
-def _loaded(model: str, version: Version) -> Any:
+def _loaded(model: str, version: Version, device: str | None) -> Any:
     from esmshard.api.model import load
 
-    return load(model)
+    return load(model, device)

@@ -145,6 +145,20 @@ def _column_names(given: Any) -> list[str] | None:
     return None if columns is None or callable(columns) else [str(name) for name in columns]
 
 
+def rows(given: Any) -> list[Any]:
+    """Return a list of sequences from a list-like argument, or from the column of sequences of a table.
+
+    Args:
+        given: a table of pandas, Polars or Arrow, whose ids are not read and may repeat; else see `as_list`.
+
+    Raises:
+        UsageError: with the expression to type instead.
+    """
+    names = _column_names(given)
+    columns = () if names is None else sequence_columns(_header(type(given).__name__, names))
+    return _of_chains(given, columns) if columns else as_list(given, "sequences")
+
+
 def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
     """Return the sequences of a table, each with its id or its place, and whether these are ids; None if it is no
     table, or has no column of sequences.
@@ -157,10 +171,7 @@ def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
     if not columns:
         return None
     ids = id_column(header, columns)
-    sequences = _cells(given, columns[0])
-    if len(columns) > 1:
-        chains = zip(sequences, _cells(given, columns[1]), strict=True)
-        sequences = [_record(*cells) for cells in chains]
+    sequences = _of_chains(given, columns)
     if ids is None:
         return list(enumerate(sequences)), False
     keys = [str(cell) for cell in _cells(given, ids)]
@@ -171,6 +182,13 @@ def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
             f"df[{list(columns) if len(columns) > 1 else columns[0]!r}], which has no ids"
         )
     return list(zip(keys, sequences, strict=True)), True
+
+
+def _of_chains(given: Any, columns: Sequence[str]) -> list[Any]:
+    """Return the records of a column of sequences, or of two columns of their chains."""
+    if len(columns) == 1:
+        return _cells(given, columns[0])
+    return [_record(*cells) for cells in zip(*(_cells(given, name) for name in columns), strict=True)]
 
 
 def _record(first: object, second: object) -> object:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from esmshard.api.run_options import RunOptions
 from esmshard.errors import InputError, UsageError
@@ -127,18 +127,18 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
 
 def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: RunOptions) -> _Runs:
     """Check everything that can be checked before processes are started. For a dry run, print what would be done."""
-    import torch
-
     from esmshard.data.splits.recipe_splits import in_tokens
     from esmshard.data.splits.variant_records import FOLDS
-    from esmshard.launch.process_group import own_device
+    from esmshard.launch.process_group import own_device, processes_of
+    from esmshard.model.devices import chosen_device
     from esmshard.train.experiments.cross_validation import curve_runs
     from esmshard.train.experiments.repeats import is_done, repeats
     from esmshard.train.resume import check_start, notices
     from esmshard.train.run_inputs import check_out, describe, prepare
 
     of_table, probe = resolved.divides_table, resolved.adapt.method == "probe"
-    processes = options.nproc or (1 if probe else max(1, torch.cuda.device_count()))
+    processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
+    device = own_device(0, processes, options.device)
     folds = options.folds
     if of_table and resolved.data.split not in ("mutations", "given"):
         folds = folds or FOLDS
@@ -155,7 +155,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
         one = recipe_file.load(recipe_file.resolve(recipe), [*overrides, *own])
         check_out(Path(one.out), options.resume, options.overwrite)
         if n == 0:
-            job = prepare(one, processes, processes, own_device(0, processes))
+            job = prepare(one, processes, processes, device)
         if options.dry_run:
             here = replace(job, recipe=in_tokens(one, job.train), out=Path(one.out))
             check_start(here, options.resume, options.trust)
@@ -170,10 +170,11 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
     """Train in this process, alone or as one of several ranks."""
     from esmshard.train import finetune as training
 
-    resume, overwrite, trust = options.resume, options.overwrite, options.trust
-    run = training.run(recipe, resume, overwrite, options.profile, trust=trust, started=options.started)
+    resume, overwrite = options.resume, options.overwrite
+    how: dict[str, Any] = {"trust": options.trust, "started": options.started, "device": options.device}
+    run = training.run(recipe, resume, overwrite, options.profile, **how)
     if run is not None and options.report:
-        _pictures(run, recipe)
+        _pictures(run, recipe, options.device)
 
 
 def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions, runs: _Runs) -> None:
@@ -208,10 +209,10 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
     if runs.of_table:
         from esmshard.predict.variant_ranking import predict as rank
 
-        count = rank(str(out), None, out / "ranked.csv", overwrite=True)
+        count = rank(str(out), None, out / "ranked.csv", device=options.device, overwrite=True)
         say(f"all {count:,} single substitutions, best first, in {out / 'ranked.csv'}")
         if options.report:
-            _pictures(out, recipe)
+            _pictures(out, recipe, options.device)
 
 
 def last_word(out: Path, code: int) -> str:
@@ -231,7 +232,7 @@ def last_word(out: Path, code: int) -> str:
     return f"{out}: {found['state']} (exit code {code}): {found['message']}"
 
 
-def _pictures(run: Path, resolved: Recipe) -> None:
+def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
     """Draw the figure and the report of a run, if the packages for that are installed."""
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.draw.plots import contact_figure
@@ -243,7 +244,7 @@ def _pictures(run: Path, resolved: Recipe) -> None:
         if resolved.task.predicts_contacts:
             labels = new_task(resolved.task, {}).labels
             test = open_split(resolved, "test", labels, tracks_of(resolved))
-            say(f"figure in {contact_figure(run, test)}")
+            say(f"figure in {contact_figure(run, test, device)}")
         say(f"report in {write(run)}")
     except InputError as error:
         say(f"no figures: {error}")

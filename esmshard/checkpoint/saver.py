@@ -67,7 +67,7 @@ class Saver:
             self._write(step, tensors, state, best)
             return
         self._stage(tensors)
-        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, args=(step, state, best, gpu), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -109,5 +109,5 @@ class Saver:
             buffer.copy_(shard.detach(), non_blocking=True)
         for gone in self._staged.keys() - tensors.keys():
             del self._staged[gone]
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()

@@ -87,7 +87,7 @@ def write(
 
     try:
         _on_first(prepare, first, group)
-        writer = _Writer(work)
+        writer = _Writer(work, from_gpu=any(tensor.is_cuda for tensor in tensors.values()))
         with _quick(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` intends this
             state_dict_saver.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
@@ -211,8 +211,11 @@ class _HashedFiles(FileSystem):
 class _Writer(FileSystemWriter):
     """DCP's writer, with one file for each rank, which is on disk when the writer returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_gpu: bool) -> None:
         super().__init__(path, overwrite=False)
+        if not from_gpu:
+            # DCP would copy ahead over a stream of the machine's first GPU, if there is one, and take memory there.
+            self.per_thread_copy_ahead = 0
         self.files = _HashedFiles()
         self.fs = self.files
 

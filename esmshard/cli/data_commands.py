@@ -5,7 +5,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Join, MutantColumn, Overwrite
+from esmshard.cli.shared_options import Device, Join, MutantColumn, Overwrite
 from esmshard.errors import UsageError
 
 
@@ -33,6 +33,13 @@ def ingest(
             help="What to do with sequences over --max-length: full, crop, window, skip or error.", show_default=False
         ),
     ] = "",
+    sequence_column: Annotated[
+        Optional[str],
+        typer.Option(metavar="COLUMN", help="Column of sequences in a table; by default found by its name."),
+    ] = None,
+    id_column: Annotated[
+        Optional[str], typer.Option(metavar="COLUMN", help="Column of ids in a table; by default found by its name.")
+    ] = None,
     a3m: Annotated[bool, typer.Option("--a3m", help="Remove lower-case letters, which are insertions.")] = False,
     keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
     join: Join = None,
@@ -53,7 +60,8 @@ def ingest(
     from esmshard.joined_chains import Chains, join_option
     from esmshard.progress import say
 
-    ruled = long or max_length or a3m or keep_gaps or join or {on_unknown, on_duplicate, on_nucleotides} != {"error"}
+    columns, policies = (sequence_column, id_column), {on_unknown, on_duplicate, on_nucleotides}
+    ruled = long or max_length or a3m or keep_gaps or join or any(columns) or policies != {"error"}
     if verify is not None and (fasta or out or merge or part or ruled or workers > 1 or overwrite):
         raise UsageError("--verify checks a store and makes none; pass it without other arguments")
     if merge and (ruled or workers > 1):
@@ -85,7 +93,8 @@ def ingest(
     chains = join_option(join) or Chains()
     if chains.gap:
         raise UsageError(f"--join {join}: a gap is of the model that reads the store; leave it out here")
-    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides, chains.tokens)  # type: ignore[arg-type]
+    symbols = (on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides)
+    rules = Rules(*symbols, chains.tokens, *columns)  # type: ignore[arg-type]
     if part is not None:
         number, _, parts = part.partition("/")
         if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
@@ -110,12 +119,13 @@ def track(
     structures: Annotated[Path, typer.Argument(help="A directory of PDB or mmCIF files, or one file.")],
     weights: Annotated[Path, typer.Option(help="File of the encoder's weights, as its authors published it.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The .npz file to write.")],
+    device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Compute a track from structures, for `--track TRACK=FILE` and `data.tracks`."""
     from esmshard.predict.track_codes import write_codes
 
-    print(write_codes(name, structures, weights, out, overwrite=overwrite))
+    print(write_codes(name, structures, weights, out, device=device, overwrite=overwrite))
 
 
 def split(

@@ -8,6 +8,7 @@ import typer
 
 from esmshard.cli.shared_options import (
     AsJson,
+    Device,
     LocalProcesses,
     Overrides,
     Overwrite,
@@ -26,6 +27,7 @@ def finetune(
     recipe: RecipeName,
     overrides: Overrides = None,
     nproc: LocalProcesses = None,
+    device: Device = None,
     resume: Annotated[
         Optional[str], typer.Option(help="Continue a run: auto, never, or the path of a run or checkpoint.")
     ] = None,
@@ -86,6 +88,7 @@ def finetune(
     try:
         options = RunOptions(
             nproc=nproc,
+            device=device,
             resume=resume,
             overwrite=overwrite,
             dry_run=dry_run,

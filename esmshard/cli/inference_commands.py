@@ -6,7 +6,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Complexes, Join, LocalProcesses, MutantColumn, Overwrite, TrackPaths
+from esmshard.cli.shared_options import Complexes, Device, Join, LocalProcesses, MutantColumn, Overwrite, TrackPaths
 from esmshard.errors import UsageError
 
 
@@ -70,6 +70,7 @@ def embed(
     track: TrackPaths = None,
     join: Join = None,
     nproc: LocalProcesses = None,
+    device: Device = None,
     reuse: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
     ] = None,
@@ -109,7 +110,7 @@ def embed(
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
     how |= {"layers": _integers("--layers", layers), "heads": _integers("--heads", heads)}
-    how |= {"dtype": dtype, "precision": precision, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
+    how |= {"dtype": dtype, "precision": precision, "device": device, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
     how |= {"tracks": named_tracks(track or []), "join": join}
     asked = embed_request.request(model, out, **how)
     if dry_run and (shard or offload):
@@ -186,6 +187,7 @@ def predict(
     ] = None,
     track: TrackPaths = None,
     complexes: Complexes = None,
+    device: Device = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
     ] = False,
@@ -206,7 +208,7 @@ def predict(
         if tracks:
             raise UsageError("--track: a model of variants keeps the tracks of its wild type; leave it out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
-        how |= {"kappa": kappa, "diversity": diversity}
+        how |= {"kappa": kappa, "diversity": diversity, "device": device}
         print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} variants")
         return
 
@@ -219,7 +221,8 @@ def predict(
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
-    done = predictions.predict(model, data, out, png=png, tracks=tracks, complexes=complexes, overwrite=overwrite)
+    given: dict[str, Any] = {"tracks": tracks, "complexes": complexes, "device": device}
+    done = predictions.predict(model, data, out, png=png, overwrite=overwrite, **given)
     failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
     print(f"{out}: {done.records:,} records{failed}")
     if done.failures and strict:
@@ -276,6 +279,7 @@ def score(
     ] = None,
     track: TrackPaths = None,
     join: Join = None,
+    device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Score variants or sequences with the language model alone (zero-shot). A higher score is more natural."""
@@ -285,7 +289,7 @@ def score(
     if out is None:
         raise UsageError("-o: name the file to write")
     how: dict[str, Any] = {"ensemble": ensemble or [], "window": window, "tracks": named_tracks(track or [])}
-    how |= {"overwrite": overwrite} | ({} if method is None else {"method": method})
+    how |= {"device": device, "overwrite": overwrite} | ({} if method is None else {"method": method})
     if table is None and not all_singles:
         if mutant or target or offset is not None:
             raise UsageError("--mutant, --target and --offset are for tables of variants; name the table after FASTA")
@@ -312,6 +316,7 @@ def evaluate(
     ] = None,
     track: TrackPaths = None,
     complexes: Complexes = None,
+    device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on labelled data, with intervals and baselines."""
@@ -330,7 +335,7 @@ def evaluate(
             raise UsageError(f"{out / name}: exists already; choose another directory or pass --overwrite")
     if png is not None:
         contact_pictures.check(png, overwrite=overwrite)
-    found = load_finetuned(model)
+    found = load_finetuned(model, device)
     recipe = Recipe.model_validate(found.about["recipe"])
     if recipe.task.reads_table:
         raise UsageError(
@@ -346,7 +351,8 @@ def evaluate(
     for notice in examples.notices:
         say(f"{examples.path}: {notice}")
     out.mkdir(parents=True, exist_ok=True)
-    print(evaluation.report(model, examples, out, warn=say, labels=labels, tracks=tracks, complexes=complexes))
+    given: dict[str, Any] = {"labels": labels, "tracks": tracks, "complexes": complexes, "device": device}
+    print(evaluation.report(model, examples, out, say, **given))
     if png is not None:
         draw_maps(found, examples, png)
         say(f"maps in {png}: predictions are above the diagonal, true contacts below it")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Overwrite, Trust
+from esmshard.cli.shared_options import Device, Overwrite, Trust
 from esmshard.errors import InputError, UsageError
 
 
@@ -108,12 +108,13 @@ def verify(
             "Everything is then computed on the CPU.",
         ),
     ] = None,
+    device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Certify that a model computes the same here as in fair-esm and transformers, alone or in any batch."""
     from esmshard.verify.certificate import certify
 
-    certificate = certify(model, out, fasta=fasta, golden=golden, overwrite=overwrite)
+    certificate = certify(model, out, fasta=fasta, golden=golden, device=device, overwrite=overwrite)
     print(certificate.as_text())
     if verdict := certificate.verdict():
         raise InputError(verdict)

@@ -13,6 +13,13 @@ Complexes = Annotated[
         help="For structures: make one record of all chains of a file, or records of a list with lines as 1abc_A:B.",
     ),
 ]
+Device = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="DEVICE",
+        help="Where to compute: cpu, cuda, cuda:N or mps; by default on the GPU, if there is one.",
+    ),
+]
 Join = Annotated[
     Optional[str],
     typer.Option(

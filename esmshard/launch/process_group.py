@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from esmshard.errors import InputError, LostProcess, UsageError
 from esmshard.launch import address, launchers, process_environment
+from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.progress import say
 
 if TYPE_CHECKING:  # torch may be built without this module, and a single process does not need it
@@ -92,19 +93,20 @@ class World:
 
 
 @contextmanager
-def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False) -> Iterator[World]:
+def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False, wanted: DeviceName = None) -> Iterator[World]:
     """Join the process group of the processes that a launcher started, and leave it at the end of the block.
 
     Args:
         start_timeout: the seconds that a collective waits for a rank.
         alone_too: make a process group for a single process, too. FSDP needs one to keep weights outside the GPU.
+        wanted: see `own_device`.
 
     Raises:
-        UsageError: if only some variables of a launcher are set.
+        UsageError: if only some variables of a launcher are set, or `wanted` does not suit all processes.
     """
     launchers.check()
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _DEFAULTS.items()) if is_launched() else (0, 1, 0)
-    device = own_device(local_rank, size)
+    device = own_device(local_rank, size, wanted)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1 and not alone_too:
@@ -175,12 +177,32 @@ def precision_on(device: torch.device, wanted: str) -> Precision:
     return cast(Precision, wanted)
 
 
-def own_device(local_rank: int, size: int) -> torch.device:
+def processes_of(device: torch.device, nproc: int | None) -> int:
+    """Return the number of processes on this machine: by default one for each GPU, or one."""
+    return nproc or (torch.cuda.device_count() if device == torch.device("cuda") else 1)
+
+
+def own_device(local_rank: int, size: int, wanted: DeviceName = None) -> torch.device:
     """Return the device of a process: its own NVIDIA GPU; else Apple's GPU, if the process is alone; else the CPU.
 
     There are no collectives for Apple GPUs, and a machine has only one of them, so several processes use the CPU.
+
+    Args:
+        local_rank: the number of the process on its machine.
+        size: the number of processes that work together.
+        wanted: the device that the user named, see `chosen_device`.
+
+    Raises:
+        UsageError: if this machine has no such device, or it is a single GPU and there are several processes.
+        InputError: if there is no GPU for this process.
     """
-    if torch.cuda.is_available():
+    device = chosen_device(wanted)
+    if size > 1 and wanted is not None and (device.index is not None or device.type == "mps"):
+        raise UsageError(
+            f"device {device}: is a single GPU, and each of the {size} processes needs one of its own; pass --nproc 1, "
+            "or --device cuda or cpu; CUDA_VISIBLE_DEVICES=2,3 chooses among GPUs"
+        )
+    if device.type == "cuda" and device.index is None:
         if local_rank >= torch.cuda.device_count():
             raise InputError(
                 f"process {local_rank} of this machine finds no GPU: there are {torch.cuda.device_count()}; "
@@ -188,7 +210,7 @@ def own_device(local_rank: int, size: int) -> torch.device:
                 "(--gpus-per-node, not --gpus-per-task)"
             )
         return torch.device("cuda", local_rank)
-    return torch.device("mps" if size == 1 and torch.backends.mps.is_available() else "cpu")
+    return torch.device("cpu") if device.type == "mps" and size > 1 else device
 
 
 _DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -20,7 +20,8 @@ def numbers_of(
     root = config.n_parameters - config.n_layers * layer + head
     lora, inputs, ranks = 0, set[str](), 0
     if adapt.method == "full":
-        frozen = config.frozen_parameters - sum(map(config.learned_with, tracks)) + (0 if logits else lm_head)
+        learned = 0 if "tracks" in adapt.freeze else sum(map(config.learned_with, tracks))
+        frozen = config.frozen_parameters - learned + (0 if logits else lm_head)
         layer_trained, root_trained, inputs = layer, root - frozen, {matrix.reads for matrix in config.matrices}
         if "embedding" in adapt.freeze:
             root_trained -= config.embedding_parameters

@@ -7,10 +7,12 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import Chains
+from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights, recorded
@@ -28,20 +30,23 @@ class LanguageModels:
     weights: tuple[Weights, ...]
     window: int
     """Residues of a long protein that each of them sees at once."""
+    device: torch.device
+    """The device that computes."""
 
     def each(self, compute: Callable[[Trunk], T]) -> list[T]:
         """Return what `compute` makes of each model. One model at a time is in memory."""
         found = []
         for one in self.weights:
             with recorded.compared(one.files, say):
-                model = open_weights.build(one, open_weights.default_device()).eval()
+                model = open_weights.build(one, self.device).eval()
             found.append(compute(model))
             del model
         return found
 
     def facts(self) -> dict[str, object]:
         """Return what the facts about a table say of its models."""
-        return {"model": self.names[0]} | ({"ensemble": list(self.names[1:])} if len(self.names) > 1 else {})
+        several = {"ensemble": list(self.names[1:])} if len(self.names) > 1 else {}
+        return {"model": self.names[0], **several, "device": str(self.device)}
 
 
 def read_models(
@@ -50,6 +55,7 @@ def read_models(
     *,
     window: int | None,
     tracks: Mapping[str, str],
+    device: DeviceName,
     chains: Chains | None = None,
 ) -> LanguageModels:
     """Find models and check all of them, before the first of them computes anything.
@@ -59,6 +65,7 @@ def read_models(
         ensemble: further models.
         window: by default as many residues as the models saw in training, the fewest of all.
         tracks: the names and paths of the tracks that all models get.
+        device: see `chosen_device`.
         chains: how the chains of a record are joined; by default as the first model says.
 
     Raises:
@@ -84,7 +91,7 @@ def read_models(
         weights.append(one)
     if window is None:
         window = min(window_of(one.config) for one in weights)
-    return LanguageModels(names, tuple(weights), window)
+    return LanguageModels(names, tuple(weights), window, chosen_device(device))
 
 
 def mean_and_sd(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,9 @@ from esmshard.data.store.token_store import TokenStore, is_store, linker_of
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
 from esmshard.errors import InputError, UsageError, writing
+from esmshard.files import replace_json
 from esmshard.joined_chains import Chains
+from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.weights import open_weights, recorded
@@ -81,6 +83,7 @@ def predict(
     tokens: int | None = None,
     tracks: Mapping[str, str] | None = None,
     complexes: str | None = None,
+    device: DeviceName = None,
     overwrite: bool = False,
 ) -> Predicted:
     """Write the head's predictions for each record to an `.npz`, a `.csv` or a `.parquet` file.
@@ -93,7 +96,8 @@ def predict(
     counts them in each chain, and `OUT.chains.tsv` lists the residues of each chain and how they were joined.
 
     A record that does not fit into memory, or is too long for a model with learned positions, is left out of the output
-    and listed in `OUT.failed.tsv`; see `esmshard.predict.failures`.
+    and listed in `OUT.failed.tsv`; see `esmshard.predict.failures`. `OUT.json` says how the output was made, and what
+    was changed in the records or left out of them.
 
     Args:
         model: a directory that `consolidate` wrote.
@@ -106,6 +110,7 @@ def predict(
             pair maps. The number changes results by rounding only.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
         complexes: see `recipe.DataSettings.complexes`.
+        device: see `chosen_device`.
         overwrite: replace `out`, and pictures of the same names.
 
     Raises:
@@ -113,18 +118,20 @@ def predict(
         UsageError: `out` or `png` does not fit the task, exists already, or needs a package that is not installed.
     """
     _check_out(out, png, overwrite)
+    computing = chosen_device(device)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
-        examples, about_tracks = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
-        store, found = examples.store, load_finetuned(model)
+        examples, sentences = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
+        store, found = examples.store, load_finetuned(model, computing)
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
+        facts = _facts(model, found, examples, tracks or {}, sentences)
         failed: list[Failure] = []
         chains: dict[str, list[int]] = {}
         began, residues = time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
-            _writer(out, found, model, about_tracks, store) as writer,
+            _writer(out, found, facts, store) as writer,
             nullcontext() if png is None else contact_pictures.MapFolder(png) as pictures,
             Progress("predict", len(store)) as progress,
         ):
@@ -146,6 +153,8 @@ def predict(
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
                 )
+            counts = {"records": len(store) - len(failed), "failed": len(failed)}
+            replace_json(facts_file(out), facts | counts)  # An output is never there without it, either.
         return Predicted(len(store) - len(failed), tuple(failed))
 
 
@@ -155,7 +164,7 @@ def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
         raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
     if out.suffix == ".parquet":
         pyarrow(out)
-    check(out, failures_file(out), chains_file(out), overwrite=overwrite)
+    check(out, failures_file(out), chains_file(out), facts_file(out), overwrite=overwrite)
     if png is not None:
         contact_pictures.check(png, overwrite=overwrite)
 
@@ -184,7 +193,8 @@ def read_input(
     chains: Chains | None = None,
     complexes: str | None = None,
 ) -> tuple[Examples, list[str]]:
-    """Return the records of an input with their tracks, and sentences about the tracks. All notices are printed.
+    """Return the records of an input with their tracks, and sentences on what was changed or left out, all of which
+    are printed.
 
     Args:
         model: the model that takes the tracks.
@@ -213,18 +223,46 @@ def read_input(
     about = recorded.task_of(found.files)
     examples = Examples("input", fasta, store, None, apart=about is not None and traits(about[0]).pairs)
     of_store = len(examples.notices)
-    for notice in [*(notices(read) if structures else ()), *examples.notices]:
+    of_records = [*(notices(read) if structures else ()), *examples.notices]
+    for notice in of_records:
         say(f"{fasta}: {notice}")
     if files:
         examples.add_tracks(record_tracks(files, store))
     about_tracks = [*examples.notices[of_store:], *without_tracks(model, tracks)]
     for notice in about_tracks:
         say(notice)
-    return examples, about_tracks
+    return examples, [*of_records, *about_tracks]
+
+
+def facts_file(out: Path) -> Path:
+    """Return the path of the facts about an output, as `embed` names it.
+
+    >>> facts_file(Path("maps/x.npz")).as_posix()
+    'maps/x.npz.json'
+    """
+    return out.with_name(f"{out.name}.json")
+
+
+def _facts(
+    model: str, found: FineTuned, examples: Examples, tracks: Mapping[str, str], sentences: Sequence[str]
+) -> dict[str, Any]:
+    """Return what `OUT.json` says of an output, apart from its numbers of records."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": model,
+        "weights_sha256": found.about.get("weights_sha256"),
+        "task": found.about["recipe"]["task"],
+        "input": str(examples.path),
+        "tracks": dict(tracks),
+        "device": str(found.model.device),
+        "versions": {name: version(name) for name in ("esmshard", "torch", "numpy")},
+        "notices": list(sentences),
+    }
 
 
 def _writer(
-    out: Path, found: FineTuned, model: str, notices: Sequence[str], store: Store
+    out: Path, found: FineTuned, facts: Mapping[str, Any], store: Store
 ) -> NpzWriter | CsvWriter | ParquetWriter:
     task = found.task
     if out.suffix == ".npz":
@@ -235,15 +273,9 @@ def _writer(
     how["chains"] = task.per_residue and linker_of(store.manifest) is not None
     if out.suffix == ".csv":
         return CsvWriter(out, task.names, **how)
-    packages = {name: version(name) for name in ("esmshard", "torch", "numpy", "pyarrow")}
-    about = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": model,
-        "task": json.dumps(found.about["recipe"]["task"]),
-        "versions": json.dumps(packages),
-        "notices": json.dumps(list(notices)),
-    }
+    about: dict[str, str] = {name: facts[name] for name in ("format", "version", "model")}
+    about |= {name: json.dumps(facts[name]) for name in ("task", "notices")}
+    about["versions"] = json.dumps({**facts["versions"], "pyarrow": version("pyarrow")})
     return ParquetWriter(out, task.names, **how, about=about)
 
 

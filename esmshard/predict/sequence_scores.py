@@ -20,6 +20,7 @@ from esmshard.data.tables import counted
 from esmshard.errors import UsageError, writing
 from esmshard.files import replacing
 from esmshard.joined_chains import join_option
+from esmshard.model.devices import DeviceName
 from esmshard.model.families.family_registry import FAMILIES, family_of
 from esmshard.model.trunk import Trunk
 from esmshard.predict import variant_tables
@@ -49,6 +50,7 @@ def score_sequences(
     window: int | None = None,
     tracks: Mapping[str, str] | None = None,
     join: str | None = None,
+    device: DeviceName = None,
     overwrite: bool = False,
 ) -> str:
     """Write a table with a row for each record, in input order. Return a message for the user.
@@ -71,6 +73,7 @@ def score_sequences(
             training, the fewest of all.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
         join: how the chains of a record are joined (docs/chains.md); by default as the model says.
+        device: see `chosen_device`.
         overwrite: replace `out`.
 
     Raises:
@@ -84,13 +87,13 @@ def score_sequences(
         pyarrow(out)
     check(out, variant_tables.facts_file(out), overwrite=overwrite)
     tracks = tracks or {}
-    models = read_models(model, ensemble, window=window, tracks=tracks, chains=join_option(join))
+    models = read_models(model, ensemble, window=window, tracks=tracks, device=device, chains=join_option(join))
     if ONE_PASS in methods:
         _check_one_pass(models, method)
     with tempfile.TemporaryDirectory(prefix="esmshard-score-") as scratch:
         # The whole input is read before it is scored, so that a bad record at the end costs seconds, not a night.
         chains = models.weights[0].config.chains
-        examples, about_tracks = read_input(model, fasta, tracks, Path(scratch), chains)
+        examples, sentences = read_input(model, fasta, tracks, Path(scratch), chains)
         further = [notice for name in ensemble for notice in without_tracks(name, tracks)]
         for notice in further:
             say(notice)
@@ -99,7 +102,7 @@ def score_sequences(
         facts |= {"tracks": dict(tracks)} if tracks else {}
         facts |= {} if linker_of(examples.store.manifest) is None else {"join": chains.text}
         compared = _compared(columns) if len(methods) > 1 else None
-        notices = [*examples.store.notices, *about_tracks, *further]
+        notices = [*sentences, *further]
         if unscored := int((columns["length"] == columns["not_scored"]).sum()):
             notices.append(f"{counted(unscored, 'record')} without a score, as no residue is one of the 20 amino acids")
             say(notices[-1])

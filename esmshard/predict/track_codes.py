@@ -11,11 +11,14 @@ from esmshard.data.structures.structure_folder import listed_files
 from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import replacing
+from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import encoder_of
 from esmshard.progress import Progress, say
 
 
-def write_codes(track: str, structures: Path, weights: Path, out: Path, *, overwrite: bool = False) -> str:
+def write_codes(
+    track: str, structures: Path, weights: Path, out: Path, *, device: DeviceName = None, overwrite: bool = False
+) -> str:
     """Write the codes of every protein chain to an `.npz` file, an array [L] by the id of the chain.
 
     Args:
@@ -23,6 +26,7 @@ def write_codes(track: str, structures: Path, weights: Path, out: Path, *, overw
         structures: a directory of PDB or mmCIF files, or one file.
         weights: file of the encoder's weights.
         out: the file to write.
+        device: see `chosen_device`.
         overwrite: replace `out` if it exists.
 
     Returns:
@@ -32,7 +36,7 @@ def write_codes(track: str, structures: Path, weights: Path, out: Path, *, overw
         UsageError: the track has no encoder, or `out` exists or is no `.npz`.
         InputError: a file cannot be read, or two chains have one id.
     """
-    encode = encoder_of(track)
+    encode, computing = encoder_of(track), chosen_device(device)
     if out.suffix != ".npz":
         raise UsageError(f"{out}: codes are written as .npz; give a name that ends with it")
     if out.exists() and not overwrite:
@@ -48,7 +52,7 @@ def write_codes(track: str, structures: Path, weights: Path, out: Path, *, overw
                 if chain.id in codes:
                     raise InputError(f"{path}: chain '{chain.id}' comes from {first[chain.id]} too; remove one file")
                 first[chain.id] = path
-                codes[chain.id] = encode(weights, chain.backbone_L33).astype(np.uint16)
+                codes[chain.id] = encode(weights, chain.backbone_L33, computing).astype(np.uint16)
                 unknown += int(np.isnan(chain.backbone_L33).any((1, 2)).sum())
             progress.update(done, path.name)
     with writing(out, "choose another place with -o"), replacing(out, binary=True) as file:

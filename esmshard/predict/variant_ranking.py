@@ -16,6 +16,7 @@ from esmshard.data.tables import counted, first_three
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of, renumbered
 from esmshard.errors import InputError, UsageError, reading
+from esmshard.model.devices import DeviceName
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.predict import known_variants, proposals, variant_tables
 from esmshard.predict.known_variants import Known
@@ -88,6 +89,7 @@ def predict(
     propose: int | None = None,
     kappa: float = KAPPA,
     diversity: float = DIVERSITY,
+    device: DeviceName = None,
     overwrite: bool = False,
 ) -> int:
     """Rank variants, best first, write a CSV file, and return the number of rows. A JSON file beside it records how it
@@ -112,6 +114,7 @@ def predict(
         propose: write only so many rows, chosen by `proposals.choose` among variants that were not measured.
         kappa: see `proposals.choose`.
         diversity: see `proposals.choose`.
+        device: see `chosen_device`.
         overwrite: replace `out`.
 
     Raises:
@@ -124,7 +127,7 @@ def predict(
         raise UsageError("--offset is added to the positions of a table, and all single substitutions have none")
     check(out, variant_tables.facts_file(out), overwrite=overwrite)
     paths = models_of(run)
-    models = [load_finetuned(str(model)) for model in paths]
+    models = [load_finetuned(str(model), device) for model in paths]
     task = _same_task(run, models)
     known = known_variants.read(Path(run), paths, task.names)
     request = _singles(task, known) if table is None else _of_table(task, known, table, mutant, offset)
@@ -140,6 +143,7 @@ def predict(
     columns = {name: [cells[n] for n in places] for name, cells in request.columns.items()}
     facts = {"run": run, "models": len(models), "target": task.names[0], "lower_is_better": scores.sign < 0}
     facts |= {"table": None if table is None else str(table), "offset": request.offset, "verdict": known.verdict}
+    facts |= {"device": str(models[0].model.device)}
     measured = known.measured.get(name_of(()))
     wild_type = {"measured": None if measured is None else float(measured), "predicted": scores.wild_type}
     facts |= rows.facts | {"wild_type": wild_type, "rows": len(places), "ranked": len(rows.order)}

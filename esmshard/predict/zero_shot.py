@@ -19,6 +19,7 @@ from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
+from esmshard.model.devices import DeviceName
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights
@@ -50,6 +51,7 @@ def score_table(
     ensemble: Sequence[str] = (),
     window: int | None = None,
     tracks: Mapping[str, str] | None = None,
+    device: DeviceName = None,
     overwrite: bool = False,
 ) -> str:
     """Write a CSV file: the columns of the table, the score in a column named after the method, and for each row
@@ -73,6 +75,7 @@ def score_table(
         ensemble: further models.
         window: see `score`; for several models by default that of the model that saw the fewest residues.
         tracks: a path, or `inside`, by the name of each track of the wild type, which its variants have too.
+        device: see `chosen_device`.
         overwrite: replace `out`.
     """
     if out.suffix != ".csv":
@@ -85,7 +88,7 @@ def score_table(
     else:
         request = _of_table(table, fasta, mutant, target, offset)
         variant_tables.check_new(out, request.columns, [column, *([f"{column}_sd"] if ensemble else [])])
-    models = read_models(model, ensemble, window=window, tracks=tracks or {})
+    models = read_models(model, ensemble, window=window, tracks=tracks or {}, device=device)
     missing = [notice for name in models.names for notice in without_tracks(name, tracks or {})]
     about_tracks = [*known.notices(), *missing]
     for notice in about_tracks:

@@ -8,7 +8,7 @@ from esmshard.joined_chains import LONGEST_LINKER, WIDEST_GAP, Chains
 from esmshard.recipe.section_base import Names, Settings
 
 OPTIONAL = (
-    *("labels", "target", "id_column", "mask"),
+    *("labels", "target", "sequence_column", "id_column", "mask"),
     *("table", "wild_type", "mutant", "offset", "unusable", "replicates", "transform", "lower_is_better"),
     *("split", "train_max", "train_share"),
 )
@@ -91,8 +91,10 @@ class DataSettings(Settings):
     target: Names | None = Field(None, strict=False)
     """The columns of the table, the keys of the headers, or the array of the `.npz` with the labels: one name, or a
     list."""
+    sequence_column: str | None = None
+    """The column with the sequences, if `train` is a table. By default it is found by its name (docs/ingest.md)."""
     id_column: str | None = None
-    """The column of the table with the ids. By default it is found by its name."""
+    """The column of the table with the ids, of `labels` or else of `train`. By default it is found by its name."""
     mask: str | None = None
     """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
     complexes: str | None = None

@@ -50,8 +50,9 @@ class AdaptSettings(Settings):
     optimizer steps.
     """
     freeze: Names = Field((), strict=False)
-    """For `full`: parts that are not trained, such as [embedding, layers.0-10]: `embedding`, `norms`, `biases`, or
-    layers counted from 0.
+    """For `full`: parts that are not trained, such as [embedding, layers.0-10]: `embedding`, `norms`, `biases`, layers
+    counted from 0, or `tracks`, the parts of ESM3 that read tracks: geometric attention and the table of structure
+    tokens.
     """
     rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
     """Rank of the LoRA matrices; 4 by default. For `lora` only, like the keys below."""
@@ -70,9 +71,9 @@ class AdaptSettings(Settings):
             raise ValueError(f"is for adapt.method full, and the recipe has {method}; remove it, or change the method")
         for part in freeze:
             layers = re.fullmatch(r"layers\.([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
-            if layers is None and part not in ("embedding", "norms", "biases"):
+            if layers is None and part not in ("embedding", "norms", "biases", "tracks"):
                 raise ValueError(
-                    f"'{part}' is no part of the model; name embedding, norms, biases, or layers as layers.0-10"
+                    f"'{part}' is no part of the model; name embedding, norms, biases, tracks, or layers as layers.0-10"
                 )
             if layers is not None and layers[2] is not None and int(layers[2]) < int(layers[1]):
                 raise ValueError(f"'{part}' ends before it begins; write the first layer first, from 0")

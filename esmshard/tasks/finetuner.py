@@ -16,6 +16,7 @@ from esmshard.data.tracks.track_files import TrackFile, track_files
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import found_place, read_json
 from esmshard.model.convolutions import exact_convolutions
+from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import Trunk
@@ -131,13 +132,18 @@ class FineTuner(nn.Module):
 
 
 def _freeze(trunk: Trunk, part: str) -> None:
-    """Freeze the parameters that one entry of `adapt.freeze` names. `UsageError` if the model has fewer layers."""
+    """Freeze the parameters that one entry of `adapt.freeze` names. `UsageError` if the model has no such part."""
     if part == "embedding":
         frozen = [p for n, p in trunk.named_parameters() if n.startswith("embed_")]
     elif part == "biases":
         frozen = [p for n, p in trunk.named_parameters() if n.endswith("bias")]
     elif part == "norms":
         frozen = [p for m in trunk.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm) for p in m.parameters()]
+    elif part == "tracks":
+        starts = tuple(start for starts in trunk.learns_with.values() for start in starts)
+        if not starts:
+            raise UsageError("adapt.freeze: tracks: the model has no part of its own for a track; leave it out")
+        frozen = [p for n, p in trunk.named_parameters() if n.startswith(starts)]
     else:
         first, _, last = part.removeprefix("layers.").partition("-")
         layers = slice(int(first), int(last or first) + 1)
@@ -158,12 +164,12 @@ class FineTuned:
     """`esmshard.json`."""
 
 
-def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
+def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
     """Open a model directory that `consolidate` wrote, head included, in evaluation mode.
 
-    Raises `InputError` for a model without a fine-tuned head.
+    Raises `InputError` for a model without a fine-tuned head, and `UsageError` for a device that is not there.
     """
-    path = open_weights.directory(model) / "esmshard.json"
+    computing, path = chosen_device(device), open_weights.directory(model) / "esmshard.json"
     try:
         about: dict[str, Any] = read_json(path)
         settings = settings_of(about["recipe"]["task"])
@@ -189,13 +195,13 @@ def load_finetuned(model: str, device: torch.device | None = None) -> FineTuned:
         raise InputError(f"{model}: its head does not fit the task in esmshard.json; consolidate the run again")
     head.load_state_dict(tensors)
     with recorded.compared(found.files, say):
-        return FineTuned(_assemble(found, head, device or open_weights.default_device()), task, about)
+        return FineTuned(_assemble(found, head, computing), task, about)
 
 
-def load_base(recipe: Recipe, task: Task, device: torch.device | None = None) -> FineTuner:
+def load_base(recipe: Recipe, task: Task, device: DeviceName = None) -> FineTuner:
     """Open the model as it was before the first step of a run: its base weights under a new head of the same seed."""
     found = initial_weights(recipe)
-    return _assemble(found, new_head(recipe, task, found)[0], device or open_weights.default_device())
+    return _assemble(found, new_head(recipe, task, found)[0], chosen_device(device))
 
 
 def initial_weights(recipe: Recipe) -> Weights:

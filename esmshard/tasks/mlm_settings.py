@@ -18,6 +18,7 @@ class MlmSettings(TaskSettings):
     task: ClassVar[str] = "esmshard.tasks.mlm:MlmTask"
     may_crop: ClassVar[bool] = True
     trains_lm_head: ClassVar[bool] = True
+    data_keys: ClassVar[tuple[str, ...]] = ("sequence_column",)
 
     mask: float = Field(0.15, gt=0, le=0.5)
     """The share of residues that the model predicts. 80% of them are replaced by `<mask>`, 10% by a random one of the

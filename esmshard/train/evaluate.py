@@ -18,6 +18,7 @@ from esmshard.data.batching.packing import assign
 from esmshard.errors import InputError
 from esmshard.files import is_hub_name, replace_json, replace_text, replacing
 from esmshard.launch.process_group import World
+from esmshard.model.devices import DeviceName
 from esmshard.model.weights import hub, open_weights
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
@@ -139,6 +140,7 @@ def report(
     data: Examples,
     out: Path,
     warn: Callable[[str], None],
+    device: DeviceName = None,
     leakage: Sequence[str] = (),
     labels: str | None = None,
     tracks: Mapping[str, str] | None = None,
@@ -154,12 +156,13 @@ def report(
         data: the split.
         out: the directory for the results.
         warn: called with a sentence for each thing that is left out.
+        device: see `chosen_device`.
         leakage: sentences on what the split shares with the training records, for `evaluation.json`.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
         tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
         complexes: which chains of structures were joined, for `evaluation.json`.
     """
-    found = load_finetuned(model)
+    found = load_finetuned(model, device)
     base, why = None, ""
     # Without `tracks` the data are a split of the model's own recipe, with the tracks of the recipe.
     left_out = [] if data.tracks and tracks is None else without_tracks(model, tracks or ())
@@ -172,7 +175,7 @@ def report(
         why = f"{model} comes without the model that it was fine-tuned from"
     else:
         try:
-            base = load_base(recipe, found.task)
+            base = load_base(recipe, found.task, device)
         except InputError as error:
             why = f"the model that {model} was fine-tuned from cannot be read ({error})"
     if why and found.task.of_base:
@@ -187,6 +190,7 @@ def report(
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
     facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
+    facts |= {"device": str(found.model.device)}
     facts |= {"tracks": dict(tracks)} if tracks else {}
     if complexes is not None:
         facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())

@@ -15,8 +15,8 @@ from esmshard.launch import cpu_limits, process_environment
 from esmshard.launch.preemption import Preempted, Preemption, reason
 from esmshard.launch.process_group import processes_per_machine, world
 from esmshard.model.convolutions import exact_convolutions
+from esmshard.model.devices import DeviceName
 from esmshard.model.weight_reader import read_json
-from esmshard.model.weights.open_weights import default_device
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
@@ -42,6 +42,7 @@ def run(
     *,
     trust: bool = False,
     started: float | None = None,
+    device: DeviceName = None,
 ) -> Path | None:
     """Fine-tune in this process and those that were launched together with this one, then write the results.
 
@@ -55,6 +56,7 @@ def run(
         profile: number of steps to record with torch's profiler.
         trust: continue from a checkpoint that another user wrote.
         started: the time at which the command began, in seconds since 1970; the time of the call by default.
+        device: the device of each process, see `own_device`; by default its own GPU, else the CPU.
 
     Returns:
         The run's directory on the first rank, which also consolidates and evaluates; None on the other ranks.
@@ -74,7 +76,7 @@ def run(
     ):
         try:
             with (
-                world(wait.start_timeout, alone_too=recipe.parallel.cpu_offload) as ranks,
+                world(wait.start_timeout, alone_too=recipe.parallel.cpu_offload, wanted=device) as ranks,
                 Control(
                     ranks, start_timeout=wait.start_timeout, step_timeout=wait.step_timeout, dumps=dumps
                 ) as control,
@@ -107,23 +109,24 @@ def run(
         if process_environment.SHARED_CORES in os.environ:  # the other ranks are ending
             torch.set_num_threads(cpu_limits.cores())
         attempt.report("running", "consolidating and evaluating")
-        with out_of_memory_in_evaluation(recipe, default_device()):
-            _evaluate(job, trust)
+        with out_of_memory_in_evaluation(recipe, ranks.device):
+            _evaluate(job, ranks.device, trust)
     say(attempt.summary())  # the attempt has ended, so its time includes the evaluation, as in the report
     return out
 
 
-def _evaluate(job: RunInputs, trust: bool) -> None:
+def _evaluate(job: RunInputs, device: torch.device, trust: bool) -> None:
     """Fit baselines, write the model as one directory, score it on the test split, and write its card. The first rank
     only.
     """
     recipe, out = job.recipe, job.out
     say(f"fitting the baselines, then scoring {len(job.test)} test records")
-    evaluate.fit_baselines(job.task, job.train, load_base(recipe, job.task), out / evaluate.BASELINES)
+    evaluate.fit_baselines(job.task, job.train, load_base(recipe, job.task, device), out / evaluate.BASELINES)
     evaluate.keep_seen(job.task, job.train, job.valid, out / SEEN)
     best = recipe.keeps_best and manifest.pointed(out / "checkpoints", "BEST") is not None
     how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
     model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
     say(f"model in {model}")
-    print(evaluate.report(str(model), job.test, out, warn=say, leakage=leakage_notices(job)), flush=True)
+    report = evaluate.report(str(model), job.test, out, say, device=device, leakage=leakage_notices(job))
+    print(report, flush=True)
     card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))

@@ -43,7 +43,7 @@ from esmshard.train import evaluate
 from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.records.attempt import Attempt
 from esmshard.train.records.tracking import Tracking
-from esmshard.train.resume import check_room, describe_run, extensions, resolved
+from esmshard.train.resume import check_room, describe_run, extensions, kinds_of_device, resolved
 from esmshard.train.run_inputs import RunInputs, provenance, versions
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 from esmshard.train.token_budget import RESERVED, choose_tokens_per_rank, largest_fitting, out_of_memory_in_steps
@@ -79,8 +79,7 @@ def train(
     training = _build(job, start, ranks, control, preemption, attempt, report)
     state = training.state
     if ranks.is_first:
-        extended = training.facts.get("extended", ())
-        describe_run(job, training.full_recipe, state.step, ranks, extended, has_notices=report is None)
+        describe_run(job, training.full_recipe, state.step, ranks, training.facts, has_notices=report is None)
         attempt.begin(state.step, training.is_validated)
         tracking.begin(state.step)
     start_up_checks.check_first_batch(ranks, training.digests_of_first_step)
@@ -426,7 +425,8 @@ def _facts(
         "recipe": full_recipe.model_dump(mode="json"),
         "config": weights.config.recorded(),
         "world_size": ranks.size,
-        "versions": versions(),
+        "versions": versions(ranks.device),
+        "devices": kinds_of_device(saved, ranks.device),
         "data": provenance(job),
         "facts": dict(job.task.facts),
         "unlearned": [part for part in weights.unlearned if part != "lm_head" or not model.asks_logits],

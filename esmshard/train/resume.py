@@ -130,6 +130,17 @@ def extensions(saved: Mapping[str, Any] | None, steps: int) -> list[dict[str, in
     return [*earlier, {"after": saved["step"], "steps_before": before, "steps": steps}] if longer else earlier
 
 
+def kinds_of_device(saved: Mapping[str, Any] | None, device: torch.device) -> list[str]:
+    """Return the kinds of device on which a run was computed, in their order, such as `cuda` and then `cpu`.
+
+    Args:
+        saved: see `extensions`.
+        device: the device on which the run goes on.
+    """
+    before: list[str] = [] if saved is None else saved.get("devices", [])  # Earlier releases did not record them.
+    return before if before[-1:] == [device.type] else [*before, device.type]
+
+
 def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
     """Return the recipe with the values that were chosen on this machine, as it is saved beside the results."""
     batch = job.recipe.batch.model_copy(update={"tokens_per_rank": tokens_per_rank})
@@ -143,7 +154,7 @@ def describe_run(
     recipe: Recipe,
     done: int,
     ranks: World,
-    extended: Sequence[Mapping[str, int]] = (),
+    about: Mapping[str, Any] = {},  # only read
     *,
     has_notices: bool = True,
 ) -> None:
@@ -154,19 +165,24 @@ def describe_run(
         recipe: the recipe with the values that were chosen on this machine.
         done: the number of optimizer steps done.
         ranks: all processes of the run.
-        extended: see `extensions`.
+        about: what its checkpoints say of the run: `extended` (see `extensions`) and `devices`.
         has_notices: whether notices are printed; those of a trial have been printed once for the sweep.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
-    facts = {**versions(), "device": str(ranks.device), "processes": ranks.size, "data": provenance(job)}
+    facts = {**versions(ranks.device), "processes": ranks.size, "data": provenance(job)}
+    extended: Sequence[Mapping[str, int]] = about.get("extended", ())
     if extended:
         facts["extended"] = extended
+    if len(devices := about.get("devices", ())) > 1:
+        facts["devices"] = devices
     replace_json(job.out / "versions.json", facts)
     for notice in notices(job, leakage=not done) if has_notices else ():
         say(notice)
     if done:
         say(f"going on after step {done} of {job.steps}")
+        if len(devices) > 1:
+            say(f"computed on {', then '.join(devices)}: the numbers of two kinds of device agree up to rounding only")
     if extended and extended[-1]["after"] == done:
         optim, before = recipe.optim, extended[-1]["steps_before"]
         last, first = (

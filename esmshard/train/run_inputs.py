@@ -135,14 +135,14 @@ def describe(job: RunInputs, processes: int) -> str:
     )
 
 
-def versions() -> dict[str, Any]:
-    """Return versions of packages and facts of the machine, for the files beside the results."""
+def versions(device: torch.device) -> dict[str, Any]:
+    """Return versions of packages and facts of machine and device, for the files beside the results."""
     packages = ("esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython")
     facts: dict[str, Any] = {name: version(name) for name in packages}
     facts |= {"python": platform.python_version(), "platform": platform.platform()}
-    if torch.cuda.is_available():
-        facts |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name()}
-    return facts
+    if device.type == "cuda":
+        facts |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name(device)}
+    return facts | {"device": str(device)}
 
 
 def provenance(job: RunInputs) -> dict[str, Any]:

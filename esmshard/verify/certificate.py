@@ -25,6 +25,7 @@ from esmshard.joined_chains import BETWEEN
 from esmshard.model.attention import kernel_name
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
+from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import peers_of
 from esmshard.model.families.peer import AbsentError, MakePeer, Outputs, version
 from esmshard.model.trunk import Trunk
@@ -144,10 +145,11 @@ def certify(
     *,
     fasta: Path | None = None,
     golden: Path | None = None,
+    device: DeviceName = None,
     overwrite: bool = False,
     peers: Mapping[str, MakePeer] | None = None,
 ) -> Certificate:
-    """Compare a model with its peers and with itself in other batches, in fp32 on the first GPU, else the CPU.
+    """Compare a model with its peers and with itself in other batches, in fp32.
 
     Args:
         model: see `esmshard.model.weights.open_weights.read`.
@@ -155,6 +157,7 @@ def certify(
         fasta: compare on the first RECORDS records of this file instead of PROTEINS.
         golden: file of golden values (`esmshard.verify.golden`). If it exists, the model is compared with it. Otherwise
             it is written, unless another comparison fails. Everything is computed on the CPU, whose values they are.
+        device: see `chosen_device`.
         overwrite: replace `out`.
         peers: functions that make the other libraries' models; by default those of the model's family.
 
@@ -163,25 +166,23 @@ def certify(
             no error: see `Certificate.verdict`.
         UsageError: `golden` beside `fasta`, since golden values are those of the built-in proteins.
     """
-    if golden is not None and fasta is not None:
-        raise UsageError("--golden: golden values are those of the built-in proteins; leave --fasta out")
+    computing = chosen_device(device) if golden is None else _device_of_golden(device, fasta)
     if out is not None:
         check(out, overwrite=overwrite)
     found = open_weights.read(model)
     if changed := recorded.altered(found.files, sha256):
         raise InputError(changed)
-    device = open_weights.default_device() if golden is None else torch.device("cpu")
     known = identity(found, model)
     skipped: list[str] = []
     records = list(_records(fasta, found.config, skipped))
-    certificate = Certificate(_facts(known, found, device, records), not_compared=skipped)
+    certificate = Certificate(_facts(known, found, computing, records), not_compared=skipped)
     before = None
     if golden is not None and golden.exists():
         before = golden_values.read(golden, certificate.facts["model"]["architecture"])
-    certificate.not_compared += _outside(found, device)
+    certificate.not_compared += _outside(found, computing)
     parts = [part for part in ("lm_head", "contact_head") if part not in found.unlearned]
 
-    esm = open_weights.build(found, device).eval()
+    esm = open_weights.build(found, computing).eval()
     every = list(range(len(records)))
     alone = _run(esm, records, [[n] for n in every])
 
@@ -197,7 +198,7 @@ def certify(
         certificate.not_compared.append("another library: none has models of this family")
     for name, make in peers.items():
         try:
-            peer = make(found, device)
+            peer = make(found, computing)
         except AbsentError as absent:
             certificate.not_compared.append(f"{name}: {absent.reason}; not compared ({absent.fix})")
             continue
@@ -234,6 +235,15 @@ def _compare_or_write(
     elif not certificate.failures:
         golden_values.write(golden, certificate.facts, files, values)
         say(f"{golden}: written, the golden values of {certificate.facts['model']['name']}")
+
+
+def _device_of_golden(device: DeviceName, fasta: Path | None) -> torch.device:
+    """Return the CPU, the device of golden values. `UsageError` if the request is for other values."""
+    if fasta is not None:
+        raise UsageError("--golden: golden values are those of the built-in proteins; leave --fasta out")
+    if (computing := chosen_device(device or "cpu")).type != "cpu":
+        raise UsageError(f"--golden: golden values are those of the CPU; leave --device {device} out")
+    return computing
 
 
 def _facts(known: Mapping[str, Any], found: Weights, device: torch.device, records: Sequence[Record]) -> dict[str, Any]:

@@ -318,7 +318,7 @@ def test_devices_and_dtypes_that_there_are_not(how: dict[str, Any], says: str) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UsageError, match="which this machine does not have; leave it out"):
+    with pytest.raises(UsageError, match="device cuda: this machine has cpu"):
         load("starter", device="cuda")
 
 

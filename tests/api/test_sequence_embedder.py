@@ -59,6 +59,15 @@ def test_lists_arrays_and_series_are_the_same() -> None:
         assert np.array_equal(embedder.transform(given), found)
 
 
+def test_the_column_of_sequences_of_a_table_is_found() -> None:
+    embedder = SequenceEmbedder(layer=2)
+    found = embedder.transform(SEQUENCES)
+    twice = pd.DataFrame({"id": ["a", "b"] * 15, "y": SHARE_K, "Sequence": SEQUENCES})  # as a bootstrap has rows twice
+    assert np.array_equal(embedder.fit_transform(twice), found)
+    of_columns = ColumnTransformer([("esm", embedder, ["Sequence"])])
+    assert np.array_equal(of_columns.fit_transform(twice), found)
+
+
 def test_it_learns_in_a_pipeline_and_a_search() -> None:
     """The share of positive residues is linear in the mean of the embedding layer."""
     search = GridSearchCV(
@@ -96,7 +105,7 @@ def test_pickles_and_clones_hold_no_weights() -> None:
     assert len(pickle.dumps(embedder)) < 1000
     for copy in (pickle.loads(pickle.dumps(embedder)), clone(embedder)):
         assert np.array_equal(copy.transform(SEQUENCES), expected)
-    assert set(vars(embedder)) == {"model", "pool", "layer", "tokens"}
+    assert set(vars(embedder)) == {"model", "pool", "layer", "tokens", "device"}
 
 
 def test_a_model_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
@@ -104,9 +113,9 @@ def test_a_model_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> N
     write_transformers(path, fair_esm(TINY, 0), TINY)
     embedder = SequenceEmbedder(str(path))
     first = embedder.transform(SEQUENCES)
-    opened = _loaded(str(path), _version(str(path)))
+    opened = _loaded(str(path), _version(str(path)), None)
     assert np.array_equal(clone(embedder).transform(SEQUENCES), first)
-    assert _loaded(str(path), _version(str(path))) is opened
+    assert _loaded(str(path), _version(str(path)), None) is opened
     shutil.rmtree(path)
     write_transformers(path, fair_esm(TINY, 1), TINY)
     assert np.abs(embedder.transform(SEQUENCES) - first).max() > 0.01

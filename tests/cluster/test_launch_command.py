@@ -8,7 +8,7 @@ import pytest
 from command import esmshard
 from ruamel.yaml import YAML
 
-from esmshard.cluster.scripts.launch_command import Options, doctor_job, finetune_job, merged, render
+from esmshard.cluster.scripts.launch_command import Options, doctor_job, embed_job, finetune_job, merged, render
 from esmshard.cluster.scripts.scheduler_job import SchedulerJob
 from esmshard.cluster.scripts.site import KubernetesSite, Site
 from esmshard.errors import UsageError
@@ -240,6 +240,16 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
         0,
         True,
     )
+
+
+def test_tracks_are_among_what_the_job_reads(here: Path) -> None:
+    parsed = {"model": "saprot_35m", "fasta": Path("a.fasta"), "out": Path("emb"), "reuse": None, "nproc": None}
+    parsed |= dict.fromkeys(("overwrite", "dry_run", "shard", "resume"), False)
+    parsed["track"] = ["3di=letters.fasta", "coordinates=inside"]
+    job = embed_job((), parsed, slurm(), site())
+    assert job.reads == (f"{here}/a.fasta", f"{here}/letters.fasta")
+    with pytest.raises(UsageError, match=r"--track letters\.fasta: NAME=PATH is expected"):
+        embed_job((), parsed | {"track": ["letters.fasta"]}, slurm(), site())
 
 
 def test_the_kubernetes_file_is_rendered(here: Path) -> None:

@@ -12,11 +12,11 @@ from pyarrow import parquet
 
 from esmshard.data.fasta.fasta_reader import Record, read_fasta
 from esmshard.data.fasta.sources import STDIN, is_plain
-from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.label_sources import label_source
+from esmshard.data.fasta.symbols import Edits, Rules
+from esmshard.data.labels.label_sources import label_source, rules_of
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.data.splits.set_members import marked_otherwise
-from esmshard.data.store.ingestion import cached
+from esmshard.data.store.ingestion import cached, ingest
 from esmshard.data.tables import Table
 from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError, UsageError
@@ -175,9 +175,9 @@ def test_letters_of_residues_are_in_a_column() -> None:
 def test_the_cache_follows_the_table_and_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     first = cached(write("sequence\nMKT\n"))
     assert cached(Path("x.csv")).path == first.path
-    monkeypatch.setattr("esmshard.data.store.ingestion.CONVERSION", 0)
-    assert cached(Path("x.csv")).path != first.path
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("esmshard.data.store.ingestion.CONVERSION", 0)
+        assert cached(Path("x.csv")).path != first.path
     os.utime(write("sequence\nMKV\n"), ns=(1, 1))
     assert cached(Path("x.csv")).path != first.path
 
@@ -185,9 +185,39 @@ def test_the_cache_follows_the_table_and_the_rules(monkeypatch: pytest.MonkeyPat
 def test_the_column_of_ids_is_that_of_the_sequences() -> None:
     path = write("id,name,sequence,label\na,x,MKT,1\nb,y,MKV,2\n")
     files = {"train": "x.csv", "valid": "x.csv", "test": "x.csv"}
-    with pytest.raises(UsageError, match=r"data\.id_column: the ids of x\.csv are its column 'id', .* 'name' 'id'"):
-        label_source(path, DataSettings(**files, id_column="name"))
-    assert label_source(path, DataSettings(**files, id_column="id")) is not None
+    for column in ("id", "name"):
+        data = DataSettings(**files, id_column=column)
+        source = label_source(path, data)
+        assert isinstance(source, Table)
+        assert source.ids == column
+        assert [cached(path, rules_of(path, data)).id(n) for n in range(2)] == source.columns[column]
+    assert rules_of(path, DataSettings(**files, labels="others.csv", id_column="key")) == Rules()
+
+
+def test_columns_of_other_names_are_read_by_their_names() -> None:
+    path = write("key,my_seq,sequence,label\na,MKT,MMM,1\nb,MKV,MMM,2\n")
+    rules = Rules(sequence_column="my_seq", id_column="key")
+    assert [(one.id, one.sequence) for one in read_fasta(path, rules=rules)] == [("a", "MKT"), ("b", "MKV")]
+    store = ingest([path], Path("x.store"), rules)
+    assert store.id(1) == "b"
+    assert cached(path).path != cached(path, rules).path
+    for wrong in (Rules(sequence_column="my_sek"), Rules(id_column="my_sek")):
+        with pytest.raises(InputError, match=r"has no column 'my_sek'; did you mean 'my_seq'.* 'key', "):
+            list(read_fasta(path, rules=wrong))
+
+
+def test_a_recipe_names_its_columns() -> None:
+    write("key,my_seq,y,set\n" + "".join(f"p{n},{'MKTAYIAK'[n:]}MKT,{n},train\n" for n in range(5)))
+    files = {"train": "x.csv", "valid": "x.csv", "test": "x.csv", "sequence_column": "my_seq", "id_column": "key"}
+    given = {"task": {"name": "sequence"}, "data": {**files, "target": "y"}, "train": {"steps": 1}, "out": "run"}
+    recipe = Recipe.model_validate(given | {"model": {"name": "nano"}, "init": "random"})
+    task = new_task(recipe.task, {})
+    train = open_split(recipe, "train", task.labels)
+    assert [train.id(n) for n in range(2)] == ["p0", "p1"]
+    write(">a\nMKT\n", "x.fasta")
+    for_fasta = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": "x.fasta"})})
+    with pytest.raises(UsageError, match=r"data\.sequence_column: x\.fasta is no table; remove it"):
+        open_split(for_fasta, "train", None)
 
 
 def test_what_is_no_fasta_file_by_its_name_may_be_one_by_its_first_byte() -> None:

@@ -151,11 +151,30 @@ def test_two_files_of_one_record_are_refused(folder: Path) -> None:
 def test_an_interleaved_file_becomes_two(tmp_path: Path) -> None:
     source = tmp_path / "x.fasta"
     source.write_text(">a SET=train\nMhKe\nT#\n>b\nVc\n")
-    sequences, letters = cached_pair(source, LETTERS)
+    sequences, letters, notices = cached_pair(source, LETTERS)
+    assert notices == []
     assert sequences.read_text() == ">a SET=train\nMKT\n>b\nV\n"
     assert letters.read_text() == ">a SET=train\nhe#\n>b\nc\n"
     source.write_text(">a\nMh\n")
     assert cached_pair(source, LETTERS)[0].read_text() == ">a\nM\n"
+
+
+def test_rows_without_a_sequence_are_left_out_with_a_notice(tmp_path: Path) -> None:
+    """As of a table without letters; read again, the notice comes from the cache."""
+    source = tmp_path / "x.csv"
+    source.write_text("id,sequence\na,MhKe\nb,\nc,NA\nd,Vc\n")
+    says = f"{source}: 2 rows without a sequence left out (line 3, line 4)"
+    for _ in range(2):
+        sequences, files = outside(source, [TrackFile(LETTERS, None)])
+        store = cached(sequences)
+        assert [store.id(n) for n in range(len(store))] == ["a", "d"]
+        assert record_tracks(files, store).notices(np.arange(2))[0] == says
+    source.write_text("id,sequence\na,MhKe\nb,\n")
+    sequences, files = outside(source, [TrackFile(LETTERS, None)])
+    assert protein_tracks(files, sequences).notices()[0] == f"{source}: 1 row without a sequence left out (line 3)"
+    source.write_text("id,sequence\na,MhKe\nb,MK\n")
+    with pytest.raises(InputError, match="record 'b' has 'K' at position 2"):
+        outside(source, [TrackFile(LETTERS, None)])
 
 
 @pytest.mark.parametrize(

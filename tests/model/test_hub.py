@@ -603,6 +603,22 @@ def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> N
     assert "was announced" in refused_model(MINE)
 
 
+def test_a_plan_of_the_older_files_asks_to_download_them(mine: Hub, tmp_path: Path) -> None:
+    """Of one repository that is in no cache; then of its copy."""
+    directory = esmc_files.write(tmp_path / "esmc", "C", esmc_files.random_esmc())
+    file = "data/weights/esmc_tiny_2024_12_v0.pth"
+    mine.files = {"config.json": b"{}", file: (directory / file).read_bytes()}
+    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
+    given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
+    recipe = Recipe.model_validate(given)
+    for files in (mine.files, {file: mine.files[file]}):
+        mine.files = files
+        with pytest.raises(InputError, match=f"only {file} says what model it is.*`esmshard download {MINE}` first"):
+            model_numbers(recipe)
+    hub.fetch(MINE)
+    assert model_numbers(recipe).dim == esmc_files.WIDTH
+
+
 def test_the_released_names() -> None:
     owners = {name: {one.repository.split("/")[0] for one in f.released.values()} for name, f in FAMILIES.items()}
     known = {"esm2": {"facebook"}, "esmc": {"biohub"}, "esm3": {"biohub"}, "amplify": {"chandar-lab"}}

@@ -207,6 +207,25 @@ def test_what_learns_with_a_track_is_what_the_planner_counts(tracks: tuple[str, 
         assert replace(planned, track_kept=0) == counted_numbers(tuner, config)
 
 
+def test_what_reads_tracks_can_be_frozen() -> None:
+    config, tracks = SIZES["esm3_nano"], ("coordinates", "structure_tokens")
+    adapt, free = AdaptSettings(freeze=("tracks",)), AdaptSettings()
+    tuner = FineTuner(build(config), LanguageModelHead())
+    learns = []
+    for settings in (free, adapt):
+        tuner.adapt(settings, 0, tracks)
+        learns.append({name for name, parameter in tuner.trunk.named_parameters() if parameter.requires_grad})
+    assert {name.split(".")[-2] for name in learns[0] - learns[1]} > {"structure_tokens_embed", "proj", "out_proj"}
+    assert {name.split(".")[0] for name in learns[0] - learns[1]} == {"geom_attn", "other_tracks"}
+    assert not any(name.startswith(("geom_attn.", "other_tracks.")) for name in learns[1])
+    planned = numbers_of(config, 0, adapt, logits=True, tracks=tracks)
+    assert replace(planned, track_kept=0) == counted_numbers(tuner, config)
+    batch = of_chains(["MKTAYIAK"], coordinates=walk([10]))
+    tuner.trunk(batch).representations[config.n_layers].square().sum().backward()  # frozen vectors need no gradient
+    assert tuner.trunk.embed_tokens.weight.grad is not None
+    assert all(p.grad is None for n, p in tuner.trunk.named_parameters() if n.startswith("geom_attn."))
+
+
 def test_half_precision_computes_with_exact_coordinates() -> None:
     """In bf16, numbers around 200 have steps of 1."""
     torch.manual_seed(0)

@@ -114,7 +114,9 @@ def fasta(tmp_path: Path, sequences: dict[str, str]) -> Path:
 
 
 def left(fasta: Path) -> set[str]:
-    return {str(p.relative_to(fasta.parent / "out")) for p in (fasta.parent / "out").rglob("*")}
+    """What is there, but for the facts beside each output."""
+    found = {str(p.relative_to(fasta.parent / "out")) for p in (fasta.parent / "out").rglob("*")}
+    return found - {f"{name}.json" for name in found}
 
 
 def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -308,6 +310,21 @@ def test_another_error_stops_the_run(fasta: Path, tmp_path: Path, monkeypatch: p
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         predict(model, fasta, out / "x.npz", png=out / "maps")
     assert left(fasta) == set()
+
+
+@pytest.mark.parametrize("ending", ["npz", "csv", "parquet"])
+def test_what_was_done_to_the_records_lies_beside_the_output(ending: str, fasta: Path, tmp_path: Path) -> None:
+    model, out = write_model(tmp_path / "model", "fold"), tmp_path / "out" / f"x.{ending}"
+    fasta.write_text(">a\nmktayiak\n>b\nMK-TAYIAK*\n")
+    predict(model, fasta, out, device="cpu")
+    facts = json.loads(out.with_name(f"x.{ending}.json").read_text())
+    assert len(facts["notices"]) == 3
+    assert "lower-case" in facts["notices"][0]
+    assert (facts["model"], facts["input"], facts["device"]) == (model, str(fasta), "cpu")
+    assert (facts["task"]["name"], facts["records"], facts["failed"]) == ("sequence", 2, 0)
+    out.unlink()
+    with pytest.raises(UsageError, match=rf"x\.{ending}\.json: exists already"):
+        predict(model, fasta, out)
 
 
 def test_a_run_without_any_result_fails(fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

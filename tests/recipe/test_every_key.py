@@ -81,6 +81,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "recipe.yaml").write_text(TEXT)
     letters = (found / "train.fasta").read_text() + (found / "valid.fasta").read_text()  # amino acids will do
     (found / "letters.fasta").write_text(letters)
+    pairs = [(n, "MKTAYIAKQR"[:n]) for n in range(3, 9)]
+    lines = [f"r{n},{sequence},{sequence[::-1]}" for n, sequence in pairs]
+    (found / "columns.csv").write_text("\n".join(["id,sequence,reversed", *lines]) + "\n")
     (found / "other.fasta").write_text("".join(f">{k}\n{'MKTAYIAKQR' * 3}\n" for k in "abc"))
     (found / "complexes.fasta").write_text(f">a\n{REPEAT}:{REPEAT}\n")
     write_variants(found)
@@ -379,6 +382,7 @@ KEYS = {
     "data.train_share": Key(records("train"), "0.5", VARIANT),
     "data.labels": Key(labels, "others.csv", RESIDUE),
     "data.target": Key(labels, "[z]", SEQUENCE),
+    "data.sequence_column": Key(sequences, "reversed", ("task={name: mlm}", "data.train=columns.csv")),
     "data.id_column": Key(labels, "other_id", SEQUENCE),
     "data.mask": Key(targets, "mask.fasta", RESIDUE),
     "data.complexes": Key(records("train"), "all", ("data.train=dimers", "data.valid=dimers", "data.test=dimers")),

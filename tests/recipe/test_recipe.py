@@ -712,7 +712,10 @@ def test_parts_of_the_model_can_be_frozen(path: Path, freeze: str) -> None:
     ("freeze", "expected"),
     [
         *(
-            (f"[norms, {part}]", f"'{part}' is no part of the model; name embedding, norms, biases, or layers as")
+            (
+                f"[norms, {part}]",
+                f"'{part}' is no part of the model; name embedding, norms, biases, tracks, or layers as",
+            )
             for part in ("layers", "layers.", "layers.a", "layers.-1", "layers.1-", "layers.0-1-2", "norm", "head")
         ),
         ("[layers.3-1]", "'layers.3-1' ends before it begins; write the first layer first, from 0"),

@@ -89,7 +89,7 @@ def test_a_thread_that_writes_a_checkpoint_works_on_the_gpu_of_its_rank(
             pass
 
     chosen: list[tuple[str, int]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(

@@ -74,6 +74,11 @@ def test_a_layer_that_is_not_there_is_refused_before_training(tiny_recipe: Path,
         prepare(recipe_file.load(tiny_recipe, [f"adapt.freeze=[{part}]"]), 1, 1, CPU)
 
 
+def test_tracks_of_a_model_without_them_are_refused_before_training(tiny_recipe: Path) -> None:
+    with pytest.raises(InputError, match=r"adapt\.freeze: tracks: the model has no part of its own for a track"):
+        prepare(recipe_file.load(tiny_recipe, ["adapt.freeze=[tracks]"]), 1, 1, CPU)
+
+
 def test_a_frozen_part_stays_what_it_was(tiny_recipe: Path) -> None:
     recipe = recipe_file.load(tiny_recipe, ["adapt.freeze=[embedding, layers.0]", "train.steps=2"])
     out = finetune.run(recipe)

@@ -10,8 +10,10 @@ from typing import Any, Literal
 from esmshard.cluster.scripts import slurm
 from esmshard.cluster.scripts.scheduler_job import SchedulerJob
 from esmshard.cluster.scripts.site import Site, time_limit
+from esmshard.data.tracks.track_files import named_tracks
 from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file, sweep_file
+from esmshard.recipe.data_section import INSIDE
 from esmshard.recipe.sections import Recipe
 
 Target = Literal["slurm", "kubernetes"]
@@ -159,6 +161,7 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
     read = [str(path) for path in (parsed["fasta"], parsed["reuse"]) if path is not None]
     if os.sep in parsed["model"] or Path(parsed["model"]).exists():  # otherwise it is the name of a released model
         read.append(parsed["model"])
+    read += [path for path in named_tracks(parsed["track"] or ()).values() if path != INSIDE]
     return SchedulerJob(
         name=options.name or f"embed-{out.stem}",
         kind="embed",

@@ -14,7 +14,7 @@ from esmshard.data.fasta.chain_windows import ChainWindows, chain_windows
 from esmshard.data.fasta.symbols import JOINED, shown
 from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError
-from esmshard.vocab import CLS, EOS, SEPARATOR, is_residue
+from esmshard.vocab import CLS, EOS, SEPARATOR, chain_spans, is_residue
 
 Long = Literal["crop", "window", "full", "skip", "error"]
 

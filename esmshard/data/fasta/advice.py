@@ -48,4 +48,6 @@ def _options(rules: Rules) -> list[str]:
         *(["--a3m"] if rules.a3m else []),
         *(["--keep-gaps"] if rules.keep_gaps else []),
         *([f"--join linker:{rules.linker}"] if rules.linker != LINKER else []),
+        *([f"--sequence-column {shlex.quote(rules.sequence_column)}"] if rules.sequence_column is not None else []),
+        *([f"--id-column {shlex.quote(rules.id_column)}"] if rules.id_column is not None else []),
     ]

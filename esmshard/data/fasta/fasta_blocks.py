@@ -101,7 +101,7 @@ def read_blocks(
     Ranges are for plain files. Ranges that touch each other share no record and lose none. Errors are those of
     `fasta_reader.read_fasta`.
     """
-    with readable(path, "a FASTA file"), open_source(path) as stream:
+    with readable(path, "a FASTA file"), open_source(path, rules) as stream:
         reader = _Reader(path, edits, rules)
         if isinstance(stream, ConvertedSource):
             edits.extend(stream.edits)
@@ -120,7 +120,7 @@ def occurrences(paths: Sequence[Path], name: bytes, rules: Rules) -> Iterator[tu
             return
         reader = _Reader(path, Edits(), rules)
         try:
-            with open_source(path) as stream:
+            with open_source(path, rules) as stream:
                 for at, chunk in reader.chunks(stream, 0, None):
                     block = reader.block(at, chunk, None)
                     for k in [k for k, found in enumerate(block.ids) if found == name]:
@@ -328,7 +328,7 @@ class _Reader:
         text.
         """
         if self._counted != at:
-            with open_source(self._path) as stream:
+            with open_source(self._path, self._rules) as stream:
                 self._converted = stream if isinstance(stream, ConvertedSource) else None
                 self._lines, left, before = 0, at, b""
                 while left and (data := stream.read(min(left, BLOCK))):

@@ -66,36 +66,44 @@ class SequenceTable:
     """The rows that were left out."""
 
 
-def read_sequence_table(path: Path) -> SequenceTable:
+def read_sequence_table(path: Path, sequences: str | None = None, names: str | None = None) -> SequenceTable:
     """Read the records of a table.
+
+    Args:
+        path: the table.
+        sequences: the column of sequences; by default it is found by its name.
+        names: the column of ids, likewise.
 
     Raises:
         InputError: the table cannot be read, has no column of sequences or several, or an id cannot be one; the message
             names the columns, or the line.
     """
     table = read_table(path)
-    names = sequence_columns(table)
-    if not names:
+    for name in (sequences, names):
+        if name is not None:
+            table.column(name)  # raises if there is none
+    of_chains = [sequences] if sequences is not None else sequence_columns(table)
+    if not of_chains:
         raise InputError(
             f"{path}: has no column of sequences that is known; {listed(table.columns)}; call the one with the amino "
-            "acids 'sequence'"
+            "acids 'sequence', or name it (data.sequence_column in a recipe, `ingest --sequence-column`)"
         )
-    edits, kept, sequences = Edits(), list[int](), list[str]()
-    for row, cells in enumerate(zip(*(table.columns[name] for name in names), strict=True)):
+    edits, kept, joined = Edits(), list[int](), list[str]()
+    for row, cells in enumerate(zip(*(table.columns[name] for name in of_chains), strict=True)):
         chains = ["".join(cell.split()) for cell in cells if cell.lower() not in MISSING]
         if not chains:
             edits.add(NO_SEQUENCE, table.at(row))
             continue
-        if len(chains) < len(names):
+        if len(chains) < len(of_chains):
             edits.add(ONE_CHAIN, table.at(row))
         kept.append(row)
-        sequences.append(BETWEEN.join(chains))
-    for name in names:
+        joined.append(BETWEEN.join(chains))
+    for name in of_chains:
         some = [cell for row in kept if (cell := table.columns[name][row]).lower() not in MISSING]
         if all(map(NUMBER.fullmatch, some)):
             what = f"numbers, as {shown(some[0])}" if some else "nothing"
             raise InputError(f"{path}: column {shown(name)} holds {what}; sequences of amino acids are expected there")
-    ids = id_column(table, names)
+    ids = names or id_column(table, of_chains)
     columns = {name: [texts[row] for row in kept] for name, texts in table.columns.items()}
     lines = [table.lines[row] for row in kept]
     if ids is None:
@@ -104,7 +112,7 @@ def read_sequence_table(path: Path) -> SequenceTable:
     _check_ids(rows, ids)
     marks = _marks(rows)
     headers = [f"{name}{mark}" for name, mark in zip(columns[ids], marks, strict=True)]
-    return SequenceTable(rows, headers, sequences, edits)
+    return SequenceTable(rows, headers, joined, edits)
 
 
 def sequence_columns(table: Table) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from xopen import xopen
 
 from esmshard.data.fasta.sequence_formats import SequenceFormat, format_of, read_format
 from esmshard.data.fasta.sequence_tables import read_sequence_table
-from esmshard.data.fasta.symbols import BLANKS, Edits
+from esmshard.data.fasta.symbols import BLANKS, Edits, Rules
 from esmshard.data.tables import readable
 from esmshard.errors import InputError
 
@@ -80,9 +80,13 @@ def is_sequence_table(path: Path) -> bool:
     return other_kind(path) == "table"
 
 
-def open_source(path: Path) -> BinaryIO:
+def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  # frozen
     """Open a file of sequences or the standard input, and return its FASTA text as a stream of uncompressed bytes. It
     is a `ConvertedSource` if the file is no FASTA file.
+
+    Args:
+        path: the file.
+        rules: these name the columns of a table.
 
     Raises:
         InputError: the file is a table or of another format, and cannot be read as such.
@@ -91,7 +95,7 @@ def open_source(path: Path) -> BinaryIO:
     if kind is None:
         return open_bytes(path)
     if kind == "table":
-        table = read_sequence_table(path)
+        table = read_sequence_table(path, rules.sequence_column, rules.id_column)
         return ConvertedSource(table.headers, table.sequences, table.rows.lines, table.edits)
     found = read_format(path, kind)
     return ConvertedSource(found.headers, found.sequences, found.lines, found.edits)

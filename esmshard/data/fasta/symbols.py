@@ -17,8 +17,8 @@ import hashlib
 import re
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -71,12 +71,21 @@ class Rules:
     """
     linker: int = LINKER
     """The number of `SEPARATOR` tokens between two chains of a record (`esmshard.joined_chains.Chains.tokens`)."""
+    sequence_column: str | None = None
+    """The column of a table with the sequences; by default it is found by its name."""
+    id_column: str | None = None
+    """The column of a table with the ids; by default it is found by its name."""
 
     def __post_init__(self) -> None:
         if self.long != "full" and self.max_length is None:
             raise UsageError(f"--long {self.long}: needs --max-length")
         if self.max_length is not None and self.max_length < 1:
             raise UsageError(f"--max-length {self.max_length}: 1 or more is expected")
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the rules for the manifest of a store, which has columns only if they were named."""
+        named = asdict(self)
+        return {key: value for key, value in named.items() if value is not None or not key.endswith("_column")}
 
 
 class RefusedSymbols(Exception):

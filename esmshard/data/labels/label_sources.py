@@ -8,8 +8,9 @@ import numpy.typing as npt
 
 from esmshard.data.fasta.sequence_tables import read_sequence_table
 from esmshard.data.fasta.sources import is_sequence_table
+from esmshard.data.fasta.symbols import Rules
 from esmshard.data.labels.coordinates import npz_beside, read_arrays
-from esmshard.data.tables import Table, read_table, shown
+from esmshard.data.tables import Table, read_table
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
@@ -28,14 +29,8 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
         UsageError: `data.id_column` is set, and there is no table.
     """
     source: Table | Path | None = None
-    own = data.labels is None or recipe_file.sample(data.labels) == fasta
-    if own and is_sequence_table(fasta):
-        source = read_sequence_table(fasta).rows
-        if data.id_column not in (None, source.ids):
-            raise UsageError(
-                f"data.id_column: the ids of {fasta} are its column {shown(source.ids or '')}, as those of its "
-                f"sequences; call the column {shown(data.id_column or '')} 'id' instead"
-            )
+    if _are_beside(data, fasta) and is_sequence_table(fasta):
+        source = read_sequence_table(fasta, data.sequence_column, data.id_column).rows
     elif data.labels is None:
         path = npz_beside(fasta)
         if data.target and path.exists() and data.target[0] in (table := read_npz(path)).columns:
@@ -45,6 +40,18 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
     if data.id_column is not None and not isinstance(source, Table):
         raise UsageError(f"data.id_column: {source or fasta} is no table; remove it, or name a table in data.labels")
     return source
+
+
+def rules_of(fasta: Path, data: DataSettings) -> Rules:
+    """Return the rules by which the records of a table are read. If the labels are in another file, `data.id_column` is
+    a column of that file.
+    """
+    return Rules(sequence_column=data.sequence_column, id_column=data.id_column if _are_beside(data, fasta) else None)
+
+
+def _are_beside(data: DataSettings, fasta: Path) -> bool:
+    """Return whether the labels are in the file of the records, or beside it."""
+    return data.labels is None or recipe_file.sample(data.labels) == fasta
 
 
 def table_or_fasta(path: Path) -> Table | Path:

@@ -9,6 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples, Labels
+from esmshard.data.fasta.sources import is_sequence_table
+from esmshard.data.fasta.symbols import Rules
+from esmshard.data.labels.label_sources import rules_of
 from esmshard.data.splits import assignment
 from esmshard.data.splits.clusters import read_clusters
 from esmshard.data.splits.set_members import marked_otherwise, marks, members
@@ -52,6 +55,8 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     divided = data.folds is not None and (name != "valid" or valid_is_part)
     path = recipe_file.sample(getattr(data, "train" if divided else name))
     fasta, tokens, outer = _records(path, tracks, data)
+    if name == "train" and data.sequence_column is not None and not is_sequence_table(path):
+        raise UsageError(f"data.sequence_column: {path} is no table; remove it, or name a table in data.train")
     found = None if labels is None else labels(fasta, tokens, data)
     members_N, notices = members(data, name, path, fasta, tokens)
     digest = tokens.digest
@@ -92,9 +97,8 @@ def open_tested(
     """
     path = recipe_file.sample(source)
     structure_folder.require_structures(path, complexes)
-    asked = recipe.data.model_copy(update={"complexes": complexes})
-    fasta, tokens, outer = _records(path, tracks, asked)
-    where = recipe.data.model_copy(update={"labels": file, "mask": None})
+    where = recipe.data.model_copy(update={"labels": file, "mask": None, "complexes": complexes})
+    fasta, tokens, outer = _records(path, tracks, where)
     found = labels(fasta, tokens, where)
     examples = Examples(Path(source).name, path, tokens, found, apart=recipe.task.pairs)
     if others := marked_otherwise("test", path, tokens):
@@ -117,8 +121,9 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
     """
     sequences, outer = outside(path, tracks)
     fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path
+    rules = rules_of(path, data) if is_sequence_table(path) else Rules()
     linker = None if data.join.linker is None else data.join.over(Chains()).tokens
-    tokens = cached(fasta if sequences == path else sequences, linker)
+    tokens = cached(fasta if sequences == path else sequences, rules, linker)
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
     return fasta, tokens, outer

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +205,7 @@ def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:
     return TokenStore(out)
 
 
-def cached(source: Path, linker: int | None = None) -> TokenStore:
+def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> TokenStore:  # noqa: B008  # frozen
     """Open the store of a data path: the path itself, or the store of a FASTA file, which is ingested on first use and
     cached.
 
@@ -215,7 +215,8 @@ def cached(source: Path, linker: int | None = None) -> TokenStore:
 
     Args:
         source: the data path.
-        linker: the number of tokens between two chains of a record; None if any number will do.
+        rules: the rules for a FASTA file or table.
+        linker: the number of tokens between two chains of a record; None for that of `rules`, and in a store any.
 
     Raises:
         InputError: the path cannot be read, or is a store whose chains were joined by another linker.
@@ -234,9 +235,10 @@ def cached(source: Path, linker: int | None = None) -> TokenStore:
     name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{now}"
     if other_kind(source) is not None:  # Which columns of a table are read follows from the table and these rules.
         name += f"/{CONVERSION}"
-    rules = Rules() if linker is None else Rules(linker=linker)
+    if linker is not None:
+        rules = replace(rules, linker=linker)
     if rules != Rules():
-        name += f"/linker {linker}"
+        name += f"/{rules}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
     out, locks = cache_directory() / "stores" / digest, cache_directory() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
@@ -310,7 +312,7 @@ def _plan(fastas: Sequence[Path], rules: Rules, on_duplicate: str) -> dict[str, 
         "alphabet": ALPHABET_HASH,
         "shard": SHARD,
         "sources": sources,
-        "rules": asdict(rules),
+        "rules": rules.recorded(),
         "on_duplicate": on_duplicate,
         "pieces": pieces,
     }

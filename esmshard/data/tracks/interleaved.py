@@ -9,19 +9,21 @@ import json
 from pathlib import Path
 
 from esmshard.data.fasta.sources import STDIN
+from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.label_fasta import LabelRecord, read_label_fasta
 from esmshard.data.tables import shown
 from esmshard.data.tracks.track_values import UNKNOWN_LETTER
 from esmshard.errors import InputError
-from esmshard.files import cache_directory, state, whole_directory
+from esmshard.files import cache_directory, read_json, state, whole_directory
 from esmshard.vocab import RESIDUES, Track
 
-VERSION = 1
+VERSION = 2
 """The version of the rules of `separate`. After a change, all files are read again."""
 
 
-def cached_pair(source: Path, track: Track) -> tuple[Path, Path]:
-    """Return the FASTA file of the sequences and that of the letters. They are kept in the user's cache.
+def cached_pair(source: Path, track: Track) -> tuple[Path, Path, list[str]]:
+    """Return the FASTA file of the sequences and that of the letters, which are kept in the user's cache, and sentences
+    on what was left out of them.
 
     Raises:
         InputError: see `separate`.
@@ -41,22 +43,25 @@ def cached_pair(source: Path, track: Track) -> tuple[Path, Path]:
     with FileLock(locks / f"{digest}.lock"):
         if not out.is_dir():
             with whole_directory(out) as work:
-                separate(source, track, work / "sequences.fasta", work / "letters.fasta")
-    return out / "sequences.fasta", out / "letters.fasta"
+                notices = separate(source, track, work / "sequences.fasta", work / "letters.fasta")
+                (work / "notices.json").write_text(json.dumps(notices), encoding="utf-8")
+    return out / "sequences.fasta", out / "letters.fasta", read_json(out / "notices.json")
 
 
-def separate(source: Path, track: Track, sequences: Path, letters: Path) -> None:
-    """Write the residues and the letters of an interleaved FASTA file, plain or compressed, to two files.
+def separate(source: Path, track: Track, sequences: Path, letters: Path) -> list[str]:
+    """Write the residues and the letters of an interleaved FASTA file, plain or compressed, to two files. Return
+    sentences on the rows of a table that were left out, since they have no sequence.
 
     Raises:
         InputError: a record is not interleaved; the message names file, line and position.
     """
-    known = frozenset(track.letters.lower() + UNKNOWN_LETTER)
+    known, edits = frozenset(track.letters.lower() + UNKNOWN_LETTER), Edits()
     with open(sequences, "w", encoding="utf-8") as of_residues, open(letters, "w", encoding="utf-8") as of_letters:
-        for record in read_label_fasta(source):
+        for record in read_label_fasta(source, edits):
             _check(record, source, track, known)
             of_residues.write(f">{record.header}\n{record.text[::2]}\n")
             of_letters.write(f">{record.header}\n{record.text[1::2]}\n")
+    return edits.notices()
 
 
 def _check(record: LabelRecord, source: Path, track: Track, known: frozenset[str]) -> None:

@@ -35,6 +35,8 @@ class TrackFile:
     coordinates of the structures that the sequences are read from."""
     inside: Path | None = None
     """The file of the sequences, if it had the values (`outside`)."""
+    left_out: tuple[str, ...] = ()
+    """Sentences on what was left out of that file."""
 
     @property
     def shown(self) -> str:
@@ -104,8 +106,9 @@ def outside(path: Path, files: Sequence[TrackFile]) -> tuple[Path, list[TrackFil
         elif track.kind == "coordinates" and holds_structures(path):
             found.append(replace(one, path=path, inside=path))
         elif track.kind == "letters" and not is_store(path) and not holds_structures(path) and sequences == path:
-            sequences, letters = cached_pair(path, track)
-            found.append(replace(one, path=letters, inside=path))
+            sequences, letters, notices = cached_pair(path, track)
+            left_out = tuple(f"{path}: {notice}" for notice in notices)
+            found.append(replace(one, path=letters, inside=path, left_out=left_out))
         else:
             expected = {
                 "coordinates": "PDB or mmCIF files hold coordinates",
@@ -133,11 +136,11 @@ class RecordTracks:
 
     Args:
         stores: the opened tracks.
-        sources: how messages call the source of each.
+        files: where each was, for messages.
     """
 
-    def __init__(self, stores: Sequence[TrackStore], sources: Sequence[str] = ()) -> None:
-        self._stores, self._sources = tuple(stores), tuple(sources)
+    def __init__(self, stores: Sequence[TrackStore], files: Sequence[TrackFile] = ()) -> None:
+        self._stores, self._files = tuple(stores), tuple(files)
 
     @property
     def digest(self) -> str:
@@ -151,8 +154,8 @@ class RecordTracks:
 
     def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
         """Return sentences on what is known of some records."""
-        found: list[str] = []
-        for store, source in zip(self._stores, self._sources, strict=True):
+        found: list[str] = [notice for one in self._files for notice in one.left_out]
+        for store, source in zip(self._stores, (one.shown for one in self._files), strict=True):
             known_M = store.known_N[records_M].astype(np.int64)
             residues = f"{known_M.sum():,} of {store.lengths(records_M).sum():,} residues"
             records = f"{(known_M > 0).sum():,} of {counted(len(known_M), 'record')}"
@@ -175,7 +178,7 @@ def record_tracks(files: Sequence[TrackFile], store: TokenStore) -> RecordTracks
     for one in files:
         assert one.path is not None
         stores.append(cached_track(one.track, one.path, store))
-    return RecordTracks(stores, [one.shown for one in files])
+    return RecordTracks(stores, files)
 
 
 class ProteinTracks:
@@ -183,10 +186,11 @@ class ProteinTracks:
 
     Args:
         values: for each track its values, [L, ...].
+        left_out: see `TrackFile`.
     """
 
-    def __init__(self, values: Sequence[tuple[Track, npt.NDArray[Any]]]) -> None:
-        self._values = tuple(values)
+    def __init__(self, values: Sequence[tuple[Track, npt.NDArray[Any]]], left_out: Sequence[str] = ()) -> None:
+        self._values, self._left_out = tuple(values), tuple(left_out)
 
     @property
     def digest(self) -> str:
@@ -202,11 +206,12 @@ class ProteinTracks:
 
     def part(self, first: int, length: int) -> "ProteinTracks":
         """Return the tracks of a part of the protein."""
-        return ProteinTracks([(track, values[first : first + length]) for track, values in self._values])
+        values = [(track, values[first : first + length]) for track, values in self._values]
+        return ProteinTracks(values, self._left_out)
 
     def notices(self, records_M: npt.NDArray[np.int64] | None = None) -> list[str]:
         """Return sentences on what is known of the protein, whatever the variants."""
-        return [
+        return [*self._left_out] + [
             f"{track.title} of {known_residues(track, values):,} of {len(values):,} residues of the wild type"
             for track, values in self._values
         ]
@@ -255,4 +260,4 @@ def protein_tracks(files: Sequence[TrackFile], fasta: Path) -> ProteinTracks:
                 f"{one.path}: has no {one.track.title} of {shown(record.id)}, the protein in {fasta}; give them its id"
             )
         found.append((one.track, values[0]))
-    return ProteinTracks(found)
+    return ProteinTracks(found, [notice for one in files for notice in one.left_out])

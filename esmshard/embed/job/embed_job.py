@@ -14,12 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from esmshard.data.tracks.track_files import outside
 from esmshard.embed.formats.format_registry import suits
 from esmshard.embed.job.embed_output import EmbedReport, check_same, finish, finished, report_of
-from esmshard.embed.job.embed_request import PARTS, EmbedRequest, check_output, file_bytes, processes_of, rows_bytes
+from esmshard.embed.job.embed_request import PARTS, EmbedRequest, check_output, file_bytes, rows_bytes
 from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import EmbeddingStore, clear, note_file, read_note, remove
 from esmshard.embed.store.part_plan import partial
@@ -29,7 +27,7 @@ from esmshard.embed.workers.claims import Command, Worker, at_work
 from esmshard.embed.workers.embed_worker import make_embedder, work
 from esmshard.embed.workers.local_workers import run_local
 from esmshard.errors import InputError, UsageError
-from esmshard.launch.process_group import is_launched
+from esmshard.launch.process_group import is_launched, own_device, processes_of
 from esmshard.model.weights import recorded
 from esmshard.progress import Progress, rate, say
 
@@ -99,12 +97,14 @@ def embed(
     if shard and not together:
         from esmshard.embed.workers.sharded_worker import check_ranks
 
-        nproc = nproc or torch.cuda.device_count()
-        check_ranks(nproc)
+        nproc = processes_of(asked.device, nproc)
+        check_ranks(nproc, asked.named)
 
     fasta, tracks = outside(fasta, asked.tracks)
     asked = replace(asked, tracks=tuple(tracks))
     processes = 1 if offload else processes_of(asked.device, nproc)
+    if asked.device.type == "cuda" and not together:
+        own_device(processes - 1, processes, asked.device)  # raises if there is no GPU for each process
     job = _Job(asked, fasta, processes, tokens, reuse, resume, overwrite, offload, shard, part_tokens)
     with _one_sentence(directory):
         if together:
@@ -166,7 +166,7 @@ def _together(job: _Job) -> EmbedReport:
         with _one_sentence(directory):  # the other ranks get the message, too
             return _prepare(job)
 
-    with joined() as ranks:
+    with joined(asked.named) as ranks:
         plan = ranks.from_first(prepare)
         if isinstance(plan, EmbedReport):
             return plan
@@ -232,7 +232,7 @@ def _compute(job: _Job, plan: dict[str, Any]) -> None:
     if job.shard:
         from esmshard.embed.workers.sharded_worker import run_sharded
 
-        run_sharded(directory, job.processes, job.tokens)
+        run_sharded(directory, job.processes, job.tokens, job.asked.named)
         return
     with Progress("embed", plan["unique"], done=before) as progress:
         counter = _Counter(progress, plan["unique"], before)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from esmshard.data.tracks.track_files import outside
 from esmshard.embed.compute.outputs import Output
 from esmshard.embed.formats.format_registry import FORMATS, suits
-from esmshard.embed.job.embed_request import PARTS, EmbedRequest, file_bytes, processes_of, rows_bytes
+from esmshard.embed.job.embed_request import PARTS, EmbedRequest, file_bytes, rows_bytes
 from esmshard.embed.job.embed_time import Time, time_of
 from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import EmbeddingStore
@@ -29,6 +29,7 @@ from esmshard.embed.store.parts import DONE
 from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.store.row_index import STDIN, RowIndex, read_input
 from esmshard.errors import InputError, UsageError
+from esmshard.launch.process_group import processes_of
 from esmshard.progress import duration
 
 _AT_ONCE = 1 << 16

@@ -15,6 +15,7 @@ from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
 from esmshard.joined_chains import join_option
 from esmshard.launch.process_group import precision_on
+from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
@@ -37,6 +38,8 @@ class EmbedRequest:
     spec: Spec
     found: Weights
     device: torch.device
+    named: DeviceName
+    """The device that the user named; None if `device` is the one that is taken by default."""
     tracks: tuple[TrackFile, ...] = ()
 
     @property
@@ -66,6 +69,7 @@ def request(
     heads: Sequence[int] = (),
     dtype: str = "fp32",
     precision: str = "auto",
+    device: DeviceName = None,
     long: Long = Long(),  # noqa: B008  # frozen
     tracks: Mapping[str, str] | None = None,
     join: str | None = None,
@@ -81,6 +85,7 @@ def request(
         heads: the heads of `attentions`, from 0; all by default.
         dtype: dtype of the numbers in the file.
         precision: precision of the arithmetic: fp32, bf16, fp16 or `auto`, which is fast on the device.
+        device: see `chosen_device`. With `cuda` each process has a GPU of its own.
         long: the treatment of long sequences.
         tracks: a path, or `inside`, by the name of each track of the sequences (docs/tracks.md).
         join: how the chains of a record are joined (docs/chains.md); by default as the model says.
@@ -103,16 +108,16 @@ def request(
             raise UsageError(f"--pool {pool}: {model} has no trained {part}, which they come from; take another model")
     if fmt != PARTS:
         suits(fmt, outputs, dtype, out)  # type: ignore[arg-type]
-    device = open_weights.default_device()
+    computing = chosen_device(device)
     if precision not in ("auto", *DTYPES):
         raise UsageError(f"--precision {precision}: auto, {', '.join(DTYPES)} are expected")
-    compute: Dtype = precision_on(device, precision)  # type: ignore[arg-type]
+    compute: Dtype = precision_on(computing, precision)  # type: ignore[arg-type]
     longest, long = found.config.most_tokens, long.for_model(found.config)
     if longest is not None and long.mode != "full" and long.window > longest - 2:
         raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")
     spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long, found.config.chains)  # type: ignore[arg-type]
     files = track_files(tracks or {}, family_of(found.config).tracks, model, "--track ")
-    return EmbedRequest(model, out, fmt, spec, found, device, tuple(files))
+    return EmbedRequest(model, out, fmt, spec, found, computing, device, tuple(files))
 
 
 def check_output(asked: EmbedRequest, *, overwrite: bool) -> None:
@@ -125,11 +130,6 @@ def check_output(asked: EmbedRequest, *, overwrite: bool) -> None:
             raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
         if not (out / "manifest.json").is_file():
             raise UsageError(f"{out}: is no directory of embeddings, so it is not replaced; choose another name")
-
-
-def processes_of(device: torch.device, nproc: int | None) -> int:
-    """Return the number of processes of a job: by default one for each GPU, or one."""
-    return nproc or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
 
 
 def file_bytes(fmt: str, spec: Spec, index: RowIndex) -> int:

@@ -325,7 +325,7 @@ def _beyond_training(length_N: npt.NDArray[np.signedinteger[Any]], long: Long) -
 def _known(work: Path, tracks: Sequence[TrackFile], store: TokenStore) -> list[str]:
     """Return sentences, and print them, on what is known of the sequences besides amino acids."""
     stores = [TrackStore(track_directory(work / "work", one.track.name), one.track, store) for one in tracks]
-    notices = RecordTracks(stores, [one.shown for one in tracks]).notices(np.arange(len(store)))
+    notices = RecordTracks(stores, tracks).notices(np.arange(len(store)))
     for notice in notices:
         say(notice)
     return notices

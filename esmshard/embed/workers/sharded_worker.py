@@ -31,6 +31,7 @@ from esmshard.launch.preemption import Preempted
 from esmshard.launch.process_environment import follow_launcher
 from esmshard.launch.process_group import World, own_device, world
 from esmshard.model.contacts import ContactRegression
+from esmshard.model.devices import DeviceName
 from esmshard.model.families import family_registry
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights.open_weights import Weights
@@ -166,13 +167,16 @@ def _finished_rows(directory: Path, plan: dict[str, Any]) -> int:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def joined(device: DeviceName = None) -> Iterator[World]:
     """Join the ranks that a launcher started, of which this process is one.
+
+    Args:
+        device: the device that the user named, see `own_device`.
 
     Raises:
         InputError: in place of the error that another rank is gone or did not start.
     """
-    with world() as ranks:
+    with world(wanted=device) as ranks:
         if ranks.mesh is None:
             raise UsageError("--shard: one process has nobody to share a model with; start two or more")
         try:
@@ -189,20 +193,22 @@ def joined() -> Iterator[World]:
             ) from None
 
 
-def run_sharded(directory: Path, processes: int, tokens: int | None) -> None:
+def run_sharded(directory: Path, processes: int, tokens: int | None, device: DeviceName = None) -> None:
     """Run ranks on this machine that hold one model together, until every part is finished.
 
     Args:
         directory: `OUT.partial`.
         processes: the number of ranks. With CUDA each rank has a GPU of its own.
         tokens: tokens of a pack.
+        device: the device that the user named, see `own_device`.
 
     Raises:
         InputError: if a rank has ended; its own message is on stderr. `Preempted` after SIGTERM.
     """
     from esmshard.launch.local_processes import run_local
 
-    options = json.dumps({"directory": str(directory), "tokens": tokens})
+    named = None if device is None else str(device)
+    options = json.dumps({"directory": str(directory), "tokens": tokens, "device": named})
     code = run_local(["-m", "esmshard.embed.workers.sharded_worker", options], processes)
     if code == Preempted.exit_code:
         raise Preempted(f"{directory}: stopped; what is finished stays there: go on with --resume")
@@ -212,11 +218,11 @@ def run_sharded(directory: Path, processes: int, tokens: int | None) -> None:
         raise InputError(f"{directory}: is not finished, as a rank has failed; fix that and go on with --resume")
 
 
-def check_ranks(processes: int) -> None:
+def check_ranks(processes: int, device: DeviceName) -> None:
     """Raise `InputError` if this machine cannot run that many ranks."""
     if processes < 2:
         raise UsageError("--shard: one process has nobody to share a model with; give --nproc 2 or more")
-    own_device(processes - 1, processes)
+    own_device(processes - 1, processes, device)
 
 
 def _main() -> None:
@@ -224,7 +230,7 @@ def _main() -> None:
     follow_launcher()
     directory = Path(options["directory"])
     try:
-        with joined() as ranks:
+        with joined(options["device"]) as ranks:
             work_together(directory, read_plan(directory), ranks, options["tokens"])
     except InputError as error:
         if not error.shared or os.environ["RANK"] == "0":

@@ -161,5 +161,5 @@ class Family:
     tracks: tuple[Track, ...] = ()
     """What the models read of each residue besides its amino acid, if the user gives it."""
     encoders: Mapping[str, str] = field(default_factory=dict)
-    """Functions that compute a track of codes, by its name, as `module:function`: of a file of weights and the
-    coordinates [L, 3, 3] of one protein they return the codes [L]."""
+    """Functions that compute a track of codes, by its name, as `module:function`: of a file of weights, the
+    coordinates [L, 3, 3] of one protein and the computing device they return the codes [L]."""

@@ -20,6 +20,7 @@ from esmshard.model.families.saprot import saprot_family
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import torch
 
     from esmshard.model.families.peer import MakePeer
     from esmshard.model.trunk import Trunk
@@ -125,7 +126,7 @@ def read_pickle(
     return None
 
 
-def encoder_of(track: str) -> "Callable[[Path, npt.NDArray[np.float32]], npt.NDArray[np.int64]]":
+def encoder_of(track: str) -> "Callable[[Path, npt.NDArray[np.float32], torch.device], npt.NDArray[np.int64]]":
     """Return the function that computes a track of codes from coordinates; see `Family.encoders`.
 
     Raises:
@@ -134,8 +135,7 @@ def encoder_of(track: str) -> "Callable[[Path, npt.NDArray[np.float32]], npt.NDA
     known = {name: place for family in FAMILIES.values() for name, place in family.encoders.items()}
     if track not in known:
         raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(known)}")
-    encoder: Callable[[Path, npt.NDArray[np.float32]], npt.NDArray[np.int64]] = _imported(known[track])
-    return encoder
+    return _imported(known[track])  # type: ignore[no-any-return]
 
 
 def peers_of(config: ModelConfig) -> dict[str, "MakePeer"]:

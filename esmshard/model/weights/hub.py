@@ -106,7 +106,7 @@ def fetch_config(name: str) -> Path | None:
     adapter, whose base has the file.
 
     Raises:
-        InputError: it is not here and cannot be downloaded.
+        InputError: it is not here and cannot be downloaded, or only the file of the weights says what model it is.
     """
     check([name])
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -118,6 +118,12 @@ def fetch_config(name: str) -> Path | None:
     files = [sibling.rfilename for sibling in info.siblings or []]
     if _adapter(files):
         return None
+    theirs = authors_weights(files)
+    if theirs and not any(layout in files for layout in LAYOUTS):  # Their `config.json` is empty, or missing.
+        raise InputError(
+            f"{name}: only {theirs} says what model it is, and it is not on this machine; run `esmshard download "
+            f"{name}` first"
+        )
     _check_has_config(name, files)
     with _one_sentence(f"{name}: {_CONFIG} did not come whole:", name, _hub_cache()):
         path = Path(hf_hub_download(repository(name), _CONFIG))

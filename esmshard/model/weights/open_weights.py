@@ -23,6 +23,7 @@ from esmshard.files import is_hub_name
 from esmshard.joined_chains import Chains
 from esmshard.model import weight_reader
 from esmshard.model.config import STARTER, ModelConfig
+from esmshard.model.devices import chosen_device
 from esmshard.model.families import family_registry
 from esmshard.model.families.family_registry import RELEASED, SIZES
 from esmshard.model.trunk import Trunk
@@ -258,13 +259,6 @@ def materialise(model: Trunk, weights: Weights, device: torch.device, dtype: tor
             tensor.copy_(weights[name])
 
 
-def default_device() -> torch.device:
-    """Return the first GPU (CUDA, else Apple's), else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
 def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Trunk:
     """Load a language model on one device, in evaluation mode.
 
@@ -281,7 +275,7 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
         warnings.warn(notice, stacklevel=2)
     altered: list[str] = []
     with recorded.compared(found.files, altered.append):
-        trunk = build(found, device or default_device(), dtype).eval()
+        trunk = build(found, chosen_device(device), dtype).eval()
     for notice in altered:
         warnings.warn(notice, stacklevel=2)
     return trunk

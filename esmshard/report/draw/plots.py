@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuned
 
 
-def contact_figure(run: Path, data: Examples) -> Path:
+def contact_figure(run: Path, data: Examples, device: str | None = None) -> Path:
     """Draw predicted against true contacts of one test protein: `figures/contacts_ID.png`.
 
     The protein is the one with the median long-range P@L, so the picture is neither the best nor the worst.
@@ -29,7 +29,7 @@ def contact_figure(run: Path, data: Examples) -> Path:
     about = f"{length} residues, long-range P@L {value:.2f}, the median of {data.name}"
     out = run / "figures" / f"contacts_{FileNames().new(record_id)}"
     out.parent.mkdir(exist_ok=True)
-    out.write_bytes(contact_map(load_finetuned(str(run / "model")), example, about))
+    out.write_bytes(contact_map(load_finetuned(str(run / "model"), device), example, about))
     return out
 
 

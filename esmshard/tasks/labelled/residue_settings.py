@@ -21,7 +21,7 @@ class ResidueSettings(TaskSettings):
     name: Literal["residue"]
 
     task: ClassVar[str] = "esmshard.tasks.labelled.residue:ResidueTask"
-    data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "id_column", "mask")
+    data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "sequence_column", "id_column", "mask")
     may_crop: ClassVar[bool] = True
 
     kind: Literal["class", "number"] = "class"

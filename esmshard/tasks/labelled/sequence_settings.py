@@ -17,7 +17,7 @@ class SequenceSettings(TaskSettings):
     name: Literal["sequence"]
 
     task: ClassVar[str] = "esmshard.tasks.labelled.sequence:SequenceTask"
-    data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "id_column")
+    data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "sequence_column", "id_column")
 
     kind: Literal["number", "class", "multilabel"] = "number"
     """`number` is for one or several numbers, `class` for one of several classes, `multilabel` for any of them."""

@@ -88,7 +88,7 @@ class StructureEncoder(nn.Module):
         known_N33 = coordinates_L33[place_N].to(self.codes_CZ.dtype)
         x_LD = self.codes_CZ.new_zeros(len(coordinates_L33), self.positions.embedding_dim)
         for start in range(0, len(place_N), AT_ONCE):
-            part_P = torch.arange(start, min(start + AT_ONCE, len(place_N)))
+            part_P = torch.arange(start, min(start + AT_ONCE, len(place_N)), device=place_N.device)
             x_LD[place_N[part_P]] = self._surroundings(part_P, known_N33, place_N)
         return self.pre_vq_proj(x_LD)  # type: ignore[no-any-return]
 
@@ -96,7 +96,9 @@ class StructureEncoder(nn.Module):
         """Describe some of the residues with coordinates, [P, D]."""
         ca_N3 = known_N33[:, 1]
         apart_PN = torch.cdist(ca_N3[part_P], ca_N3, compute_mode="donot_use_mm_for_euclid_dist")
-        apart_PN[torch.arange(len(part_P)), part_P] = -1  # Each residue comes first among its neighbours.
+        apart_PN[
+            torch.arange(len(part_P), device=part_P.device), part_P
+        ] = -1  # Each residue comes first among its neighbours.
         neighbour_PE = apart_PN.topk(min(NEIGHBOURS, len(ca_N3)), largest=False).indices
         offset_PE = place_N[neighbour_PE] - place_N[part_P, None]
         x_TD: torch.Tensor = self.positions(
@@ -146,19 +148,23 @@ def read(path: Path) -> StructureEncoder:
     return encoder.float().eval().requires_grad_(False)
 
 
-def structure_tokens(path: Path, coordinates: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
+def structure_tokens(
+    path: Path, coordinates: npt.NDArray[np.floating], device: str | torch.device = "cpu"
+) -> npt.NDArray[np.int64]:
     """Return the structure tokens of one protein, int64 [L], each below 4,096.
 
     Args:
         path: the authors' file of the encoder.
         coordinates: N, CA and C of each residue in Ångström [L, 3, 3]; NaN where unknown. Neighbouring rows are
             neighbours in the sequence, so residues without coordinates must have rows, too.
+        device: the computing device.
 
     Raises:
         InputError: the file cannot be read, or holds something else.
     """
+    coordinates_L33 = torch.from_numpy(coordinates).float().to(device)
     with torch.no_grad():
-        tokens_L: npt.NDArray[np.int64] = read(path)(torch.from_numpy(coordinates).float()).numpy()
+        tokens_L: npt.NDArray[np.int64] = read(path).to(device)(coordinates_L33).cpu().numpy()
     return tokens_L
 
 

@@ -1,0 +1,173 @@
+"""Devices by name: `--device` and `device=`. No GPU is needed to see which device is asked for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import esmshard as command
+
+import esmshard
+from esmshard.errors import InputError, UsageError
+from esmshard.launch.process_group import own_device, processes_of, world
+from esmshard.model.devices import chosen_device
+from esmshard.model.weights import open_weights
+from esmshard.train import loop
+from esmshard.train.resume import kinds_of_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch says that there are two GPUs. A computation on one of them would fail."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_name_means_its_device() -> None:
+    assert chosen_device() == chosen_device("cuda") == torch.device("cuda")
+    assert chosen_device("cuda:1") == torch.device("cuda", 1)
+    assert chosen_device("cpu") == chosen_device(CPU) == CPU
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:", "CPU", "", "meta", "xpu", 1.5])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=r"cpu, cuda, cuda:N \(with N from 0\) or mps is expected"):
+        chosen_device(name)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(UsageError, match="device cuda:2: this machine has cpu and cuda:0 to cuda:1"):
+        chosen_device("cuda:2")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "mps"])
+def test_a_machine_without_gpus_says_so(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"device {name}: this machine has cpu, as torch .* `esmshard doctor`"):
+        chosen_device(name)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_processes_share_the_kind_of_device_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [own_device(n, 2, "cuda") for n in range(2)] == [torch.device("cuda", n) for n in range(2)]
+    assert [own_device(n, 3, "cpu") for n in range(3)] == [CPU] * 3
+    assert own_device(0, 1, "cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(InputError, match="there are 2"):
+        own_device(2, 3, "cuda")
+    with pytest.raises(UsageError, match=r"device cuda:1: is a single GPU.*pass --nproc 1, or --device cuda or cpu"):
+        own_device(0, 2, "cuda:1")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert own_device(0, 1, "mps") == torch.device("mps")
+    with pytest.raises(UsageError, match="device mps: is a single GPU"):
+        own_device(0, 2, "mps")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_there_is_a_process_for_each_gpu_that_may_be_used() -> None:
+    assert [processes_of(chosen_device(name), None) for name in ("cuda", "cuda:1", "cpu")] == [2, 1, 1]
+    assert processes_of(CPU, 4) == 4
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_world_on_the_cpu_of_a_machine_with_gpus() -> None:
+    with world(alone_too=True, wanted="cpu") as ranks:
+        assert (ranks.device, ranks.mesh is not None and ranks.mesh.device_type) == (CPU, "cpu")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_named_gpu_is_where_weights_are_copied_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def build(found: object, device: torch.device, *rest: object) -> torch.nn.Module:
+        asked.append(device)
+        raise InputError("this test has no GPU")
+
+    monkeypatch.setattr(open_weights, "build", build)
+    for name in ("cuda:1", torch.device("cuda", 1), None):
+        with pytest.raises(InputError, match="has no GPU"):
+            esmshard.load("starter", name)
+    assert asked == [torch.device("cuda", 1), torch.device("cuda", 1), torch.device("cuda")]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_everything_runs_on_the_cpu_of_a_machine_with_gpus(tmp_path: Path, tiny_recipe: Path) -> None:
+    assert esmshard.load("starter", "cpu").device == CPU
+    assert esmshard.SequenceEmbedder(device="cpu").transform(["MKTAYIAK"]).shape == (1, 192)
+    run = esmshard.finetune(tiny_recipe, device="cpu", out=tmp_path / "run", report=False)
+    facts = json.loads((run.path / "versions.json").read_text())
+    assert (facts["device"], facts["processes"], "gpu" in facts, "devices" in facts) == ("cpu", 1, False, False)
+    assert run.evaluation["device"] == "cpu"
+    with pytest.raises(UsageError, match="device cuda:1: is a single GPU"):
+        esmshard.finetune(tiny_recipe, device="cuda:1", nproc=2, out=tmp_path / "two")
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_run_that_changes_the_kind_of_device_says_so(
+    tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    how: dict[str, Any] = {"device": "cpu", "out": tmp_path / "run", "report": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "kinds_of_device", lambda saved, device: ["cuda"])  # as if it had been computed there
+        esmshard.finetune(tiny_recipe, train={"steps": 1}, **how)
+    capfd.readouterr()
+    run = esmshard.finetune(tiny_recipe, train={"steps": 2}, resume="auto", **how)
+    says = "computed on cuda, then cpu: the numbers of two kinds of device agree up to rounding only"
+    assert says in capfd.readouterr().err
+    assert json.loads((run.path / "versions.json").read_text())["devices"] == ["cuda", "cpu"]
+    state = max((run.path / "checkpoints").glob("step_*")) / "state.json"
+    assert json.loads(state.read_text())["devices"] == ["cuda", "cpu"]
+    assert kinds_of_device({"devices": ["cuda"]}, torch.device("cuda", 1)) == ["cuda"]
+    assert kinds_of_device({"devices": ["cuda"]}, CPU) == ["cuda", "cpu"]
+    assert kinds_of_device({}, CPU) == kinds_of_device(None, CPU) == ["cpu"]
+
+
+COMMANDS = {
+    "finetune": ["mlm"],
+    "embed": ["starter", "x.fasta", "-o", "x.npy"],
+    "predict": ["starter", "x.fasta", "-o", "x.csv"],
+    "score": ["starter", "x.fasta", "-o", "x.csv"],
+    "evaluate": ["starter", "sample:contact/test", "-o", "x"],
+    "verify": ["starter"],
+    "track": ["structure_tokens", "x.pdb", "--weights", "x.pth", "-o", "x.npz"],
+}
+
+
+def test_every_command_that_computes_refuses_a_device_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    from typer.testing import CliRunner
+
+    from esmshard.cli.app import app
+
+    for name, arguments in COMMANDS.items():
+        found = CliRunner().invoke(app, [name, *arguments, "--device", "cuda:77"])
+        assert isinstance(found.exception, UsageError), name
+        assert "device cuda:77: this machine has cpu" in str(found.exception), name
+
+
+def test_golden_values_are_of_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from esmshard.verify.certificate import certify
+
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="--golden: golden values are those of the CPU; leave --device mps out"):
+        certify("starter", None, golden=tmp_path / "golden", device="mps")
+
+
+def test_two_processes_compute_on_the_cpu(tmp_path: Path, tiny_recipe: Path) -> None:
+    out = tmp_path / "run"
+    command("finetune", str(tiny_recipe), "--nproc", "2", "--device", "cpu", f"out={out}")
+    facts = json.loads((out / "versions.json").read_text())
+    assert (facts["device"], facts["processes"]) == ("cpu", 2)
