@@ -14,6 +14,7 @@ from esmshard.data.splits.leakage import ComparedRecords, check
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.launch.process_group import precision_on
+from esmshard.model import quantized
 from esmshard.model.families import family_registry
 from esmshard.model.weights import recorded
 from esmshard.model.weights.open_weights import Weights
@@ -64,6 +65,8 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
         device: the device of one of the processes.
     """
     check_installed(recipe.track)
+    if recipe.model.quantize is not None:
+        quantized.check_quantization(device)
     laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
     task = new_task(recipe.task, {})
     tracks = tracks_of(recipe)
@@ -94,7 +97,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     found = initial_weights(recipe)
     with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
         model = FineTuner(family_registry.build(found.config), task.head(found.config))
-        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or ())
+        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or (), recipe.model.quantize)
     new_head(recipe, task, found)  # raises if the head's starting weights are missing
     return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
 
