@@ -404,7 +404,7 @@ def _facts(
         "recipe": full_recipe.model_dump(mode="json"),
         "config": weights.config.recorded(),
         "world_size": ranks.size,
-        "versions": versions(),
+        "versions": versions(job.recipe),
         "data": provenance(job),
         "facts": dict(job.task.facts),
         "unlearned": [part for part in weights.unlearned if part != "lm_head" or not model.asks_logits],

@@ -152,7 +152,7 @@ def describe_run(
     """
     job.out.mkdir(parents=True, exist_ok=True)
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
-    facts = {**versions(), "device": str(ranks.device), "processes": ranks.size, "data": provenance(job)}
+    facts = {**versions(job.recipe), "device": str(ranks.device), "processes": ranks.size, "data": provenance(job)}
     if extended:
         facts["extended"] = extended
     replace_json(job.out / "versions.json", facts)

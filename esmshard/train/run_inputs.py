@@ -133,9 +133,10 @@ def describe(job: RunInputs, processes: int) -> str:
     )
 
 
-def versions() -> dict[str, Any]:
+def versions(recipe: Recipe) -> dict[str, Any]:
     """Return versions of packages and facts of the machine, for the files beside the results."""
-    packages = ("esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython")
+    packages = ["esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython"]
+    packages += ["bitsandbytes"] if recipe.model.quantize is not None else []
     facts: dict[str, Any] = {name: version(name) for name in packages}
     facts |= {"python": platform.python_version(), "platform": platform.platform()}
     if torch.cuda.is_available():

@@ -3,7 +3,6 @@ matrices does, without keeping these.
 """
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_weights import packed, unpacked
 
 from esmshard.batch import pack
 from esmshard.errors import UsageError
@@ -21,7 +21,6 @@ from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, SIZES, build
 from esmshard.model.lora import LoraLinear
 from esmshard.model.quantized import PackedMatrix, QuantizedLinear, frozen_product, packed_of
-from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import open_weights
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
@@ -43,14 +42,6 @@ NF4 = torch.tensor(
     ]
 )
 KINDS = ["nf4", "int8"]
-
-
-def packed(weight_OI: torch.Tensor, kind: Any) -> PackedMatrix:
-    """A matrix as `materialise` fills it."""
-    matrix = PackedMatrix(*weight_OI.shape, kind, CPU)
-    for name, values in matrix.pack(weight_OI).items():
-        matrix.get_buffer(name).copy_(values)
-    return matrix
 
 
 # 480 columns, as the 35M model has, are no multiple of 64: a block goes on in the next row.
@@ -104,21 +95,6 @@ def test_the_backward_pass_of_a_product_keeps_nothing_and_has_exact_gradients(ki
 
 def smallest(family: Family) -> ModelConfig:
     return min(family.sizes.values(), key=lambda config: config.n_parameters)
-
-
-def unpacked(weights: open_weights.Weights, kind: Any) -> open_weights.Weights:
-    """The weights after packing and unpacking, of the linear layers of the blocks only."""
-    paths = [f".{matrix.path}.weight" for matrix in weights.config.matrices]
-
-    def changed(reader: WeightReader) -> WeightReader:
-        matrix = packed(reader(), kind).matrix(torch.float32)
-        return WeightReader(matrix.shape, lambda rows: matrix[rows])
-
-    read = {
-        name: changed(reader) if name.startswith("layers.") and name.endswith(tuple(paths)) else reader
-        for name, reader in weights.read.items()
-    }
-    return replace(weights, read=read)
 
 
 def built(weights: open_weights.Weights, adapt: AdaptSettings, kind: Any, laid: Layout = PLAIN) -> FineTuner:
