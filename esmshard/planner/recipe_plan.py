@@ -343,6 +343,10 @@ def _reasons(found: RecipePlan) -> Iterator[str]:
             f"whole on each GPU, in place of {before / GIB:.2f} GiB over all GPUs that share a copy; unpacking them "
             "takes time, which the times above do not include"
         )
+        yield (
+            f"the evaluation after the last step needs the consolidated model in fp32 on one GPU, "
+            f"{4 * numbers.parameters / GIB:.1f} GiB, and as much again where a baseline needs the base model"
+        )
     traffic = best.cost.traffic
     if traffic.total == 0:
         yield "nothing travels between GPUs"
