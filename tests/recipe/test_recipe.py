@@ -613,7 +613,7 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
         ),
         (
             ["model.quantize=nf4", "adapt.method=full"],
-            "adapt.method: full trains the weights that model.quantize=nf4 freezes; set adapt.method=lora, or pass model.qu",
+            "adapt.method: full trains the weights that model.quantize=nf4 freezes; set adapt.method=lora, or pass",
         ),
         (
             ["model.quantize=int8", "adapt.method=lora", "parallel.compile=true"],
