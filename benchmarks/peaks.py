@@ -21,7 +21,7 @@ import torch
 from esmshard.batch import TokenBatch, pack
 from esmshard.launch.process_group import World, world
 from esmshard.model.attention import inverse_frequencies
-from esmshard.model.config import ModelConfig
+from esmshard.model.config import ModelConfig, Quantization
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.planner import memory_model
 from esmshard.planner.parameter_counts import numbers_of
@@ -49,6 +49,7 @@ def measure(
     length: int = 256,
     micro_batches: int = 1,
     adapt: AdaptSettings = FULL,
+    quantization: Quantization | None = None,
 ) -> list[int]:
     """Return the bytes of each rank at the peak of a training step, without imports.
 
@@ -60,11 +61,13 @@ def measure(
         length: the tokens of each protein.
         micro_batches: the micro-batches of a step.
         adapt: the trained part of the model.
+        quantization: how the frozen matrices of the layers are stored.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    work = json.dumps([model_name, adapt.model_dump(), asdict(layout), tokens, steps, length, micro_batches])
+    sizes = [tokens, steps, length, micro_batches]
+    work = json.dumps([model_name, quantization, adapt.model_dump(), asdict(layout), *sizes])
     common = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= {"WORLD_SIZE": str(layout.world_size), "LOCAL_WORLD_SIZE": str(layout.world_size)}
     ranks = [
@@ -86,9 +89,12 @@ def measure(
     return [int(output.split()[-1]) for output in outputs]
 
 
-def numbers(model_name: str, adapt: AdaptSettings = FULL) -> memory_model.ModelNumbers:
+def numbers(
+    model_name: str, adapt: AdaptSettings = FULL, quantization: Quantization | None = None
+) -> memory_model.ModelNumbers:
     """Return the sizes of the model that `measure` trains."""
-    return numbers_of(SIZES[model_name], TASK.head_parameters(SIZES[model_name]), adapt)
+    config = SIZES[model_name]
+    return numbers_of(config, TASK.head_parameters(config), adapt, quantization=quantization)
 
 
 def head_bytes(tokens: int, length: int = 256) -> int:
@@ -96,26 +102,35 @@ def head_bytes(tokens: int, length: int = 256) -> int:
     return tokens // length * TASK.head_bytes(length, n_logits=0)
 
 
-def _meta(config: ModelConfig, adapt: AdaptSettings) -> FineTuner:
+def _meta(config: ModelConfig, adapt: AdaptSettings, quantization: Quantization | None) -> FineTuner:
     with torch.device("meta"):
         model = FineTuner(build(config), new_task(TASK, {}).head(config))
-    model.adapt(adapt, 0)
+    model.adapt(adapt, 0, (), quantization)
     return model
 
 
 def _rank(
-    model_name: str, adapt: AdaptSettings, layout: Layout, tokens: int, steps: int, length: int, micro_batches: int
+    model_name: str,
+    quantization: Quantization | None,
+    adapt: AdaptSettings,
+    layout: Layout,
+    tokens: int,
+    steps: int,
+    length: int,
+    micro_batches: int,
 ) -> int:
     with world(alone_too=layout.cpu_offload) as ranks:
         # After this, library pages that are read at their first use, and buffers of connections, are in memory.
-        _train(SIZES["nano"], adapt, layout, 4 * length, 2, length, micro_batches, ranks)
+        _train(SIZES["nano"], quantization, adapt, layout, 4 * length, 2, length, micro_batches, ranks)
         gc.collect()
         before = _resident("VmRSS")
-        return _train(SIZES[model_name], adapt, layout, tokens, steps, length, micro_batches, ranks) - before
+        peak = _train(SIZES[model_name], quantization, adapt, layout, tokens, steps, length, micro_batches, ranks)
+        return peak - before
 
 
 def _train(
     config: ModelConfig,
+    quantization: Quantization | None,
     adapt: AdaptSettings,
     layout: Layout,
     tokens: int,
@@ -124,7 +139,7 @@ def _train(
     micro_batches: int,
     ranks: World,
 ) -> int:
-    model, batch = _meta(config, adapt), _batch(tokens, length)
+    model, batch = _meta(config, adapt, quantization), _batch(tokens, length)
     targets = [torch.zeros(length - 2, length - 2, dtype=torch.int8) for _ in range(len(batch))]
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     shard(model, layout, ranks)
@@ -168,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one rank of `measure`, and print its peak to the standard output."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", required=True)
-    name, adapt, layout, *rest = json.loads(parser.parse_args(argv).rank)
-    print(_rank(name, AdaptSettings(**adapt), Layout(**layout), *rest))
+    name, quantization, adapt, layout, *rest = json.loads(parser.parse_args(argv).rank)
+    print(_rank(name, quantization, AdaptSettings(**adapt), Layout(**layout), *rest))
 
 
 if __name__ == "__main__":

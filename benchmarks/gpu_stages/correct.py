@@ -1,6 +1,7 @@
 """Stage `correct`: the tests that need a GPU, each file in its own process."""
 
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -60,8 +61,11 @@ SECONDS = {
     "exhaustion": 45.0,
     "layers": 15.0,
     "compiled": 60.0,
+    "packed": 30.0,
 }
 """The files of tests, the most valuable first, with the expected seconds of each."""
+NEEDS = {"packed": "bitsandbytes"}
+"""The packages that some files need. Without them these files are left out: the kit has no room for 43 MB more."""
 EVERY = "all"
 OTHERS = 45.0
 """The expected seconds of any other file."""
@@ -69,6 +73,9 @@ OTHERS = 45.0
 
 def _parts() -> tuple[Part, ...]:
     found = {file.stem.removeprefix("test_"): file for file in sorted(TESTS.glob("test_*.py"))}
+    for name, package in NEEDS.items():
+        if importlib.util.find_spec(package) is None:
+            del found[name]
     names = [*(name for name in SECONDS if name in found), *(name for name in found if name not in SECONDS)]
     # In a rehearsal one process runs all files: no test can end the others, and each start takes seconds.
     every = Part(EVERY, 0.0, functools.partial(_tests, name=EVERY, files=list(found.values())), when="rehearsal")

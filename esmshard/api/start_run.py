@@ -129,8 +129,8 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     """Check everything that can be checked before processes are started. For a dry run, print what would be done."""
     from esmshard.data.splits.recipe_splits import in_tokens
     from esmshard.data.splits.variant_records import FOLDS
+    from esmshard.devices import chosen_device
     from esmshard.launch.process_group import own_device, processes_of
-    from esmshard.model.devices import chosen_device
     from esmshard.train.experiments.cross_validation import curve_runs
     from esmshard.train.experiments.repeats import is_done, repeats
     from esmshard.train.resume import check_start, notices

@@ -224,9 +224,8 @@ def _training(about: Mapping[str, Any]) -> str:
     recipe = about["recipe"]
     optim, parallel = recipe["optim"], recipe["parallel"]
     if recipe.get("adapt", {}).get("method") == "probe":
-        return "## Training\n\nNone: the head was fitted by scikit-learn on what the frozen model says. " + _software(
-            about
-        )
+        fitted = "None: the head was fitted by scikit-learn on what the frozen model says."
+        return f"## Training\n\n{fitted}{_quantized(about)} {_software(about)}"
     rows = [
         ["steps", f"{about['step']:,} of {recipe['train']['steps'] or about['step']:,}"],
         ["tokens a step, at most", f"{recipe['batch']['global_tokens']:,}"],
@@ -239,7 +238,19 @@ def _training(about: Mapping[str, Any]) -> str:
         ["processes", _text(f"{about.get('world_size', 'not recorded')}, {parallel['strategy']}")],
         ["software", _software(about)],
     ]
-    return "## Training\n\n" + _table(["", ""], rows)
+    return "## Training\n\n" + _table(["", ""], rows) + (f"\n\n{said.strip()}" if (said := _quantized(about)) else "")
+
+
+def _quantized(about: Mapping[str, Any]) -> str:
+    """Return a sentence if the model saw quantised weights, which are not those of the files, in training."""
+    kind = about["recipe"]["model"].get("quantize")
+    if kind is None:
+        return ""
+    library = " ".join(["bitsandbytes", *filter(None, [about.get("versions", {}).get("bitsandbytes")])])
+    return (
+        f" The matrices of the base model's layers were quantised to {_text(kind)} ({_text(library)}) in training. "
+        "The weights here are made of the base model's own, which are not quantised."
+    )
 
 
 def _extended(about: Mapping[str, Any]) -> str:

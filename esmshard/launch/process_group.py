@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, LostProcess, UsageError
 from esmshard.launch import address, launchers, process_environment
-from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.progress import say
 
 if TYPE_CHECKING:  # torch may be built without this module, and a single process does not need it

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from esmshard.batch import TokenBatch
 from esmshard.model.lora import LoraLinear
+from esmshard.model.quantized import frozen_product, packed_of
 
 _EAGER = ("_attend_slices", "_attend_padded", "_hand_out", "_add_between")
 
@@ -268,12 +269,18 @@ class SelfAttention(nn.Module):
             return qkv_TE
         # The B matrices are blocks along the diagonal. This adds many zeros, but R is small, and there is one sum over
         # [T, E].
-        b = [p.lora_B.weight if isinstance(p, LoraLinear) else p.weight[:, :0] for p in projections]
+        none = low_rank[0].lora_B.weight[:, :0]
+        b = [p.lora_B.weight if isinstance(p, LoraLinear) else none for p in projections]
         b_ER = _join(self.reordered, *torch.block_diag(*b).chunk(3))  # type: ignore[no-untyped-call]
         h_TR = F.linear(x_TD, torch.cat([p.lora_A.weight for p in low_rank]))
         return torch.addmm(qkv_TE, h_TR, b_ER.t(), alpha=low_rank[0].scale)
 
     def _project_base(self, x_TD: torch.Tensor) -> torch.Tensor:
+        packed = [matrix for p in (self.q_proj, self.k_proj, self.v_proj) if (matrix := packed_of(p)) is not None]
+        if packed:  # All three are, or none.
+            return frozen_product(
+                x_TD, self._joined("bias"), lambda dtype: _join(self.reordered, *(p.matrix(dtype) for p in packed))
+            )
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # The compiler chooses what to keep
             return F.linear(x_TD, self._joined("weight"), self._joined("bias"))  # type: ignore[arg-type]
         q, k, v = self.q_proj, self.k_proj, self.v_proj

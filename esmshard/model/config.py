@@ -2,7 +2,13 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+Quantization = Literal["nf4", "int8"]
+"""How a frozen matrix is stored: in blocks of `NF4_BLOCK` numbers of 4 bits, or in rows of numbers of 8 bits. Each
+block or row has an fp32 scale.
+"""
+NF4_BLOCK = 64
 
 from esmshard.joined_chains import Chains
 
@@ -29,6 +35,11 @@ class Matrix:
     """Numbers of its output vector."""
     reads: str
     """Name of its input. Matrices with the same input keep it once for the backward pass."""
+
+    def packed_bytes(self, kind: Quantization) -> int:
+        """Return the bytes of the matrix with its scales, if it is quantised."""
+        n = self.rows * self.columns
+        return n // 2 + 4 * -(-n // NF4_BLOCK) if kind == "nf4" else n + 4 * self.rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,22 +14,29 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.model.config import Matrix
+from esmshard.model.quantized import frozen_product, packed_of
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with a low-rank matrix beside its own matrix. `weight` and `bias` stay its parameters."""
+    """A linear layer with a low-rank matrix beside its own matrix. `weight` and `bias` stay its parameters; a packed
+    matrix (`esmshard.model.quantized`) stays packed.
+    """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
-        device = base.weight.device
+        packed = packed_of(base)
+        device = base.weight.device if packed is None else packed.values.device
         super().__init__(base.in_features, base.out_features, device="meta")
-        self.weight, self.bias = base.weight, base.bias
+        self.weight, self.bias, self.packed = base.weight, base.bias, packed
         self.lora_A = nn.Linear(base.in_features, rank, bias=False, device=device)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False, device=device)
         self.scale = scale
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Map x [T, in] to [T, out]."""
-        y_TD = F.linear(x_TD, self.weight, self.bias)
+        if self.packed is None:
+            y_TD = F.linear(x_TD, self.weight, self.bias)
+        else:
+            y_TD = frozen_product(x_TD, self.bias, self.packed.matrix)
         return torch.addmm(y_TD, F.linear(x_TD, self.lora_A.weight), self.lora_B.weight.t(), alpha=self.scale)
 
 

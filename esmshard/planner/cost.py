@@ -161,7 +161,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     head = 3 * work.head_bytes / (HBM_SHARE * gpu.hbm)
     head += 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
-    layer = _Group(numbers.layer_parameters, numbers.layer_trained, through and layout.free_layers, layout, machines)
+    layer = _Group(numbers.layer_in_full, numbers.layer_trained, through and layout.free_layers, layout, machines)
     root = _Group(numbers.root_parameters, numbers.root_trained, layout.free_root, layout, machines)
     gather, gather_again, reduce, copies = layer.gather(), layer.gather_again(), layer.reduce(), layer.all_reduce()
     syncs = 1 if layout.accumulate == "unsharded" else m
@@ -200,7 +200,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
 def traffic(numbers: ModelNumbers, layout: Layout, machines: Machines, micro_batches: int = 1) -> Traffic:
     """Return the bytes that one rank receives in a step. A collective over N ranks brings (N - 1) / N of the whole."""
     n, trained = numbers.n_layers, numbers.layer_trained
-    layers = _Group(n * numbers.layer_parameters, n * trained, trained > 0 and layout.free_layers, layout, machines)
+    layers = _Group(n * numbers.layer_in_full, n * trained, trained > 0 and layout.free_layers, layout, machines)
     root = _Group(numbers.root_parameters, numbers.root_trained, layout.free_root, layout, machines)
     syncs = 1 if layout.accumulate == "unsharded" else micro_batches
     again, outside = 0, 0

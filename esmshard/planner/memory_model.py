@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from esmshard.launch import cpu_limits
+from esmshard.model.config import Quantization
 from esmshard.sharding.layout import BYTES, Layout
 
 if TYPE_CHECKING:
@@ -60,11 +61,27 @@ class ModelNumbers:
     track_kept: int = 0
     """Numbers that the first layer keeps of a token in addition, because batches have other tracks than the sequence.
     Recomputed layers do not keep them."""
+    quantization: Quantization | None = None
+    """How the matrices of the layers are stored."""
+    layer_quantized: int = 0
+    """Parameters of a layer that are stored so. They are whole on every rank."""
+    layer_packed: int = 0
+    """Their bytes."""
 
     @property
     def parameters(self) -> int:
         """Return the number of all parameters."""
         return self.n_layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def layer_in_full(self) -> int:
+        """Return the parameters of a layer that are not quantised."""
+        return self.layer_parameters - self.layer_quantized
+
+    @property
+    def in_full(self) -> int:
+        """Return the number of all parameters that are not quantised."""
+        return self.parameters - self.n_layers * self.layer_quantized
 
     @property
     def trained(self) -> int:
@@ -79,13 +96,15 @@ class Memory:
     when: str
     """The moment of the peak."""
     parameters: int = 0
-    """This rank's share of the weights, fp32."""
+    """This rank's share of the weights, fp32, and all quantised weights."""
     gradients: int = 0
     """This rank's share of the gradients, whole gradients of the current layer, and gradients being sent."""
     optimizer: int = 0
     """Two fp32 moments for each trained parameter of the share."""
     gathered: int = 0
-    """Whole weights of layers and root in the precision of the arithmetic, and buffers of the all-gather."""
+    """Whole weights of layers and root in the precision of the arithmetic, buffers of the all-gather, and quantised
+    matrices while they are unpacked.
+    """
     activations: int = 0
     """Tensors that the trunk keeps for the backward pass, and temporary tensors of the current layer."""
     head: int = 0
@@ -192,7 +211,7 @@ def memory(
     peak = max(step.moments(), key=lambda moment: moment.total)
     if not layout.cpu_offload or device == "cpu":
         return peak
-    host = FP32 * (numbers.parameters + numbers.trained) // layout.group + 2 * FP32 * numbers.trained // layout.group
+    host = FP32 * (numbers.in_full + numbers.trained) // layout.group + 2 * FP32 * numbers.trained // layout.group
     return replace(peak, host=host)
 
 
@@ -260,7 +279,8 @@ class _Step:
             ends += self.numbers.track_kept * number
         return Memory(
             when=when,
-            parameters=self._here * self.numbers.parameters // self.layout.group,
+            parameters=self._here * self.numbers.in_full // self.layout.group
+            + self.numbers.n_layers * self.numbers.layer_packed,
             gradients=gradients,
             optimizer=2 * self._here * self.numbers.trained // self.layout.group,
             gathered=gathered,
@@ -289,18 +309,33 @@ class _Step:
             root=numbers.root_trained * size,
         )
 
+    @property
+    def _unpacked(self) -> int:
+        """Return the bytes of quantised matrices while a product uses them.
+
+        Queries, keys and values are unpacked, two of them are reordered, and all are joined: 8 D^2 numbers. The largest
+        other matrix belongs to the feed-forward part. bitsandbytes unpacks int8 to two fp32 matrices, one after the
+        other.
+        """
+        numbers, size = self.numbers, BYTES[self.layout.precision]
+        if numbers.quantization is None:
+            return 0
+        wide = numbers.dim * numbers.ffn_width * (size if numbers.quantization == "nf4" else 2 * FP32)
+        return max(8 * numbers.dim**2 * size, wide)
+
     def _gathered_forward(self, k: int) -> int:
         """Return the bytes of gathered weights in the forward pass of layer k, counted from 1.
 
         FSDP frees the buffer from which it copied a layer's weights only when the next layer's weights have arrived.
         """
         numbers, layout = self.numbers, self.layout
-        layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_parameters, numbers.root_parameters))
+        layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_in_full, numbers.root_parameters))
+        unpacked = self._unpacked
         if not layout.sharded:
-            return 0 if layout.precision == "fp32" else k * layer * 3 // 4
+            return unpacked + (0 if layout.precision == "fp32" else k * layer * 3 // 4)
         buffers = 1 + min(layout.prefetch_forward, numbers.n_layers - k) if layout.group > 1 else 0
         behind = 0 if layout.free_layers is True else (k - 1) * layer // (int(layout.free_layers) or 1)
-        return root + (1 + buffers) * layer + behind
+        return unpacked + root + (1 + buffers) * layer + behind
 
     def _gathered(self, to_do: int, at_work: bool) -> int:
         """Return the bytes of gathered weights in the backward pass.
@@ -310,20 +345,21 @@ class _Step:
             at_work: whether the backward pass of one of these layers has begun.
         """
         numbers, layout = self.numbers, self.layout
-        layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_parameters, numbers.root_parameters))
+        layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_in_full, numbers.root_parameters))
+        unpacked = self._unpacked if at_work else 0
         if not layout.sharded:
             # Autocast keeps a copy of each matrix that it cast until the forward pass ends. Copies of layers that are
             # not recomputed stay until their backward pass. q, k, v are not cast separately.
             half = 0 if layout.precision == "fp32" else layer * 3 // 4
             kept = layout.activation_checkpointing == "none" or (to_do == numbers.n_layers and not at_work)
-            return half * (to_do if kept else int(at_work))
+            return unpacked + half * (to_do if kept else int(at_work))
         if layout.free_layers is False:
-            return root + to_do * layer
+            return unpacked + root + to_do * layer
         waiting = to_do - int(at_work)
         # A group of one rank copies each weight when it is needed, and gathers nothing in advance.
         ahead = min(layout.prefetch_backward, waiting) if layout.group > 1 else 0
         resting = 0 if layout.free_layers is True else (waiting - ahead) * layer // layout.free_layers
-        return root + (int(at_work) + ahead) * layer + resting
+        return unpacked + root + (int(at_work) + ahead) * layer + resting
 
 
 @dataclass(frozen=True, kw_only=True)

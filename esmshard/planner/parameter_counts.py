@@ -2,13 +2,19 @@
 
 from collections.abc import Collection
 
-from esmshard.model.config import ModelConfig
+from esmshard.model.config import ModelConfig, Quantization
 from esmshard.planner.memory_model import ModelNumbers
 from esmshard.recipe.sections import AdaptSettings
 
 
 def numbers_of(
-    config: ModelConfig, head: int, adapt: AdaptSettings, *, logits: bool = False, tracks: Collection[str] = ()
+    config: ModelConfig,
+    head: int,
+    adapt: AdaptSettings,
+    *,
+    logits: bool = False,
+    tracks: Collection[str] = (),
+    quantization: Quantization | None = None,
 ) -> ModelNumbers:
     """Return the planner's sizes for a trunk with a task head of `head` parameters.
 
@@ -40,6 +46,7 @@ def numbers_of(
         if adapt.bias == "all":
             layer_trained += config.layer_biases
             root_trained += config.end_biases
+    packed = config.matrices if quantization is not None else ()
     return ModelNumbers(
         n_layers=config.n_layers,
         dim=config.dim,
@@ -55,6 +62,9 @@ def numbers_of(
         inputs=tuple(sorted(inputs)),
         lora=ranks,
         track_kept=sum(map(config.kept_with, tracks)),
+        quantization=quantization,
+        layer_quantized=sum(matrix.rows * matrix.columns for matrix in packed),
+        layer_packed=sum(matrix.packed_bytes(quantization) for matrix in packed if quantization is not None),
     )
 
 

@@ -217,7 +217,8 @@ def model_numbers(recipe: Recipe) -> ModelNumbers:
     """
     config = _config(Path(recipe.model.name))
     head, logits = recipe.task.head_parameters(config), recipe.task.trains_lm_head
-    return numbers_of(config, head, recipe.adapt, logits=logits, tracks=recipe.data.tracks or ())
+    tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
+    return numbers_of(config, head, recipe.adapt, logits=logits, tracks=tracks, quantization=quantization)
 
 
 def _config(model: Path) -> ModelConfig:
@@ -334,6 +335,18 @@ def _reasons(found: RecipePlan) -> Iterator[str]:
         yield "no other option that fits has a shorter step"
     else:
         yield "no other option fits"
+    if found.numbers.quantization is not None:
+        numbers = found.numbers
+        packed, before = (numbers.n_layers * size for size in (numbers.layer_packed, 4 * numbers.layer_quantized))
+        yield (
+            f"model.quantize={numbers.quantization} keeps the frozen matrices of the layers in {packed / GIB:.2f} GiB, "
+            f"whole on each GPU, in place of {before / GIB:.2f} GiB over all GPUs that share a copy; unpacking them "
+            "takes time, which the times above do not include"
+        )
+        yield (
+            f"the evaluation after the last step needs the consolidated model in fp32 on one GPU, "
+            f"{4 * numbers.parameters / GIB:.1f} GiB, and as much again where a baseline needs the base model"
+        )
     traffic = best.cost.traffic
     if traffic.total == 0:
         yield "nothing travels between GPUs"

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from esmshard.data.tracks.track_files import track_files
+from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import Chains
-from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights, recorded

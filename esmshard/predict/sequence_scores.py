@@ -17,10 +17,10 @@ from esmshard import spreadsheet
 from esmshard.data.batching.loader import Examples
 from esmshard.data.store.token_store import linker_of
 from esmshard.data.tables import counted
+from esmshard.devices import DeviceName
 from esmshard.errors import UsageError, writing
 from esmshard.files import replacing
 from esmshard.joined_chains import join_option
-from esmshard.model.devices import DeviceName
 from esmshard.model.families.family_registry import FAMILIES, family_of
 from esmshard.model.trunk import Trunk
 from esmshard.predict import variant_tables

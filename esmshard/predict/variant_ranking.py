@@ -15,8 +15,8 @@ from esmshard.data.splits.variant_records import VariantRecords
 from esmshard.data.tables import counted, first_three
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of, renumbered
+from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError, reading
-from esmshard.model.devices import DeviceName
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.predict import known_variants, proposals, variant_tables
 from esmshard.predict.known_variants import Known

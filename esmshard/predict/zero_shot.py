@@ -18,8 +18,8 @@ from esmshard.data.tracks.track_files import ProteinTracks, outside, protein_tra
 from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
+from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError
-from esmshard.model.devices import DeviceName
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights

@@ -27,6 +27,11 @@ class ModelSettings(Settings):
     fair-esm `.pt` file, a directory in the layout of `transformers`, or `FILE@SIZE` for a file of tensors alone. With
     `init: random`, any of these names, and `mini`, gives the shape only.
     """
+    quantize: Literal["nf4", "int8"] | None = None
+    """How the frozen matrices of the layers are kept in the memory of an NVIDIA GPU, for `adapt.method` lora, head and
+    probe: in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) or in 8 bits a number, by bitsandbytes. By default
+    in 32 bits. The consolidated model is made of the weights of `name` as they are.
+    """
 
 
 LoraTarget = Literal["q", "k", "v", "out", "fc1", "fc2"]
@@ -268,7 +273,8 @@ class Recipe(Settings):
     model: ModelSettings
     init: Literal["pretrained", "random"] = "pretrained"
     """`pretrained` reads the weights of `model.name`; `random` starts the same architecture from random weights."""
-    adapt: AdaptSettings = AdaptSettings()  # type: ignore[call-arg]  # the mypy plug-in is not worth a build dependency
+    # The mypy plug-in is not worth a build dependency.
+    adapt: AdaptSettings = Field(AdaptSettings(), validate_default=True)  # type: ignore[call-arg,call-overload]
     data: DataSettings
     batch: BatchSettings = BatchSettings()  # type: ignore[call-arg]
     optim: OptimSettings = OptimSettings()  # type: ignore[call-arg]
@@ -302,12 +308,26 @@ class Recipe(Settings):
     @field_validator("adapt")
     @classmethod
     def _fits_task(cls, adapt: AdaptSettings, info: ValidationInfo) -> AdaptSettings:
-        task = info.data.get("task")
+        task, model = info.data.get("task"), info.data.get("model")
+        if adapt.method == "full" and model is not None and model.quantize is not None:
+            raise Clash(
+                "method",
+                f"full trains the weights that model.quantize={model.quantize} freezes; set adapt.method=lora, or pass "
+                "model.quantize=null",
+            )
         if adapt.method != "probe" or task is None:
             return adapt
         if reason := task.no_probe():
             raise Clash("method", reason)
         return adapt
+
+    @field_validator("parallel")
+    @classmethod
+    def _fits_quantization(cls, parallel: ParallelSettings, info: ValidationInfo) -> ParallelSettings:
+        model = info.data.get("model")
+        if parallel.compile and model is not None and model.quantize is not None:
+            raise Clash("compile", "cannot compile the unpacking of model.quantize; pass parallel.compile=false")
+        return parallel
 
     @field_validator("data")
     @classmethod

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from torch import nn
 from esmshard.batch import TokenBatch, pack
 from esmshard.data.batching.loader import Example
 from esmshard.data.tracks.track_files import TrackFile, track_files
+from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import found_place, read_json
+from esmshard.model.config import Quantization
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.model.lora import add_lora
+from esmshard.model.quantized import packed_of, quantize
 from esmshard.model.trunk import Trunk
 from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import open_weights, recorded
@@ -88,7 +91,13 @@ class FineTuner(nn.Module):
         """Whether the task's head is the language model's own."""
         return isinstance(self.head, LanguageModelHead)
 
-    def adapt(self, settings: AdaptSettings, seed: int, tracks: Collection[str] = ()) -> None:
+    def adapt(
+        self,
+        settings: AdaptSettings,
+        seed: int,
+        tracks: Collection[str] = (),
+        quantization: Quantization | None = None,
+    ) -> None:
         """Choose the parameters that learn: the head, and the parts of the trunk that the recipe's `adapt` section
         names.
 
@@ -99,7 +108,10 @@ class FineTuner(nn.Module):
             settings: of the recipe.
             seed: of new LoRA matrices.
             tracks: names of the tracks that all batches have besides the sequence.
+            quantization: how the matrices of the layers are stored, which then do not learn.
         """
+        if quantization is not None:
+            quantize(self.trunk.layers, self.trunk.config.matrices, quantization)
         trunk = self.trunk.requires_grad_(settings.method == "full")
         if settings.method == "lora":
             added = add_lora(trunk.layers, trunk.config.matrices, *settings.lora)
@@ -117,12 +129,21 @@ class FineTuner(nn.Module):
 
     def rows_of(self, found: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
         """Return a function that reads rows of this module's tensors by name: the trunk's from `found`, the head's from
-        `head`; those of a LoRA are drawn.
+        `head`; those of a LoRA are drawn, and those of a packed matrix are computed from the whole matrix.
         """
         state = head.state_dict()
 
+        @lru_cache(maxsize=1)  # Its values and its scales are asked for in turn.
+        def packed(linear: str) -> dict[str, torch.Tensor]:
+            matrix = packed_of(self.trunk.get_submodule(linear))
+            assert matrix is not None
+            return matrix.pack(found[f"{linear}.weight"])
+
         def read(name: str, rows: slice) -> torch.Tensor:
             part, _, own = name.partition(".")
+            if part == "trunk" and ".packed." in own:
+                linear, _, buffer = own.rpartition(".packed.")
+                return packed(linear)[buffer][rows]
             if part == "trunk":
                 return self._drawn[own](rows) if own in self._drawn else found.rows(own, rows)
             mine: torch.Tensor = state[own][rows]

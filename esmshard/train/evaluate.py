@@ -15,10 +15,10 @@ from torch import nn
 from esmshard import spreadsheet
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import assign
+from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.files import is_hub_name, replace_json, replace_text, replacing
 from esmshard.launch.process_group import World
-from esmshard.model.devices import DeviceName
 from esmshard.model.weights import hub, open_weights
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY

@@ -10,12 +10,12 @@ import torch
 from esmshard.checkpoint import card, manifest
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.data.batching.loader import SEEN
+from esmshard.devices import DeviceName
 from esmshard.errors import LostProcess
 from esmshard.launch import cpu_limits, process_environment
 from esmshard.launch.preemption import Preempted, Preemption, reason
 from esmshard.launch.process_group import processes_per_machine, world
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.model.devices import DeviceName
 from esmshard.model.weight_reader import read_json
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
 from esmshard.progress import say

@@ -355,12 +355,12 @@ def _build(
     # First shapes, then shards, then values: where there are several ranks, none ever holds the whole model.
     with torch.device("meta"):
         model = FineTuner(family_registry.build(weights.config), task.head(weights.config))
-    model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or ())
+    logits, tracks, quantization = recipe.task.trains_lm_head, recipe.data.tracks or (), recipe.model.quantize
+    model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
     shard(model, job.layout, ranks)
     saved = sharded.read_state(start) if start is not None else None
     head = task.head_parameters(weights.config)
-    logits, tracks = recipe.task.trains_lm_head, recipe.data.tracks or ()
-    numbers = numbers_of(weights.config, head, recipe.adapt, logits=logits, tracks=tracks)
+    numbers = numbers_of(weights.config, head, recipe.adapt, logits=logits, tracks=tracks, quantization=quantization)
     # This comes before the model has memory of its own, because the planner counts the model's memory too.
     free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
     fitting = partial(largest_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)
@@ -425,7 +425,7 @@ def _facts(
         "recipe": full_recipe.model_dump(mode="json"),
         "config": weights.config.recorded(),
         "world_size": ranks.size,
-        "versions": versions(ranks.device),
+        "versions": versions(job.recipe, ranks.device),
         "devices": kinds_of_device(saved, ranks.device),
         "data": provenance(job),
         "facts": dict(job.task.facts),

@@ -170,7 +170,7 @@ def describe_run(
     """
     job.out.mkdir(parents=True, exist_ok=True)
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
-    facts = {**versions(ranks.device), "processes": ranks.size, "data": provenance(job)}
+    facts = {**versions(job.recipe, ranks.device), "processes": ranks.size, "data": provenance(job)}
     extended: Sequence[Mapping[str, int]] = about.get("extended", ())
     if extended:
         facts["extended"] = extended

@@ -16,6 +16,7 @@ from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError, UsageError
 from esmshard.launch.process_group import precision_on
+from esmshard.model import quantized
 from esmshard.model.families import family_registry
 from esmshard.model.weights import recorded
 from esmshard.model.weights.open_weights import Weights
@@ -66,6 +67,8 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
         device: the device of one of the processes.
     """
     check_installed(recipe.track)
+    if recipe.model.quantize is not None:
+        quantized.check_quantization(device)
     laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
     task = new_task(recipe.task, {})
     found = initial_weights(recipe)
@@ -99,7 +102,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
     with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
         model = FineTuner(family_registry.build(found.config), task.head(found.config))
-        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or ())
+        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or (), recipe.model.quantize)
     new_head(recipe, task, found)  # raises if the head's starting weights are missing
     return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
 
@@ -135,9 +138,10 @@ def describe(job: RunInputs, processes: int) -> str:
     )
 
 
-def versions(device: torch.device) -> dict[str, Any]:
+def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
     """Return versions of packages and facts of machine and device, for the files beside the results."""
-    packages = ("esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython")
+    packages = ["esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython"]
+    packages += ["bitsandbytes"] if recipe.model.quantize is not None else []
     facts: dict[str, Any] = {name: version(name) for name in packages}
     facts |= {"python": platform.python_version(), "platform": platform.platform()}
     if device.type == "cuda":

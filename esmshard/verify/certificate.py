@@ -19,13 +19,13 @@ from esmshard.batch import pack
 from esmshard.checkpoint.compare import UBIQUITIN
 from esmshard.data.fasta.fasta_reader import Record, read_fasta
 from esmshard.data.fasta.symbols import shown
+from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError
 from esmshard.files import replacing, sha256
 from esmshard.joined_chains import BETWEEN
 from esmshard.model.attention import kernel_name
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
-from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import peers_of
 from esmshard.model.families.peer import AbsentError, MakePeer, Outputs, version
 from esmshard.model.trunk import Trunk

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import work
+from packed_weights import unpacked
 from torch import nn
 
 from esmshard.batch import TokenBatch
@@ -55,11 +56,12 @@ def config_of(recipe: Recipe) -> ModelConfig:
 
 def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[FineTuner, Task]:
     """Trunk and contact head, sharded; or, without a layout, as plain as can be."""
-    task, config = ContactTask(recipe.task, {}), config_of(recipe)
+    task, config, quantization = ContactTask(recipe.task, {}), config_of(recipe), recipe.model.quantize
     base = open_weights.fresh(config, 3)
     head = task.head(config)
     head.load_state_dict(work.rough_head(recipe, task, base))
     if laid is None or ranks is None:
+        base = base if quantization is None else unpacked(base, quantization)
         model = FineTuner(open_weights.build(base, torch.device("cpu")), head)
         model.adapt(recipe.adapt, recipe.train.seed)
         rows_of = work.rough_rows(model, base, head)
@@ -69,7 +71,7 @@ def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[Fin
         return model.train(), task
     with torch.device("meta"):
         model = FineTuner(family_registry.build(config), task.head(config))
-    model.adapt(recipe.adapt, recipe.train.seed)
+    model.adapt(recipe.adapt, recipe.train.seed, (), quantization)
     shard(model, laid, ranks)
     materialise(model, work.rough_rows(model, base, head), laid, ranks)
     return model.train(), task

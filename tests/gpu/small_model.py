@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from shared import alone, apart, distance, masked_pack, random_weights, size
 
+from esmshard.model.config import Quantization
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.recipe.sections import AdaptSettings
@@ -24,11 +25,13 @@ OF_GRADIENTS = {"fp32": 1e-4, "bf16": 1e-1, "fp16": 2e-2}
 """Norm of the difference over the norm, of the worst parameter. Errors of all layers behind it add up."""
 
 
-def built(device: torch.device, adapt: AdaptSettings, laid: Layout) -> FineTuner:
+def built(
+    device: torch.device, adapt: AdaptSettings, laid: Layout, quantization: Quantization | None = None
+) -> FineTuner:
     """As the main job builds it, with the language model's own head. A LoRA's B is not 0, or A had no gradient."""
     with torch.device("meta"):
         model = FineTuner(ESM2(CONFIG), LanguageModelHead())
-    model.adapt(adapt, seed=0)
+    model.adapt(adapt, 0, (), quantization)
     shard(model, laid, alone(device))
     read = model.rows_of(random_weights(CONFIG), LanguageModelHead())
 

@@ -355,20 +355,23 @@ def test_the_planner_imports_no_torch() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
-@pytest.mark.parametrize("method", ["lora", "head"])
+@pytest.mark.parametrize(
+    ("method", "quantization"), [("lora", None), ("head", None), ("lora", "nf4"), ("lora", "int8")]
+)
 def test_a_real_step_with_frozen_weights_takes_what_was_predicted(
-    monkeypatch: pytest.MonkeyPatch, method: Literal["lora", "head"]
+    monkeypatch: pytest.MonkeyPatch, method: Literal["lora", "head"], quantization: Literal["nf4", "int8"] | None
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import peaks
 
     adapt, size = AdaptSettings(method=method), "esm2_t6_8M_UR50D"  # type: ignore[call-arg]
     tokens, length = 2048, 64
-    numbers, head = peaks.numbers(size, adapt), peaks.head_bytes(tokens, length)
+    numbers, head = peaks.numbers(size, adapt, quantization), peaks.head_bytes(tokens, length)
     predicted = memory(numbers, Layout(), tokens, head, "cpu").total
     # The kernel of a busy machine may take pages of libraries back during a measurement, which then is too small.
     for _ in range(3):
-        measured = peaks.measure(size, Layout(), tokens, steps=2, length=length, adapt=adapt)[0] / predicted
+        peak = peaks.measure(size, Layout(), tokens, steps=2, length=length, adapt=adapt, quantization=quantization)
+        measured = peak[0] / predicted
         if measured > 0.85:
             break
     assert 0.85 < measured < 1.1

@@ -335,6 +335,34 @@ def test_the_table_and_json_say_the_same(three_b: RecipePlan) -> None:
         ]
 
 
+def test_quantised_matrices_are_planned_with() -> None:
+    lora = (*THREE_B, "adapt.method=lora")
+    plain, *others = (planned("2xA100-40GB", *lora, f"model.quantize={kind}") for kind in ("null", "nf4", "int8"))
+    # 36 layers of 12 x 2,560 x 2,560 numbers, which have 9 D rows: D for q, k, v, out and fc2, 4 D for fc1.
+    numbers, rows = 36 * 12 * 2560**2, 36 * 9 * 2560
+    packed = {"nf4": numbers // 2 + numbers // 16, "int8": numbers + 4 * rows}
+    before = option(plain, "full_shard", "full").memory
+    assert before is not None
+    for found, (kind, size) in zip(others, packed.items(), strict=True):
+        assert found.numbers.parameters == plain.numbers.parameters
+        assert found.numbers.trained == plain.numbers.trained
+        need = option(found, "full_shard", "full").memory
+        assert need is not None
+        # Half of the weights is on each of two GPUs; what is quantised is whole on both.
+        assert need.parameters == pytest.approx(before.parameters - 4 * numbers / 2 + size, abs=8)
+        assert need.gathered < before.gathered
+        assert found.best is not None
+        assert plain.best is not None
+        assert found.best.largest > plain.best.largest
+        assert found.best.cost is not None
+        assert found.best.cost.traffic.total < 0.2 * option(plain, "full_shard", "full").cost.traffic.total  # type: ignore[union-attr]
+        text = as_text(found)
+        assert f"model.quantize={kind} keeps the frozen matrices of the layers in {size / 2**30:.2f} GiB, whole" in text
+        assert "unpacking them takes time, which the times above do not include" in text
+        assert "needs the consolidated model in fp32 on one GPU, 10.6 GiB" in text
+    assert "quantize" not in as_text(plain)
+
+
 def test_frozen_weights_are_planned_with() -> None:
     found = {m: planned("2xA100-40GB", *THREE_B, f"adapt.method={m}").numbers for m in ("full", "lora", "head")}
     assert found["full"].trained > 0.99 * found["full"].parameters > 2.8e9

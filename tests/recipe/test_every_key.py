@@ -172,12 +172,16 @@ def base(recipe: Recipe) -> str:
 def adapted(recipe: Recipe) -> FineTuner:
     with torch.device("meta"):
         model = FineTuner(ESM2(SIZES["nano"]), new_task(recipe.task, {}).head(SIZES["nano"]))
-    model.adapt(recipe.adapt, 0)
+    model.adapt(recipe.adapt, 0, (), recipe.model.quantize)
     return model
 
 
 def learning(recipe: Recipe) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in adapted(recipe).named_parameters() if p.requires_grad}
+
+
+def stored(recipe: Recipe) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in adapted(recipe).state_dict().items()}
 
 
 def scales(recipe: Recipe) -> list[float]:
@@ -359,6 +363,7 @@ KEYS = {
     "variant.hidden": Key(shapes, "8", VARIANT),
     "variant.dropout": Key(dropouts, "0.3", VARIANT),
     "model.name": Key(base, "mini"),
+    "model.quantize": Key(stored, "nf4", LORA),
     "init": Key(base, "pretrained"),
     "adapt.method": Key(learning, "head"),
     "adapt.freeze": Key(learning, "[layers.0]"),

@@ -617,6 +617,14 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
             ["task={name: mlm}", "adapt.method=probe"],
             "adapt.method: probe has no meaning for task mlm, which has no labels; choose full, lora or head",
         ),
+        (
+            ["model.quantize=nf4", "adapt.method=full"],
+            "adapt.method: full trains the weights that model.quantize=nf4 freezes; set adapt.method=lora, or pass",
+        ),
+        (
+            ["model.quantize=int8", "adapt.method=lora", "parallel.compile=true"],
+            "parallel.compile: cannot compile the unpacking of model.quantize; pass parallel.compile=false",
+        ),
         (["batch.global_tokens=99", "batch.sequences=8"], "batch.sequences: is another way to say batch.global_tokens"),
         ([*VARIANT, "data.train=x"], "data.train: is for the other tasks, and the recipe has variant, which divides"),
         ([*VARIANT, "data.clusters=x"], "data.clusters: is for the other tasks, and the recipe has variant, which"),
@@ -662,6 +670,12 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
 def test_keys_that_contradict_each_other_are_refused(path: Path, overrides: list[str], expected: str) -> None:
     found = problem(path, *overrides)
     assert found.startswith(f"{overrides[-1]}: {expected}")
+
+
+def test_the_default_of_a_section_is_compared_with_others_too(path: Path) -> None:
+    assert "adapt.method: full trains the weights that model.quantize=nf4 freezes" in problem(
+        path, "model.quantize=nf4"
+    )
 
 
 def test_null_takes_the_other_way_to_say_it_back(path: Path) -> None:

@@ -42,7 +42,7 @@ from esmshard.progress import Progress, say
 FORMAT = 1
 TORCH_INDEX = "https://download.pytorch.org/whl"
 """The address of torch's builds; the name of a CUDA version, such as cu126, follows."""
-EXTRAS = ("big", "h5", "hf", "plots", "tables", "track", "wandb")
+EXTRAS = ("big", "h5", "hf", "plots", "quantize", "tables", "track", "wandb")
 """The extras that can be bundled. `all` means all of them."""
 
 _PARTIAL = ".partial.json"

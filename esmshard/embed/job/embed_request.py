@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from esmshard.data.tracks.track_files import TrackFile, track_files
+from esmshard.devices import DeviceName, chosen_device
 from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
 from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.store.part_plan import Spec
@@ -15,7 +16,6 @@ from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
 from esmshard.joined_chains import join_option
 from esmshard.launch.process_group import precision_on
-from esmshard.model.devices import DeviceName, chosen_device
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from esmshard.devices import DeviceName
 from esmshard.embed.compute.embedder import TORCH, Embedder, Seen
 from esmshard.embed.store.embedding_store import note_file, read_note
 from esmshard.embed.store.part_plan import Spec, read_plan
@@ -31,7 +32,6 @@ from esmshard.launch.preemption import Preempted
 from esmshard.launch.process_environment import follow_launcher
 from esmshard.launch.process_group import World, own_device, world
 from esmshard.model.contacts import ContactRegression
-from esmshard.model.devices import DeviceName
 from esmshard.model.families import family_registry
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights.open_weights import Weights

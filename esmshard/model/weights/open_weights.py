@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
+from esmshard.devices import chosen_device
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
 from esmshard.joined_chains import Chains
 from esmshard.model import weight_reader
 from esmshard.model.config import STARTER, ModelConfig
-from esmshard.model.devices import chosen_device
 from esmshard.model.families import family_registry
 from esmshard.model.families.family_registry import RELEASED, SIZES
 from esmshard.model.trunk import Trunk

@@ -1,0 +1,225 @@
+"""Packed matrices: their values are those of the definition, and a model with them learns as one with the unpacked
+matrices does, without keeping these.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from packed_weights import packed, unpacked
+
+from esmshard.batch import pack
+from esmshard.errors import UsageError
+from esmshard.launch.process_group import World
+from esmshard.model import quantized
+from esmshard.model.config import Matrix, ModelConfig
+from esmshard.model.families.family import Family
+from esmshard.model.families.family_registry import FAMILIES, SIZES, build
+from esmshard.model.lora import LoraLinear
+from esmshard.model.quantized import PackedMatrix, QuantizedLinear, frozen_product, packed_of
+from esmshard.model.weights import open_weights
+from esmshard.planner.parameter_counts import numbers_of
+from esmshard.recipe.sections import AdaptSettings
+from esmshard.sharding.layout import Layout
+from esmshard.sharding.load import materialise
+from esmshard.sharding.shard import shard
+from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
+from esmshard.vocab import encode
+
+CPU = torch.device("cpu")
+ALONE, PLAIN = World(0, 1, CPU, None), Layout()
+TEXTS = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWY"]
+# The 16 values of NF4 (Dettmers et al. 2023, arXiv:2305.14314, appendix E).
+NF4 = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+KINDS = ["nf4", "int8"]
+
+
+# 480 columns, as the 35M model has, are no multiple of 64: a block goes on in the next row.
+@pytest.mark.parametrize("shape", [(64, 320), (480, 480), (6, 10)])
+def test_nf4_is_the_nearest_of_its_values_times_the_largest_of_64_numbers(shape: tuple[int, int]) -> None:
+    weight_OI = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = []
+    for block in weight_OI.flatten().split(64):
+        largest = block.abs().max()
+        expected.append(NF4[(block[:, None] / largest - NF4).abs().argmin(1)] * largest)
+    matrix = packed(weight_OI, "nf4")
+    assert torch.allclose(matrix.matrix(torch.float32), torch.cat(expected).view(shape), rtol=1e-6, atol=0)
+    assert torch.equal(matrix.matrix(torch.bfloat16), matrix.matrix(torch.float32).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(64, 320), (6, 10)])
+def test_int8_is_the_nearest_of_127_parts_of_the_largest_number_of_a_row(shape: tuple[int, int]) -> None:
+    weight_OI = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half().float()
+    part_O1 = weight_OI.abs().amax(1, keepdim=True) / 127
+    found = packed(weight_OI, "int8").matrix(torch.float32)
+    assert ((found - weight_OI).abs() <= 0.5001 * part_O1).all()
+    parts = found / part_O1
+    assert torch.allclose(parts, parts.round(), atol=1e-4)
+    assert parts.abs().amax(1).tolist() == pytest.approx([127] * len(parts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_a_matrix_are_those_that_the_planner_counts(kind: Any) -> None:
+    for rows, columns in ((64, 320), (480, 480), (6, 10)):
+        buffers = PackedMatrix(rows, columns, kind, CPU).buffers()
+        expected = Matrix("q", "q_proj", columns, rows, "qkv").packed_bytes(kind)
+        assert sum(buffer.numel() * buffer.element_size() for buffer in buffers) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_backward_pass_of_a_product_keeps_nothing_and_has_exact_gradients(kind: Any) -> None:
+    weight_OI = torch.randn(12, 8)
+    matrix = packed(weight_OI, kind)
+    x_TI, bias_O = torch.randn(5, 8, requires_grad=True), torch.randn(12, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        y_TO = frozen_product(x_TI, bias_O, matrix.matrix)
+    assert kept == []
+    grad_TO = torch.randn(5, 12)
+    found = torch.autograd.grad(y_TO, (x_TI, bias_O), grad_TO)
+    plain_TO = F.linear(x_TI, matrix.matrix(torch.float32), bias_O)
+    assert torch.allclose(y_TO, plain_TO)
+    for one, other in zip(found, torch.autograd.grad(plain_TO, (x_TI, bias_O), grad_TO), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def smallest(family: Family) -> ModelConfig:
+    return min(family.sizes.values(), key=lambda config: config.n_parameters)
+
+
+def built(weights: open_weights.Weights, adapt: AdaptSettings, kind: Any, laid: Layout = PLAIN) -> FineTuner:
+    """As the main job builds it, with rough values of B."""
+    with torch.device("meta"):
+        model = FineTuner(build(weights.config), LanguageModelHead())
+    model.adapt(adapt, 0, (), kind)
+    shard(model, laid, ALONE)
+    read = model.rows_of(weights, LanguageModelHead())
+
+    def rows_of(name: str, rows: slice) -> torch.Tensor:
+        tensor = read(name, slice(None))
+        if name.endswith("lora_B.weight"):
+            tensor = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+        return tensor[rows]
+
+    materialise(model, rows_of, laid, ALONE)
+    return model.train()
+
+
+def learned(model: FineTuner) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits, and all gradients of a loss."""
+    batch = pack([encode(text) for text in TEXTS], logits_at=[np.arange(1, len(text) + 1) for text in TEXTS])
+    logits_PV = torch.cat(list(model(batch)))
+    F.cross_entropy(logits_PV, batch.tokens_T[batch.logits_at_P].clamp(4, 23)).backward()
+    return logits_PV, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+ADAPT = {
+    "all": AdaptSettings(method="lora", rank=2),  # type: ignore[call-arg]
+    "some": AdaptSettings(method="lora", rank=2, targets=("k", "fc2"), bias="none"),  # type: ignore[call-arg]
+    "head": AdaptSettings(method="head"),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("adapt", ADAPT)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_learns_as_one_of_the_unpacked_matrices(family: str, kind: Any, adapt: str) -> None:
+    weights = open_weights.fresh(smallest(FAMILIES[family]), 1)
+    logits_PV, gradients = learned(built(weights, ADAPT[adapt], kind))
+    plain_PV, expected = learned(built(unpacked(weights, kind), ADAPT[adapt], None))
+    assert torch.allclose(logits_PV, plain_PV, atol=1e-5)
+    assert gradients.keys() == expected.keys()
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5 * float(largest)), name
+    others_PV, _ = learned(built(weights, ADAPT[adapt], None))
+    assert (logits_PV - others_PV).abs().max() > 1e-4, "packing changes something"
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
+    weights = open_weights.fresh(SIZES["nano"], 1)
+    logits_PV, gradients = learned(built(weights, ADAPT["all"], "nf4"))
+    laid = Layout(activation_checkpointing=checkpointing)
+    again_PV, again = learned(built(weights, ADAPT["all"], "nf4", laid))
+    assert torch.allclose(again_PV, logits_PV, atol=1e-6)
+    assert all(torch.allclose(again[name], gradient, atol=1e-6) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_are_unpacked_in_the_precision_of_the_arithmetic(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    unpack = PackedMatrix.matrix
+    monkeypatch.setattr(PackedMatrix, "matrix", lambda self, dtype: asked.append(dtype) or unpack(self, dtype))  # type: ignore[func-returns-value]
+    weights = open_weights.fresh(SIZES["nano"], 1)
+    logits_PV, gradients = learned(built(weights, ADAPT["all"], kind, Layout(precision="bf16")))
+    assert set(asked) == {torch.bfloat16}
+    assert len(asked) == 2 * 6 * SIZES["nano"].n_layers, "forward and backward, each matrix once"
+    plain_PV, expected = learned(built(weights, ADAPT["all"], kind))
+    assert torch.allclose(logits_PV, plain_PV, atol=0.05)
+    for name, gradient in expected.items():
+        assert gradients[name].dtype == torch.float32
+        assert (gradients[name] - gradient).norm() <= 0.1 * gradient.norm() + 1e-4, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_big_linear_layers_of_the_blocks_are_packed_and_nothing_else(family: str, kind: Any) -> None:
+    config = smallest(FAMILIES[family])
+    with torch.device("meta"):
+        plain, model = (FineTuner(build(config), LanguageModelHead()) for _ in range(2))
+    plain.adapt(ADAPT["some"], 0)
+    model.adapt(ADAPT["some"], 0, (), kind)
+    packed = {name for name, module in model.trunk.named_modules() if packed_of(module) is not None}
+    assert packed == {f"layers.{n}.{matrix.path}" for n in range(config.n_layers) for matrix in config.matrices}
+    full = {name: p.shape for name, p in model.named_parameters()}
+    assert full == {
+        name: p.shape
+        for name, p in plain.named_parameters()
+        if name.removeprefix("trunk.").removesuffix(".weight") not in packed
+    }
+    assert not any(p.requires_grad for p in model.buffers())
+    numbers = numbers_of(config, 0, ADAPT["some"], logits=True, quantization=kind)
+    assert numbers.in_full == sum(map(math.prod, full.values()))
+    buffers = [b for name, b in model.trunk.layers[-1].named_buffers() if ".packed." in name]
+    assert numbers.layer_packed == sum(b.numel() * b.element_size() for b in buffers)
+    assert {type(model.trunk.layers[0].get_submodule(matrix.path)) for matrix in config.matrices} == {
+        LoraLinear,
+        QuantizedLinear,
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_other_devices_than_nvidia_gpus_are_refused(device: str) -> None:
+    with pytest.raises(UsageError) as error:
+        quantized.check_quantization(torch.device(device))
+    assert str(error.value) == (
+        f"model.quantize: is for NVIDIA GPUs, and this run is on {device}; pass model.quantize=null, or run it on a "
+        "machine with a GPU"
+    )
+
+
+def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla M40")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (5, 2))
+    with pytest.raises(UsageError, match=r"capability 6\.0 or later, and Tesla M40 is older; pass model\.quantize=nul"):
+        quantized.check_quantization(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    quantized.check_quantization(torch.device("cuda"))
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(__import__("sys").modules, "bitsandbytes", raising=False)
+    with pytest.raises(UsageError, match=r"needs bitsandbytes; pip install 'esmshard\[quantize\]'"):
+        quantized.check_bitsandbytes()

@@ -1,0 +1,128 @@
+"""Runs on quantised matrices, as on a GPU but for the refusal of other devices."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import RECIPE, write_subset
+from packed_weights import unpacked
+from safetensors.torch import load_file
+
+from esmshard.checkpoint import sharded
+from esmshard.checkpoint.consolidate import consolidate_adapter
+from esmshard.errors import UsageError
+from esmshard.model import quantized
+from esmshard.model.families.family_registry import SIZES
+from esmshard.model.lora import merged
+from esmshard.model.weights import open_weights
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import Recipe
+from esmshard.sharding.load import materialise
+from esmshard.tasks.finetuner import FineTuner, initial_weights
+from esmshard.train import finetune, loop
+
+LORA = "adapt.method=lora"
+
+
+@pytest.fixture(autouse=True)
+def _on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "check_quantization", lambda device: None)
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    """Eight training chains, three to validate and test on, and six steps of the smallest model."""
+    write_subset(tmp_path, "train", "train", range(8))
+    write_subset(tmp_path, "valid", "valid", range(3))
+    path = tmp_path / "few.yaml"
+    path.write_text(RECIPE.format(tokens_per_rank=130, out=tmp_path / "run"))
+    return path
+
+
+def losses(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "lr" in line]
+
+
+def load(path: Path, *overrides: str) -> Recipe:
+    return recipe_file.load(path, overrides)
+
+
+def test_a_run_goes_on_bit_for_bit_and_ends_as_the_base_with_its_lora(few: Path) -> None:
+    recipe = load(few, LORA, "model.quantize=nf4", "optim.lr=0.01")
+    out = finetune.run(recipe)
+    assert out is not None
+    before, evaluation = losses(out), (out / "evaluation.json").read_text()
+    model = load_file(out / "model" / "model.safetensors")
+    shutil.rmtree(out / "checkpoints" / "step_000006")
+    assert finetune.run(recipe, resume="auto") == out
+    assert losses(out) == before
+    assert (out / "evaluation.json").read_text() == evaluation
+
+    # The model of the run is the base model as it is, with the trained part.
+    checkpoint = out / "checkpoints" / "step_000006"
+    trained, start = sharded.index(checkpoint), "model.trunk."
+    assert not any("packed" in name for name in trained)
+    tensors = {n: torch.empty(trained[n].size) for n in trained if n.startswith(start) and "lora_" in n}
+    sharded.load(checkpoint, tensors, alone=True)
+    base = open_weights.fresh(SIZES["nano"], 3)
+    name, lora = "layers.1.fc1.weight", {n.removeprefix(start): tensor for n, tensor in tensors.items()}
+    expected = merged(name, lora | {name: base[name]}, 0.25)
+    assert (expected - base[name]).abs().max() > 1e-4
+    assert torch.equal(model["esm.encoder.layer.1.intermediate.dense.weight"], expected)
+    assert not torch.allclose(unpacked(base, "nf4")[name], base[name], atol=1e-4)
+
+    card = (out / "model" / "README.md").read_text()
+    said = "The matrices of the base model's layers were quantised to nf4 (bitsandbytes 0"
+    assert said in card
+    assert "The weights here are made of the base model's own, which are not quantised." in card
+    assert json.loads((out / "versions.json").read_text())["bitsandbytes"]
+    assert json.loads((out / "model" / "esmshard.json").read_text())["recipe"]["model"]["quantize"] == "nf4"
+    adapter = consolidate_adapter(out, out.parent / "adapter")
+    assert "packed" not in " ".join(load_file(adapter / "adapter_model.safetensors"))
+    with pytest.raises(UsageError, match=r"model\.quantize"):
+        finetune.run(load(few, LORA, "model.quantize=int8", "optim.lr=0.01"), resume="auto")
+
+
+@pytest.mark.parametrize("method", ["head", "probe"])
+def test_a_frozen_language_model_may_be_quantised(few: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head learns from what the quantised model says, as from a model of the unpacked weights."""
+    changes = [f"adapt.method={method}", "task={name: contact, head: attention}"]
+    out = finetune.run(load(few, *changes, "model.quantize=int8"))
+    assert out is not None
+    assert "quantised to int8" in (out / "model" / "README.md").read_text()
+    rows_of = FineTuner.rows_of
+
+    def rows_of_unpacked(model: FineTuner, found: Any, head: Any) -> Any:
+        return rows_of(model, unpacked(found, "int8"), head)
+
+    monkeypatch.setattr(FineTuner, "rows_of", rows_of_unpacked)
+    other = finetune.run(load(few, *changes, f"out={out.parent / 'other'}"))
+    assert other is not None
+    heads = [load_file(one / "model" / "model.safetensors")["head.regression.weight"] for one in (out, other)]
+    assert torch.allclose(*heads, atol=1e-4)
+
+
+def test_matrices_are_packed_one_after_the_other(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second one is in memory in fp32, and each is packed once."""
+    packed: list[str] = []
+    pack = quantized.PackedMatrix.pack
+
+    def noted(matrix: quantized.PackedMatrix, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        packed.append(f"{len(packed)}")
+        return pack(matrix, weight_OI)
+
+    def filled(model: FineTuner, *rest: Any) -> None:
+        materialise(model, *rest)
+        raise StopIteration
+
+    monkeypatch.setattr(quantized.PackedMatrix, "pack", noted)
+    monkeypatch.setattr(loop, "materialise", filled)
+    recipe = load(few, LORA, "model.quantize=nf4")
+    with pytest.raises(StopIteration):
+        finetune.run(recipe)
+    config = initial_weights(recipe).config
+    assert len(packed) == config.n_layers * len(config.matrices)
