@@ -22,6 +22,7 @@ from esmshard.cli import (
     model_commands,
     recipe_commands,
 )
+from esmshard.cli.addresses import with_addresses
 from esmshard.errors import InputError, UsageError
 
 COMMANDS = (
@@ -56,7 +57,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(with_addresses(command))
 app.add_typer(recipe_commands.app, name="recipes")
 
 
