@@ -243,8 +243,9 @@ def _reason(url: str, error: Exception) -> str:
     credentials = _CREDENTIALS[scheme]
     if isinstance(error, ImportError):
         return "buckets need packages that are not installed; pip install 'esmshard[cloud]'"
-    if "expired" in text.lower() or "ExpiredToken" in text:
-        return f"the credentials have expired; renew them ({credentials}), and run the command again"
+    code = str(getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", ""))
+    if "expired" in text.lower() or "Expired" in code or "Bad Request" in text:  # HEAD has no words for it
+        return f"the credentials have expired, or the region is another one; renew them ({credentials})"
     if kind in ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound"):
         return f"there are no credentials; set {credentials}"
     if isinstance(error, FileNotFoundError):
@@ -410,10 +411,16 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
         made = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         names = sorted(made, key=lambda name: (_LAST.get(name.rpartition("/")[2], 0), name == out.name, name))
         old = {f"{out.name}/{name}" for name in before}
-        parent.remove(sorted(name for name in old if name.rpartition("/")[2] in _LAST))
-        for name in names:
-            parent.upload(made[name], name)
-        parent.remove(sorted(old - made.keys()))
+        try:
+            parent.remove(sorted(name for name in old if name.rpartition("/")[2] in _LAST))
+            for name in names:
+                parent.upload(made[name], name)
+            parent.remove(sorted(old - made.keys()))
+        except InputError as error:
+            kept = cache_directory() / "not-uploaded" / folder.name
+            kept.parent.mkdir(exist_ok=True)
+            folder.rename(kept)
+            raise InputError(f"{error}; the result is kept in {kept}, from where you can copy it") from None
         say(f"{url}: uploaded, {size_text(sum(path.stat().st_size for path in made.values()))} in {len(made)} files")
 
 

@@ -93,7 +93,7 @@ def files() -> Any:
     return fsspec.filesystem("s3", use_listings_cache=False)
 
 
-def _forget() -> None:
+def forget() -> None:
     """Forget what this process knows of servers of earlier tests."""
     fsspec.filesystem("s3").clear_instance_cache()
     for cache in (remote._library, remote._is_exclusive, remote._copied):
@@ -108,7 +108,7 @@ def buckets() -> Iterator[Buckets]:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
     os.environ.update(server.environment(), AWS_CONFIG_FILE=os.devnull, AWS_SHARED_CREDENTIALS_FILE=os.devnull)
-    _forget()
+    forget()
     try:
         files().mkdir(BUCKET)
         yield server
@@ -117,4 +117,4 @@ def buckets() -> Iterator[Buckets]:
         os.environ.clear()
         os.environ.update(before)
         s3_backends[DEFAULT_ACCOUNT_ID]["aws"].reset()
-        _forget()
+        forget()

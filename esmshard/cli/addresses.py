@@ -6,7 +6,10 @@ machine and then uploaded. `embed` uploads while it computes (`esmshard.embed.jo
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import typer
 
 from esmshard.errors import UsageError
 
@@ -19,7 +22,6 @@ READ = {
     "track": ("structures", "weights"),
     "consolidate": ("source",),
     "finetune": ("resume",),
-    "report": ("run",),
 }
 """The arguments of each command that are copied before it runs."""
 UPLOADED = ("ingest", "split", "track", "consolidate", "predict", "score", "evaluate", "verify", "report")
@@ -62,7 +64,7 @@ def _with_addresses(command: Callable[..., None], name: str, values: dict[str, A
             url = remote.address(value[0] if isinstance(value, list) else value)
             raise UsageError(
                 f"{url}: `esmshard {name}` takes no address in a bucket for {key.replace('_', ' ')}; name a path on a "
-                "disk, and copy it with `aws s3 cp --recursive` or `gcloud storage cp --recursive`"
+                "disk, and copy it with `aws s3 sync` or `gcloud storage rsync`"
             )
         copies = [remote.local(one) for one in (value if isinstance(value, list) else [value])]
         values[key] = copies if isinstance(value, list) else type(value)(copies[0])
@@ -73,4 +75,14 @@ def _with_addresses(command: Callable[..., None], name: str, values: dict[str, A
         raise UsageError(
             f"{url}: --part and --merge share a directory on a disk; copy the store to the bucket afterwards"
         )
-    remote.write_at(url, bool(values.get("overwrite")), lambda path: command(**{**values, "out": path}))
+    left: list[typer.Exit | SystemExit] = []
+
+    def write(path: Path) -> None:
+        try:
+            command(**{**values, "out": path})
+        except (typer.Exit, SystemExit) as leaving:  # the result is written, as with --strict
+            left.append(leaving)
+
+    remote.write_at(url, bool(values.get("overwrite")), write)
+    if left:
+        raise left[0]

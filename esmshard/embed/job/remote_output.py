@@ -90,7 +90,7 @@ def _is_finished(job: EmbedJob, url: str) -> bool:
 def _check_begun(job: EmbedJob, store: RemoteStore) -> None:
     """Refuse, continue or remove what an interrupted command has left."""
     place, begun = store.place, None if job.overwrite else store.plan()
-    if not job.resume and (worker := at_work_in_bucket(place, job.directory, say)):
+    if not job.resume and (worker := at_work_in_bucket(store, job.directory, say)):
         raise UsageError(
             f"{place.url}: another embed is at work on it ({worker}); wait for it, join it with --resume, stop it "
             "first, or choose another name"

@@ -80,6 +80,8 @@ class EmbeddingStore:
     """
 
     def __init__(self, path: str | Path, *, unfinished: bool = False) -> None:
+        if (url := remote.address(path)) is not None and not remote.exists(f"{url}/manifest.json"):
+            raise InputError(f"{url}: is not finished, or is no directory of embeddings; go on with embed --resume")
         self.path = remote.local(path)
         self.finished = (self.path / "manifest.json").is_file()
         if self.finished:

@@ -8,13 +8,13 @@ An object with the number of the next claim is created only if its name is free,
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from esmshard.embed.store.remote_store import RemoteStore
-from esmshard.embed.workers.claims import BEAT, Command, Worker, first_alive
+from esmshard.embed.workers.claims import BEAT, Worker, first_alive
 from esmshard.errors import InputError
 from esmshard.files import parse_json
 from esmshard.remote import RemoteDirectory
@@ -43,6 +43,9 @@ class RemoteWorker(Worker):
         beat: seconds between two beats on this machine, for the progress of the command.
     """
 
+    _active: ClassVar[set[str]] = set()
+    """The workers of this process that have not ended. One that lost the bucket could not remove its note there."""
+
     def __init__(self, work: Path, store: RemoteStore, beat: float = BEAT) -> None:
         super().__init__(work, beat=beat)
         self._place = store.place
@@ -51,12 +54,24 @@ class RemoteWorker(Worker):
         self._holders: dict[str, str] = {}
         """The worker of each claim. Claims never change."""
 
+    def __enter__(self) -> Self:
+        self._active.add(self.name)
+        return super().__enter__()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
+        self._active.discard(self.name)
         with contextlib.suppress(InputError):  # the note stays, but its count no longer grows
             self._place.remove([self._key(self.name)])
+
+    def lives(self, note: Mapping[str, Any]) -> bool | None:
+        """See `Command.lives`."""
+        mine = ("machine", "pid", "process_start")
+        if all(note[key] == self._note[key] for key in mine):
+            return note["name"] in self._active
+        return super().lives(note)
 
     def _tell(self) -> None:
         super()._tell()
@@ -120,16 +135,16 @@ def notes(place: RemoteDirectory, keys: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def at_work_in_bucket(place: RemoteDirectory, directory: Path, say: Callable[[str], None]) -> str | None:
+def at_work_in_bucket(store: RemoteStore, directory: Path, say: Callable[[str], None]) -> str | None:
     """Return a process that works on an output in a bucket; see `esmshard.embed.workers.claims.at_work`.
 
     Args:
-        place: the output.
-        directory: any local directory.
+        store: the output.
+        directory: its local directory.
         say: called with a message when a process is being watched.
     """
 
     def read() -> list[dict[str, Any]]:
-        return [*notes(place, [*place.listing(f"work/{Worker.folder}")]).values()]
+        return [*notes(store.place, [*store.place.listing(f"work/{Worker.folder}")]).values()]
 
-    return first_alive(Command(directory), read, place.url, say)
+    return first_alive(RemoteWorker(directory / "work", store), read, store.place.url, say)
