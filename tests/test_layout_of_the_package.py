@@ -13,10 +13,12 @@ ROOT = Path(esmshard.__file__).parent
 MOST = 12
 AT_THE_TOP = {
     "batch.py",
+    "devices.py",
     "errors.py",
     "files.py",
     "joined_chains.py",
     "progress.py",
+    "remote.py",
     "shipped.py",
     "spreadsheet.py",
     "vocab.py",

@@ -24,6 +24,7 @@ from esmshard.cli import (
     model_commands,
     recipe_commands,
 )
+from esmshard.cli.addresses import with_addresses
 from esmshard.errors import InputError, UsageError
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
@@ -65,7 +66,8 @@ app = typer.Typer(
 )
 for part, commands in COMMANDS.items():
     for command in commands:
-        app.command(rich_help_panel=part, epilog=help_text.examples(command))(help_text.grouped(command))
+        declared = with_addresses(help_text.grouped(command))
+        app.command(rich_help_panel=part, epilog=help_text.examples(command))(declared)
 app.add_typer(recipe_commands.app, name="recipes", rich_help_panel="Train")
 
 

@@ -17,13 +17,17 @@ def embed(
     fasta: Annotated[
         Path,
         typer.Argument(
-            help="FASTA file or table, plain or compressed, - for the standard input, or a token store; after status, "
-            "verify or merge, the output."
+            help="FASTA file or table, plain or compressed, - for the standard input, or a token store; or its "
+            "address in a bucket; after status, verify or merge, the output."
         ),
     ],
     out: Annotated[
         Optional[Path],
-        typer.Option("-o", "--out", help="File to write. A name without an ending is a directory of parts."),
+        typer.Option(
+            "-o",
+            "--out",
+            help="File to write. A name without an ending is a directory of parts. Both may lie in a bucket (s3://, gs://).",
+        ),
     ] = None,
     fmt: Annotated[
         Optional[str],
@@ -93,13 +97,18 @@ def embed(
     overwrite: Overwrite = False,
 ) -> None:
     """Write embeddings, without BOS and EOS, in input order; or check an output that was written."""
+    from esmshard import remote
     from esmshard.data.tracks.track_files import named_tracks
     from esmshard.embed.compute.outputs import Long
 
     if model in ("status", "verify", "merge") and not Path(model).exists():
         from esmshard.embed.job import embed_status
 
-        if model == "merge":
+        if model == "merge" and out is not None and (url := remote.address(out)) is not None:
+            remote.write_at(
+                url, overwrite, lambda path: print(embed_status.merge(fasta, path, fmt, overwrite=overwrite))
+            )
+        elif model == "merge":
             print(embed_status.merge(fasta, out, fmt, overwrite))
         else:
             print(embed_status.status(fasta) if model == "status" else embed_status.verify(fasta))

@@ -4,13 +4,13 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
+from esmshard.joined_chains import Chains
+
 Quantization = Literal["nf4", "int8"]
 """How a frozen matrix is stored: in blocks of `NF4_BLOCK` numbers of 4 bits, or in rows of numbers of 8 bits. Each
 block or row has an fp32 scale.
 """
 NF4_BLOCK = 64
-
-from esmshard.joined_chains import Chains
 
 STARTER = "starter"
 """Name of the small trained model that comes with the package. It is not a released model."""

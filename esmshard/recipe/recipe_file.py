@@ -4,8 +4,9 @@ A recipe is one YAML file. Unknown keys and wrong types are refused, all problem
 and column. `resolve` finds the file by path or by the name of a shipped recipe; `load` reads it, applies `key=value`
 overrides with the same checks, and makes every path absolute.
 
-Paths: `sample:NAME` is data shipped with the package; other data and model paths are relative to the recipe file,
-those given as an override and `out` to the working directory. `~` and `${VAR}` expand.
+Paths: `sample:NAME` is data shipped with the package, and `s3://` and `gs://` are addresses in buckets; other data and
+model paths are relative to the recipe file, those given as an override and `out` to the working directory. `~` and
+`${VAR}` expand.
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from esmshard import remote
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name, shared_place
 from esmshard.recipe.data_section import EVERY, INSIDE
@@ -36,6 +38,8 @@ PATH_KEYS = (
 
 TRACKS = ("data", "tracks")
 """The key whose members are paths, too."""
+
+_ENDING = re.compile(r"\.\w+(\.(gz|bgz|bz2|xz|zst))?$")
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
 """The beginning of the first line of a recipe, which names the schema for editors."""
@@ -217,6 +221,14 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
     is_name = text.startswith("sample:") or (is_model and (re.fullmatch(r"[\w-]+", text) or is_hub_name(text)))
     is_name = is_name or (keys[:-1] == TRACKS and text == INSIDE)
     is_name = is_name or (keys == ("data", "complexes") and text == EVERY)
+    if (url := remote.address(text)) is not None:
+        text, is_name = url, True
+        if keys == ("out",):
+            tree.problems.append(
+                f"{tree.where(keys, on_value=True)}: out: a run needs a directory on a disk, where it renames and "
+                f"appends; set out=runs/NAME, and copy it beside the run, as with `aws s3 sync runs/NAME {url}` every "
+                "few minutes (docs/clouds.md)"
+            )
     if not is_name or (is_model and (base / text).exists()):
         text = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
     node[keys[-1]] = text
@@ -224,8 +236,11 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
 
 def sample(path: str) -> Path:
     """The file that a data path means; `sample:contact/train` is `contact/train.fasta` of the shipped data, and a name
-    with an ending, such as `sample:contact/labels.csv`, that very file.
+    with an ending, such as `sample:contact/labels.csv`, that very file. Of an address in a bucket it is a copy.
     """
+    if (url := remote.address(path)) is not None:
+        remote.local(f"{_ENDING.sub('', url)}.npz", needed=False)  # the labels of a FASTA file may lie beside it
+        return remote.local(url)
     if not path.startswith("sample:"):
         return Path(path)
     name = path.removeprefix("sample:")

@@ -251,7 +251,7 @@ def test_a_worker_that_was_asleep_does_no_harm(given: Given, begun: Begun) -> No
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x"])
-@pytest.mark.parametrize("where", ["_check_room", "_compute", "finish"])
+@pytest.mark.parametrize("where", ["check_room", "compute", "finish"])
 def test_another_command_may_finish_at_any_moment(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
 ) -> None:

@@ -157,7 +157,7 @@ def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[
     """
     count = len(store)
     if clusters is not None:
-        groups = read_clusters(Path(clusters), [store.id(n) for n in range(count)]).names
+        groups = read_clusters(recipe_file.sample(clusters), [store.id(n) for n in range(count)]).names
     else:
         groups = [hashlib.blake2b(_unordered(store.residues(n)), digest_size=16).hexdigest() for n in range(count)]
     return assignment.by_cluster(groups, folds=folds)

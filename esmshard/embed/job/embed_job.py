@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from esmshard import remote
 from esmshard.data.tracks.track_files import outside
 from esmshard.embed.formats.format_registry import suits
 from esmshard.embed.job.embed_output import EmbedReport, check_same, finish, finished, report_of
@@ -23,10 +24,12 @@ from esmshard.embed.store.embedding_store import EmbeddingStore, clear, note_fil
 from esmshard.embed.store.part_plan import partial
 from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.store.row_index import RowIndex
-from esmshard.embed.workers.claims import Command, Worker, at_work
+from esmshard.embed.workers.claims import Command, at_work
 from esmshard.embed.workers.embed_worker import make_embedder, work
 from esmshard.embed.workers.local_workers import run_local
+from esmshard.embed.workers.remote_claims import worker_of
 from esmshard.errors import InputError, UsageError
+from esmshard.files import cache_directory
 from esmshard.launch.process_group import is_launched, own_device, processes_of
 from esmshard.model.weights import recorded
 from esmshard.progress import Progress, rate, say
@@ -36,7 +39,7 @@ SHARED_PART = 1 << 16
 
 
 @dataclass(frozen=True)
-class _Job:
+class EmbedJob:
     """A request, and how it is carried out; see `embed`."""
 
     asked: EmbedRequest
@@ -49,6 +52,9 @@ class _Job:
     offload: bool
     shard: bool
     part_tokens: int | None
+
+    address: str | None = None
+    """The address of the output, if it lies in a bucket; `asked.out` is then a path of this process."""
 
     @property
     def directory(self) -> Path:
@@ -73,7 +79,7 @@ def embed(
 
     Args:
         asked: the request, see `request`.
-        fasta: a plain or compressed file, `-` for the standard input, or a token store.
+        fasta: a plain or compressed file, `-` for the standard input, or a token store; or an address in a bucket.
         nproc: processes on this machine; by default one for each GPU, or one.
         tokens: tokens computed at once.
         reuse: an earlier embedding store. The rows of equal sequences are copied from it.
@@ -100,12 +106,17 @@ def embed(
         nproc = processes_of(asked.device, nproc)
         check_ranks(nproc, asked.named)
 
-    fasta, tracks = outside(fasta, asked.tracks)
-    asked = replace(asked, tracks=tuple(tracks))
+    fasta, tracks = outside(remote.local(fasta), asked.tracks)
+    asked, reuse = replace(asked, tracks=tuple(tracks)), None if reuse is None else remote.local(reuse)
     processes = 1 if offload else processes_of(asked.device, nproc)
     if asked.device.type == "cuda" and not together:
         own_device(processes - 1, processes, asked.device)  # raises if there is no GPU for each process
-    job = _Job(asked, fasta, processes, tokens, reuse, resume, overwrite, offload, shard, part_tokens)
+    job = EmbedJob(asked, fasta, processes, tokens, reuse, resume, overwrite, offload, shard, part_tokens)
+    if (address := remote.address(asked.out)) is not None:
+        from esmshard.embed.job import remote_output
+
+        with _one_sentence(cache_directory()):
+            return remote_output.embed(replace(job, address=address))
     with _one_sentence(directory):
         if together:
             return _together(job)
@@ -115,7 +126,7 @@ def embed(
                 return plan
             with Command(directory / "work"):  # the workers are separate processes that start later
                 if not (directory / "manifest.json").exists():
-                    _compute(job, plan)
+                    compute(job, plan)
                 return finish(directory, asked)
         except (InputError, OSError):
             if not resume or directory.exists() or not asked.out.exists():
@@ -123,7 +134,7 @@ def embed(
         return finished(asked, fasta)  # another worker has meanwhile made the output and removed the parts
 
 
-def _prepare(job: _Job) -> EmbedReport | dict[str, Any]:
+def _prepare(job: EmbedJob) -> EmbedReport | dict[str, Any]:
     """Return the plan, or the manifest, of `OUT.partial`; or the report, if nothing remains to be done."""
     asked, directory = job.asked, job.directory
     for place in (directory, asked.out):
@@ -150,13 +161,13 @@ def _prepare(job: _Job) -> EmbedReport | dict[str, Any]:
         say(changed)
     if job.resume and going_on and not directory.exists() and asked.out.exists():  # another worker has finished
         return finished(asked, job.fasta)
-    plan = _begin(job)
+    plan = begin(job)
     if not (directory / "manifest.json").exists():
-        _check_room(directory, asked, plan)
+        check_room(directory, asked, plan)
     return plan
 
 
-def _together(job: _Job) -> EmbedReport:
+def _together(job: EmbedJob) -> EmbedReport:
     """Run `embed` in one of the processes of a launcher."""
     from esmshard.embed.workers.sharded_worker import joined, work_together
 
@@ -177,7 +188,7 @@ def _together(job: _Job) -> EmbedReport:
     return finish(directory, asked) if ranks.is_first else report
 
 
-def _begin(job: _Job) -> dict[str, Any]:
+def begin(job: EmbedJob) -> dict[str, Any]:
     """Write the plan, or read that of an interrupted run. Remove the directory if there is no plan in the end."""
     asked, directory, reuse, device = job.asked, job.directory, job.reuse, job.asked.device.type
     if (directory / "manifest.json").exists():  # the run was interrupted while the file was written
@@ -205,7 +216,7 @@ def _begin(job: _Job) -> dict[str, Any]:
     return plan
 
 
-def _check_room(directory: Path, asked: EmbedRequest, plan: dict[str, Any]) -> None:
+def check_room(directory: Path, asked: EmbedRequest, plan: dict[str, Any]) -> None:
     """Refuse an output that cannot fit on the disk, before the first part is computed."""
     index, spec = RowIndex(directory / "index"), asked.spec
     need = rows_bytes(spec, index, (k for k in range(plan["parts"]) if not note_file(directory, k).exists()))
@@ -220,13 +231,13 @@ def _check_room(directory: Path, asked: EmbedRequest, plan: dict[str, Any]) -> N
         )
 
 
-def _compute(job: _Job, plan: dict[str, Any]) -> None:
+def compute(job: EmbedJob, plan: dict[str, Any]) -> None:
     """Compute the parts that are not finished."""
     directory, device = job.directory, job.asked.device
     notes = [read_note(note_file(directory, k)) for k in range(plan["parts"])]
     before = sum(note["rows"] for note in notes if note is not None)
     if before:
-        say(f"{directory}: going on; {before:,} of {plan['unique']:,} sequences are done")
+        say(f"{job.address or directory}: going on; {before:,} of {plan['unique']:,} sequences are done")
     if None not in notes:
         return
     if job.shard:
@@ -239,7 +250,7 @@ def _compute(job: _Job, plan: dict[str, Any]) -> None:
         if job.processes > 1:
             run_local(directory, device.type, job.processes, job.tokens, counter.add)
         else:
-            with Worker(directory / "work") as worker, _offload_folder(directory, job.offload) as folder:
+            with worker_of(directory) as worker, _offload_folder(directory, job.offload) as folder:
                 embedder = make_embedder(plan, device, job.tokens, folder)
                 work(directory, plan, embedder, worker, counter.add)
 

@@ -25,7 +25,8 @@ from esmshard.progress import Progress, say
 class EmbedReport:
     """The result of a job."""
 
-    out: Path
+    out: Path | str
+    """The path, or the address in a bucket."""
     records: int
     computed: int
     """Sequences that went through the model, over all attempts."""
@@ -37,7 +38,7 @@ class EmbedReport:
     """Sequences divided into windows for lack of memory."""
     failed: int
     """Records without values; `failed.tsv` lists them."""
-    failed_file: Path
+    failed_file: Path | str
 
     def __str__(self) -> str:
         said = f"{self.out}: {self.records - self.failed:,} records; {self.computed:,} sequences computed"
@@ -53,7 +54,7 @@ class EmbedReport:
         if self.failed < self.records:
             return
         with suppress(OSError, IndexError):  # another worker may remove the file
-            first = self.failed_file.read_text(encoding="utf-8").splitlines()[1].split("\t")
+            first = Path(self.failed_file).read_text(encoding="utf-8").splitlines()[1].split("\t")
             raise InputError(
                 f"{self.out}: has no values, as every record failed ({self.records:,}), see {self.failed_file}; the "
                 f"first, {shown(first[0])}: {first[2]}; fix that and start over with --overwrite"
@@ -142,8 +143,10 @@ def merge(embeddings: EmbeddingStore, out: Path, fmt: str) -> None:
         file.write(json.dumps(said, indent=1) + "\n")
 
 
-def finished(asked: EmbedRequest, fasta: Path) -> EmbedReport:
-    """Handle `--resume` of a finished output: check that it matches the request, and change nothing."""
+def finished(asked: EmbedRequest, fasta: Path, place: Path | str | None = None) -> EmbedReport:
+    """Handle `--resume` of a finished output: check that it matches the request, and change nothing. `place` is its
+    address, if it lies in a bucket.
+    """
     out = asked.out
     if asked.fmt == PARTS:
         embeddings = EmbeddingStore(out)
@@ -166,7 +169,7 @@ def finished(asked: EmbedRequest, fasta: Path) -> EmbedReport:
         part_plan.same_tracks(out, asked.tracks, known)
         part_plan.same_input(out, fasta, known)
         said = EmbedReport(out, records + failed, 0, 0, 0, 0, failed, _failed_file(out))
-    say(f"{out}: is finished already")
+    say(f"{place or out}: is finished already")
     return said
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import remote
 from esmshard.data.tracks.track_files import outside
 from esmshard.embed.compute.outputs import Output
 from esmshard.embed.formats.format_registry import FORMATS, suits
@@ -116,7 +117,10 @@ def forecast(
     """
     spec, fmt, processes = asked.spec, asked.fmt, processes_of(asked.device, nproc)
     partial(asked.out)
-    place = next(one for one in asked.out.absolute().parents if one.is_dir())
+    fasta, reuse = remote.local(fasta), None if reuse is None else remote.local(reuse)
+    in_bucket = remote.is_remote(asked.out)
+    place = Path(tempfile.gettempdir()) if in_bucket else None
+    place = place or next(one for one in asked.out.absolute().parents if one.is_dir())
     earlier = None if reuse is None else Reuse(reuse, spec)
     with _scratch(place) as directory:
         free = shutil.disk_usage(place).free
@@ -131,7 +135,7 @@ def forecast(
         parts_bytes = rows_bytes(spec, index, range(plan["parts"]))
         made = 0 if fmt == PARTS else file_bytes(fmt, spec, index)
         peak = before + parts_bytes + made
-        if peak > free:
+        if peak > free and not (in_bucket and fmt == PARTS):  # parts are uploaded one by one
             raise InputError(_does_not_fit(asked, index, place, before, peak, free))
         copied_U = np.zeros(plan["unique"], np.bool_)
         if earlier is not None and reuse is not None:

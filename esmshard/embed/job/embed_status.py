@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from esmshard import remote
 from esmshard.embed.formats.format_registry import FORMATS
 from esmshard.embed.job.embed_output import merge as write_file
 from esmshard.embed.store.embedding_store import EmbeddingStore, failed_table, fix
@@ -18,6 +19,11 @@ from esmshard.files import sha256
 
 def status(out: Path) -> str:
     """Describe the progress of an output and its workers, in some lines. `InputError` if there is no output."""
+    if (url := remote.address(out)) is not None:
+        raise UsageError(
+            f"{url}: status reads a directory on a disk; of an output in a bucket, list {url}/parts/, where each "
+            ".json is a finished part"
+        )
     directory = out if (out / "manifest.json").is_file() or (out / "plan.json").is_file() else partial(out)
     if not directory.is_dir():
         if out.exists():
@@ -64,7 +70,8 @@ def verify(out: Path) -> str:
         more = f"; and {len(found) - 5:,} more" if len(found) > 5 else ""
         raise InputError(f"{'; '.join(found[:5])}{more}: {fix(out)}")
     rows, parts = embeddings.manifest["unique"], len(embeddings.manifest["parts"])
-    return f"{out}: {len(embeddings):,} records, {rows:,} rows in {parts} parts, all as they were written"
+    place = remote.address(out) or out
+    return f"{place}: {len(embeddings):,} records, {rows:,} rows in {parts} parts, all as they were written"
 
 
 def faults(embeddings: EmbeddingStore) -> Iterator[str]:

@@ -31,7 +31,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import spreadsheet
+from esmshard import remote, spreadsheet
 from esmshard.embed.compute.outputs import About, Row, as_float
 from esmshard.embed.store.part_plan import FORMAT, VERSION, Spec, digest, read_plan, store_of
 from esmshard.embed.store.parts import DamagedError, PartLayout, PartReader
@@ -72,7 +72,7 @@ class EmbeddingStore:
     "Q67890"]]` is an array [N, D] of vectors, or a list of arrays.
 
     Args:
-        path: the directory.
+        path: the directory, or its address in a bucket, of which a copy is kept in the local cache.
         unfinished: accept a store that is not finished.
 
     Raises:
@@ -80,7 +80,9 @@ class EmbeddingStore:
     """
 
     def __init__(self, path: str | Path, *, unfinished: bool = False) -> None:
-        self.path = Path(path)
+        if (url := remote.address(path)) is not None and not remote.exists(f"{url}/manifest.json"):
+            raise InputError(f"{url}: is not finished, or is no directory of embeddings; go on with embed --resume")
+        self.path = remote.local(path)
         self.finished = (self.path / "manifest.json").is_file()
         if self.finished:
             self.manifest = _manifest(self.path)
@@ -279,11 +281,8 @@ def seal(directory: Path) -> EmbeddingStore:
             embeddings.reader(k)
         (directory / "failed.tsv").unlink(missing_ok=True)
         write_failed(embeddings, directory / "failed.tsv")
-        manifest = {name: value for name, value in embeddings.manifest.items() if name not in ("store", "digest")}
-        manifest["index"] = {path.name: sha256(path) for path in sorted((directory / "index").iterdir())}
-        manifest["sha256"] = digest(manifest)
         with replacing(directory / "manifest.json") as file:
-            file.write(json.dumps(manifest, indent=1) + "\n")
+            file.write(json.dumps(manifest_of(embeddings), indent=1) + "\n")
     embeddings = EmbeddingStore(directory)
     kept = {note["file"] for note in embeddings.manifest["parts"]}
     for path in (directory / "parts").iterdir():  # notes, and files of killed workers
@@ -294,6 +293,14 @@ def seal(directory: Path) -> EmbeddingStore:
         if path.name not in ("manifest.json", "index", "parts", "failed.tsv"):  # the plan, and files of killed workers
             path.unlink(missing_ok=True)
     return embeddings
+
+
+def manifest_of(embeddings: EmbeddingStore) -> dict[str, Any]:
+    """Return the manifest of an embedding store whose parts are all finished."""
+    manifest = {name: value for name, value in embeddings.manifest.items() if name not in ("store", "digest")}
+    manifest["index"] = {path.name: sha256(path) for path in sorted((embeddings.path / "index").iterdir())}
+    manifest["sha256"] = digest(manifest)
+    return manifest
 
 
 def remove(directory: Path, successor: Path | None = None) -> None:

@@ -211,7 +211,7 @@ def digest(text: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def same_input(work: Path, fasta: Path, plan: Mapping[str, Any]) -> None:
+def same_input(work: Path | str, fasta: Path, plan: Mapping[str, Any]) -> None:
     """Raise `UsageError` if the input is not the one with which a store, or a file made from a store, was begun."""
     if source_of(fasta) == plan["source"] and fasta != STDIN:
         return
@@ -224,7 +224,7 @@ def same_input(work: Path, fasta: Path, plan: Mapping[str, Any]) -> None:
             )
 
 
-def same_tracks(work: Path, tracks: Sequence[TrackFile], plan: Mapping[str, Any]) -> None:
+def same_tracks(work: Path | str, tracks: Sequence[TrackFile], plan: Mapping[str, Any]) -> None:
     """Raise `UsageError` if the tracks are not those with which a store, or a file made from a store, was begun."""
     known, now = plan.get("tracks", {}), state_of(tracks)
     if known != now:

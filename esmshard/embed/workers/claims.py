@@ -9,6 +9,10 @@ several workers want a part, exactly one gets it. A worker is dead if its proces
 while it is watched. The part of a dead worker can be claimed with the next number. Clocks of different machines are not
 compared. A worker that was only suspended may finish a part that another worker has claimed. Then the first result is
 kept; both are the same.
+
+For an output in a bucket, the same files are objects below the output's address. A bucket creates an object only if its
+name is free, as `O_EXCL` does (`esmshard.remote.RemoteDirectory.create`). A file `remote.json` beside `work/` names
+the address.
 """
 
 import contextlib
@@ -128,7 +132,7 @@ class Worker(Command):
             return True
         if number and self.holder_lives(holder) is not False:
             return False
-        return publish(self._claims / f"{what}.{number + 1}", self.name)
+        return self._create(f"{what}.{number + 1}")
 
     def succeeds(self, what: str) -> bool:
         """Whether another worker held the part before."""
@@ -136,7 +140,7 @@ class Worker(Command):
 
     def holder_lives(self, name: str) -> bool | None:
         """Whether another worker is alive; None if it must be watched longer."""
-        note = _read(self._path(name))
+        note = self._note_of(name)
         # a worker writes its note before its first claim, and removes it when it ends
         return False if note is None else self.lives(note)
 
@@ -156,8 +160,21 @@ class Worker(Command):
                 alive |= {holder} if state else set()
             if {self._holder(what)[1] for what in names} <= alive:
                 return False
-            time.sleep(self._beat / 20)
+            time.sleep(self._pause)
         return False
+
+    @property
+    def _pause(self) -> float:
+        """Return the seconds between two looks at other workers."""
+        return self._beat / 20
+
+    def _create(self, claim: str) -> bool:
+        """Create a claim. Returns False if another worker has created it."""
+        return publish(self._claims / claim, self.name)
+
+    def _note_of(self, name: str) -> dict[str, Any] | None:
+        """Return the newest note of a worker; None if it has ended."""
+        return _read(self._path(name))
 
     def _holder(self, what: str) -> tuple[int, str]:
         """Return number and worker of the valid claim; 0 and an empty name if there is none."""
@@ -208,9 +225,25 @@ def at_work(work: Path, say: Callable[[str], None]) -> str | None:
         work: the directory of claims, commands and workers.
         say: called with a message when a process is being watched.
     """
-    watcher, reported = Command(work), False
+    return first_alive(
+        Command(work), lambda: [*_notes(work / Command.folder), *_notes(work / Worker.folder)], str(work.parent), say
+    )
+
+
+def first_alive(
+    watcher: Command, read: Callable[[], list[dict[str, Any]]], place: str, say: Callable[[str], None]
+) -> str | None:
+    """Return the first process that is alive, as `at_work` does.
+
+    Args:
+        watcher: a process that need not have been entered.
+        read: returns the current notes of all processes.
+        place: the output, for messages.
+        say: called with a message when a process is being watched.
+    """
+    reported = False
     while True:
-        notes = [*_notes(work / Command.folder), *_notes(work / Worker.folder)]
+        notes = read()
         states = [watcher.lives(note) for note in notes]
         for note, state in zip(notes, states, strict=True):
             if state:
@@ -220,7 +253,7 @@ def at_work(work: Path, say: Callable[[str], None]) -> str | None:
         note = notes[states.index(None)]
         if not reported:
             patience = PATIENCE * max(BEAT, note["beat_s"])
-            say(f"{work.parent}: looking whether {note['host']} still works on it, for {patience:.0f} s at most")
+            say(f"{place}: looking whether {note['host']} still works on it, for {patience:.0f} s at most")
             reported = True
         time.sleep(min(BEAT, note["beat_s"]) / 20)
 

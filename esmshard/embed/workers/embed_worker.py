@@ -22,9 +22,11 @@ from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import note_file
 from esmshard.embed.store.part_plan import Spec, read_plan, store_of
 from esmshard.embed.store.parts import DONE, WINDOWED, PartLayout, PartWriter
+from esmshard.embed.store.remote_store import RemoteStore
 from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.embed.workers.claims import Worker, publish
+from esmshard.embed.workers.remote_claims import worker_of
 from esmshard.errors import InputError
 from esmshard.model.attention import kernel_name
 from esmshard.model.families.family_registry import family_of
@@ -56,14 +58,21 @@ def work(directory: Path, plan: Mapping[str, Any], embedder: Embedder, worker: W
     spec = Spec.of(plan)
     reuse = Reuse(Path(plan["reuse"]), spec) if plan["reuse"] else None
 
+    remote = RemoteStore.of(directory)
+
     def missing() -> list[int]:
+        if remote is not None:
+            remote.pull()
+            if remote.is_over:
+                return []
         return [k for k in range(plan["parts"]) if not note_file(directory, k).exists()]
 
     while True:
         for k in missing():
             if note_file(directory, k).exists() or not worker.claim(f"{k:06d}"):
                 continue
-            if not note_file(directory, k).exists():  # the part may have been finished between the two checks
+            # the part may have been finished between the two checks
+            if not note_file(directory, k).exists() and not (remote is not None and remote.is_done(k)):
                 compute_part(directory, plan, spec, k, embedder, worker, reuse, progressed)
         if not worker.settle(lambda: [f"{k:06d}" for k in missing()]):
             return
@@ -129,7 +138,10 @@ def compute_part(
             "versions": {"esmshard": __version__, "torch": torch.__version__},
             "seconds": round(time.monotonic() - began, 3),
         }
-        if not publish(note_file(directory, part), json.dumps(note, indent=1) + "\n"):
+        if (remote := RemoteStore.of(directory)) is not None:
+            if not remote.publish(part, note, writer.path):
+                writer.discard()
+        elif not publish(note_file(directory, part), json.dumps(note, indent=1) + "\n"):
             writer.discard()  # this worker was suspended, and another worker was given the part and finished it first
         elif worker.succeeds(f"{part:06d}"):
             for path in writer.path.parent.glob(f"{part:06d}-*"):  # files of killed workers
@@ -191,7 +203,7 @@ def main() -> None:
     try:
         plan = read_plan(directory)
         embedder = make_embedder(plan, torch.device(options["device"]), options["tokens"])
-        with Worker(directory / "work", beat=options["beat"]) as worker:
+        with worker_of(directory, options["beat"]) as worker:
             work(directory, plan, embedder, worker, worker.count)
     except (InputError, OSError) as error:
         text = str(error) if isinstance(error, InputError) else f"{error.filename or directory}: {error.strerror}"

@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
 
+from esmshard import remote
 from esmshard.devices import chosen_device
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
@@ -128,14 +129,22 @@ def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> d
 
 
 def place(model: str | Path) -> Path:
-    """Return the file or directory that a model's name means: the starter's, the model of a run,
-    else the path itself.
+    """Return the file or directory that a model's name means: the starter's, the model of a run, the copy of one in a
+    bucket, else the path itself.
     """
-    path = Path(model).expanduser()
+    path = _copy_of(url) if (url := remote.address(model)) is not None else Path(model).expanduser()
     if str(model) == STARTER and not path.exists():
         return shipped("data") / STARTER / "model"
     of_run = path / "model"
     return of_run if not (path / "config.json").exists() and (of_run / "config.json").is_file() else path
+
+
+@cache
+def _copy_of(url: str) -> Path:
+    """Return the copy of a model in a bucket. Of a run only its model is copied."""
+    of_run = f"{url}/model"
+    is_run = not remote.exists(f"{url}/config.json") and remote.exists(f"{of_run}/config.json")
+    return remote.local(of_run if is_run else url)
 
 
 def directory(model: str | Path) -> Path:
@@ -175,7 +184,8 @@ def read(model: str) -> Weights:
             PEFT's (`esmshard.model.weights.adapted_weights`); `FILE@SIZE` for a file of tensors alone
             (`esmshard.model.weights.state_dicts`); a released name such as `esm2_t33_650M_UR50D`, or OWNER/NAME for any
             repository of the Hugging Face hub, which are searched in the local caches and else downloaded
-            (`esmshard.model.weights.hub`); or `starter`, which comes with the package.
+            (`esmshard.model.weights.hub`); the address of such a file or directory in a bucket (`esmshard.remote`); or
+            `starter`, which comes with the package.
 
     Raises:
         InputError: the model cannot be read; the message names the file and what is wrong.

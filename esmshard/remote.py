@@ -1,0 +1,435 @@
+"""Addresses in buckets (`s3://`, `gs://`): copies of inputs in the local cache, and objects that are written whole.
+
+A bucket has no rename, no memory mapping and no appending. But an object appears complete or not at all, and it can be
+created only if its name is free. Everything that is written to a bucket relies on these two properties. No torch.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from esmshard.errors import InputError, UsageError
+from esmshard.files import cache_directory, lives, read_json, replace_json, sha256, size_text
+from esmshard.progress import say
+
+LIBRARIES = {"s3": "s3fs", "gs": "gcsfs"}
+"""The package of the extra `cloud` that reads and writes addresses of each kind."""
+_ADDRESS = re.compile(r"(s3|gs):/{1,2}(?=[^/])")
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or `aws configure`",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+}
+
+
+def address(path: str | os.PathLike[str]) -> str | None:
+    """Return the address in a bucket that a text or a path means; None for a path on a disk.
+
+    `pathlib` makes one slash of two, so `s3:/bucket/name` is an address, too.
+
+    Raises:
+        UsageError: the address holds a password, which would end up in logs and recipes.
+
+    >>> address("s3://bucket/x.fasta"), address(Path("gs://bucket/x")), address("data/s3/x.fasta")
+    ('s3://bucket/x.fasta', 'gs://bucket/x', None)
+    """
+    text = os.fspath(path)
+    found = _ADDRESS.match(text)
+    if found is None:
+        return None
+    place = text[found.end() :].rstrip("/")
+    bucket = place.partition("/")[0]
+    if "@" in bucket or ":" in bucket or "?" in place:
+        raise UsageError(
+            f"an address in {found[1]}:// may hold no credentials and no `?`; take them out of it, and set "
+            f"{_CREDENTIALS[found[1]]}"
+        )
+    return f"{found[1]}://{place}"
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Return whether a text or a path is an address in a bucket."""
+    return address(path) is not None
+
+
+class Stored(NamedTuple):
+    """An object of a bucket, as a listing shows it."""
+
+    size: int
+    """Bytes."""
+    tag: str
+    """The bucket's own mark of the content, which changes whenever the object is written anew."""
+    written: float
+    """The time of writing, in seconds since 1970."""
+
+
+class RemoteDirectory:
+    """The objects of a bucket whose names begin with one address.
+
+    Names are relative to the address; the empty name is the object at the address itself. All methods raise
+    `InputError` with one sentence if the bucket cannot be reached or used.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._path = url.partition("://")[2]
+
+    def listing(self, folder: str = "") -> dict[str, Stored]:
+        """Return all objects below the address, or below a folder of it, by name."""
+        start = self._key(folder)
+        with one_sentence(self.url):
+            found = self._files.find(start, detail=True)
+        prefix = f"{self._path}/"
+        return {name.removeprefix(prefix): _stored(entry) for name, entry in found.items() if name.startswith(prefix)}
+
+    def look(self, name: str) -> Stored | None:
+        """Return what is known of an object; None if there is none."""
+        with one_sentence(self.url):
+            try:
+                entry = self._files.info(self._key(name))
+            except FileNotFoundError as error:
+                if "bucket" in str(error):
+                    raise
+                return None
+        return _stored(entry) if entry["type"] == "file" else None
+
+    def read(self, *names: str) -> dict[str, bytes]:
+        """Return the content of those of these objects that exist, by name. They are read at the same time."""
+        keys = {self._key(name): name for name in names}
+        if not keys:
+            return {}
+        with one_sentence(self.url):
+            found = self._files.cat([*keys], on_error="return")
+            for value in found.values():
+                if isinstance(value, BaseException) and not isinstance(value, FileNotFoundError):
+                    raise value
+        return {keys[key]: value for key, value in found.items() if isinstance(value, bytes)}
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write an object, or replace it."""
+        with one_sentence(self.url):
+            self._files.pipe_file(self._key(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object if its name is free. Returns False if somebody else has created it."""
+        if not self.is_exclusive and self.look(name) is not None:
+            return False
+        with one_sentence(self.url):
+            try:
+                self._files.pipe_file(self._key(name), data, mode="create" if self.is_exclusive else "overwrite")
+            except FileExistsError:
+                pass
+            else:
+                return True
+        # A request whose answer was lost is sent again, and then meets the object that it has created.
+        return self.read(name).get(name) == data
+
+    def upload(self, file: Path, name: str) -> Stored:
+        """Copy a file into the bucket, and return the object as the bucket shows it."""
+        with one_sentence(self.url):
+            self._files.put_file(str(file), self._key(name))
+        found, size = self.look(name), file.stat().st_size
+        if found is None or found.size != size:
+            there = "missing" if found is None else f"{found.size:,} bytes long"
+            raise InputError(f"{self.url}/{name}: is {there} after {size:,} bytes were written; run the command again")
+        return found
+
+    def download(self, name: str, file: Path) -> None:
+        """Copy an object into a file, which has its name when it is complete."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        work = file.with_name(f".tmp-{os.getpid()}-{file.name}")
+        try:
+            with one_sentence(f"{self.url}/{name}".rstrip("/")):
+                self._files.get_file(self._key(name), str(work))
+            work.replace(file)
+        finally:
+            work.unlink(missing_ok=True)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects. Those that do not exist are left out."""
+        keys = [self._key(name) for name in names]
+        if keys:
+            with one_sentence(self.url):
+                for key in keys:
+                    try:
+                        self._files.rm_file(key)
+                    except FileNotFoundError:
+                        pass
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether the server can create an object only if its name is free. It is asked once in a process."""
+        return _is_exclusive(self.url, os.getpid())
+
+    @property
+    def _files(self) -> Any:
+        return _library(self.url.partition("://")[0], os.getpid())
+
+    def _key(self, name: str) -> str:
+        return f"{self._path}/{name}" if name else self._path
+
+
+@functools.cache
+def _library(scheme: str, process: int) -> Any:
+    """Return the library of a kind of address, without any cache of listings; one in a process, as it has threads."""
+    assert process == os.getpid()
+    import fsspec
+
+    return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+
+
+@functools.cache
+def _is_exclusive(url: str, process: int) -> bool:
+    scheme, _, place = url.partition("://")
+    files, name = _library(scheme, process), f"{place}/work/probe-{uuid.uuid4().hex}"
+    with one_sentence(url):
+        try:
+            files.pipe_file(name, b"1", mode="create")
+            files.pipe_file(name, b"2", mode="create")
+        except FileExistsError:
+            return True
+        except (NotImplementedError, OSError, ValueError) as error:
+            if "not implemented" not in str(error).lower():
+                raise
+        finally:
+            try:
+                files.rm_file(name)
+            except FileNotFoundError:
+                pass
+    say(
+        f"{url}: its server cannot create an object only if its name is free (If-None-Match), so let one "
+        "command at a time write there"
+    )
+    return False
+
+
+def _stored(entry: Mapping[str, Any]) -> Stored:
+    tag = entry.get("ETag") or entry.get("etag") or entry.get("md5Hash") or ""
+    written = entry.get("LastModified") or entry.get("mtime")
+    seconds = written.timestamp() if isinstance(written, datetime) else 0.0
+    return Stored(int(entry["size"]), str(tag).strip('"'), seconds)
+
+
+@contextmanager
+def one_sentence(url: str) -> Iterator[None]:
+    """Turn an error of a bucket into one sentence, without any credentials.
+
+    Raises:
+        InputError: instead of it.
+    """
+    try:
+        yield
+    except (InputError, FileExistsError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise InputError(f"{url}: {_reason(url, error)}") from error
+
+
+def _reason(url: str, error: Exception) -> str:
+    """Return what is wrong and how to fix it, as a clause."""
+    scheme, _, place = url.partition("://")
+    bucket, kind = place.partition("/")[0], type(error).__name__
+    text = " ".join(str(error).split())
+    credentials = _CREDENTIALS[scheme]
+    if isinstance(error, ImportError):
+        return "buckets need packages that are not installed; pip install 'esmshard[cloud]'"
+    code = str(getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", ""))
+    if "expired" in text.lower() or "Expired" in code or "Bad Request" in text:  # HEAD has no words for it
+        return f"the credentials have expired, or the region is another one; renew them ({credentials})"
+    if kind in ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound"):
+        return f"there are no credentials; set {credentials}"
+    if isinstance(error, FileNotFoundError):
+        if "bucket" in text:
+            return f"there is no bucket {bucket}, or its region or AWS_ENDPOINT_URL is another one; look at the address"
+        return "there is no such object; look at the address"
+    if isinstance(error, PermissionError) or kind in ("RefreshError", "Forbidden", "Unauthorized"):
+        return f"access is denied ({text}); give these credentials rights to bucket {bucket}, or set {credentials}"
+    unreachable = ("EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError")
+    if isinstance(error, ConnectionError | TimeoutError) or kind in unreachable or kind.startswith("Client"):
+        return "the server cannot be reached; look at the network and at AWS_ENDPOINT_URL, and run the command again"
+    return f"{text or kind}; run the command again"
+
+
+def local(path: str | os.PathLike[str], *, needed: bool = True) -> Path:
+    """Return a path on a disk as it is, and of an address the path of its copy in the cache, which is brought up to
+    date once in a process.
+
+    Raises:
+        InputError: there is nothing at the address and it is needed, the bucket cannot be read, or the disk has no
+            room.
+    """
+    url = address(path)
+    return Path(path) if url is None else _copied(url, needed)
+
+
+def exists(url: str) -> bool:
+    """Return whether there is an object at an address."""
+    return RemoteDirectory(url).look("") is not None
+
+
+@functools.cache
+def _copied(url: str, needed: bool) -> Path:
+    """Bring the copy of an object, or of all objects below an address, up to date, and return its path.
+
+    All objects are compared by size and by the bucket's mark of their content, and only changed ones are copied.
+    """
+    place, target = RemoteDirectory(url), cache_directory() / "remote" / url.replace("://", "/")
+    state = cache_directory() / "remote" / ".state" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
+    single = place.look("")
+    found = {"": single} if single is not None else place.listing()
+    if not found and not needed:
+        target.unlink(missing_ok=True)  # of an earlier time
+        return target
+    if not found:
+        raise InputError(f"{url}: there is no such object, and no object below it; look at the address")
+    try:
+        from filelock import FileLock
+
+        state.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(state.with_suffix(".lock")):  # the processes of one machine copy it once
+            return _brought_up_to_date(place, target, found, state)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or target}: the copy of {url} cannot be written "
+            f"({(error.strerror or str(error)).lower()}); make room, or set ESMSHARD_CACHE to another directory"
+        ) from None
+
+
+def _brought_up_to_date(place: RemoteDirectory, target: Path, found: Mapping[str, Stored], state: Path) -> Path:
+    try:
+        known = read_json(state)
+    except (OSError, ValueError):
+        known = {}
+    files = {name: target / name if name else target for name in found}
+    if outside := [name for name in found if ".." in name.split("/") or name.startswith("/")]:
+        raise InputError(f"{place.url}: object {outside[0]!r} would lie outside the cache; rename it")
+
+    def is_current(name: str) -> bool:
+        file = files[name]
+        there = file.is_file() and file.stat().st_size == found[name].size
+        return there and known.get(name) == [found[name].size, found[name].tag]
+
+    changed = [name for name in found if not is_current(name)]
+    if changed:
+        total = sum(found[name].size for name in changed)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if total > free:
+            raise InputError(
+                f"{place.url}: its copy takes {size_text(total)}, and {size_text(free)} are free in {target.parent}; "
+                "make room, or set ESMSHARD_CACHE to another directory"
+            )
+        say(f"{place.url}: is copied to {target} ({size_text(total)}), which later commands use again")
+    for name in changed:
+        place.download(name, files[name])
+        if (size := files[name].stat().st_size) != found[name].size:
+            files[name].unlink()
+            raise InputError(
+                f"{place.url}/{name}: has {size:,} bytes instead of {found[name].size:,}, as it was changed while it "
+                "was copied; run the command again"
+            )
+        os.utime(files[name], (found[name].written, found[name].written))
+        known[name] = [found[name].size, found[name].tag]
+        replace_json(state, {name: known[name] for name in found if name in known})
+    if changed:
+        _check_copies(place.url, target)
+    for file in target.rglob("*") if target.is_dir() else ():
+        if file.is_file() and file.relative_to(target).as_posix() not in found:
+            file.unlink()  # it is no longer in the bucket
+    return target
+
+
+def _check_copies(url: str, target: Path) -> None:
+    """Compare the copy of a token store with the sha256 of its manifest. Other copies have been compared by size."""
+    try:
+        known = read_json(target / "manifest.json")["sha256"]
+        wanted = {str(name): str(digest) for name, digest in known.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    for name, digest in wanted.items():
+        file = target / name
+        if file.is_file() and sha256(file) != digest:
+            file.unlink()
+            raise InputError(f"{url}/{name}: is not what its manifest says (sha256); write it again")
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Provide a directory of this process for what will be uploaded. It is removed at the end of the block, or by a
+    later command if this process is killed.
+    """
+    root, here = cache_directory() / "uploads", socket.gethostname()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in root.iterdir():
+            maker = re.fullmatch(re.escape(here) + r"-(\d+)-.+", leftover.name)
+            if maker and not lives(int(maker[1])):
+                shutil.rmtree(leftover, ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix=f"{here}-{os.getpid()}-", dir=root)
+    except OSError as error:
+        raise InputError(
+            f"{root}: cannot be written to ({(error.strerror or str(error)).lower()}); set ESMSHARD_CACHE to another "
+            "directory"
+        ) from None
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
+    """Let a function write a file or directory on this disk, and upload it with all files beside it.
+
+    The object that shows that a directory is complete is written last: its manifest or configuration.
+
+    Args:
+        url: the address of the result.
+        overwrite: replace what is there.
+        write: the function, which gets a path whose name is that of the address.
+
+    Raises:
+        UsageError: there is something at the address, and `overwrite` is not set.
+    """
+    place = RemoteDirectory(url)
+    is_file, before = place.look("") is not None, place.listing()
+    if (is_file or before) and not overwrite:
+        raise UsageError(f"{url}: exists already; choose another name or pass --overwrite")
+    with scratch() as folder:
+        out = folder / url.rpartition("/")[2]
+        write(out)
+        parent = RemoteDirectory(url.rpartition("/")[0])
+        made = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        names = sorted(made, key=lambda name: (_LAST.get(name.rpartition("/")[2], 0), name == out.name, name))
+        old = {f"{out.name}/{name}" for name in before}
+        try:
+            parent.remove(sorted(name for name in old if name.rpartition("/")[2] in _LAST))
+            for name in names:
+                parent.upload(made[name], name)
+            parent.remove(sorted(old - made.keys()))
+        except InputError as error:
+            kept = cache_directory() / "not-uploaded" / folder.name
+            kept.parent.mkdir(exist_ok=True)
+            folder.rename(kept)
+            raise InputError(f"{error}; the result is kept in {kept}, from where you can copy it") from None
+        say(f"{url}: uploaded, {size_text(sum(path.stat().st_size for path in made.values()))} in {len(made)} files")
+
+
+_LAST = {"config.json": 1, "manifest.json": 1}
+
+
+def as_json(data: bytes, what: str) -> Any:
+    """Parse the content of an object that esmshard wrote. `InputError` if it is damaged."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        raise InputError(f"{what}: damaged (not JSON); start over with --overwrite") from None

@@ -1,0 +1,227 @@
+"""Embeddings in a bucket: the same drills as on a disk. The server is moto's, in `bucket_server`."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bucket_server
+import pytest
+from bucket_server import BUCKET, Buckets
+from embed_runs import Run, content, write_fasta, write_model
+
+from esmshard import remote
+from esmshard.embed.job import embed_job
+from esmshard.embed.job.embed_output import EmbedReport
+from esmshard.embed.job.embed_request import request
+from esmshard.embed.job.embed_status import verify
+from esmshard.errors import InputError, UsageError
+
+PART = 2048
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def fasta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fasta(tmp_path_factory.mktemp("fasta") / "x.fasta", 120)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Buckets]:
+    with bucket_server.buckets() as server:
+        monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+        yield server
+
+
+def embed(model: Path, fasta: Path | str, out: Path | str, **how: Any) -> EmbedReport:
+    return embed_job.embed(request(str(model), Path(out)), Path(fasta), part_tokens=PART, **how)
+
+
+def same_as_on_a_disk(server: Buckets, model: Path, fasta: Path, directory: Path, name: str = "out") -> None:
+    """Compare everything at `name` of the bucket with what an uninterrupted run writes to a disk."""
+    on_disk, copied = directory / "disk" / name, directory / "copied" / name
+    on_disk.parent.mkdir()
+    embed(model, fasta, on_disk)
+    copied.parent.mkdir()
+    folder = name.rpartition(".")[0] or name
+    for key in server.names(folder):
+        copied.parent.joinpath(key).parent.mkdir(parents=True, exist_ok=True)
+        copied.parent.joinpath(key).write_bytes(server.get(key))
+    found, wanted = content(copied), content(on_disk)
+    if "manifest" in found:
+        assert "every" not in verify(copied)
+        for note in found["manifest"]["parts"]:  # type: ignore[index]
+            del note["tag"]
+        for one in (found, wanted):
+            del one["manifest"]["source"]  # type: ignore[attr-defined]
+    assert found == wanted
+
+
+def parts(server: Buckets) -> list[str]:
+    return sorted(name for name in server.names("out/parts/") if name.endswith(".safetensors"))
+
+
+def uploads(server: Buckets) -> list[str]:
+    """The numbers of the parts that were uploaded, in order."""
+    paths = [path for method, path in server.seen if method == "PUT" and path.endswith(".safetensors")]
+    return [path.rpartition("/")[2].partition("-")[0] for path in paths]
+
+
+@pytest.mark.parametrize("name", ["out", "out.npy"])
+def test_a_bucket_holds_what_a_disk_would(server: Buckets, model: Path, fasta: Path, tmp_path: Path, name: str) -> None:
+    server.put("in/x.fasta", fasta.read_bytes())
+    source = f"s3://{BUCKET}/in/x.fasta" if name == "out" else fasta
+    report = embed(model, source, f"s3://{BUCKET}/{name}")
+    assert str(report).startswith(f"s3://{BUCKET}/{name}: 120 records; 108 sequences computed")
+    same_as_on_a_disk(server, model, fasta, tmp_path, name)
+    assert not list((tmp_path / "cache" / "uploads").iterdir())
+    with pytest.raises(UsageError, match="exists already; choose another name or pass --overwrite"):
+        embed(model, fasta, f"s3://{BUCKET}/{name}")
+    server.seen.clear()
+    embed(model, fasta, f"s3://{BUCKET}/{name}", resume=True)
+    assert not uploads(server), "it was finished"
+    embed(model, fasta, f"s3://{BUCKET}/{name}", overwrite=True)
+    assert uploads(server)
+
+
+def test_killed_during_an_upload_and_continued_on_another_machine(
+    server: Buckets, model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, killed = threading.Event(), threading.Event()
+
+    def before(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith(".safetensors") and len(uploads(server)) == 3:
+            reached.set()
+            killed.wait(60)
+
+    server.before = before
+    run = Run("embed", model, fasta, "-o", f"s3://{BUCKET}/out", folder=tmp_path / "said", part_tokens=PART)
+    assert reached.wait(600), run.said
+    assert run.kill("group")
+    killed.set()
+    server.before = lambda method, path: None
+    done = {name for name in server.names("out/parts/") if name.endswith(".json")}
+    assert len(done) == 2
+    assert "out/manifest.json" not in server.names()
+    with pytest.raises(InputError, match=r"s3://proteins/out: is not finished"):
+        verify(Path(f"s3://{BUCKET}/out"))
+    with pytest.raises(UsageError, match="left by an interrupted run; --resume goes on, --overwrite starts over"):
+        embed(model, fasta, f"s3://{BUCKET}/out")
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "another machine"))
+    server.seen.clear()
+    embed(model, fasta, f"s3://{BUCKET}/out", resume=True)
+    assert not set(uploads(server)) & {"000000", "000001"}, "what was finished is not computed again"
+    same_as_on_a_disk(server, model, fasta, tmp_path)
+    assert not [name for name in server.names("out/") if "/work/" in name or name.endswith("plan.json")]
+
+
+def interrupt(server: Buckets, model: Path, fasta: Path, parts_done: int) -> None:
+    """Leave an unfinished output with so many parts."""
+
+    class Over(Exception):
+        pass
+
+    def before(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith(".safetensors") and len(uploads(server)) > parts_done:
+            server.refuses = "AccessDenied"
+
+    server.before = before
+    with pytest.raises(InputError, match=r"access is denied \(.*give these credentials rights to bucket proteins"):
+        embed(model, fasta, f"s3://{BUCKET}/out")
+    server.before, server.refuses = lambda method, path: None, ""
+    server.seen.clear()
+
+
+def test_damaged_and_missing_parts_are_computed_again(
+    server: Buckets, model: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt(server, model, fasta, 4)
+    flipped, missing, *_ = parts(server)
+    data = bytearray(server.get(flipped))
+    data[-200] ^= 1
+    server.put(flipped, bytes(data))
+    server.delete(missing)
+    server.put("out/parts/000002.json", b"{")
+    embed(model, fasta, f"s3://{BUCKET}/out", resume=True)
+    said = capsys.readouterr().err
+    assert f"parts/000000: {flipped.rpartition('/')[2]} is not what was uploaded; it is computed again" in said
+    assert f"parts/000001: {missing.rpartition('/')[2]} is missing; it is computed again" in said
+    assert "parts/000002: its note is damaged; it is computed again" in said
+    assert "000003" not in uploads(server)
+    same_as_on_a_disk(server, model, fasta, tmp_path)
+
+
+def test_a_server_that_is_gone_and_comes_back(server: Buckets, model: Path, fasta: Path, tmp_path: Path) -> None:
+    gone = threading.Event()
+
+    def before(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith(".safetensors") and len(uploads(server)) == 3 and not gone.is_set():
+            gone.set()
+            threading.Thread(target=server.stop).start()
+            raise ConnectionAbortedError
+
+    server.before = before
+    with pytest.raises(InputError, match="the server cannot be reached; look at the network and at AWS_ENDPOINT_URL"):
+        embed(model, fasta, f"s3://{BUCKET}/out")
+    assert gone.is_set()
+    server.before = lambda method, path: None
+    server.start()
+    server.seen.clear()
+    embed(model, fasta, f"s3://{BUCKET}/out", resume=True)
+    assert not set(uploads(server)) & {"000000", "000001"}
+    same_as_on_a_disk(server, model, fasta, tmp_path)
+
+
+def test_two_commands_write_one_output(server: Buckets, model: Path, fasta: Path, tmp_path: Path) -> None:
+    ready, first = threading.Event(), threading.Event()
+
+    def before(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith(".safetensors") and not ready.is_set():
+            first.set()
+            ready.wait(600)
+        elif method == "PUT" and "/work/claims/" in path and first.is_set():
+            ready.set()  # the second command has claimed a part, while the first one holds another
+
+    server.before = before
+    how = {"part_tokens": PART}
+    one = Run("embed", model, fasta, "-o", f"s3://{BUCKET}/out", "--resume", folder=tmp_path / "one", **how)
+    assert first.wait(600), one.said
+    other = Run("embed", model, fasta, "-o", f"s3://{BUCKET}/out", "--resume", folder=tmp_path / "other", **how)
+    assert one.wait() == 0, one.said
+    assert other.wait() == 0, other.said
+    assert sorted(uploads(server)) == sorted(set(uploads(server))), "each part was computed once"
+    names = {json.loads(server.get("out/manifest.json"))["parts"][k]["file"].split("-")[1] for k in range(3)}
+    assert ready.is_set()
+    assert len({name.split("-")[1] for name in parts(server)}) == 2, names
+    same_as_on_a_disk(server, model, fasta, tmp_path)
+
+
+def test_another_request_and_another_input_are_refused(
+    server: Buckets, model: Path, fasta: Path, tmp_path: Path
+) -> None:
+    interrupt(server, model, fasta, 2)
+    other = write_fasta(tmp_path / "other.fasta", 20, seed=1)
+    with pytest.raises(UsageError, match=r"other.fasta: is not what s3://proteins/out was begun with"):
+        embed(model, other, f"s3://{BUCKET}/out", resume=True)
+    asked = request(str(model), Path(f"s3://{BUCKET}/out"), pools=["max"])
+    with pytest.raises(UsageError, match=r"s3://proteins/out: was begun with .*; --overwrite starts over"):
+        embed_job.embed(asked, fasta, resume=True)
+    server.put("mine/thesis.pdf", b"%PDF")
+    with pytest.raises(UsageError, match=r"holds thesis.pdf\), so nothing is written there"):
+        embed(model, fasta, f"s3://{BUCKET}/mine", overwrite=True)
+
+
+def test_a_server_without_conditions(
+    server: Buckets, model: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.knows_conditions = False
+    embed(model, fasta, f"s3://{BUCKET}/out")
+    assert "let one command at a time write there" in capsys.readouterr().err
+    same_as_on_a_disk(server, model, fasta, tmp_path)
+    place = remote.RemoteDirectory(f"s3://{BUCKET}/out")
+    assert not place.create("manifest.json", b"")

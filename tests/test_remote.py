@@ -1,0 +1,288 @@
+"""Addresses in buckets: copies of inputs, errors in one sentence, and the commands that take an address."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bucket_server
+import pytest
+import typer
+from bucket_server import BUCKET, Buckets
+from command import esmshard
+from model_files import TINY, fair_esm, write_transformers
+from typer.testing import CliRunner
+
+from esmshard import remote
+from esmshard.cli import app
+from esmshard.cli.addresses import with_addresses
+from esmshard.data.store.token_store import TokenStore
+from esmshard.errors import InputError, UsageError
+from esmshard.model.weights import open_weights
+from esmshard.recipe import recipe_file
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Buckets]:
+    with bucket_server.buckets() as server:
+        monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+        monkeypatch.chdir(tmp_path)
+        yield server
+
+
+def again(url: str) -> Path:
+    """What another process, which remembers nothing, gets."""
+    remote._copied.cache_clear()
+    return remote.local(url)
+
+
+def command(*arguments: str) -> str:
+    """Stdout of a command that ends well."""
+    found = CliRunner().invoke(app.app, [*arguments])
+    if found.exception is not None and not isinstance(found.exception, SystemExit):
+        raise found.exception
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def copied(server: Buckets) -> list[str]:
+    """Objects that were read, since the last call."""
+    names = [path.removeprefix(f"/{BUCKET}/") for method, path in server.seen if method == "GET"]
+    server.seen.clear()
+    return [name for name in names if name and name != f"/{BUCKET}"]
+
+
+def test_an_object_is_copied_once_and_again_when_it_changes(
+    server: Buckets, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"s3://{BUCKET}/in/x.fasta"
+    server.put("in/x.fasta", b">a\nMKV\n")
+    path = remote.local(Path(url))
+    assert path.read_bytes() == b">a\nMKV\n"
+    assert path.name == "x.fasta"
+    assert f"{url}: is copied to {path} (0.00 MB), which later commands use again" in capsys.readouterr().err
+    copied(server)
+    written = path.stat().st_mtime_ns
+    assert again(url).stat().st_mtime_ns == written
+    assert copied(server) == []
+    server.put("in/x.fasta", b">a\nMKL\n")
+    assert again(url).read_bytes() == b">a\nMKL\n", "of the same length"
+    path.write_bytes(b"cut")
+    assert again(url).read_bytes() == b">a\nMKL\n"
+
+
+def test_a_directory_is_copied_and_follows_the_bucket(server: Buckets) -> None:
+    for name in ("d/one", "d/sub/two", "d/three"):
+        server.put(name, name.encode())
+    path = remote.local(f"s3://{BUCKET}/d/")
+    assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {"one", "sub/two", "three"}
+    copied(server)
+    server.put("d/one", b"other")
+    server.delete("d/three")
+    assert (again(f"s3://{BUCKET}/d") / "one").read_bytes() == b"other"
+    assert [name for name in copied(server) if name.startswith("d/")] == ["d/one"]
+    assert not (path / "three").exists()
+
+
+def test_a_store_is_compared_with_its_manifest(server: Buckets, tmp_path: Path) -> None:
+    (tmp_path / "x.fasta").write_text(">a\nMKVL\n>b\nMKVV\n")
+    url = f"s3://{BUCKET}/store"
+    said = command("ingest", "x.fasta", "-o", url)
+    assert "2 records" in said
+    last = [path for method, path in server.seen if method == "PUT"][-1]
+    assert last == f"/{BUCKET}/store/manifest.json"
+    assert len(TokenStore(remote.local(url))) == 2
+    name = next(name for name in server.names("store/") if "tokens" in name)
+    data = bytearray(server.get(name))
+    data[1] ^= 1
+    server.put(name, bytes(data))
+    with pytest.raises(InputError, match=rf"s3://{BUCKET}/{name}: is not what its manifest says \(sha256\)"):
+        again(url)
+    with pytest.raises(UsageError, match="exists already; choose another name or pass --overwrite"):
+        command("ingest", "x.fasta", "-o", url)
+    command("ingest", "x.fasta", "-o", url, "--overwrite")
+    assert len(TokenStore(again(url))) == 2
+
+
+def test_models_and_recipes_at_addresses(server: Buckets, tmp_path: Path) -> None:
+    model = write_transformers(tmp_path / "m", fair_esm(TINY, 0), TINY)
+    for file in model.iterdir():
+        server.put(f"run/model/{file.name}", file.read_bytes())
+    server.put("run/checkpoints/step_000001/big", b"not needed")
+    server.put("x.fasta", b">a\nMKV\n")
+    server.put("x.npz", b"labels")
+    found = open_weights.read(f"s3://{BUCKET}/run")
+    assert found.config == open_weights.read(str(model)).config
+    assert not list((tmp_path / "cache").rglob("big"))
+    path = recipe_file.sample(f"s3://{BUCKET}/x.fasta")
+    assert path.with_suffix(".npz").read_bytes() == b"labels"
+    keys = [f"data.train=s3://{BUCKET}/x.fasta", f"model.name=s3://{BUCKET}/run"]
+    recipe = recipe_file.load(recipe_file.resolve("contact"), keys)
+    assert (recipe.data.train, recipe.model.name) == (f"s3://{BUCKET}/x.fasta", f"s3://{BUCKET}/run")
+
+
+@pytest.mark.parametrize(
+    ("refuses", "sentence"),
+    [
+        (
+            "AccessDenied",
+            r"access is denied \(.*\); give these credentials rights to bucket proteins, or set",
+        ),
+        ("InvalidAccessKeyId", r"access is denied \(.*\); give these credentials rights"),
+        ("ExpiredToken", r"the credentials have expired, or the region is another one; renew them \(AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_a_refusal_is_one_sentence(server: Buckets, refuses: str, sentence: str) -> None:
+    server.refuses = refuses
+    place = remote.RemoteDirectory(f"s3://{BUCKET}/x")
+    for do in (place.listing, lambda: place.read("y"), lambda: place.write("y", b"")):
+        with pytest.raises(InputError, match=f"s3://{BUCKET}/x: {sentence}") as caught:
+            do()
+        assert "secret-of-someone" not in str(caught.value)
+
+
+def test_what_is_missing_is_one_sentence(server: Buckets, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="there is no such object, and no object below it; look at the address"):
+        remote.local(f"s3://{BUCKET}/nothing.fasta")
+    with pytest.raises(InputError, match=r"s3://nobody/x: there is no bucket nobody, or its region"):
+        remote.local("s3://nobody/x")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "s3fs", None)
+        without.delitem(sys.modules["fsspec.registry"]._registry, "s3")
+        remote._library.cache_clear()
+        with pytest.raises(InputError, match=r"packages that are not installed; pip install 'esmshard\[cloud\]'"):
+            remote.local(f"s3://{BUCKET}/x")
+
+
+def test_without_credentials(server: Buckets, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    bucket_server.forget()
+    with pytest.raises(InputError, match="there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        remote.RemoteDirectory(f"s3://{BUCKET}/x").write("y", b"")
+
+
+def test_a_full_disk_is_seen_before_the_copy(server: Buckets, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.put("x", b"123456")
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5))
+    with pytest.raises(InputError, match=r"its copy takes 0.00 MB, and 0.00 MB are free in .*set ESMSHARD_CACHE"):
+        remote.local(f"s3://{BUCKET}/x")
+
+
+def test_a_result_that_cannot_be_uploaded_is_kept(server: Buckets, tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        path.write_text("hours of work")
+        server.refuses = "AccessDenied"
+
+    with pytest.raises(InputError, match=r"access is denied .*; the result is kept in (.*), from where you can copy"):
+        remote.write_at(f"s3://{BUCKET}/x.csv", False, write)
+    (kept,) = (tmp_path / "cache" / "not-uploaded").iterdir()
+    assert (kept / "x.csv").read_text() == "hours of work"
+
+
+def test_a_result_is_uploaded_where_strict_leaves_with_an_error(server: Buckets, tmp_path: Path) -> None:
+    def predict(**values: Any) -> None:
+        values["out"].write_text("one record failed")
+        raise typer.Exit(1)
+
+    with pytest.raises(typer.Exit):
+        with_addresses(predict)(out=Path(f"s3://{BUCKET}/x.csv"))
+    assert server.get("x.csv") == b"one record failed"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://KEY:hunter2@bucket/x", "s3://KEY@bucket/x", "gs://bucket/x?token=hunter2", "s3:/a:hunter2@b"]
+)
+def test_an_address_with_a_password_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UsageError, match="may hold no credentials") as caught:
+        remote.address(url)
+    assert "hunter2" not in str(caught.value)
+    assert "KEY@" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("finetune", "s3://b/x.yaml"), "s3://b/x.yaml: `esmshard finetune` takes no address in a bucket for recipe"),
+        (
+            ("finetune", "contact", "out=s3://b/run"),
+            "out: a run needs a directory on a disk.*aws s3 sync runs/NAME s3://b/run",
+        ),
+        (("predict", "m", "x.fasta", "-o", "x.npz", "--png", "s3://b/x"), "takes no address in a bucket for png"),
+        (("status", "gs://b/run"), "gs://b/run: `esmshard status` takes no address in a bucket for run"),
+        (("embed", "status", "s3://b/out"), "s3://b/out: status reads a directory on a disk"),
+        (("bundle", "-o", "s3://b/x"), "`esmshard bundle` takes no address in a bucket for out"),
+        (("ingest", "x", "-o", "s3://b/x", "--part", "1/2"), "--part and --merge share a directory on a disk"),
+        (("embed", "starter", "x", "-o", "s3://b/x", "--shard", "--nproc", "2"), "--shard writes to a disk only"),
+    ],
+)
+def test_commands_that_take_no_address_say_so(
+    arguments: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=sentence):
+        command(*arguments)
+    assert not list(tmp_path.iterdir()), "no directory s3: is made"
+
+
+def test_files_that_a_killed_command_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
+    with remote.scratch() as mine, remote.scratch() as other:
+        assert mine.exists(), "its process lives"
+        gone = other.with_name(other.name.replace(f"-{os.getpid()}-", "-999999999-"))
+        gone.mkdir()
+        with remote.scratch():
+            assert not gone.exists()
+    assert list((tmp_path / "uploads").iterdir()) == []
+
+
+def test_create_knows_its_own_object_again(server: Buckets) -> None:
+    place = remote.RemoteDirectory(f"s3://{BUCKET}/x")
+    assert place.create("claim", b"me")
+    assert place.create("claim", b"me"), "as after a lost answer"
+    assert not place.create("claim", b"you")
+    assert server.names("x/") == {"x/claim"}, "nothing is left of the question whether the server can do this"
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The loss of each step of a run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "lr" in line}
+
+
+def test_a_run_that_was_copied_to_a_bucket_goes_on_from_there(server: Buckets, tiny_recipe: Path) -> None:
+    done = esmshard("finetune", tiny_recipe)
+    assert done.returncode == 0, done.stderr
+    run = tiny_recipe.parent / "run"
+    for file in (run / "checkpoints").rglob("*"):
+        if file.is_file():
+            server.put(f"run/{file.relative_to(run)}", file.read_bytes())
+    name = next(name for name in server.names("run/checkpoints/step_000006/") if name.endswith(".distcp"))
+    data = bytearray(server.get(name))
+    data[len(data) // 2] ^= 1
+    server.put(name, bytes(data))
+    on = esmshard("finetune", tiny_recipe, f"out={run}2", "--resume", f"s3://{BUCKET}/run")
+    assert on.returncode == 0, on.stderr
+    assert "step_000006" in on.stderr
+    assert "going back to the checkpoint before it" in on.stderr
+    assert "going on after step 4 of 6" in on.stderr
+    losses = [
+        {
+            line["step"]: line["loss"]
+            for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+            if "lr" in line
+        }
+        for path in (run, Path(f"{run}2"))
+    ]
+    assert losses[1] == {step: losses[0][step] for step in (5, 6)}, "bit by bit"
+    made = esmshard("consolidate", f"s3://{BUCKET}/run/checkpoints/step_000004", "-o", f"s3://{BUCKET}/model")
+    assert made.returncode == 0, made.stderr
+    assert "model/model.safetensors" in server.names()
+    with pytest.raises(InputError, match=r"damaged .its sha256 is not the one in"):
+        command("consolidate", f"s3://{BUCKET}/run/checkpoints/step_000006", "-o", f"s3://{BUCKET}/other")
+    assert not server.names("other")
