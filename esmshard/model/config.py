@@ -170,5 +170,5 @@ class ModelConfig(ABC):
     def recorded(self) -> dict[str, Any]:
         """Return what a checkpoint records of the architecture. `esmshard.model.families.family_registry` reads it."""
         window = {} if self.window is None else {"window": self.window}
-        chains = {} if self.chains == Chains() else {"chains": self.chains.text}
+        chains = {} if self.chains == Chains() else {"chains": asdict(self.chains)}
         return {"family": self.family, **self.sizes, **window, **chains}

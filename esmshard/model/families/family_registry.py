@@ -84,7 +84,7 @@ def recorded_config(record: Mapping[str, Any]) -> ModelConfig:
     name = sizes.pop("family", UNNAMED.name)
     if name not in FAMILIES:
         raise ValueError(f"the family {name!r} is not known here, only {', '.join(FAMILIES)}; update esmshard")
-    chains = read_chains(sizes.pop("chains", Chains().text))
+    chains = Chains(**sizes.pop("chains", {}))
     return FAMILIES[name].config(**sizes, chains=chains)
 
 
