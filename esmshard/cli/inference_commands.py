@@ -315,7 +315,7 @@ def evaluate(
     overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on labelled data, with intervals and baselines."""
-    from esmshard.data.splits.recipe_splits import open_tested
+    from esmshard.data.splits.recipe_splits import joined, open_tested
     from esmshard.data.tracks.track_files import named_tracks, track_files
     from esmshard.model.families.family_registry import family_of
     from esmshard.predict import contact_pictures
@@ -341,6 +341,7 @@ def evaluate(
         raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
     tracks = named_tracks(track or [])
     files = track_files(tracks, family_of(found.model.trunk.config).tracks, model, "--track ")
+    recipe = joined(recipe, found.model.trunk.config.chains)
     examples = open_tested(data, labels, recipe, found.task.labels, files, complexes)
     for notice in examples.notices:
         say(f"{examples.path}: {notice}")

@@ -11,15 +11,13 @@ import torch
 from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.batching.packing import StepPlan
 from esmshard.data.splits.leakage import ComparedRecords, check
-from esmshard.data.splits.recipe_splits import in_tokens, open_split
+from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError, UsageError
-from esmshard.joined_chains import Chains
 from esmshard.launch.process_group import precision_on
 from esmshard.model.families import family_registry
 from esmshard.model.weights import recorded
 from esmshard.model.weights.open_weights import Weights
-from esmshard.recipe.data_section import JoinSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.layout import Layout, layout
 from esmshard.tasks.base import Task
@@ -70,15 +68,14 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
     task = new_task(recipe.task, {})
     found = initial_weights(recipe)
-    if found.config.chains != Chains():  # The recipe says so, or the model was trained so.
-        recipe = _joined(recipe, found.config.chains)
+    as_written, recipe = recipe.data.join, joined(recipe, found.config.chains)
     tracks = tracks_of(recipe)
     train = open_split(recipe, "train", task.labels, tracks)
     task = task.learn(train)
     valid, test = (open_split(recipe, name, task.labels, tracks) for name in ("valid", "test"))
     recipe = in_tokens(recipe, train)
-    if any(linker_of(split.store.manifest) is not None for split in (train, valid, test)):
-        recipe = _joined(recipe, found.config.chains)
+    if all(linker_of(split.store.manifest) is None for split in (train, valid, test)):
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"join": as_written})})
     probe = recipe.adapt.method == "probe"
     if probe and (processes > 1 or recipe.parallel.cpu_offload):
         raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
@@ -104,12 +101,6 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
         model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or ())
     new_head(recipe, task, found)  # raises if the head's starting weights are missing
     return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
-
-
-def _joined(recipe: Recipe, chains: Chains) -> Recipe:
-    """Return the recipe with how chains are joined written out."""
-    join = JoinSettings(linker=chains.linker, gap=chains.gap)
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"join": join})})
 
 
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:

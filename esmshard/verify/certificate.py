@@ -18,8 +18,10 @@ from esmshard import __version__
 from esmshard.batch import pack
 from esmshard.checkpoint.compare import UBIQUITIN
 from esmshard.data.fasta.fasta_reader import Record, read_fasta
+from esmshard.data.fasta.symbols import shown
 from esmshard.errors import InputError, UsageError
 from esmshard.files import replacing, sha256
+from esmshard.joined_chains import BETWEEN
 from esmshard.model.attention import kernel_name
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
@@ -264,6 +266,8 @@ def _records(fasta: Path | None, config: ModelConfig, skipped: list[str]) -> Ite
     given = [Record(name, name, text) for name, text in PROTEINS.items()]
     if fasta is not None:
         given = list(islice(read_fasta(fasta), RECORDS))
+        if joined := next((record.id for record in given if BETWEEN in record.sequence), None):
+            raise InputError(f"{fasta}: record '{shown(joined)}' has several chains; give records of one chain")
     fitting = [record for record in given if len(record.sequence) <= most]
     long = [f"{record.id} ({len(record.sequence)} residues)" for record in given if record not in fitting]
     if not fitting:

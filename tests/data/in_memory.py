@@ -14,7 +14,7 @@ class InMemory:
         self.tokens = [np.frombuffer(encode_residues(record.rsplit(" ", 1)[1]), np.uint8) for record in records]
         self.numbers = {header.split()[0]: n for n, header in enumerate(self.headers)}
 
-    linker = None
+    linker: int | None = None
 
     def __len__(self) -> int:
         return len(self.headers)

@@ -321,3 +321,23 @@ def test_damaged_label_files_are_refused_or_read_right(path: Path, mask: Path) -
     assert not any("\n" in message for message in messages)
     assert 600 < len(messages) < 1700
     assert read > 5000
+
+
+def test_labels_of_several_chains_have_none_between_them(path: Path, mask: Path) -> None:
+    store = InMemory(">a TARGET=HHE:CC MKT:GS", ">b TARGET=HHECC MKT:GS", ">c TARGET=HHE MKT")
+    store.linker = 25
+    path.write_text(">a\nHHE:CC\n>b\nHHECC\n>c\nHHE\n")
+    mask.write_text(">a\n101:10\n>b\n10110\n>c\n111\n")
+    for labels in (of(store, "class", classes="HEC"), of(store, "class", path, classes="HEC")):
+        expected = [0, 0, 1, *[-1] * 25, 2, 2]
+        assert targets(labels) == [expected, expected, [0, 0, 1]]
+    hidden = [0, -1, 1, *[-1] * 25, 2, -1]
+    assert targets(of(store, "class", path, mask=mask, classes="HEC")) == [hidden, hidden, [0, 0, 1]]
+    numbers = InMemory(">a TARGET=1;2;3:4;5 MKT:GS", ">b TARGET=1;2;3;4;5 MKT:GS")
+    numbers.linker = 25
+    for found in targets(of(numbers, "number")):
+        assert found[:3] + found[28:] == [1, 2, 3, 4, 5]
+        assert np.isnan(found[3:28]).all()
+    store = InMemory(">a TARGET=HHE:C MKT:GS")
+    store.linker = 25
+    assert "has labels for 4 residues, but 5 residues in" in refusal(store, "class")

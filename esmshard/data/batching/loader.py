@@ -14,7 +14,7 @@ from esmshard.data.fasta.chain_windows import ChainWindows, chain_windows
 from esmshard.data.fasta.symbols import shown
 from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError
-from esmshard.vocab import CLS, EOS, SEPARATOR, is_residue
+from esmshard.vocab import CLS, EOS, SEPARATOR, chain_spans
 
 Long = Literal["crop", "window", "full", "skip", "error"]
 
@@ -224,9 +224,11 @@ class Examples:
         return f"{record_id}/{start + 1}-{start + length}"
 
     def length(self, n: int) -> int:
-        """Return the number of residues of the record of example n, without linkers between chains."""
+        """Return the number of residues of all chains of the record of example n."""
         record = self._origin(n)[0]
-        return int(is_residue(self.store.residues(record)).sum() if self._chained else self.store.lengths[record])
+        if self._chained:
+            return sum(end - start for start, end in chain_spans(self.store.residues(record)))
+        return int(self.store.lengths[record])
 
     def whole(self, n: int) -> npt.NDArray[np.uint8]:
         """Return all residue tokens of the record of example n, without cropping, uint8 [L]."""

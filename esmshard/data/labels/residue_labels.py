@@ -25,6 +25,8 @@ from esmshard.data.labels.pairing import check_labelled, rows_of_records
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, first_three, listed, shown
 from esmshard.errors import InputError
+from esmshard.joined_chains import BETWEEN
+from esmshard.vocab import is_residue
 
 Kind = Literal["class", "number"]
 _PLAIN_NUMBERS = re.compile(r"[0-9eE+.;-]+")
@@ -148,13 +150,19 @@ class _LabelBuilder:
         where = record.where
         if record.mask is not None and self._mask is not None:
             raise InputError(f"{where} has MASK=, but masks come from {self._mask}; leave one of them out")
-        labels_L = _letters(record.text, where) if self._kind == "class" else _numbers(record.text, where)
-        length = self._store.lengths[n]
-        if len(labels_L) != length:
-            raise _other_length(where, "labels", len(labels_L), length, self._fasta)
-        mask_L = np.ones(length, dtype=np.bool_)
+        own_L = self._own(n)
+        length = int(own_L.sum())
+        classes = self._kind == "class"
+        text = self._joined(record.text, own_L, "" if classes else ";")
+        labels = _letters(text, where) if classes else _numbers(text, where)
+        if len(labels) != length:
+            raise _other_length(where, "labels", len(labels), length, self._fasta)
+        labels_L = np.full(len(own_L), 0 if classes else np.nan, self._values.dtype)
+        labels_L[own_L] = labels
+        mask_L = own_L
         if record.mask:
-            mask_L = _mask(record.mask, where, len(labels_L), self._fasta)
+            mask_L = own_L.copy()
+            mask_L[own_L] = _mask(self._joined(record.mask, own_L), where, length, self._fasta)
         part = slice(self.offsets[n], self.offsets[n + 1])
         if self.labelled_N[n]:
             same = np.array_equal(self._values[part], labels_L, equal_nan=self._kind == "number")
@@ -163,6 +171,16 @@ class _LabelBuilder:
             self.edits.add("a record that came twice with the same labels was read once", record.id)
         self._values[part], self._counted[part] = labels_L, mask_L
         self.labelled_N[n], self._masked_N[n], self._line_N[n] = True, record.mask is not None, record.line
+
+    def _own(self, n: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens of record n are residues, bool [L]; the others are between its chains."""
+        if self._store.linker is None:
+            return np.ones(self._store.lengths[n], dtype=np.bool_)
+        return is_residue(self._store.residues(n))
+
+    def _joined(self, text: str, own_L: npt.NDArray[np.bool_], between: str = "") -> str:
+        """Return the labels of all chains of a record without the `:` between chains, if it has several."""
+        return text if own_L.all() else text.replace(BETWEEN, between)
 
     def hide_masked(self) -> None:
         """Make residues under a mask undefined. The file of masks, if there is one, is read here."""
@@ -181,7 +199,9 @@ class _LabelBuilder:
             if n is None:
                 continue
             part = slice(self.offsets[n], self.offsets[n + 1])
-            mask_L = _mask(record.text, where, int(self.offsets[n + 1] - self.offsets[n]), self._fasta)
+            own_L = self._own(n)
+            mask_L = own_L.copy()
+            mask_L[own_L] = _mask(self._joined(record.text, own_L), where, int(own_L.sum()), self._fasta)
             if line_N[n] and not np.array_equal(self._counted[part], mask_L):
                 raise InputError(f"{where} has another mask than in line {line_N[n]}; leave one of them out")
             self._counted[part], line_N[n] = mask_L, record.line

@@ -20,7 +20,7 @@ from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
 from esmshard.errors import UsageError
 from esmshard.joined_chains import Chains
 from esmshard.recipe import recipe_file
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.sections import Recipe
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
@@ -120,6 +120,12 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
     return fasta, tokens, outer
+
+
+def joined(recipe: Recipe, chains: Chains) -> Recipe:
+    """Return the recipe with `data.join` as the model joins chains. Stores of another linker are then refused."""
+    join = JoinSettings(linker=chains.linker, gap=chains.gap)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"join": join})})
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
