@@ -69,7 +69,7 @@ def test_recipes_are_shipped() -> None:
     files = {p.name for p in shipped("recipes").iterdir()}
     assert files == {f"{name}.yaml" for name in recipe_file.names()} | {"schema.json"}
     assert recipe_file.names() == sorted(recipe_file.names())
-    tasks = {"contact", "mlm", "residue", "sequence", "variant"}
+    tasks = {"contact", "mlm", "pair", "residue", "sequence", "variant"}
     assert {load(resolve(name)).task.name for name in recipe_file.names()} == tasks
 
 
@@ -468,9 +468,9 @@ def test_a_sample_is_a_shipped_file_and_a_path_stays_a_path() -> None:
 def test_an_unknown_sample_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(InputError) as error:
         sample(name)
-    fastas = ("contact/test", "contact/train", "contact/valid", "variants/wild_type")
-    tables = ("contact/labels.csv", "variants/landscape.csv", "variants/truth.csv")
-    known = ", ".join(f"sample:{one}" for one in (*fastas, *tables))
+    fastas = ("contact/test", "contact/train", "contact/valid", "pairs/test", "pairs/train", "pairs/valid")
+    tables = ("contact/labels.csv", "pairs/labels.csv", "variants/landscape.csv", "variants/truth.csv")
+    known = ", ".join(f"sample:{one}" for one in (*fastas, "variants/wild_type", *tables))
     assert str(error.value) == f"{name}: no such sample; there are {known}"
 
 
@@ -500,7 +500,7 @@ def test_the_schema_describes_every_key() -> None:
 
 def test_the_schema_tells_tasks_apart_by_their_names() -> None:
     tree = schema()
-    names = ["contact", "mlm", "residue", "sequence", "variant"]
+    names = ["contact", "mlm", "pair", "residue", "sequence", "variant"]
     assert list(registered().settings) == names
     assert [section.__name__ for section in registered().settings.values()] == [
         f"{name.capitalize()}Settings" for name in names
@@ -522,18 +522,18 @@ def test_the_schema_tells_tasks_apart_by_their_names() -> None:
     [
         (
             "{name: contct}",
-            "2:14: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not 'contct'; ",
+            "2:14: task.name: must be 'contact', 'mlm', 'pair', 'residue', 'sequence' or 'variant', not 'contct'; ",
         ),
         (
             "{name: contct, q: 1}",
-            "2:14: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not 'contct'; ",
+            "2:14: task.name: must be 'contact', 'mlm', 'pair', 'residue', 'sequence' or 'variant', not 'contct'; ",
         ),
         (
             "{name: variants}",
-            "2:14: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not 'variants'",
+            "2:14: task.name: must be 'contact', 'mlm', 'pair', 'residue', 'sequence' or 'variant', not 'variants'",
         ),
-        ("{name: 3}", "2:14: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not 3"),
-        ("{name: }", "2:8: task.name: must be 'contact', 'mlm', 'residue', 'sequence' or 'variant', not nothing"),
+        ("{name: 3}", "2:14: task.name: must be 'contact', 'mlm', 'pair', 'residue', 'sequence' or 'variant', not 3"),
+        ("{name: }", "2:8: task.name: must be 'contact', 'mlm', 'pair', 'residue', 'sequence' or 'variant', not"),
         ("{blocks: 2}", "2:1: task.name: this key is required"),
         ("{}", "2:1: task.name: this key is required"),
         ("contact", "2:7: task: must be a mapping of keys to values, not 'contact'"),
@@ -550,7 +550,7 @@ def test_the_schema_tells_tasks_apart_by_their_names() -> None:
         ),
         (
             "{name: mlm, dropout: 0}",
-            "2:19: task.dropout: is for task residue, sequence and variant, and the recipe has mlm; remove it, or",
+            "2:19: task.dropout: is for task pair, residue, sequence and variant, and the recipe has mlm; remove",
         ),
         ("{name: residue, classes: HEC}", "2:32: task.classes: must be a list such as [a, b], not 'HEC'"),
         ("{name: residue, classes: [H, 3]}", "2:32: task.classes: must be a valid string, not 3"),
@@ -601,12 +601,12 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
         (["data.folds=3", "data.fold=3"], "data.fold: is counted from 0, and of 3 folds the last one is 2, not 3"),
         (
             ["data.labels=x.csv"],
-            "data.labels: is for task pair, residue and sequence, and the recipe has contact; remove it",
+            "data.labels: is for task pair, residue and sequence, and the recipe has contact",
         ),
-        (["data.target=[y]"], "data.target: is for task residue, sequence and variant, and the recipe has contact"),
+        (["data.target=[y]"], "data.target: is for task pair, residue, sequence and variant, and the recipe has"),
         (
             ["data.id_column=y"],
-            "data.id_column: is for task pair, residue and sequence, and the recipe has contact; remove",
+            "data.id_column: is for task pair, residue and sequence, and the recipe has contact",
         ),
         (["task={name: sequence}", "data.mask=x"], "data.mask: is for task residue, and the recipe has sequence; rem"),
         (
@@ -630,7 +630,7 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
         ([*VARIANT, "data.clusters=x"], "data.clusters: is for the other tasks, and the recipe has variant, which"),
         (
             [*VARIANT, "data.labels=x"],
-            "data.labels: is for task pair, residue and sequence, and the recipe has variant; rem",
+            "data.labels: is for task pair, residue and sequence, and the recipe has variant",
         ),
         (
             [*VARIANT, "data.long=crop"],
