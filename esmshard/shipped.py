@@ -1,4 +1,4 @@
-"""The paths of files that come with the package: recipes, samples, and the starter model."""
+"""The paths of files that come with the package: recipes, samples, and small trained models."""
 
 from pathlib import Path
 from typing import Literal

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 import esmshard
+from esmshard.model.config import SHIPPED
 from esmshard.recipe.sections import Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,8 @@ def test_the_wheel_holds_recipes_samples_and_types(wheel: Path) -> None:
         names = set(archive.namelist())
     assert "esmshard/py.typed" in names
     assert "esmshard/_shipped/recipes/contact.yaml" in names
-    assert "esmshard/_shipped/data/starter/model/model.safetensors" in names
+    assert {f"esmshard/_shipped/data/{name}/model/model.safetensors" for name in SHIPPED} <= names
+    assert wheel.stat().st_size < 20_000_000
     assert "esmshard/_shipped/recipes/schema.json" in names
     assert {"esmshard/cluster/bundle/install.sh", "esmshard/cluster/scripts/torchrun_wrapper.sh"} <= names
     for split in ("train", "valid", "test"):

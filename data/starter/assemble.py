@@ -1,11 +1,11 @@
-"""Put the starter together out of its stages: one model directory, `data/starter/model`.
+"""Put a shipped model together out of its stages: one model directory, `data/starter/model` or `data/demo/model`.
 
-    python data/starter/assemble.py WORK OUT
+    python data/starter/assemble.py WORK OUT [STAGE]
 
-WORK holds what the recipes beside this script wrote (`contact`, `lm_head`, `probe`; see data/README.md). Trunk and
-contact head are those of `contact`, the language model's head that of `lm_head`, which learned on that trunk with
-everything else frozen, and the regression over attention maps is what `probe` fitted on it. Weights are written in
-fp16, for half the size. The card is written by hand.
+WORK holds what the recipes in `data/starter` or `data/demo` wrote (see data/README.md). Trunk and head are those of
+STAGE: `contact`, the default, or `mlm`. With `contact`, the language model's head is that of `lm_head`, which learned
+on that trunk with everything else frozen, and the regression over attention maps is what `probe` fitted on it. Weights
+are written in fp16, for half the size. The card is written by hand.
 """
 
 import json
@@ -26,28 +26,29 @@ FROM = {
 """Stage after `contact`: names of the tensors it gives, there and here."""
 
 
-def main(work: Path, out: Path) -> None:
+def main(work: Path, out: Path, first: str = "contact") -> None:
     """Write `model.safetensors`, `esmshard.json` and what goes with them to `out`."""
-    stage = {name: work / name / "model" for name in ("contact", *FROM)}
-    found = load_file(stage["contact"] / "model.safetensors")
-    for name, (theirs, ours) in FROM.items():
-        given = load_file(stage[name] / "model.safetensors")
+    main_stage, parts = work / first / "model", FROM if first == "contact" else {}
+    found = load_file(main_stage / "model.safetensors")
+    for name, (theirs, ours) in parts.items():
+        stage = work / name / "model"
+        given = load_file(stage / "model.safetensors")
         trunk = [key for key in given if key.startswith("esm.") and ".contact_head." not in key]
         if not trunk or not all(torch.equal(given[key], found[key]) for key in trunk):
-            raise SystemExit(f"{stage[name]}: is not of the trunk in {stage['contact']}; run its recipe again")
+            raise SystemExit(f"{stage}: is not of the trunk in {main_stage}; run its recipe again")
         new = {ours + key.removeprefix(theirs): given[key] for key in given if key.startswith(theirs)}
         if not new:
-            raise SystemExit(f"{stage[name]}: lacks {theirs}*; it is not what this recipe writes")
+            raise SystemExit(f"{stage}: lacks {theirs}*; it is not what this recipe writes")
         found |= new
 
     out.mkdir(parents=True, exist_ok=True)
     halves = {key: tensor if key.endswith("inv_freq") else tensor.half() for key, tensor in found.items()}
     save_file(halves, out / "model.safetensors", {"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
-    for path in stage["contact"].iterdir():
+    for path in main_stage.iterdir():
         if path.name not in ("README.md", "esmshard.json", "model.safetensors"):
             shutil.copyfile(path, out / path.name)
-    about = json.loads((stage["contact"] / "esmshard.json").read_text())
+    about = json.loads((main_stage / "esmshard.json").read_text())
     about["dtype"] = "fp16"
     about |= recorded.entries({"model.safetensors": sha256(out / "model.safetensors")})
     for split in about["data"].values():
@@ -59,4 +60,4 @@ def main(work: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

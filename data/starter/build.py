@@ -141,13 +141,19 @@ def similar(sequences: list[str], others: list[str]) -> set[str]:
     return found | (set(sequences) & set(others))  # the search does not see what is all low complexity
 
 
-def representatives(sequences: list[str], identity: float) -> set[str]:
-    """One sequence of each cluster at this identity over 80% of both sequences."""
+def representatives(sequences: list[str], identity: float, method: str = "easy-cluster") -> set[str]:
+    """One sequence of each cluster at this identity over 80% of both sequences.
+
+    Args:
+        sequences: all of them different.
+        identity: share of equal residues, 0 to 1.
+        method: `easy-linclust` takes minutes for half a million sequences, and leaves more pairs in different clusters.
+    """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         fasta = write_numbered(directory / "all.fasta", sequences)
         limits = ("--min-seq-id", str(identity), "-c", "0.8")
-        mmseqs("easy-cluster", fasta, directory / "out", directory / "work", *limits)
+        mmseqs(method, fasta, directory / "out", directory / "work", *limits)
         return {sequences[k] for k in column((directory / "out_cluster.tsv").read_text(), 0)}
 
 

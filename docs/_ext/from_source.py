@@ -61,7 +61,7 @@ _PYTHON = {
 """The public names by what they are for; `esmshard.open` is the class EmbeddingStore."""
 _CHILDREN = {
     "benchmarks/README": ["METHOD", "results/*"],
-    "data/README": ["starter/model/README"],
+    "data/README": ["starter/model/README", "demo/model/README"],
 }
 """Pages that are reached through another one than the table of contents."""
 

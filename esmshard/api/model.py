@@ -301,7 +301,7 @@ def load(
     Args:
         model: a directory of a fine-tuned model (`runs/contact/model`), a directory in `transformers`' layout, an
             adapter's directory, a fair-esm `.pt`, `FILE@SIZE` for a file of tensors alone; a released name such as
-            `esm2_t33_650M_UR50D`, or OWNER/NAME on the Hugging Face hub, which are downloaded; or `starter`.
+            `esm2_t33_650M_UR50D`, or OWNER/NAME on the Hugging Face hub, which are downloaded; or `starter` or `demo`.
         device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or else the CPU.
         dtype: dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
         join: how the chains of a sequence become one, as `linker:25,gap:512`; by default as the model was trained, or

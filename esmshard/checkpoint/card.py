@@ -14,7 +14,7 @@ from typing import Any
 
 from esmshard.checkpoint.stated_licence import forbids_commercial_use, licence_of_base
 from esmshard.files import is_hub_name, replace_text, sync_directory
-from esmshard.model.config import STARTER
+from esmshard.model.config import SHIPPED
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import (
     RELEASED,
@@ -124,10 +124,10 @@ def _base(about: Mapping[str, Any]) -> str:
             f"**It is not {_family(about).title}**: it was trained from random weights (seed "
             f"{recipe['train']['seed']}) in the shape of {_code(_name(name))}, and on nothing but the data below."
         )
-    elif name == STARTER:
+    elif name in SHIPPED:
         lines.append(
-            "It was fine-tuned from the starter, a small model that comes with esmshard. **It is not ESM-2**, and was "
-            "trained on some 20,000 sequences and 9,000 structures."
+            f"It was fine-tuned from `{name}`, a small model that comes with esmshard. **It is not ESM-2**, and "
+            f"{SHIPPED[name]}."
         )
     else:
         lines.append(
@@ -324,7 +324,7 @@ def _licence(recipe: Mapping[str, Any]) -> str:
         said = f"The weights of the base model are under the {licence} licence (Copyright {released.holder})."
     elif recipe["init"] == "random":
         said = "No licence is stated. It holds no weights of others."
-    elif recipe["model"]["name"] == STARTER:
+    elif recipe["model"]["name"] in SHIPPED:
         said = "The weights of the base model are under the MIT licence (Copyright the esmshard authors)."
     elif repository := _repository(recipe):
         said = f"No licence is stated; that of the repository {repository} on the Hugging Face hub holds on."

@@ -89,7 +89,17 @@ EXAMPLES = {
 GROUPS = {
     "Where the result goes": {"--out", "--format", "--dtype", "--png", "--report", "--overwrite"},
     "How fast": {
-        *("--precision", "--tokens", "--nproc", "--workers", "--offload", "--shard", "--reuse", "--profile"),
+        *(
+            "--device",
+            "--precision",
+            "--tokens",
+            "--nproc",
+            "--workers",
+            "--offload",
+            "--shard",
+            "--reuse",
+            "--profile",
+        ),
     },
     "On many machines, and after a stop": {"--resume", "--stop-after", "--max-restarts", "--part", "--merge"},
 }

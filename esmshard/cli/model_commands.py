@@ -93,7 +93,7 @@ def push(
 
 def verify(
     model: Annotated[
-        str, typer.Argument(help="A model directory or file, a released name, OWNER/NAME on the hub, or starter.")
+        str, typer.Argument(help="A model directory or file, a released name, OWNER/NAME on the hub, starter or demo.")
     ],
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="JSON file for the certificate.")] = None,
     fasta: Annotated[

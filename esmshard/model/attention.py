@@ -276,8 +276,8 @@ class SelfAttention(nn.Module):
         return torch.addmm(qkv_TE, h_TR, b_ER.t(), alpha=low_rank[0].scale)
 
     def _project_base(self, x_TD: torch.Tensor) -> torch.Tensor:
-        packed = [matrix for p in (self.q_proj, self.k_proj, self.v_proj) if (matrix := packed_of(p)) is not None]
-        if packed:  # All three are, or none.
+        if self.q_proj.weight is None:  # All three matrices are packed, or none.
+            packed = [matrix for p in (self.q_proj, self.k_proj, self.v_proj) if (matrix := packed_of(p)) is not None]
             return frozen_product(
                 x_TD, self._joined("bias"), lambda dtype: _join(self.reordered, *(p.matrix(dtype) for p in packed))
             )

@@ -12,8 +12,13 @@ block or row has an fp32 scale.
 """
 NF4_BLOCK = 64
 
-STARTER = "starter"
-"""Name of the small trained model that comes with the package. It is not a released model."""
+SHIPPED = {
+    "starter": "was trained on some 20,000 sequences and 9,000 structures",
+    "demo": "was trained on some 50,000 sequences and on no structure",
+}
+"""The small trained models that come with the package, by name: `data/NAME` has their weights, and the sentence says
+what they have seen. They are no released models.
+"""
 
 MOST = {"n_layers": 1000, "dim": 65536, "n_heads": 4096, "max_positions": 10**7, "window": 10**7}
 """Limits far above every model (the largest has 80 layers, another a width of 5120), so that a damaged number cannot

@@ -126,6 +126,8 @@ def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
     """Return a batch with the linkers between chains as a model reads them: glycines, or tokens of a chain break, and
     positions with a gap. Heads and losses get the batch with `SEPARATOR` tokens.
     """
+    if not batch.linked_N:
+        return batch
     between_T = batch.tokens_T == SEPARATOR
     tokens_T, position_T = batch.tokens_T, batch.position_T
     if chains.linker != "break":

@@ -126,9 +126,7 @@ def predict(
         if png is not None and found.task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
         facts = _facts(model, found, examples, tracks or {}, sentences)
-        failed: list[Failure] = []
-        chains: dict[str, list[int]] = {}
-        began, residues = time.monotonic(), 0
+        failed, chains, began, residues = list[Failure](), dict[str, list[int]](), time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
             _writer(out, found, facts, store) as writer,
@@ -153,8 +151,8 @@ def predict(
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
                 )
-            counts = {"records": len(store) - len(failed), "failed": len(failed)}
-            replace_json(facts_file(out), facts | counts)  # An output is never there without it, either.
+            facts |= {"records": len(store) - len(failed), "failed": len(failed)}
+            replace_json(facts_file(out), facts)  # An output is never there without it, either.
         return Predicted(len(store) - len(failed), tuple(failed))
 
 

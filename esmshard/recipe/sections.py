@@ -22,7 +22,7 @@ class ModelSettings(Settings):
     """The language model that is fine-tuned."""
 
     name: str
-    """`starter` (a small model that comes with the package; not an ESM-2), a released name (`esm2_t6_8M_UR50D` ...
+    """`starter` or `demo` (small models that come with the package; no ESM-2), a released name (`esm2_t6_8M_UR50D` ...
     `esm2_t48_15B_UR50D`), OWNER/NAME for a repository of the Hugging Face hub, or the path of trained weights: a
     fair-esm `.pt` file, a directory in the layout of `transformers`, or `FILE@SIZE` for a file of tensors alone. With
     `init: random`, any of these names, and `mini`, gives the shape only.

@@ -184,18 +184,26 @@ def leakage_notices(job: RunInputs) -> list[str]:
 
 
 def _of_base(job: RunInputs) -> list[str]:
-    """Return a sentence if an earlier run may have trained the base model on records of the test set."""
+    """Return a sentence on the records that an earlier run trained the base model on, if it is known to have been
+    trained.
+    """
     before = recorded.data_of(job.weights.files)
     train = before.get("train", {})
     mark = job.test.digest
-    if not train or mark == before.get("test", {}).get("tokens_sha256"):  # The earlier run kept the same test set out.
+    if not train:
         return []
     if mark == train.get("tokens_sha256"):
         return [f"leakage: {job.weights.source} was trained on this test set, so scores on it are no test"]
     if train.get("tokens_sha256") == job.train.digest:  # The comparison with the training set covers it.
         return []
     name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
+    task = (recorded.task_of(job.weights.files) or ("unknown", {}))[0]
+    trained = f"leakage: {job.weights.source} was trained before on {count} records of {name} (task {task})"
+    same = [
+        split.name for split in (job.valid, job.test) if split.digest == before.get(split.name, {}).get("tokens_sha256")
+    ]
+    if "test" in same:
+        return [f"{trained}, by a run that had the same {' and '.join(same)} set"]
     return [
-        f"leakage: {job.weights.source} was trained before on {count} records of {name}, with which the test set was "
-        "not compared; scores on test records that are among them are no test"
+        f"{trained}, with which the test set was not compared; scores on test records that are among them are no test"
     ]

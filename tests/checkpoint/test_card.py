@@ -241,7 +241,7 @@ def test_random_weights_never_pass_for_esm2(model: Path) -> None:
 def test_the_starter_never_passes_for_esm2(model: Path) -> None:
     front, text = written(model, about(model__name="starter"))
     assert front.keys() == {"library_name", "tags"}
-    assert "the starter, a small model that comes with esmshard. **It is not ESM-2**" in text
+    assert "`starter`, a small model that comes with esmshard. **It is not ESM-2**" in text
     assert "Copyright the esmshard authors" in text
     assert "not known here" not in text
 

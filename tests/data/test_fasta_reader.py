@@ -184,7 +184,6 @@ def zipped(name: str) -> bytes:
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
-        (b"ID   X56734; SV 1; linear; mRNA; STD; PLN; 1859 BP.\n", "an EMBL or UniProt text file"),
         (b"HEADER    OXYGEN TRANSPORT                        07-MAR-84   4HHB\n", "a PDB structure"),
         (b"\nATOM      1  N   VAL A   1      19.323  29.727  42.781\n", "a PDB structure"),
         (b"data_4HHB\n#\n", "an mmCIF structure"),

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM
 
+from esmshard.model.config import SHIPPED
 from esmshard.model.families.esm2.esm2_config import SIZES, EsmConfig
 from esmshard.model.families.esm2.esm2_family import FAMILY
 from esmshard.model.families.esm2.esm2_layouts import config_of_fair_esm, fair_esm_settings
@@ -74,7 +75,7 @@ def test_settings_of_each_world_and_back(name: str, token_dropout: bool) -> None
 
 
 def test_released_names_are_sizes() -> None:
-    assert set(FAMILY.released) == set(PUBLISHED) == SIZES.keys() - {"nano", "mini", "starter"}
+    assert set(FAMILY.released) == set(PUBLISHED) == SIZES.keys() - {"nano", "mini", *SHIPPED}
 
 
 @pytest.mark.parametrize("name", [n for n in SIZES if not n.startswith("esm1v") or n.endswith("_1")])

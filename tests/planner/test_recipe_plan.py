@@ -303,7 +303,7 @@ def test_the_command() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["machines"]["world_size"], found["machines"]["network"]) == (4, 12.5e9)
-    assert found["lengths"]["longest"] == 258
+    assert found["lengths"]["longest"] == 162
     assert len(found["options"]) == 12
     memory = found["best"]["memory"]
     assert memory["total"] == sum(v for k, v in memory.items() if k not in ("total", "host", "when"))

@@ -49,6 +49,7 @@ out: run
 LABELS = "data.labels=labels.csv"
 RESIDUE = ("task={name: residue}", LABELS, "data.target=[letters]")
 SEQUENCE = ("task={name: sequence}", LABELS, "data.target=[y]")
+PAIR = ("task={name: pair}", "data.train=pairs.fasta", LABELS, "data.target=[y]")
 LORA = ("adapt.method=lora",)
 CLASSES = ("task.kind=class", "data.target=[kind]")
 REPEAT = "MKTAYIAKQR"
@@ -86,6 +87,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "columns.csv").write_text("\n".join(["id,sequence,reversed", *lines]) + "\n")
     (found / "other.fasta").write_text("".join(f">{k}\n{'MKTAYIAKQR' * 3}\n" for k in "abc"))
     (found / "complexes.fasta").write_text(f">a\n{REPEAT}:{REPEAT}\n")
+    halves = [(name, len(one) // 2, one) for name, one in (record.split() for record in letters.split(">")[1:13])]
+    (found / "pairs.fasta").write_text("".join(f">{name}\n{one[:n]}:{one[n:]}\n" for name, n, one in halves))
     write_variants(found)
     (found / "dimers").mkdir()
     dimer = structure_texts.chain(structure_texts.SEQ, "A") + structure_texts.chain(structure_texts.OTHER, "B")
@@ -357,6 +360,11 @@ KEYS = {
     "sequence.balance": Key(loss, "1.0", (*SEQUENCE, *CLASSES)),
     "sequence.hidden": Key(shapes, "8", SEQUENCE),
     "sequence.dropout": Key(dropouts, "0.3", SEQUENCE),
+    "pair.kind": Key(columns, "class", PAIR),
+    "pair.loss": Key(loss, "huber", PAIR),
+    "pair.balance": Key(loss, "1.0", (*PAIR, *CLASSES)),
+    "pair.hidden": Key(shapes, "8", PAIR),
+    "pair.dropout": Key(dropouts, "0.3", PAIR),
     "variant.pool": Key(shapes, "sites", VARIANT),
     "variant.zero_shot": Key(shapes, "false", SCORED),
     "variant.loss": Key(loss, "huber", VARIANT),

@@ -95,12 +95,18 @@ def test_what_the_first_run_trained_on_is_said(first: Run, tmp_path: Path) -> No
     resolved = second(first, tmp_path)
     job = prepare(resolved, 1, 1, torch.device("cpu"))
     assert leakage_notices(job)[-1] == (
-        f"leakage: {first.path / 'model'} was trained before on 12 records of train.fasta, with which the test set was "
-        "not compared; scores on test records that are among them are no test"
+        f"leakage: {first.path / 'model'} was trained before on 12 records of train.fasta (task sequence), with which "
+        "the test set was not compared; scores on test records that are among them are no test"
     )
     earlier = recipe(first.path.parent, "")["data"]
-    for test, said in (("train", "was trained on this test set, so scores on it are no test"), ("test", None)):
+    for test, said in (
+        ("train", "was trained on this test set, so scores on it are no test"),
+        (
+            "test",
+            "was trained before on 12 records of train.fasta (task sequence), by a run that had the same test set",
+        ),
+    ):
         data = resolved.data.model_copy(update={"test": str(earlier[test])})  # type: ignore[index]
         job = prepare(resolved.model_copy(update={"data": data}), 1, 1, torch.device("cpu"))
         found = [notice for notice in leakage_notices(job) if str(first.path) in notice]
-        assert found == ([] if said is None else [f"leakage: {first.path / 'model'} {said}"])
+        assert found == [f"leakage: {first.path / 'model'} {said}"]

@@ -72,6 +72,8 @@ TASK: Any = SimpleNamespace(
     prepared=list,
     summary=lambda rows: means(rows, COLUMNS),
     names=(),
+    columns_of=lambda _rows: COLUMNS,
+    settings=SimpleNamespace(pairs=False),
 )
 
 

@@ -46,7 +46,6 @@ def _weights(recipe: Recipe) -> Iterator[Finding]:
     """Check whether the weights are on this machine."""
     from huggingface_hub import constants
 
-    from esmshard.model.config import STARTER
     from esmshard.model.families.family_registry import RELEASED, SIZES
     from esmshard.model.weights import hub, open_weights
 
@@ -61,8 +60,8 @@ def _weights(recipe: Recipe) -> Iterator[Finding]:
         try:
             open_weights.read(name)
         except InputError as error:
-            close = difflib.get_close_matches(name, [*SIZES, STARTER], 1)
-            fix = "correct model.name: a path, a released model (README.md), OWNER/NAME, or starter"
+            close = difflib.get_close_matches(name, SIZES, 1)
+            fix = "correct model.name: a path, a released model (README.md), OWNER/NAME, starter or demo"
             yield Finding("weights", "error", str(error), f"pass model.name={close[0]}" if close else fix, values)
         else:
             yield Finding("weights", "ok", f"{name} is present", values=values)

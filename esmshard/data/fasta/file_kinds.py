@@ -9,7 +9,7 @@ _BEGINS: tuple[tuple[bytes, str, str], ...] = (
     (
         b"ID   ",
         "an EMBL or UniProt text file",
-        "name a UniProt file, or download the proteins of an EMBL file as FASTA",
+        _NAME,
     ),
     (b"data_", "an mmCIF structure", "give the FASTA file of its chains, or, for contacts, the directory it lies in"),
     (b"{\\rtf", "an RTF document", _SAVE),

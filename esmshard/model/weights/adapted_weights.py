@@ -55,7 +55,7 @@ def read(directory: Path, above: tuple[Path, ...] = ()) -> Weights:
     """Open the base of an adapter with the trained tensors put in. Each LoRA is added in fp32 when its weight is read.
 
     `adapter_config.json` names the base: a path (relative to the working directory or to the adapter), a released name,
-    a repository of the hub, or `starter`. A base that was recorded in `esmshard.json` is compared by hash.
+    a repository of the hub, or `starter` or `demo`. A base that was recorded in `esmshard.json` is compared by hash.
 
     Args:
         directory: directory of the adapter.

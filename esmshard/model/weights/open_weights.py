@@ -24,7 +24,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
 from esmshard.joined_chains import Chains
 from esmshard.model import weight_reader
-from esmshard.model.config import STARTER, ModelConfig
+from esmshard.model.config import SHIPPED, ModelConfig
 from esmshard.model.families import family_registry
 from esmshard.model.families.family_registry import RELEASED, SIZES
 from esmshard.model.trunk import Trunk
@@ -129,12 +129,12 @@ def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> d
 
 
 def place(model: str | Path) -> Path:
-    """Return the file or directory that a model's name means: the starter's, the model of a run, the copy of one in a
-    bucket, else the path itself.
+    """Return the file or directory that a model's name means: a shipped model's, the model of a run, the copy of one in
+    a bucket, else the path itself.
     """
     path = _copy_of(url) if (url := remote.address(model)) is not None else Path(model).expanduser()
-    if str(model) == STARTER and not path.exists():
-        return shipped("data") / STARTER / "model"
+    if str(model) in SHIPPED and not path.exists():
+        return shipped("data") / str(model) / "model"
     of_run = path / "model"
     return of_run if not (path / "config.json").exists() and (of_run / "config.json").is_file() else path
 
@@ -185,7 +185,7 @@ def read(model: str) -> Weights:
             (`esmshard.model.weights.state_dicts`); a released name such as `esm2_t33_650M_UR50D`, or OWNER/NAME for any
             repository of the Hugging Face hub, which are searched in the local caches and else downloaded
             (`esmshard.model.weights.hub`); the address of such a file or directory in a bucket (`esmshard.remote`); or
-            `starter`, which comes with the package.
+            `starter` or `demo`, which come with the package.
 
     Raises:
         InputError: the model cannot be read; the message names the file and what is wrong.

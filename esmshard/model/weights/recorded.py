@@ -37,7 +37,7 @@ def altered(files: Sequence[Path], digest: Callable[[Path], str] = remembered_sh
         known = _recorded(folder)
         if isinstance(known.get("files"), dict):
             wrong = [file for file in here if known["files"].get(file.name) != digest(file)]
-        elif isinstance(known.get("weights_sha256"), str):  # The starter's record has the hash of its only file.
+        elif isinstance(known.get("weights_sha256"), str):  # A shipped model's record has the hash of its only file.
             wrong = here[:1] if known["weights_sha256"] != digest(here[0]) else []
         else:
             continue

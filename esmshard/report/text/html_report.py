@@ -41,16 +41,17 @@ def report(run: Path, out: Path | None = None) -> Path:
     except ImportError:
         raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
     names = "evaluation.json, status.json, versions.json, metrics.jsonl, summary.json, sweep.json"
-    files = f"{run}: one of its files ({names})"
+    files, states = f"{run}: one of its files ({names})", list[str]()
     with reading(files, "remove it, or make it anew with `esmshard evaluate MODEL DATA -o DIR`, to see the rest"):
         if is_sweep(run):
             swept = read_sweep(run)
-            about, facts, states = sweep_report.about(swept), sweep_report.facts(swept), sweep_report.states(swept)
+            about, facts = sweep_report.about(swept), sweep_report.facts(swept)
+            lead = sweep_report.states(swept)
             sections = [part(swept) for part in sweep_report.SECTIONS]
         elif is_cross_validated(run):
             several = read_variants(run)
             about, facts = variant_report.about(several), variant_report.facts(several)
-            lead, states = [variant_report.verdict(several)], []
+            lead = [variant_report.verdict(several)]
             sections = [section(several) for section in variant_report.SECTIONS]
         else:
             found = read(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from esmshard.files import is_hub_name
-from esmshard.model.config import STARTER
+from esmshard.model.config import SHIPPED
 from esmshard.model.families.family_registry import FAMILIES, RELEASED, released_name
 from esmshard.recipe.sections import Recipe
 from esmshard.report.read.run_directory import RunFiles
@@ -55,8 +55,8 @@ def _model(found: CrossValidated, recipe: Recipe) -> Iterator[str]:
             model = f"{RELEASED[known].title} ({known}; {RELEASED[known].paper.short})"
     elif is_hub_name(name):
         model = f"the protein language model {name} of the Hugging Face hub"
-    elif name == STARTER:
-        model = "the starter model that comes with esmshard"
+    elif name in SHIPPED:
+        model = f"the {name} model that comes with esmshard"
     weights = "" if recipe.init == "pretrained" else ", from random weights"
     protein = str(found.facts.get("protein", ""))
     of = f" of a protein of {count_text(len(protein), 'residue')}" if protein else ""

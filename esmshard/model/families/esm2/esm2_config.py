@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from esmshard.model.config import STARTER
 from esmshard.model.families.esm_shapes import EsmShape
 from esmshard.vocab import TOKENS
 
@@ -20,8 +19,9 @@ SIZES: dict[str, EsmConfig] = {
     # These are for tests and for training from scratch on a laptop; nothing is released under these names.
     "nano": EsmConfig(n_layers=2, dim=32, n_heads=4),
     "mini": EsmConfig(n_layers=6, dim=128, n_heads=8),
-    # data/starter has its trained weights.
-    STARTER: EsmConfig(n_layers=6, dim=192, n_heads=12),
+    # data/starter and data/demo have their trained weights (`esmshard.model.config.SHIPPED`).
+    "starter": EsmConfig(n_layers=6, dim=192, n_heads=12),
+    "demo": EsmConfig(n_layers=6, dim=192, n_heads=6),
     # Lin et al. 2023 (doi:10.1126/science.ade2574), as released in fair-esm.
     "esm2_t6_8M_UR50D": EsmConfig(n_layers=6, dim=320, n_heads=20),
     "esm2_t12_35M_UR50D": EsmConfig(n_layers=12, dim=480, n_heads=20),

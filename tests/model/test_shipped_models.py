@@ -1,4 +1,4 @@
-"""The starter: the small trained model that comes with the package."""
+"""The starter and the demo model: small trained models that come with the package."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from esmshard.batch import pack
 from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.data.structures.contact_labels import contact_labels
-from esmshard.model.config import STARTER
+from esmshard.model.config import SHIPPED
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
@@ -22,19 +22,21 @@ from esmshard.tasks.contact.contact_precision import base_rate, contact_precisio
 from esmshard.tasks.finetuner import load_finetuned, new_head
 from esmshard.tasks.mlm import corrupt
 from esmshard.tasks.registry import new_task
+from esmshard.train.run_inputs import leakage_notices, prepare
 from esmshard.vocab import encode
 
 CPU = torch.device("cpu")
 
 
-def test_it_is_whole_and_small() -> None:
-    found = open_weights.read(STARTER)
-    assert found.config == SIZES[STARTER]
-    assert found.notices == [], "trunk, LM head and contact regression are there"
-    assert found.head
-    assert sum(path.stat().st_size for path in open_weights.place(STARTER).iterdir()) < 12_000_000
-    about = json.loads((open_weights.place(STARTER) / "esmshard.json").read_text())
-    assert about["recipe"]["task"]["name"] == "contact"
+@pytest.mark.parametrize(("name", "task", "absent"), [("starter", "contact", ()), ("demo", "mlm", ("contact_head",))])
+def test_it_is_whole_and_small(name: str, task: str, absent: tuple[str, ...]) -> None:
+    found = open_weights.read(name)
+    assert found.config == SIZES[name]
+    assert tuple(found.absent) == absent, "trunk, LM head, and for the starter a contact regression are there"
+    assert bool(found.head) == (task == "contact")
+    assert sum(path.stat().st_size for path in open_weights.place(name).iterdir()) < 10_000_000
+    about = json.loads((open_weights.place(name) / "esmshard.json").read_text())
+    assert about["recipe"]["task"]["name"] == task
     assert not any(part.startswith("/") for part in _texts(about)), "no path of the machine that made it"
 
 
@@ -44,23 +46,25 @@ def _texts(node: object) -> list[str]:
     return [node] if isinstance(node, str) else []
 
 
-def test_its_card_says_what_it_is_not() -> None:
-    card = (open_weights.place(STARTER) / "README.md").read_text()
+@pytest.mark.parametrize("name", SHIPPED)
+def test_its_card_says_what_it_is_not(name: str) -> None:
+    card = (open_weights.place(name) / "README.md").read_text()
     assert "not an ESM-2" in card
     assert "MIT" in card
 
 
-def test_a_directory_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_weights.place("starter") == shipped("data") / "starter" / "model"
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_directory_of_that_name_comes_first(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_weights.place(name) == shipped("data") / name / "model"
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "starter").mkdir()
-    assert open_weights.place("starter") == Path("starter")
+    (tmp_path / name).mkdir()
+    assert open_weights.place(name) == Path(name)
     assert open_weights.place("other") == Path("other")
 
 
 @pytest.fixture(scope="module")
 def chains() -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int8]]]:
-    """Tokens and contacts of 25 test chains, which the starter has never seen."""
+    """Tokens and contacts of 25 test chains, which no shipped model has ever seen."""
     with np.load(shipped("data") / "contact" / "test.npz") as file:
         seqs, offsets, cb = (file[key][:26] if key != "cb_dA" else file[key] for key in ("seqs", "offsets", "cb_dA"))
     found = []
@@ -79,33 +83,47 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
 
 
 def test_its_contact_head_has_learned(chains: Chains) -> None:
-    model = load_finetuned(STARTER, CPU).model
+    model = load_finetuned("starter", CPU).model
     rows = [contact_precision(model.outputs([Inputs(t, y)])[0], y) for t, y in chains]
     chance = [base_rate(y) for _, y in chains]
     assert mean(rows, "long P@L") > 3 * mean(chance, "long P@L")
     assert mean(rows, "all P@L/5") > 8 * mean(chance, "all P@L/5")
 
 
-def test_the_shipped_recipe_goes_on_with_its_head() -> None:
-    recipe = recipe_file.load(recipe_file.resolve("contact"))
-    assert (recipe.model.name, recipe.init) == (STARTER, "pretrained")
-    found = open_weights.read(STARTER)
+def test_a_recipe_goes_on_with_the_head_of_the_starter() -> None:
+    size = ["task.channels=24", "task.blocks=3"]
+    recipe = recipe_file.load(recipe_file.resolve("contact"), ["model.name=starter", *size])
+    found = open_weights.read("starter")
     head, told = new_head(recipe, new_task(recipe.task, {}), found)
     assert told is not None
     assert told.startswith("the head goes on from the contact head of ")
     assert all(torch.equal(tensor, found.head[name]()) for name, tensor in head.state_dict().items())
 
 
+def test_the_contact_recipe_starts_from_a_model_that_has_seen_no_contact_and_none_of_the_sample() -> None:
+    recipe = recipe_file.load(recipe_file.resolve("contact"))
+    assert (recipe.model.name, recipe.init) == ("demo", "pretrained")
+    _, told = new_head(recipe, new_task(recipe.task, {}), open_weights.read("demo"))
+    assert told is None, "its head is new"
+    job = prepare(recipe, 1, 1, CPU)
+    assert leakage_notices(job)[-1] == (
+        f"leakage: {open_weights.place('demo')} was trained before on 52149 records of sequences.fasta.gz (task mlm), "
+        "by a run that had the same valid and test set"
+    )
+
+
 def test_its_contact_regression_was_fitted(chains: Chains) -> None:
     """It knows little: the starter learned contacts through its contact head, and not as attention."""
-    trunk = open_weights.load_model(STARTER, CPU)
+    trunk = open_weights.load_model("starter", CPU)
     with torch.no_grad():
         rows = [contact_precision(predict_contacts(trunk, pack([t]))[0].numpy(), y) for t, y in chains]
     assert mean(rows, "all P@L/5") > 1.5 * mean([base_rate(y) for _, y in chains], "all P@L/5")
 
 
-def test_its_lm_head_knows_more_than_frequencies(chains: Chains) -> None:
-    trunk = open_weights.load_model(STARTER, CPU)
+@pytest.mark.filterwarnings("ignore:.*contact")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_its_lm_head_knows_more_than_frequencies(name: str, chains: Chains) -> None:
+    trunk = open_weights.load_model(name, CPU)
     loss = count = 0.0
     for n, (tokens, _) in enumerate(chains):
         hidden, at_P = corrupt(tokens, 0.15, f"test:{n}")
