@@ -16,13 +16,11 @@ from pathlib import Path
 
 from PIL import Image
 
-import esmshard
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.predict.contact_pictures import draw
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import load_finetuned
-from esmshard.vocab import decode
+from esmshard.tasks.finetuner import load_base, load_finetuned
 
 STATIC = Path(__file__).parent / "_static"
 MOST_BYTES = 300_000
@@ -38,15 +36,16 @@ def chosen(run: Path) -> str:
 
 
 def contact_maps(run: Path, recipe: Recipe) -> Image.Image:
-    """Return the maps of one test protein side by side: by the base's language model, and by the fine-tuned model."""
+    """Return the maps of one test protein side by side: before and after fine-tuning, as `evaluate` compares."""
     after = load_finetuned(str(run / "model"))
     data = open_split(recipe, "test", after.task.labels)
     example = next(data.get(n) for n in range(len(data)) if data.id(n) == chosen(run))
-    target_LL = after.task.inputs(example).target
-    before_LL = esmshard.load(recipe.model.name).embed([decode(example.tokens[1:-1])], "contacts")[0]
-    after_LL = after.task.predict(after.model.outputs([after.task.inputs(example)])[0])
+    inputs = after.task.inputs(example)
+    before_LL, after_LL = (
+        after.task.predict(model.outputs([inputs])[0]) for model in (load_base(recipe, after.task), after.model)
+    )
     pictures = [
-        Image.open(io.BytesIO(draw(map_LL, f"{example.id}, {when} fine-tuning", target_LL)))
+        Image.open(io.BytesIO(draw(map_LL, f"{example.id}, {when} fine-tuning", inputs.target)))
         for map_LL, when in ((before_LL, "before"), (after_LL, "after"))
     ]
     both = Image.new("RGB", (sum(p.width for p in pictures), max(p.height for p in pictures)), "white")

@@ -70,19 +70,35 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     if recipe.model.quantize is not None:
         quantized.check_quantization(device)
     laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
+    as_written = recipe
+    recipe, task, (train, valid, test) = _open_splits(as_written, processes)
+    probe = recipe.adapt.method == "probe"
+    if probe and (processes > 1 or recipe.parallel.cpu_offload):
+        raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
+    found = initial_weights(recipe)  # after all that can be wrong with the data, since it may be a long download
+    if any(linker_of(split.store.manifest) is not None for split in (train, valid, test)):
+        recipe, task, (train, valid, test) = _open_splits(joined(as_written, found.config.chains), processes)
+    steps = 0 if probe else recipe.train.steps or 400
+    per_epoch = StepPlan(train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
+    if recipe.train.epochs is not None and not probe:
+        steps = max(1, round(recipe.train.epochs * per_epoch))
+    eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
+    with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
+        model = FineTuner(family_registry.build(found.config), task.head(found.config))
+        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or (), recipe.model.quantize)
+    new_head(recipe, task, found)  # raises if the head's starting weights are missing
+    return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
+
+
+def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Examples, Examples, Examples]]:
+    """Open the three splits of a recipe and check them. Return the recipe with its batch in tokens, the task that has
+    learned from the labels, and the splits.
+    """
     task = new_task(recipe.task, {})
-    found = initial_weights(recipe)
-    as_written, recipe = recipe.data.join, joined(recipe, found.config.chains)
     tracks = tracks_of(recipe)
     train = open_split(recipe, "train", task.labels, tracks)
     task = task.learn(train)
     valid, test = (open_split(recipe, name, task.labels, tracks) for name in ("valid", "test"))
-    recipe = in_tokens(recipe, train)
-    if all(linker_of(split.store.manifest) is None for split in (train, valid, test)):
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"join": as_written})})
-    probe = recipe.adapt.method == "probe"
-    if probe and (processes > 1 or recipe.parallel.cpu_offload):
-        raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
     for split in (train, valid):
         if len(split) < processes:
             raise InputError(
@@ -95,16 +111,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
             f"{train.path}: the longest training record has {longest} tokens, but batch.tokens_per_rank is {most}; "
             "raise it, or lower data.max_length"
         )
-    steps = 0 if probe else recipe.train.steps or 400
-    per_epoch = StepPlan(train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
-    if recipe.train.epochs is not None and not probe:
-        steps = max(1, round(recipe.train.epochs * per_epoch))
-    eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
-    with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
-        model = FineTuner(family_registry.build(found.config), task.head(found.config))
-        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or (), recipe.model.quantize)
-    new_head(recipe, task, found)  # raises if the head's starting weights are missing
-    return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
+    return in_tokens(recipe, train), task, (train, valid, test)
 
 
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
