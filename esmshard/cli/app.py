@@ -25,6 +25,7 @@ from esmshard.cli import (
     recipe_commands,
 )
 from esmshard.cli.addresses import with_addresses
+from esmshard.cli.next_steps import with_next_step
 from esmshard.errors import InputError, UsageError
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
@@ -66,7 +67,7 @@ app = typer.Typer(
 )
 for part, commands in COMMANDS.items():
     for command in commands:
-        declared = with_addresses(help_text.grouped(command))
+        declared = with_next_step(with_addresses(help_text.grouped(command)))
         app.command(rich_help_panel=part, epilog=help_text.examples(command))(declared)
 app.add_typer(recipe_commands.app, name="recipes", rich_help_panel="Train")
 

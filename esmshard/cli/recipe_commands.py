@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from esmshard.cli.next_steps import with_next_step
 from esmshard.cli.shared_options import Overrides, Overwrite, RecipeName
 from esmshard.errors import UsageError
 
@@ -21,6 +22,7 @@ def recipes_ls() -> None:
 
 
 @app.command("cp")
+@with_next_step
 def recipes_cp(
     name: Annotated[str, typer.Argument(help="A shipped recipe.")],
     to: Annotated[Path, typer.Argument(help="File to write.")],

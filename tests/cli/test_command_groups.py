@@ -3,12 +3,14 @@
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
+import pytest
 import typer.main
 from typer.testing import CliRunner
 
 from esmshard import cli
-from esmshard.cli import app, help_text, recipe_commands
+from esmshard.cli import app, help_text, next_steps, recipe_commands
 
 ORDER = (
     "finetune plan status report embed predict score evaluate ingest split track consolidate download push verify "
@@ -55,3 +57,30 @@ def test_examples_can_be_typed() -> None:
         assert len(examples) == 2
         # The first example is of the command itself; the second may be of one that uses the result.
         assert examples[0].startswith(f"esmshard {name}")
+
+
+def test_a_command_ends_with_what_to_type_next_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    typer.main.get_command(app.app).main(["recipes", "cp", "mlm", "my.yaml"], standalone_mode=False)
+    assert capsys.readouterr().err == "next: esmshard finetune my.yaml --dry-run\n"
+    (tmp_path / "a.fasta").write_text(">a\nMKTAYIAKQR\n")
+    typer.main.get_command(app.app).main(["ingest", "a.fasta", "-o", "a.store"], standalone_mode=False)
+    assert capsys.readouterr().err == "next: esmshard embed starter a.store -o emb\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    typer.main.get_command(app.app).main(["recipes", "cp", "mlm", "other.yaml"], standalone_mode=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_comes_after_a_run_follows_from_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = {"dry_run": False, "overrides": ["out=runs/mine"], "sweep": None}
+    after = {name: next_steps.STEPS["finetune"](values | {"recipe": name}) for name in ("contact", "sequence")}
+    assert after["contact"] is not None
+    assert after["contact"].startswith("esmshard report runs/mine; esmshard predict runs/mine/model my.fasta -o my.npz")
+    assert after["sequence"] is not None
+    assert "-o my.csv; esmshard embed runs/mine/model" in after["sequence"]
+    assert "--all-singles" in str(next_steps.STEPS["finetune"](values | {"recipe": "variants"}))
+    assert "without --dry-run" in str(next_steps.STEPS["finetune"](values | {"recipe": "contact", "dry_run": True}))
