@@ -64,6 +64,16 @@ def _whole(kind: Callable[[int], str]) -> Callable[[Path], dict[str, Any]]:
     return lambda directory: _splits(directory, lambda n, text: kind(n)) | {"long": "full"}
 
 
+def _pairs(directory: Path) -> dict[str, Any]:
+    """Halves of sequences, as two chains."""
+    data = _whole(lambda n: f"{n % 5 - 0.2 * n:.2f}")(directory)
+    for path in {directory / data[name] for name in ("train", "valid", "test")}:
+        headers, chains = path.read_text().splitlines()[::2], path.read_text().splitlines()[1::2]
+        halves = [f"{one[: len(one) // 2]}:{one[len(one) // 2 :]}" for one in chains]
+        path.write_text("".join(f"{header}\n{pair}\n" for header, pair in zip(headers, halves, strict=True)))
+    return data
+
+
 _NO_DROPOUT = {"dropout": 0.0}
 CASES: dict[str, tuple[dict[str, Any], Callable[[Path], dict[str, Any]]]] = {
     **{
@@ -79,6 +89,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Path], dict[str, Any]]]] = {
     "sequence-number": ({**_NO_DROPOUT}, _whole(lambda n: f"{n % 7 - 0.3 * n:.2f}")),
     "sequence-class": ({"kind": "class", **_NO_DROPOUT, "balance": 0.5}, _whole(lambda n: "abc"[n % 3])),
     "sequence-multilabel": ({"kind": "multilabel", **_NO_DROPOUT}, _whole(lambda n: ("a", "b", "a;b")[n % 3])),
+    "pair-number": ({**_NO_DROPOUT}, _pairs),
     **{
         f"variant-{pool}": ({"pool": pool, **_NO_DROPOUT, "loss": "ranking" if pool == "sites" else "mse"}, _variants)
         for pool in ("wild_type", "sites", "difference", "mean")
