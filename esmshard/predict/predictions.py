@@ -4,7 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,6 +129,7 @@ def predict(
         failed, chains, began, residues = list[Failure](), dict[str, list[int]](), time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
+            _removed_with(out),
             _writer(out, found, facts, store) as writer,
             nullcontext() if png is None else contact_pictures.MapFolder(png) as pictures,
             Progress("predict", len(store)) as progress,
@@ -136,12 +137,11 @@ def predict(
             for n, values in enumerate(_predictions(found, examples, tokens)):
                 record_id, sequence = store.id(n), store.residues(n)
                 each = [end - start for start, end in chain_spans(sequence)]
+                chains |= {record_id: each} if len(each) > 1 else {}
                 if isinstance(values, str):
                     failed.append(Failure(record_id, sum(each), values))
                 else:
                     _add(writer, pictures, record_id, values, sequence)
-                if len(each) > 1:
-                    chains[record_id] = each
                 residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
             # The lists come first: an output is never there without them.
@@ -154,6 +154,17 @@ def predict(
             facts |= {"records": len(store) - len(failed), "failed": len(failed)}
             replace_json(facts_file(out), facts)  # An output is never there without it, either.
         return Predicted(len(store) - len(failed), tuple(failed))
+
+
+@contextmanager
+def _removed_with(out: Path) -> Iterator[None]:
+    """Remove the files that are written beside an output, and before it, if the output cannot be written."""
+    try:
+        yield
+    except OSError:
+        for path in (chains_file(out), facts_file(out)):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
