@@ -13,7 +13,7 @@ from model_files import fair_esm, write_fair_esm
 
 from esmshard.model.families.esm2.esm2_config import SIZES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("tutorial-*.md"))]
 if not all(page.is_file() for page in PAGES):
     pytest.skip("needs the whole repository, whose pages these tests read", allow_module_level=True)
