@@ -104,7 +104,31 @@ class NpzWriter(Writer):
 class TableWriter(Writer):
     """A writer of one line for each protein, or one line for each residue with its place in its chain, counted from 1,
     and its letter.
+
+    Args:
+        out: file to write.
+        names: names of the numbers of each line.
+        per_residue: whether a record's array has a row for each residue.
+        choose: whether the numbers are probabilities of exclusive classes; the most likely class is named in
+            `prediction`.
+        chains: whether a record has several chains, so that the lines of residues need the number of the chain.
+        pairs: whether a record is two chains, whose lengths are written.
     """
+
+    def __init__(
+        self,
+        out: Path,
+        names: Sequence[str],
+        *,
+        per_residue: bool,
+        choose: bool,
+        chains: bool = False,
+        pairs: bool = False,
+    ) -> None:
+        super().__init__(out)
+        self._names, self._per_residue, self._choose = names, per_residue, choose
+        self._chains, self._pairs = chains, pairs
+        self._columns = columns(names, per_residue=per_residue, choose=choose, chains=chains, pairs=pairs)
 
     @abstractmethod
     def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
@@ -139,34 +163,13 @@ def places(residues: str) -> Iterator[tuple[int, int, str]]:
 
 
 class CsvWriter(TableWriter):
-    """A writer of `x.csv`, with numbers of six digits.
+    """A writer of `x.csv`, with numbers of six digits; see `TableWriter`."""
 
-    Args:
-        out: file to write.
-        names: names of the numbers of each line.
-        per_residue: whether a record's array has a row for each residue.
-        choose: whether the numbers are probabilities of exclusive classes; the most likely class is named in
-            `prediction`.
-        chains: whether a record has several chains, so that the lines of residues need the number of the chain.
-        pairs: whether a record is two chains, whose lengths are written.
-    """
-
-    def __init__(
-        self,
-        out: Path,
-        names: Sequence[str],
-        *,
-        per_residue: bool,
-        choose: bool,
-        chains: bool = False,
-        pairs: bool = False,
-    ) -> None:
-        super().__init__(out)
-        self._names, self._per_residue, self._choose = names, per_residue, choose
-        self._chains, self._pairs = chains, pairs
+    def __init__(self, out: Path, names: Sequence[str], **how: bool) -> None:
+        super().__init__(out, names, **how)
         self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # `close` closes the file
         self._rows = spreadsheet.writer(self._file)
-        first, numbers = columns(names, per_residue=per_residue, choose=choose, chains=chains, pairs=pairs)
+        first, numbers = self._columns
         self._rows.writerow([*first, *numbers])
 
     def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
@@ -191,34 +194,19 @@ class ParquetWriter(TableWriter):
 
     Args:
         out: file to write.
-        names: see `CsvWriter`.
-        per_residue: see `CsvWriter`.
-        choose: see `CsvWriter`.
-        chains: see `CsvWriter`.
-        pairs: see `CsvWriter`.
+        names: see `TableWriter`.
         about: metadata of the file, names to texts.
+        how: see `TableWriter`.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        names: Sequence[str],
-        *,
-        per_residue: bool,
-        choose: bool,
-        chains: bool = False,
-        pairs: bool = False,
-        about: Mapping[str, str],
-    ) -> None:
+    def __init__(self, out: Path, names: Sequence[str], *, about: Mapping[str, str], **how: bool) -> None:
         self._pa, parquet = pyarrow(out)
-        super().__init__(out)
-        self._names, self._per_residue, self._choose = names, per_residue, choose
-        self._chains, self._pairs = chains, pairs
+        super().__init__(out, names, **how)
         self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(names)))
         self._rows = 0
         self._waiting: list[tuple[str, str, npt.NDArray[np.float32]]] = []
         types = dict.fromkeys(("chain", "position", "length_a", "length_b"), self._pa.int32())
-        first, numbers = columns(names, per_residue=per_residue, choose=choose, chains=chains, pairs=pairs)
+        first, numbers = self._columns
         fields = [self._pa.field(name, types.get(name, self._pa.string()), nullable=False) for name in first]
         fields += [self._pa.field(name, self._pa.float32(), nullable=False) for name in numbers]
         self._schema = self._pa.schema(fields, metadata=dict(about))
