@@ -21,15 +21,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from starter import build as starter
 
-AMINO_ACIDS = bytes.maketrans(bytes(range(28)), b"-ABCDEFGHIKLMNPQRSTVWXYZU*OJ")
-"""NCBIstdaa, the residue codes of a BLAST database."""
-
-
-def blast_sequences(path: Path) -> list[tuple[str, str]]:
-    """(number, sequence) of each record of a BLAST database of proteins, from its `.psq` file: records end in zeros."""
-    sequences = path.read_bytes().strip(b"\0").split(b"\0")
-    return [(f"{path.stem}_{n}", s.translate(AMINO_ACIDS).decode()) for n, s in enumerate(sequences)]
-
 
 def main() -> None:
     """Read, filter, write; the number of sequences after each filter goes to the terminal."""
@@ -62,7 +53,7 @@ def main() -> None:
     for path in given.examples:
         records += starter.read_fasta(path)
     tell("and sequences of mmseqs2-examples", (s for _, s in records))
-    records += blast_sequences(given.blast)
+    records += starter.blast_sequences(given.blast)
     tell("and sequences of metastudent-data", (s for _, s in records))
     names: dict[str, str] = {}
     for name, sequence in records:

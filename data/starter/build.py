@@ -1,8 +1,8 @@
-"""The training data of the starter model, from two Debian packages and the sample in `data/contact`.
+"""The training data of the starter model, from three Debian packages and the sample in `data/contact`.
 
-    apt-get download promod3-data mmseqs2-examples
-    for deb in promod3-data_*.deb mmseqs2-examples_*.deb; do dpkg -x "$deb" debian; done
-    python data/starter/build.py "$(find debian -name structure_db.dat)" \
+    apt-get download promod3-data mmseqs2-examples metastudent-data
+    for deb in promod3-data_*.deb mmseqs2-examples_*.deb metastudent-data_*.deb; do dpkg -x "$deb" debian; done
+    python data/starter/build.py "$(find debian -name structure_db.dat)" "$(find debian -path '*BPO/goasp.fasta.psq')" \
         $(find debian -name DB.fasta.gz -o -name QUERY.fasta.gz) --out starter-data
 
 Writes `sequences.fasta.gz` (masked-LM training), `chains.fasta` and `.npz` (contact training), `valid_chains.fasta` and
@@ -39,6 +39,8 @@ SHORTEST = 40
 PEPTIDE_BOND = 1.6
 """Angstrom from C to the next N; a longer bond is a break in the chain."""
 AMINO_ACID_TYPES = 10
+BLAST_CODES = bytes.maketrans(bytes(range(28)), b"-ABCDEFGHIKLMNPQRSTVWXYZU*OJ")
+"""NCBIstdaa, the residue codes of a BLAST database."""
 E_VALUE = 1.0
 """Far above the usual 1e-3, which holds for a search the other way too: a sequence of ours against the 199 chains of
 `valid` and `test`, a file 400 times smaller, has an E-value 400 times lower."""
@@ -80,6 +82,12 @@ def read_fasta(path: Path) -> list[tuple[str, str]]:
         header, *lines = entry.split("\n")
         records.append((header.split()[0], "".join("".join(lines).split()).upper()))
     return records
+
+
+def blast_sequences(path: Path) -> list[tuple[str, str]]:
+    """(number, sequence) of each record of a BLAST database of proteins, from its `.psq` file: records end in zeros."""
+    sequences = path.read_bytes().strip(b"\0").split(b"\0")
+    return [(f"{path.stem}_{n}", s.translate(BLAST_CODES).decode()) for n, s in enumerate(sequences)]
 
 
 def write_fasta(path: Path, records: Iterable[tuple[str, str]]) -> None:
@@ -167,6 +175,7 @@ def main() -> None:
     """Read, filter, write; the number of sequences after each filter goes to the terminal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("database", type=Path, help="structure_db.dat of promod3-data")
+    parser.add_argument("blast", type=Path, help="BPO/goasp.fasta.psq of metastudent-data")
     parser.add_argument("examples", type=Path, nargs="+", help="DB.fasta.gz and QUERY.fasta.gz of mmseqs2-examples")
     parser.add_argument("--out", type=Path, required=True, help="directory for the files; made where it is missing")
     parser.add_argument(
@@ -174,10 +183,11 @@ def main() -> None:
     )
     parser.add_argument("--held-out", type=int, default=150, help="clusters for valid_chains (%(default)s)")
     parser.add_argument("--identity", type=float, default=0.5, help="of the sequence clusters (%(default)s)")
+    parser.add_argument("--most", type=int, default=80_000, help="sequence clusters to draw (%(default)s)")
     given = parser.parse_args()
     if not shutil.which("mmseqs"):
         parser.error("the command 'mmseqs' is missing; install MMseqs2 (Debian: apt-get install mmseqs2)")
-    for path in (given.database, *given.examples):
+    for path in (given.database, given.blast, *given.examples):
         if not path.is_file():
             parser.error(f"{path}: no such file; see the top of this script for where to get it")
     given.out.mkdir(parents=True, exist_ok=True)
@@ -220,11 +230,20 @@ def main() -> None:
     write_chains(given.out / "valid_chains.fasta", held_out, chains, given.database)
     training = [chain for chain in chosen if chains[chain] not in dropped]
     write_chains(given.out / "chains.fasta", training, chains, given.database)
+    for name, sequence in blast_sequences(given.blast):
+        if len(sequence) >= SHORTEST and set(sequence) <= RESIDUES:
+            names.setdefault(sequence, name)
     left = [sequence for sequence in names if sequence not in dropped]
-    tell("sequences left", left)
-    kept = representatives(left, given.identity)
-    tell(f"sequences, one of each cluster at {given.identity:.0%} identity: sequences.fasta.gz", kept)
-    write_fasta(given.out / "sequences.fasta.gz", ((names[s], s) for s in left if s in kept))
+    tell("sequences left, with those of metastudent-data", left)
+    clusters = representatives(left, given.identity, "easy-linclust")
+    tell(f"one of each cluster at {given.identity:.0%} identity", clusters)
+    drawn = sorted(clusters, key=lambda sequence: key(given.seed, sequence))[: given.most]
+    tell("drawn", drawn)
+    dropped = similar(drawn, [sequence for _, sequence in sample] + [chains[chain] for chain in held_out])
+    tell("similar to the sample's valid or test, or to the chains held out, removed", dropped)
+    kept = [sequence for sequence in drawn if sequence not in dropped]
+    tell("sequences: sequences.fasta.gz", kept)
+    write_fasta(given.out / "sequences.fasta.gz", ((names[sequence], sequence) for sequence in kept))
 
 
 if __name__ == "__main__":

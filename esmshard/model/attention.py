@@ -220,6 +220,8 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(dim, dim, bias=bias)
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.out_proj = nn.Linear(dim, dim, bias=bias)
+        self.norm_of_width: Callable[..., torch.Tensor] = _norm_of_width
+        """The norm of queries and keys. Where heads are divided over ranks, `esmshard.sharding` sets another one."""
         self.q_norm = nn.LayerNorm(dim, bias=False) if qk_norm else None
         self.k_norm = nn.LayerNorm(dim, bias=False) if qk_norm else None
         self.rot_emb = RotaryEmbedding(dim // n_heads) if rotary else None
@@ -241,7 +243,7 @@ class SelfAttention(nn.Module):
         self, x_TD: torch.Tensor, batch: TokenBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, [T, H, K] each, as attention takes them."""
-        t, d = x_TD.shape
+        t = len(x_TD)
         qkv_TE = self._project(x_TD)
         if self.q_norm is None or self.k_norm is None:
             if self.rot_emb is not None:
@@ -249,11 +251,11 @@ class SelfAttention(nn.Module):
             q_THK, k_THK, v_THK = qkv_TE.view(t, 3, self.n_heads, -1).unbind(1)
             return q_THK, k_THK, v_THK
         # The norms need their inputs for the gradient. Their joined outputs are new memory, which is rotated in place.
-        q_TD, k_TD, v_TD = torch.split(qkv_TE, d, 1)
+        q_TD, k_TD, v_TD = torch.chunk(qkv_TE, 3, 1)
         normed = []
         for y_TD, norm in ((q_TD, self.q_norm), (k_TD, self.k_norm)):
             weight_D = norm.weight if self.reordered is None else _paired(norm.weight, self.reordered)
-            normed.append(F.layer_norm(y_TD, (d,), weight_D, None, norm.eps))
+            normed.append(self.norm_of_width(y_TD, weight_D, None, norm.eps))
         qk_TE = torch.cat(normed, 1).to(v_TD.dtype)  # Autocast computes norms in fp32, and attention needs one type.
         if self.rot_emb is not None:
             qk_TE = rotate(qk_TE, self.rot_emb(batch), self.n_heads)
@@ -294,6 +296,10 @@ class SelfAttention(nn.Module):
         if q is None:
             return None
         return _join(self.reordered, q, k, v)
+
+
+def _norm_of_width(y_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return F.layer_norm(y_TD, y_TD.shape[1:], weight_D, bias_D, eps)
 
 
 def _join(n_heads: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,16 @@ class Trunk(nn.Module, ABC):
         """Apply block `index` to x [T, D]."""
         return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
 
+    def before_blocks(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return what the first block gets of the embedding. `esmshard.sharding` sets another function where ranks
+        share the tokens of a pack.
+        """
+        return x_TD
+
+    def after_blocks(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return the representations [T, D] of all tokens from what a block returns; see `before_blocks`."""
+        return x_TD
+
     def tie_weights(self) -> None:
         """Make the names in `tied` share their tensor again; `to_empty` gives each name a separate tensor."""
 
@@ -104,13 +114,14 @@ class Trunk(nn.Module, ABC):
         needed = self.config.n_layers
         if logits_at is None and wanted:
             needed = max(wanted)  # Layers that no result needs are not computed.
+        x_TD = self.before_blocks(x_TD)
         for index in range(len(self.layers)):
             if index == needed:
                 return TrunkOutput(found, None)
             x_TD = self.run_block(index, x_TD, batch, on_attention)
             if index + 1 in wanted and index + 1 < self.config.n_layers:
-                found[index + 1] = x_TD
-        x_TD = self.finish(x_TD)
+                found[index + 1] = self.after_blocks(x_TD)
+        x_TD = self.finish(self.after_blocks(x_TD))
         if self.config.n_layers in wanted:
             found[self.config.n_layers] = x_TD
         logits_PV = self.lm_head(x_TD[logits_at]) if logits_at is not None else None

@@ -130,6 +130,7 @@ def time_collectives(model: nn.Module, clock: CommunicationClock) -> None:
             continue
         module.set_custom_all_gather(_AllGather(clock))
         module.set_custom_reduce_scatter(_ReduceScatter(clock))
-        if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in module.parameters()):
+        meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
+        if any("replicate" in (mesh.mesh_dim_names or ()) for mesh in meshes):
             # Only for several copies: with one copy the hook would run in another stream than the collective before it.
             module.set_all_reduce_hook(clock.all_reduced)

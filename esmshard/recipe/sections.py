@@ -204,6 +204,11 @@ class ParallelSettings(Settings):
     """
     group_size: int | None = Field(None, ge=2, le=MOST_PROCESSES)
     """Processes that share one copy of the weights under `hybrid_shard`; by default those of one machine."""
+    tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
+    """Neighbouring processes of one machine that compute each layer together: they share the attention heads and the
+    columns of the feed-forward part, see the same records, and hold 1/N of the layers' weights and activations. The
+    strategy divides what is left over the other processes.
+    """
     layers: After = None
     """The treatment of the layers' gathered weights after the forward pass, if it differs from the strategy:
     `full_shard` frees them, `shard_grad_op` keeps them, a number N keeps them sharded over groups of N processes

@@ -41,9 +41,13 @@ class Layout:
 
     strategy: str = "full_shard"
     world_size: int = 1
+    tensor: int = 1
+    """The number of neighbouring ranks that compute each layer together (`esmshard.sharding.tensor_parallel`). They see
+    the same records.
+    """
     group: int = 1
-    """The number of ranks that share one copy. Each holds 1 / group of every tensor; there are world_size / group
-    copies.
+    """The number of ranks over which FSDP divides one copy. With `tensor`, these are every N-th rank, and each holds
+    1 / group of its own part of every tensor. There are data_size / group copies.
     """
     free_layers: bool | int = True
     """Whether a layer's gathered weights are freed after its forward pass; a number N keeps them divided over N ranks.
@@ -65,9 +69,14 @@ class Layout:
         return self.world_size > 1 or self.cpu_offload
 
     @property
+    def data_size(self) -> int:
+        """The number of ranks, or groups of ranks, that see different records."""
+        return self.world_size // self.tensor
+
+    @property
     def replicas(self) -> int:
         """The number of copies of the model over all ranks."""
-        return self.world_size // self.group
+        return self.data_size // self.group
 
 
 def layout(
@@ -84,22 +93,30 @@ def layout(
     Raises:
         UsageError: for an impossible combination.
     """
-    group = _group(settings, world_size, per_machine)
+    tensor = settings.tensor
+    if world_size % tensor or per_machine % tensor:
+        raise UsageError(
+            f"parallel.tensor: groups of {tensor} processes do not divide the {per_machine} of one machine; a group "
+            "exchanges activations in every layer and cannot leave its machine; choose a number that divides them"
+        )
+    data_size = world_size // tensor
+    group = _group(settings, data_size, max(1, per_machine // tensor))
     if settings.cpu_offload and settings.accumulate == "unsharded":
         raise UsageError(
             "parallel.accumulate: unsharded keeps all gradients on the device, and parallel.cpu_offload moves them "
             "away from it; choose accumulate: sharded, or no offload"
         )
     free = STRATEGIES[settings.strategy].free
-    layers = _after("layers", settings.layers, group, world_size, free)
-    last = layers if settings.last_layer is None else _after("last_layer", settings.last_layer, group, world_size, free)
+    layers = _after("layers", settings.layers, group, data_size, free)
+    last = layers if settings.last_layer is None else _after("last_layer", settings.last_layer, group, data_size, free)
     return Layout(
         strategy=settings.strategy,
         world_size=world_size,
+        tensor=tensor,
         group=group,
         free_layers=layers,
         free_last=last,
-        free_root=_after("root", settings.root, group, world_size, False),
+        free_root=_after("root", settings.root, group, data_size, False),
         precision=precision,
         reduce_dtype=settings.reduce_dtype,
         activation_checkpointing=settings.activation_checkpointing,

@@ -9,11 +9,11 @@ from collections.abc import Callable, Set
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 
 from esmshard.launch.process_group import World
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.shard import local
+from esmshard.sharding.tensor_parallel import DIMENSION
 from esmshard.sharding.tied_weights import check_buffers, check_same_weights, check_ties, ties
 
 RowsOf = Callable[[str, slice], torch.Tensor]
@@ -54,33 +54,45 @@ def _fill(model: nn.Module, rows_of: RowsOf, doubles: Set[str]) -> dict[str, int
             continue
         first = rows_of(name, slice(0, 1)).float().contiguous()
         marks[name] = zlib.crc32(first.view(torch.uint8).numpy().data)
-        rows, own = own_rows(target), local(target)
-        if rows.start < rows.stop:  # a tensor of few rows has none on the last ranks
+        (rows, columns), own = own_part(target), local(target)
+        if own.numel():  # a tensor of few rows has none on the last ranks
             mine = rows_of(name, rows)
+            mine = mine if columns is None else mine[:, columns]
             assert mine.shape == own.shape, f"{name}: {list(mine.shape)} for {list(own.shape)}"
             own.copy_(mine)
     return marks
 
 
-def own_rows(tensor: torch.Tensor) -> slice:
-    """Return the rows of a whole tensor that this rank keeps.
+def own_part(tensor: torch.Tensor) -> tuple[slice, slice | None]:
+    """Return the rows of a whole tensor that this rank keeps, and the columns if they are not all.
 
     FSDP2 divides the first dimension as `torch.chunk` does: into equal parts, of which the last may be shorter or
-    empty. 33 rows on four ranks are 9, 9, 9 and 6.
+    empty. 33 rows on four ranks are 9, 9, 9 and 6. Tensor parallelism, the last dimension of the mesh, divides first:
+    FSDP then divides the rows of each part.
     """
     if not isinstance(tensor, DTensor):
-        return slice(0, len(tensor))
-    start, stop = 0, len(tensor)
-    for dimension, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0, "weights are cut along their first dimension"
-            mesh = tensor.device_mesh
-            chunk = -(-(stop - start) // mesh.size(dimension))
-            begin = start + chunk * mesh.get_local_rank(dimension)
-            start, stop = min(begin, stop), min(begin + chunk, stop)
-        else:
+        return slice(0, len(tensor)), None
+    mesh, rows, columns = tensor.device_mesh, slice(0, len(tensor)), None
+    names = mesh.mesh_dim_names or ()
+    for dimension in sorted(range(mesh.ndim), key=lambda n: names[n] != DIMENSION):
+        placement = tensor.placements[dimension]
+        if not hasattr(placement, "dim"):
             assert placement.is_replicate(), f"a weight cannot be {placement}"
-    return slice(start, stop)
+            continue
+        assert placement.dim == 0 or names[dimension] == DIMENSION, "FSDP cuts weights along their first dimension"
+        size, rank = mesh.size(dimension), mesh.get_local_rank(dimension)
+        if placement.dim == 0:
+            rows = _chunk(rows, size, rank)
+        else:
+            columns = _chunk(slice(0, tensor.shape[1]), size, rank)
+    return rows, columns
+
+
+def _chunk(whole: slice, parts: int, part: int) -> slice:
+    """Return one part of a slice, as `torch.chunk` divides."""
+    each = -(-(whole.stop - whole.start) // parts)
+    begin = whole.start + each * part
+    return slice(min(begin, whole.stop), min(begin + each, whole.stop))
 
 
 def _tie(model: nn.Module, expected: list[list[str]]) -> None:

@@ -2,12 +2,14 @@
 
 `shard` is the middle of this order:
 
-    build on the meta device -> checkpointing -> compile -> each layer -> root -> `load.materialise` -> optimizer
+    build on the meta device -> tensor parallelism -> checkpointing -> compile -> each layer -> root
+    -> `load.materialise` -> optimizer
 
 `model` must have `layers`, a ModuleList of blocks. Each block is a group of parameters that FSDP gathers together. All
 other parameters form one more group, the root: embedding and LM head share a tensor, and a tensor belongs to one group.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from esmshard.launch.process_group import World
+from esmshard.sharding import tensor_parallel
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.tied_weights import check_ties, ties
 
@@ -40,6 +43,9 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     layers, shared = model.layers, ties(model)
     assert isinstance(layers, nn.ModuleList), "a model to shard promises `layers`"
     assert layout.world_size == world.size, "a layout for another number of ranks"
+    mesh = None if world.mesh is None else _mesh(world.mesh, layout)
+    if mesh is not None and layout.tensor > 1:
+        tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
     if layout.activation_checkpointing != "none":
         context: dict[str, Any] = {}
         if layout.activation_checkpointing == "selective":
@@ -49,8 +55,8 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if layout.compile:
         for layer in layers:  # in place, since a module around it would change the names in checkpoints
             layer.compile(dynamic=True)
-    if world.mesh is not None:
-        _fully_shard(model, layers, layout, _mesh(world.mesh, layout))
+    if mesh is not None:
+        _fully_shard(model, layers, layout, mesh if layout.tensor == 1 else mesh[*_data_dimensions(layout)])
     elif layout.precision != "fp32":
         model.forward = torch.autocast(world.device.type, DTYPES[layout.precision])(model.forward)
     check_ties(model, shared)
@@ -76,12 +82,19 @@ def _checkpointed(forward: Callable[..., torch.Tensor], context: dict[str, Any])
 
 
 def _mesh(ranks: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """Return a mesh of one dimension for one copy of the model; for several (replicate, shard), neighbours sharing a
-    copy.
+    """Return the mesh of all ranks: (shard), or (replicate, shard) for several copies, and `tensor` as the last
+    dimension where neighbours compute a layer together.
     """
-    if layout.replicas == 1:
+    if layout.replicas == layout.tensor == 1:
         return ranks
-    return init_device_mesh(ranks.device_type, (layout.replicas, layout.group), mesh_dim_names=("replicate", "shard"))
+    sizes = {"replicate": layout.replicas, "shard": layout.group, tensor_parallel.DIMENSION: layout.tensor}
+    names = _data_dimensions(layout) + ((tensor_parallel.DIMENSION,) if layout.tensor > 1 else ())
+    return init_device_mesh(ranks.device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+
+def _data_dimensions(layout: Layout) -> tuple[str, ...]:
+    """Return the dimensions of the mesh over which FSDP divides and copies."""
+    return ("shard",) if layout.replicas == 1 else ("replicate", "shard")
 
 
 def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: DeviceMesh) -> None:
@@ -200,3 +213,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copies(tensor: torch.Tensor) -> int:
+    """Return the number of ranks that hold the same part of a tensor as this rank."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = (tensor.device_mesh.size(n) for n, placed in enumerate(tensor.placements) if placed.is_replicate())
+    return math.prod(sizes)

@@ -57,7 +57,7 @@ def validate(
     mine: list[tuple[int, Row]] = []
     sums, stopped = np.zeros(2), False
     with torch.no_grad():
-        for micro in assign(range(len(data)), data.tokens, longest, world.rank, world.size):
+        for micro in assign(range(len(data)), data.tokens, longest, world.data_rank, world.data_size):
             if stopped := bool(stop()):
                 break
             batch, targets = collate(task, [data.get(n) for n in micro.records])
@@ -71,7 +71,8 @@ def validate(
     model.train()
     if stopped:
         return None
-    loss, count = world.sum(sums.tolist())
+    # Ranks of one tensor group have scored the same records.
+    loss, count = (sum(column) for column in zip(*world.rows(sums.tolist())[:: world.tensor], strict=True))
     everyone = dict(pair for part in world.gather(mine) for pair in part)
     assert sorted(everyone) == list(range(len(data))), "each record is scored once"
     return loss / count if count else float("nan"), [everyone[n] for n in range(len(data))]

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ def train(
     Raises:
         Preempted: if the run was asked to stop. The work done until then is saved.
     """
+    ranks = replace(ranks, tensor=job.layout.tensor)
     training = _build(job, start, ranks, control, preemption, attempt, report)
     state = training.state
     if ranks.is_first:
@@ -171,7 +172,7 @@ class Training:
     def out_of_memory_advice(self) -> AbstractContextManager[None]:
         """Return a context that turns an out-of-memory error of the GPU into a message with a number that fits."""
         recipe, longest = self.job.recipe, int(self.job.train.tokens.max())
-        at_once = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.size)))
+        at_once = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.data_size)))
         return out_of_memory_in_steps(
             at_once,
             longest,
@@ -184,7 +185,11 @@ class Training:
         """Return epoch, number of records and this rank's micro-batches of a step. All ranks plan the same records."""
         epoch, records = self.plan.step(step)
         tokens_N = self.job.train.tokens
-        return epoch, len(records), assign(records, tokens_N, self.tokens_per_rank, self.ranks.rank, self.ranks.size)
+        return (
+            epoch,
+            len(records),
+            assign(records, tokens_N, self.tokens_per_rank, self.ranks.data_rank, self.ranks.data_size),
+        )
 
     def digests_of_first_step(self) -> dict[bytes, str]:
         """Return the digests of the records of this rank's first step, with their ids."""

@@ -13,7 +13,7 @@ from esmshard.errors import InputError
 from esmshard.launch.process_group import World
 from esmshard.monitor.watch import Watch
 from esmshard.sharding.layout import Layout
-from esmshard.sharding.shard import local, next_micro_batch
+from esmshard.sharding.shard import copies, local, next_micro_batch
 from esmshard.tasks.base import Task
 
 T = TypeVar("T")
@@ -103,17 +103,20 @@ def train_step(
         parts.append(torch.stack([part.sum.detach(), part.count]) * weight)
         residues += 0 if is_dummy else batch.n_residues
 
-    gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    whole = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [local(gradient) for gradient in whole]
     norms = torch.stack(torch._foreach_norm(gradients))
     if watch is not None:
         watch.wait_for_device()
     loss_sum, count = torch.stack(parts).cpu().double().sum(0).tolist()
-    square = norms.cpu().double().square().sum().item()
-    # Every replica of the model has the same gradients, so their squares are counted once.
-    own = [loss_sum, count, square / layout.replicas, residues, asked]
+    # A part of a gradient that several ranks hold is counted once.
+    holders = torch.tensor([copies(gradient) for gradient in whole], dtype=torch.float64)
+    square = (norms.cpu().double().square() / holders).sum().item()
+    own = [square, asked, loss_sum, count, residues]
     rows = world.rows([*own, *(watch.numbers() if watch else [])])
-    columns = list(zip(*rows, strict=True))
-    total_loss, total_count, total_square, total_residues = (sum(column) for column in columns[:4])
+    total_square, reason = sum(row[0] for row in rows), int(max(row[1] for row in rows))
+    # Ranks of one tensor group have computed the losses of the same records.
+    total_loss, total_count, total_residues = (sum(row[k] for row in rows[:: layout.tensor]) for k in (2, 3, 4))
     divisor = max(total_count, 1) * (scale.value if scale else 1.0)
     norm = math.sqrt(total_square) / divisor
     skipped = total_count == 0 or not math.isfinite(norm) or not math.isfinite(total_loss)
@@ -124,7 +127,7 @@ def train_step(
         scale.update(not math.isfinite(norm))
     loss = total_loss / total_count if total_count else math.nan
     numbers = [row[len(own) :] for row in rows]
-    return StepResult(loss, norm, int(total_residues), skipped, numbers, int(max(columns[4])))
+    return StepResult(loss, norm, int(total_residues), skipped, numbers, reason)
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

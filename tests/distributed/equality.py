@@ -1,6 +1,7 @@
 """What the ranks of the equality tests do: gradients of one step and losses of ten, many layouts in one start."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,21 +106,22 @@ def micro_batches(task: Task, data: Examples, share: Sequence[Sequence[int]], mo
 def gradients(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout, wrong: bool) -> dict[str, Any]:
     """Loss and gradients of the eight records. `wrong`: each rank divides by its own count, the classic mistake."""
     data = open_split(recipe, "train", task.labels, tracks_of(recipe))
-    shares = SHARES[ranks.size]
-    batches = list(micro_batches(task, data, shares[ranks.rank], max(map(len, shares))))
+    shares = SHARES[laid.data_size]
+    own = shares[ranks.data_rank]
+    batches = list(micro_batches(task, data, own, max(map(len, shares))))
     losses, count = 0.0, 0.0
     for n, (batch, targets, is_dummy) in enumerate(batches):
         part = task.loss(model(batch), targets)
         scale = 0.0 if is_dummy else 1.0
-        divide = max(1.0, float(part.count)) * len(batches) * ranks.size if wrong else 1.0
+        divide = max(1.0, float(part.count)) * len(batches) * laid.data_size if wrong else 1.0
         next_micro_batch(model, laid, n + 1 == len(batches))
         (part.sum * scale / divide).backward()
         losses, count = losses + scale * float(part.sum.detach()), count + scale * float(part.count)
-    total, everyone = ranks.sum([losses, count])
+    total, everyone = (value / laid.tensor for value in ranks.sum([losses, count]))
     return {
         "loss": total / everyone,
         "count": count,
-        "micro_batches": len(shares[ranks.rank]),
+        "micro_batches": len(own),
         "gradients": {n: work.full(p.grad) / (1.0 if wrong else everyone) for n, p in trainable(model).items()},
     }
 
@@ -136,7 +138,7 @@ def curve(
     for step in range(steps):
         set_learning_rate(optimizer, schedule(step, steps, 0.1, "cosine"))
         epoch, records = plan.step(step)
-        micro = assign(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.rank, ranks.size)
+        micro = assign(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.data_rank, ranks.data_size)
         batches = ((*collate(task, [data.get(n, epoch) for n in m.records]), m.is_dummy) for m in micro)
         results.append(train_step(model, task, optimizer, batches, recipe.optim.clip, ranks, laid))
     for group in groups(model):
@@ -153,10 +155,11 @@ def curve(
 def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int) -> list[dict[str, Any]]:
     """Gradients and losses of several recipes, each under a `parallel` section."""
     found = []
-    with world(alone_too=True) as ranks:
+    with world(alone_too=True) as everyone:
         for path, settings in wanted:
             recipe = work.load(path)
-            laid = work.laid_out(recipe, ranks, **settings)
+            laid = work.laid_out(recipe, everyone, **settings)
+            ranks = replace(everyone, tensor=laid.tensor)
             model, task = build(recipe, ranks, laid)
             result = gradients(recipe, model, task, ranks, laid, wrong=False)
             model.zero_grad()
@@ -169,9 +172,10 @@ def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
     # Dynamo's tracing without a compiler behind it: the same calls in the same places, and seconds instead of minutes.
     nn.Module.compile = _compile_eagerly  # type: ignore[method-assign,assignment]
     recipe, found = work.load(path), {}
-    with world(alone_too=True) as ranks:
+    with world(alone_too=True) as everyone:
         for name, settings in wanted.items():
-            laid = work.laid_out(recipe, ranks, **{k: v for k, v in settings.items() if k != "wrong"})
+            laid = work.laid_out(recipe, everyone, **{k: v for k, v in settings.items() if k != "wrong"})
+            ranks = replace(everyone, tensor=laid.tensor)
             model, task = build(recipe, ranks, laid)
             passes: list[int] = []
             # It stays there: compiled layers would be compiled again without it.
