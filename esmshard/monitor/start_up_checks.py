@@ -8,27 +8,42 @@ from esmshard.launch.process_group import World
 
 
 def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) -> None:
-    """Stop if two ranks would train on the same records. Nothing else would show this, since the loss falls anyway.
+    """Stop if two ranks would train on the same records, or the ranks of one tensor group on different ones. Nothing
+    else would show this, since the loss falls anyway.
 
     Args:
         world: the ranks that take the step together.
         digests: reads this rank's share of the first step, and returns the ids of its records by digest.
 
     Raises:
-        InputError: on all ranks, if a record is in the shares of two ranks.
+        InputError: on all ranks, if a record is in the shares of two ranks, or not in those of a whole tensor group.
     """
     owners: dict[bytes, int] = {}
-    for rank, share in enumerate(world.gather(world.agree(digests))):
+    shares = world.gather(world.agree(digests))
+    for rank, share in enumerate(shares):
+        first = rank - rank % world.tensor
+        if first != rank:
+            if differing := [*share.items() ^ shares[first].items()]:
+                raise _shared(
+                    f"ranks {first} and {rank} compute each layer together (parallel.tensor) and would train on "
+                    f"different records (first: '{differing[0][1]}'); give both the same files, and the same version "
+                    "of esmshard"
+                )
+            continue
         for digest, record_id in share.items():
             owner = owners.setdefault(digest, rank)
             if owner != rank:
-                error = InputError(
+                raise _shared(
                     f"ranks {owner} and {rank} would train on the same records (first: '{record_id}'); each rank must "
                     "take its own share: start through `esmshard finetune --nproc N` or torchrun, which set RANK and "
                     "WORLD_SIZE"
                 )
-                error.shared = True
-                raise error
+
+
+def _shared(message: str) -> InputError:
+    error = InputError(message)
+    error.shared = True
+    return error
 
 
 SLOW = 1.2

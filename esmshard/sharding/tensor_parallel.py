@@ -20,6 +20,7 @@ names; R is the number of a rank's own tokens, H and F are those of a rank.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,12 +128,13 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
                 done.setdefault(id(parameter), _placed(parameter, mesh, Replicate()))
                 setattr(module, name, done[id(parameter)])
     _give_and_take_rows(trunk, rows)
-    outside = [module for name, module in model.named_modules() if not _is_in(module, trunk.layers)]
-    model.forward = _with_own_parts(outside, _computed_alike(rows), model.forward)
-
-
-def _is_in(module: nn.Module, layers: nn.ModuleList) -> bool:
-    return any(module is other for other in layers.modules())
+    in_layers = set(trunk.layers.modules())
+    outside, alike = [module for module in model.modules() if module not in in_layers], _computed_alike(rows)
+    model.forward = _with_own_parts(outside, alike, model.forward)
+    for block in trunk.layers:  # Activation checkpointing calls a layer again when `model.forward` has ended.
+        assert isinstance(block, TrunkBlock)
+        between = partial(_between, rows, block.add_between)
+        block.add_between = _with_own_parts(outside, alike, between)  # type: ignore[assignment]
 
 
 def _split_block(block: TrunkBlock, config: ModelConfig, rows: Rows) -> None:
@@ -160,8 +162,6 @@ def _split_block(block: TrunkBlock, config: ModelConfig, rows: Rows) -> None:
         if full_norm is not None:
             _place(full_norm, rows.mesh, Shard(0), None)
     attention.norm_of_width = lambda *given: _norm_of_width(rows, *given)
-    add_between = block.add_between
-    block.add_between = lambda *given: _between(rows, add_between, *given)  # type: ignore[method-assign]
     block.forward = _with_own_parts(list(block.modules()), _computed_in_parts(rows, summed), block.forward)
 
 

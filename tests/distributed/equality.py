@@ -16,12 +16,14 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.launch.process_group import World, world
+from esmshard.model import attention
 from esmshard.model.config import ModelConfig
 from esmshard.model.families import family_registry
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import Recipe
+from esmshard.sharding import tensor_parallel
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.load import materialise
 from esmshard.sharding.shard import groups, next_micro_batch, shard, trainable
@@ -165,6 +167,25 @@ def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int) -> list
             model.zero_grad()
             found.append(result | curve(recipe, model, task, ranks, laid, steps))
     return found
+
+
+def mistaken(path: str, mistake: str) -> dict[str, Any]:
+    """Loss and gradients with layers divided over both ranks, and a mistake."""
+    if mistake == "norm of own heads":
+        tensor_parallel._norm_of_width = lambda rows, *given: attention._norm_of_width(*given)
+    elif mistake == "bias of every rank":
+        tensor_parallel._computed_in_parts = lambda rows, summed: _computed_in_parts(rows, [])
+    else:
+        tensor_parallel.Rows.all_for_parts = tensor_parallel.Rows.all_again  # type: ignore[method-assign]
+    recipe = work.load(path)
+    with world() as everyone:
+        laid = work.laid_out(recipe, everyone, tensor=2)
+        ranks = replace(everyone, tensor=2)
+        model, task = build(recipe, ranks, laid)
+        return gradients(recipe, model, task, ranks, laid, wrong=False)
+
+
+_computed_in_parts = tensor_parallel._computed_in_parts
 
 
 def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

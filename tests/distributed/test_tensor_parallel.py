@@ -5,14 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import equality
+import saving
 from conftest import RECIPE, write_subset
 from ranks import run_ranks
-from test_equality import compare
+from test_equality import compare, worst
+from test_saver import steps
+
+from esmshard.model.families.family_registry import FAMILIES
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -66,3 +71,92 @@ def test_gradients_and_losses(
     on_ranks: Callable[[int], list[dict[str, Any]]], reference: dict[str, Any], size: int, strategy: str, option: str
 ) -> None:
     compare([found[f"{strategy}, {option}"] for found in on_ranks(size)], reference, option)
+
+
+@pytest.mark.parametrize(("size", "strategy", "option"), [case for case in CASES if case[2] == "wrong"])
+def test_the_mean_of_means_is_noticed(
+    on_ranks: Callable[[int], list[dict[str, Any]]], reference: dict[str, Any], size: int, strategy: str, option: str
+) -> None:
+    for found in on_ranks(size):
+        assert worst(found[f"{strategy}, {option}"]["gradients"], reference["gradients"]) > 1e-2
+
+
+def test_every_family(recipe: Path) -> None:
+    """The smallest size of each family, with all of its weights trained, and with a LoRA on every matrix."""
+    text, wanted = recipe.read_text(), []
+    for name in FAMILIES:
+        size = "nano" if name == "esm2" else f"{name}_nano"
+        for method in ("full", "lora"):
+            path = recipe.with_name(f"{size}-{method}.yaml")
+            adapt = "" if method == "full" else "adapt: {method: lora, rank: 4, targets: [q, k, v, out, fc1, fc2]}\n"
+            path.write_text(text.replace("{name: nano}", f"{{name: {size}}}") + adapt)
+            wanted.append((str(path), {"strategy": "full_shard", "tensor": 2}))
+    results = run_ranks("equality:recipes", 2, recipe.parent, wanted, equality.STEPS)
+    for n, (path, _) in enumerate(wanted):
+        reference = equality.plain(path)
+        assert max(reference["all_moved"].values()) > 1e-3, "nothing was learned that could differ"
+        compare([found[n] for found in results], reference, "plain", most=10)
+
+
+@pytest.mark.parametrize("head", ["attention", "both"])
+def test_heads_over_attention_maps(recipe: Path, head: str) -> None:
+    """Queries and keys of all heads are gathered, and every rank has the maps of all."""
+    path, own = recipe.with_name(f"{head}.yaml"), "" if head == "attention" else ", channels: 8, blocks: 0"
+    path.write_text(recipe.read_text().replace(", channels: 8, blocks: 0", f", head: {head}{own}"))
+    reference = equality.plain(str(path))
+    options = ("plain", "checkpointing full")
+    wanted = {option: {"tensor": 2} | OPTIONS[option] for option in options}
+    results = run_ranks("equality:cases", 2, recipe.parent, str(path), wanted)
+    for option in options:
+        # What the last layer does after its queries and keys has no part in the attention head.
+        compare([found[option] for found in results], reference, option, 15)
+
+
+@pytest.mark.parametrize("mistake", ["norm of own heads", "bias of every rank", "gradients of own tokens"])
+def test_mistakes_are_noticed(recipe: Path, mistake: str) -> None:
+    """The negative control: with a part of the communication left out, these tests would notice."""
+    path = recipe.with_name("mistake.yaml")
+    path.write_text(recipe.read_text().replace("{name: nano}", "{name: esmc_nano}"))
+    path = path if mistake == "norm of own heads" else recipe
+    reference = equality.plain(str(path), 1)
+    for found in run_ranks("equality:mistaken", 2, recipe.parent, str(path), mistake):
+        assert worst(found["gradients"], reference["gradients"], 10) > 1e-2
+
+
+def test_what_each_rank_holds(on_ranks: Callable[[int], list[dict[str, Any]]], recipe: Path) -> None:
+    """Two ranks of a group hold the matrices of the layers once, and a share of all the rest."""
+    whole = sum(parameter.size for parameter in equality.plain(str(recipe), 0)["gradients"].values())
+    for size in MATRIX:
+        held = [found["full_shard, plain"]["held"] for found in on_ranks(size)]
+        assert whole < sum(held) < 1.25 * whole * 1.1
+
+
+def test_a_checkpoint_is_the_same_whatever_divided_the_model(tiny_recipe: Path, tmp_path: Path) -> None:
+    """Stopped and continued as 2 x 2, 4 x 1, 1 x 2, 1 x 1 and 2 x 2 (data x tensor), beside an unbroken run."""
+    text = tiny_recipe.read_text()
+
+    def until(size: int, tensor: int, out: Path, stop: int | None) -> None:
+        tiny_recipe.write_text(text.replace("precision: fp32", f"precision: fp32, tensor: {tensor}"))
+        assert len(set(run_ranks("saving:until", size, tmp_path, str(tiny_recipe), str(out), stop))) == 1
+
+    until(1, 1, tmp_path / "whole", None)
+    for size, tensor, stop in ((4, 2, 1), (4, 1, 2), (2, 2, 3), (1, 1, 4), (4, 2, None)):
+        until(size, tensor, tmp_path / "run", stop)
+    mine, theirs = steps(tmp_path / "run"), steps(tmp_path / "whole")
+    for key in ("step", "split", "lr", "epoch", "records", "residues"):
+        assert [line.get(key) for line in mine] == [line.get(key) for line in theirs], key
+    assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], abs=1e-4)
+    ours, others = (saving.weights_of(str(tmp_path / out / "checkpoints" / "step_000006")) for out in ("run", "whole"))
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in others.items()}
+    weights = [name for name in others if name.startswith("model.")]
+    assert all(np.allclose(ours[name], others[name], rtol=0, atol=1e-4) for name in weights)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tiny_recipe: Path, tmp_path: Path) -> None:
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("precision: fp32", "precision: fp32, tensor: 2"))
+    for out, stops in (("whole", (None,)), ("run", (3, None))):
+        for stop in stops:
+            run_ranks("saving:until", 2, tmp_path, str(tiny_recipe), str(tmp_path / out), stop)
+    ours, others = (saving.weights_of(str(tmp_path / out / "checkpoints" / "step_000006")) for out in ("run", "whole"))
+    assert ours.keys() == others.keys()
+    assert all(np.array_equal(ours[name], others[name]) for name in ours)

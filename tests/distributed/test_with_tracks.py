@@ -15,6 +15,8 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing selective": {"activation_checkpointing": "selective"},
     "offload": {"cpu_offload": True},
     "bf16": {"precision": "bf16"},
+    "tensor": {"tensor": 2},
+    "tensor, checkpointing full": {"tensor": 2, "activation_checkpointing": "full"},
 }
 
 

@@ -1,6 +1,7 @@
 """What the ranks of the tests with coordinates and structure tokens do."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,8 +89,8 @@ def steps(model: FineTuner, ranks: World, laid: Layout) -> dict[str, Any]:
     seen: list[torch.dtype] = []
     model.trunk.geom_attn.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1].dtype))  # type: ignore[union-attr,operator]
     results = []
-    share = SHARES[ranks.size][ranks.rank]
-    most = max(map(len, SHARES[ranks.size]))
+    share = SHARES[ranks.data_size][ranks.data_rank]
+    most = max(map(len, SHARES[ranks.data_size]))
     for _ in range(STEPS):
         set_learning_rate(optimizer, 0.3)
         batches = [micro_batch(share[n] if n < len(share) else share[0], n >= len(share)) for n in range(most)]
@@ -116,5 +117,5 @@ def cases(wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     with world(alone_too=True) as ranks:
         for name, settings in wanted.items():
             laid = work.laid(ranks, **settings)
-            found[name] = steps(built(ranks, laid), ranks, laid)
+            found[name] = steps(built(ranks, laid), replace(ranks, tensor=laid.tensor), laid)
     return found

@@ -1,5 +1,6 @@
 """What the ranks of the distributed tests do. Every rank returns plain numbers and arrays."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +153,18 @@ def poisoned(path: str) -> dict[str, Any]:
         return {"skipped": result.skipped, "moved": float(np.abs(full(model.trunk.embed_tokens.weight) - before).max())}
 
 
-def first_batch(path: str, broken: bool) -> str:
+def first_batch(path: str, broken: str) -> str:
     """The main job as far as its first step, with own shares or the first rank's for all; what ended it."""
 
     def step_begins(*_: Any, **__: Any) -> None:
         raise InputError("the first step begins")
 
     loop.train_step = step_begins
-    if broken:
+    if broken == "the first share for all":
         loop.assign = lambda records, lengths, most, rank, size: assign(records, lengths, most, 0, size)
+    if broken == "a share for each":
+        own = int(os.environ["RANK"])
+        loop.assign = lambda records, lengths, most, rank, size: assign(records, lengths, most, own, 2)
     try:
         finetune.run(load(path))
     except InputError as error:
