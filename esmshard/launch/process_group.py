@@ -38,18 +38,18 @@ class World:
     device: torch.device
     mesh: "DeviceMesh | None"
     """The mesh of all ranks in one dimension; None for a single process that shards nothing."""
-    tensor: int = 1
-    """The number of neighbouring ranks that see the same records (`Layout.tensor`)."""
+    together: int = 1
+    """The number of neighbouring ranks that see the same records (`Layout.together`)."""
 
     @property
     def data_rank(self) -> int:
         """The number of this rank, or of its group, among those that see different records."""
-        return self.rank // self.tensor
+        return self.rank // self.together
 
     @property
     def data_size(self) -> int:
         """The number of ranks, or groups of ranks, that see different records."""
-        return self.size // self.tensor
+        return self.size // self.together
 
     @property
     def is_first(self) -> bool:

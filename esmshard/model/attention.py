@@ -7,8 +7,8 @@ already. Such a pair is a complex number, and one multiplication rotates all of 
 over K, so the order does not change them.
 """
 
+import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from esmshard.batch import TokenBatch
 from esmshard.model.lora import LoraLinear
 from esmshard.model.quantized import frozen_product, packed_of
 
-_EAGER = ("_attend_slices", "_attend_padded", "_hand_out", "_add_between")
+_EAGER = ("_attend_slices", "_attend_padded", "_attend_varlen", "_attend_parts", "_hand_out", "_add_between")
 
 
 def keep_eager() -> None:
@@ -78,6 +78,61 @@ def attend(
     if kernel == "slices":
         return _attend_slices(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
     return _attend_padded(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
+
+
+def attend_from(
+    q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, first: int
+) -> torch.Tensor:
+    """Compute the attention [R, H, K] of some tokens of the pack to the keys and values of all.
+
+    Args:
+        q_RHK: queries of R tokens in a row.
+        k_THK: keys of all tokens.
+        v_THK: values of all tokens.
+        batch: the pack.
+        first: the place of the first of the R tokens.
+    """
+    own = range(first, first + len(q_RHK))
+    parts = [
+        (max(start, own.start) - first, min(end, own.stop) - first, start, end)
+        for start, end in itertools.pairwise(batch.bounds)
+        if max(start, own.start) < min(end, own.stop)
+    ]
+    if not parts:  # Gradients of keys and values are exchanged, and a rank without tokens takes part.
+        return q_RHK + (k_THK[:0].sum() + v_THK[:0].sum())
+    if kernel_name(q_RHK.device, q_RHK.dtype) == "varlen":
+        return _attend_varlen(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
+    return _attend_parts(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
+
+
+_Parts = list[tuple[int, int, int, int]]
+"""Of each sequence: first and last place, exclusive, of its queries among the R, and of its keys in the pack."""
+
+
+def _attend_varlen(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    keys = slice(parts[0][2], parts[-1][3])
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(part[k + 1] - part[k] for part in parts)], dtype=torch.int32).to(
+            q_RHK.device, non_blocking=True
+        )
+        for k in (0, 2)
+    )
+    longest_q, longest_k = (max(part[k + 1] - part[k] for part in parts) for k in (0, 2))
+    out_RHK = varlen_attn(q_RHK, k_THK[keys], v_THK[keys], cu_q, cu_k, longest_q, longest_k)
+    assert isinstance(out_RHK, torch.Tensor)
+    return out_RHK
+
+
+def _attend_parts(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:
+    out = []
+    for q_start, q_end, start, end in parts:
+        q_1HRK, k_1HTK, v_1HTK = (
+            x.transpose(0, 1).unsqueeze(0) for x in (q_RHK[q_start:q_end], k_THK[start:end], v_THK[start:end])
+        )
+        out.append(F.scaled_dot_product_attention(q_1HRK, k_1HTK, v_1HTK).squeeze(0).transpose(0, 1))
+    return torch.cat(out) if len(out) > 1 else out[0]
 
 
 def _attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -220,8 +275,13 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(dim, dim, bias=bias)
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.out_proj = nn.Linear(dim, dim, bias=bias)
+        # Where ranks share the heads or the tokens of a layer, `esmshard.sharding` sets other functions.
+        self.attend: Callable[..., torch.Tensor] = attend
+        """Computes the attention of queries to keys and values."""
         self.norm_of_width: Callable[..., torch.Tensor] = _norm_of_width
-        """The norm of queries and keys. Where heads are divided over ranks, `esmshard.sharding` sets another one."""
+        """The norm of queries and keys."""
+        self.handed_out: Callable[[torch.Tensor], torch.Tensor] = _as_they_are
+        """Takes queries or keys, and returns those of all heads and tokens, for `on_qk`."""
         self.q_norm = nn.LayerNorm(dim, bias=False) if qk_norm else None
         self.k_norm = nn.LayerNorm(dim, bias=False) if qk_norm else None
         self.rot_emb = RotaryEmbedding(dim // n_heads) if rotary else None
@@ -235,9 +295,9 @@ class SelfAttention(nn.Module):
         """Map x [T, D] to [T, D]. If `on_qk` is passed, `on_qk(sequence, q_THK, k_THK)` is called for each sequence."""
         q_THK, k_THK, v_THK = self._queries_keys_values(x_TD, batch)
         if on_qk is not None:
-            _hand_out(on_qk, q_THK, k_THK, batch)
-        attend_them = partial(attend, padded=True) if self.padded else attend
-        return self.out_proj(attend_them(q_THK, k_THK, v_THK, batch).flatten(1))  # type: ignore[no-any-return]
+            _hand_out(on_qk, self.handed_out(q_THK), self.handed_out(k_THK), batch)
+        options = {"padded": True} if self.padded else {}
+        return self.out_proj(self.attend(q_THK, k_THK, v_THK, batch, **options).flatten(1))  # type: ignore[no-any-return]
 
     def _queries_keys_values(
         self, x_TD: torch.Tensor, batch: TokenBatch
@@ -296,6 +356,10 @@ class SelfAttention(nn.Module):
         if q is None:
             return None
         return _join(self.reordered, q, k, v)
+
+
+def _as_they_are(q_THK: torch.Tensor) -> torch.Tensor:
+    return q_THK
 
 
 def _norm_of_width(y_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor | None, eps: float) -> torch.Tensor:

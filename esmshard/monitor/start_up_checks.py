@@ -8,7 +8,7 @@ from esmshard.launch.process_group import World
 
 
 def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) -> None:
-    """Stop if two ranks would train on the same records, or the ranks of one tensor group on different ones. Nothing
+    """Stop if two ranks would train on the same records, or ranks that work together on different ones. Nothing
     else would show this, since the loss falls anyway.
 
     Args:
@@ -16,18 +16,18 @@ def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) 
         digests: reads this rank's share of the first step, and returns the ids of its records by digest.
 
     Raises:
-        InputError: on all ranks, if a record is in the shares of two ranks, or not in those of a whole tensor group.
+        InputError: on all ranks, if a record is in the shares of two ranks, or not in those of all that work together.
     """
     owners: dict[bytes, int] = {}
     shares = world.gather(world.agree(digests))
     for rank, share in enumerate(shares):
-        first = rank - rank % world.tensor
+        first = rank - rank % world.together
         if first != rank:
             if differing := [*share.items() ^ shares[first].items()]:
                 raise _shared(
-                    f"ranks {first} and {rank} compute each layer together (parallel.tensor) and would train on "
-                    f"different records (first: '{differing[0][1]}'); give both the same files, and the same version "
-                    "of esmshard"
+                    f"ranks {first} and {rank} compute each layer together (parallel.tensor or context) and would "
+                    f"train on different records (first: '{differing[0][1]}'); give both the same files, and the same "
+                    "version of esmshard"
                 )
             continue
         for digest, record_id in share.items():

@@ -209,6 +209,10 @@ class ParallelSettings(Settings):
     columns of the feed-forward part, see the same records, and hold 1/N of the layers' weights and activations. The
     strategy divides what is left over the other processes.
     """
+    context: int = Field(1, ge=1, le=MOST_PROCESSES)
+    """Neighbouring processes of one machine that divide the tokens of each micro-batch, attention included, for single
+    proteins that are too long for one GPU. Weights are divided by the strategy alone.
+    """
     layers: After = None
     """The treatment of the layers' gathered weights after the forward pass, if it differs from the strategy:
     `full_shard` frees them, `shard_grad_op` keeps them, a number N keeps them sharded over groups of N processes

@@ -45,9 +45,13 @@ class Layout:
     """The number of neighbouring ranks that compute each layer together (`esmshard.sharding.tensor_parallel`). They see
     the same records.
     """
+    context: int = 1
+    """The number of neighbouring ranks that divide the tokens of each pack (`esmshard.sharding.context_parallel`). They
+    see the same records, too.
+    """
     group: int = 1
     """The number of ranks over which FSDP divides one copy. With `tensor`, these are every N-th rank, and each holds
-    1 / group of its own part of every tensor. There are data_size / group copies.
+    1 / group of its own part of every tensor.
     """
     free_layers: bool | int = True
     """Whether a layer's gathered weights are freed after its forward pass; a number N keeps them divided over N ranks.
@@ -71,12 +75,17 @@ class Layout:
     @property
     def data_size(self) -> int:
         """The number of ranks, or groups of ranks, that see different records."""
-        return self.world_size // self.tensor
+        return self.world_size // self.together
+
+    @property
+    def together(self) -> int:
+        """The number of neighbouring ranks that see the same records."""
+        return self.tensor * self.context
 
     @property
     def replicas(self) -> int:
         """The number of copies of the model over all ranks."""
-        return self.data_size // self.group
+        return self.world_size // self.tensor // self.group
 
 
 def layout(
@@ -93,30 +102,26 @@ def layout(
     Raises:
         UsageError: for an impossible combination.
     """
-    tensor = settings.tensor
-    if world_size % tensor or per_machine % tensor:
-        raise UsageError(
-            f"parallel.tensor: groups of {tensor} processes do not divide the {per_machine} of one machine; a group "
-            "exchanges activations in every layer and cannot leave its machine; choose a number that divides them"
-        )
-    data_size = world_size // tensor
-    group = _group(settings, data_size, max(1, per_machine // tensor))
+    _check_together(settings, per_machine)
+    fsdp_size = world_size // settings.tensor
+    group = _group(settings, fsdp_size, max(1, per_machine // settings.tensor))
     if settings.cpu_offload and settings.accumulate == "unsharded":
         raise UsageError(
             "parallel.accumulate: unsharded keeps all gradients on the device, and parallel.cpu_offload moves them "
             "away from it; choose accumulate: sharded, or no offload"
         )
     free = STRATEGIES[settings.strategy].free
-    layers = _after("layers", settings.layers, group, data_size, free)
-    last = layers if settings.last_layer is None else _after("last_layer", settings.last_layer, group, data_size, free)
+    layers = _after("layers", settings.layers, group, fsdp_size, free)
+    last = layers if settings.last_layer is None else _after("last_layer", settings.last_layer, group, fsdp_size, free)
     return Layout(
         strategy=settings.strategy,
         world_size=world_size,
-        tensor=tensor,
+        tensor=settings.tensor,
+        context=settings.context,
         group=group,
         free_layers=layers,
         free_last=last,
-        free_root=_after("root", settings.root, group, data_size, False),
+        free_root=_after("root", settings.root, group, fsdp_size, False),
         precision=precision,
         reduce_dtype=settings.reduce_dtype,
         activation_checkpointing=settings.activation_checkpointing,
@@ -126,6 +131,19 @@ def layout(
         accumulate=settings.accumulate,
         compile=settings.compile,
     )
+
+
+def _check_together(settings: ParallelSettings, per_machine: int) -> None:
+    for key, size in (("tensor", settings.tensor), ("context", settings.context)):
+        if per_machine % size:
+            raise UsageError(
+                f"parallel.{key}: groups of {size} processes do not divide the {per_machine} of one machine; a group "
+                "exchanges activations in every layer and cannot leave its machine; choose a number that divides them"
+            )
+    if settings.tensor > 1 < settings.context:
+        raise UsageError(
+            "parallel.context: tensor and context divide the same tokens, and only one of them can; remove one"
+        )
 
 
 def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int:

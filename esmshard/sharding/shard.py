@@ -2,7 +2,7 @@
 
 `shard` is the middle of this order:
 
-    build on the meta device -> tensor parallelism -> checkpointing -> compile -> each layer -> root
+    build on the meta device -> tensor or context parallelism -> checkpointing -> compile -> each layer -> root
     -> `load.materialise` -> optimizer
 
 `model` must have `layers`, a ModuleList of blocks. Each block is a group of parameters that FSDP gathers together. All
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from esmshard.launch.process_group import World
-from esmshard.sharding import tensor_parallel
+from esmshard.sharding import context_parallel, tensor_parallel
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.tied_weights import check_ties, ties
 
@@ -46,6 +46,8 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     mesh = None if world.mesh is None else _mesh(world.mesh, layout)
     if mesh is not None and layout.tensor > 1:
         tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
+    if mesh is not None and layout.context > 1:
+        context_parallel.split(model, _mesh_of_context(mesh, layout))
     if layout.activation_checkpointing != "none":
         context: dict[str, Any] = {}
         if layout.activation_checkpointing == "selective":
@@ -90,6 +92,12 @@ def _mesh(ranks: DeviceMesh, layout: Layout) -> DeviceMesh:
     sizes = {"replicate": layout.replicas, "shard": layout.group, tensor_parallel.DIMENSION: layout.tensor}
     names = _data_dimensions(layout) + ((tensor_parallel.DIMENSION,) if layout.tensor > 1 else ())
     return init_device_mesh(ranks.device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+
+def _mesh_of_context(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Return the mesh of this rank's group. It is apart from FSDP's mesh, which divides over these ranks, too."""
+    sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)[context_parallel.DIMENSION]
 
 
 def _data_dimensions(layout: Layout) -> tuple[str, ...]:

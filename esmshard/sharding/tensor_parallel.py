@@ -7,20 +7,17 @@ these matrices, in norms and in the residual stream, each rank has some tokens o
     norm of own tokens -> gather tokens -> own heads    -> sum over ranks, scatter tokens -> add to own tokens
     norm of own tokens -> gather tokens -> own columns  -> sum over ranks, scatter tokens -> add to own tokens
 
-and in the backward pass each gather becomes a sum and scatter, and the other way round. Embedding, last norm, LM head
-and task head are computed by every rank for all tokens, so that no task has to know of this.
+and in the backward pass each gather becomes a sum and scatter, and the other way round. `shared_tokens` says what
+happens before and after the layers.
 
 Parameters are DTensors over the dimension `tensor` of the mesh before FSDP divides them over the other dimensions, so
 that names, shapes and checkpoints are those of one process. While a layer computes, the parts of this rank take their
 place as plain tensors: attention joins three matrices, rotates in place and calls kernels that know no DTensor. This is
-also why the styles of torch's `parallelize_module`, which act on the calls of linear layers, are not used. All
-communication and its gradients are torch's `DTensor.redistribute`. `esmshard.batch` explains the letters of tensor
-names; R is the number of a rank's own tokens, H and F are those of a rank.
+also why the styles of torch's `parallelize_module`, which act on the calls of linear layers, are not used.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +25,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from esmshard.batch import TokenBatch
 from esmshard.errors import UsageError
-from esmshard.model.attention import Between, OnAttention, SelfAttention, TrunkBlock
+from esmshard.model.attention import SelfAttention, TrunkBlock
 from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
-from esmshard.model.trunk import Trunk
+from esmshard.sharding.shared_tokens import Rows, divide_tokens, trunk_of
 
 DIMENSION = "tensor"
 """The name of this dimension of the mesh. It is the last one: ranks of a group are neighbours."""
@@ -57,55 +53,6 @@ def check(config: ModelConfig, tensor: int, quantized: bool) -> None:
         )
 
 
-class Rows:
-    """The collectives over the tokens of a pack, among the ranks of one group.
-
-    Args:
-        mesh: the mesh of the group.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self.tokens = 0
-        """T of the pack in the present forward pass."""
-
-    def own(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens [R, D] of a tensor [T, D] that all ranks have computed."""
-        self.tokens = len(x_TD)
-        return self._changed(x_TD, Replicate(), Shard(0)).to_local()
-
-    def all_again(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of all ranks [T, D], for a computation that every rank does alike."""
-        return self._gathered(x_RD).to_local(grad_placements=[Replicate()])
-
-    def all_for_parts(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of all ranks [T, D], of which each rank then computes a part of the results."""
-        return self._gathered(x_RD).to_local(grad_placements=[Partial()])
-
-    def summed(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens [R, D] of the sum of all ranks' tensors [T, D]."""
-        return self._changed(y_TD, Partial(), Shard(0)).to_local()
-
-    def sum_of_parts(self, y_T1: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' tensors, with which each rank then computes a part of the results."""
-        return self._changed(y_T1, Partial(), Replicate()).to_local(grad_placements=[Partial()])
-
-    def heads(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Return the queries or keys of all heads, for a computation that every rank does alike."""
-        return self._changed(q_THK, Shard(1), Replicate()).to_local(grad_placements=[Replicate()])
-
-    def _gathered(self, x_RD: torch.Tensor) -> DTensor:
-        shape = torch.Size((self.tokens, *x_RD.shape[1:]))
-        whole = DTensor.from_local(
-            x_RD, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(x_RD[0:1].numel(), 1)
-        )
-        return whole.redistribute(placements=[Replicate()])
-
-    def _changed(self, x: torch.Tensor, before: Placement, after: Placement) -> DTensor:
-        return DTensor.from_local(x, self.mesh, [before], run_check=False).redistribute(placements=[after])
-
-
 def split(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the layers of a model over the ranks of `mesh`, in place. The next step is `fully_shard`.
 
@@ -115,8 +62,8 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
         model: a trunk or a module that holds one, best on the meta device. `check` has passed.
         mesh: the dimension `tensor` of the mesh.
     """
-    trunk = next(module for module in model.modules() if isinstance(module, Trunk))
-    rows = Rows(mesh)
+    trunk, rows = trunk_of(model), Rows(mesh)
+    divide_tokens(model, rows)
     for block in trunk.layers:
         assert isinstance(block, TrunkBlock)
         _split_block(block, trunk.config, rows)
@@ -127,14 +74,12 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
             if id(parameter) not in inside:
                 done.setdefault(id(parameter), _placed(parameter, mesh, Replicate()))
                 setattr(module, name, done[id(parameter)])
-    _give_and_take_rows(trunk, rows)
     in_layers = set(trunk.layers.modules())
-    outside, alike = [module for module in model.modules() if module not in in_layers], _computed_alike(rows)
-    model.forward = _with_own_parts(outside, alike, model.forward)
+    outside = [module for module in model.modules() if module not in in_layers]
+    model.forward = _with_own_parts(outside, model.forward)
     for block in trunk.layers:  # Activation checkpointing calls a layer again when `model.forward` has ended.
         assert isinstance(block, TrunkBlock)
-        between = partial(_between, rows, block.add_between)
-        block.add_between = _with_own_parts(outside, alike, between)  # type: ignore[assignment]
+        block.add_between = _with_own_parts(outside, block.add_between)  # type: ignore[method-assign]
 
 
 def _split_block(block: TrunkBlock, config: ModelConfig, rows: Rows) -> None:
@@ -152,7 +97,7 @@ def _split_block(block: TrunkBlock, config: ModelConfig, rows: Rows) -> None:
     for name in NORMS:
         norm = block.get_submodule(name)
         _place(norm, rows.mesh, Replicate(), None)
-        norm.register_forward_hook(lambda _module, _given, x_RD: rows.all_for_parts(x_RD))
+        norm.register_forward_hook(lambda _module, _given, x_RD: rows.all(x_RD))
     attention = block.get_submodule("self_attn")
     assert isinstance(attention, SelfAttention)
     attention.n_heads //= rows.size
@@ -162,7 +107,8 @@ def _split_block(block: TrunkBlock, config: ModelConfig, rows: Rows) -> None:
         if full_norm is not None:
             _place(full_norm, rows.mesh, Shard(0), None)
     attention.norm_of_width = lambda *given: _norm_of_width(rows, *given)
-    block.forward = _with_own_parts(list(block.modules()), _computed_in_parts(rows, summed), block.forward)
+    attention.handed_out = rows.all_heads
+    block.forward = _with_own_parts(list(block.modules()), block.forward, summed if rows.rank else ())
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement | None) -> None:
@@ -176,94 +122,50 @@ def _placed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> 
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-Part = Callable[[nn.Module, str, DTensor], torch.Tensor]
-"""Returns this rank's part of a parameter of a module, by its name there."""
-
-
-def _computed_in_parts(rows: Rows, summed: list[nn.Module]) -> Part:
-    """Return the parts of a layer's parameters. Each rank has a part of the gradient of a parameter that is whole.
+def _with_own_parts(
+    modules: Sequence[nn.Module], forward: Callable[..., Any], without_bias: Sequence[nn.Module] = ()
+) -> Callable[..., Any]:
+    """Return the same `forward`, in which the modules hold this rank's parts of their parameters as plain tensors.
 
     Args:
-        rows: the collectives of the group.
-        summed: the linear layers whose outputs are summed over the ranks. Only the first rank adds their biases.
+        modules: the modules, each for its own parameters.
+        forward: the function.
+        without_bias: the modules whose biases are zero on this rank. Outputs that are summed over the ranks have the
+            bias of the first one.
     """
-
-    def part(module: nn.Module, name: str, parameter: DTensor) -> torch.Tensor:
-        if parameter.placements[0].is_shard():
-            return parameter.to_local()
-        own = parameter.to_local(grad_placements=[Partial()])
-        return own * float(rows.rank == 0) if name == "bias" and module in summed else own
-
-    return part
-
-
-def _computed_alike(rows: Rows) -> Part:
-    """Return parameters outside the layers. All ranks compute the same gradients, of which the mean is taken: a GPU
-    adds in no fixed order, and copies that differ in the last digit would drift apart.
-    """
-
-    def part(module: nn.Module, name: str, parameter: DTensor) -> torch.Tensor:
-        own = parameter.to_local(grad_placements=[Partial()])
-        if own.requires_grad:
-            own.register_hook(lambda gradient: gradient / rows.size)  # type: ignore[no-untyped-call]
-        return own
-
-    return part
-
-
-def _with_own_parts(modules: list[nn.Module], part: Part, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same `forward`, in which the modules hold this rank's parts as plain tensors."""
 
     def run(*args: Any, **options: Any) -> Any:
-        with _own_parts(modules, part):
+        with _own_parts(modules, without_bias):
             return forward(*args, **options)
 
     return run
 
 
 @contextmanager
-def _own_parts(modules: list[nn.Module], part: Part) -> Iterator[None]:
+def _own_parts(modules: Sequence[nn.Module], without_bias: Sequence[nn.Module]) -> Iterator[None]:
     wholes: list[tuple[Any, str, DTensor]] = []
-    known: dict[int, torch.Tensor] = {}
+    parts: dict[int, torch.Tensor] = {}
     try:
         for module in modules:
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     wholes.append((module._parameters, name, parameter))
-                    if id(parameter) not in known:  # a tied one has one gradient
-                        known[id(parameter)] = part(module, name, parameter)
+                    if id(parameter) not in parts:  # a tied one has one gradient
+                        part = _part(parameter)
+                        parts[id(parameter)] = part * 0.0 if name == "bias" and module in without_bias else part
         for holder, name, whole in wholes:
-            holder[name] = known[id(whole)]
+            holder[name] = parts[id(whole)]
         yield
     finally:
         for holder, name, whole in wholes:
             holder[name] = whole
 
 
-def _give_and_take_rows(trunk: Trunk, rows: Rows) -> None:
-    """Let the blocks of a trunk have their own tokens, and callers of the trunk all of them."""
-    trunk.before_blocks, trunk.after_blocks = rows.own, rows.all_again  # type: ignore[method-assign,assignment]
-    run_block = trunk.run_block
-
-    def run(index: int, x_RD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None) -> torch.Tensor:
-        def of_all_heads(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-            assert on_attention is not None
-            on_attention(layer, sequence, rows.heads(q_THK), rows.heads(k_THK))
-
-        return run_block(index, x_RD, batch, None if on_attention is None else of_all_heads)
-
-    trunk.run_block = run  # type: ignore[method-assign,assignment]
-
-
-def _between(
-    rows: Rows,
-    add_between: Callable[[Between, torch.Tensor, TokenBatch], torch.Tensor],
-    between: Between,
-    x_RD: torch.Tensor,
-    batch: TokenBatch,
-) -> torch.Tensor:
-    """Compute what a family adds between attention and feed-forward part for all tokens, on every rank."""
-    return rows.own(add_between(between, rows.all_again(x_RD), batch))
+def _part(parameter: DTensor) -> torch.Tensor:
+    """Return this rank's part. If the parameter is whole on each rank, each has a part of the gradient."""
+    if parameter.placements[0].is_shard():
+        return parameter.to_local()
+    return parameter.to_local(grad_placements=[Partial()])
 
 
 def _norm_of_width(

@@ -71,8 +71,8 @@ def validate(
     model.train()
     if stopped:
         return None
-    # Ranks of one tensor group have scored the same records.
-    loss, count = (sum(column) for column in zip(*world.rows(sums.tolist())[:: world.tensor], strict=True))
+    # Ranks that work together have scored the same records.
+    loss, count = (sum(column) for column in zip(*world.rows(sums.tolist())[:: world.together], strict=True))
     everyone = dict(pair for part in world.gather(mine) for pair in part)
     assert sorted(everyone) == list(range(len(data))), "each record is scored once"
     return loss / count if count else float("nan"), [everyone[n] for n in range(len(data))]

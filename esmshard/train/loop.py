@@ -76,7 +76,7 @@ def train(
     Raises:
         Preempted: if the run was asked to stop. The work done until then is saved.
     """
-    ranks = replace(ranks, tensor=job.layout.tensor)
+    ranks = replace(ranks, together=job.layout.together)
     training = _build(job, start, ranks, control, preemption, attempt, report)
     state = training.state
     if ranks.is_first:

@@ -115,8 +115,8 @@ def train_step(
     own = [square, asked, loss_sum, count, residues]
     rows = world.rows([*own, *(watch.numbers() if watch else [])])
     total_square, reason = sum(row[0] for row in rows), int(max(row[1] for row in rows))
-    # Ranks of one tensor group have computed the losses of the same records.
-    total_loss, total_count, total_residues = (sum(row[k] for row in rows[:: layout.tensor]) for k in (2, 3, 4))
+    # Ranks that work together have computed the losses of the same records.
+    total_loss, total_count, total_residues = (sum(row[k] for row in rows[:: layout.together]) for k in (2, 3, 4))
     divisor = max(total_count, 1) * (scale.value if scale else 1.0)
     norm = math.sqrt(total_square) / divisor
     skipped = total_count == 0 or not math.isfinite(norm) or not math.isfinite(total_loss)

@@ -23,7 +23,7 @@ from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding import tensor_parallel
+from esmshard.sharding import shared_tokens, tensor_parallel
 from esmshard.sharding.layout import Layout
 from esmshard.sharding.load import materialise
 from esmshard.sharding.shard import groups, next_micro_batch, shard, trainable
@@ -119,7 +119,7 @@ def gradients(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: 
         next_micro_batch(model, laid, n + 1 == len(batches))
         (part.sum * scale / divide).backward()
         losses, count = losses + scale * float(part.sum.detach()), count + scale * float(part.count)
-    total, everyone = (value / laid.tensor for value in ranks.sum([losses, count]))
+    total, everyone = (value / laid.together for value in ranks.sum([losses, count]))
     return {
         "loss": total / everyone,
         "count": count,
@@ -161,7 +161,7 @@ def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int) -> list
         for path, settings in wanted:
             recipe = work.load(path)
             laid = work.laid_out(recipe, everyone, **settings)
-            ranks = replace(everyone, tensor=laid.tensor)
+            ranks = replace(everyone, together=laid.together)
             model, task = build(recipe, ranks, laid)
             result = gradients(recipe, model, task, ranks, laid, wrong=False)
             model.zero_grad()
@@ -174,18 +174,18 @@ def mistaken(path: str, mistake: str) -> dict[str, Any]:
     if mistake == "norm of own heads":
         tensor_parallel._norm_of_width = lambda rows, *given: attention._norm_of_width(*given)
     elif mistake == "bias of every rank":
-        tensor_parallel._computed_in_parts = lambda rows, summed: _computed_in_parts(rows, [])
+        tensor_parallel._own_parts = lambda modules, _: _own_parts(modules, ())
     else:
-        tensor_parallel.Rows.all_for_parts = tensor_parallel.Rows.all_again  # type: ignore[method-assign]
+        shared_tokens._counted = lambda x, ranks: x
     recipe = work.load(path)
     with world() as everyone:
         laid = work.laid_out(recipe, everyone, tensor=2)
-        ranks = replace(everyone, tensor=2)
+        ranks = replace(everyone, together=2)
         model, task = build(recipe, ranks, laid)
         return gradients(recipe, model, task, ranks, laid, wrong=False)
 
 
-_computed_in_parts = tensor_parallel._computed_in_parts
+_own_parts = tensor_parallel._own_parts
 
 
 def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -196,7 +196,7 @@ def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
     with world(alone_too=True) as everyone:
         for name, settings in wanted.items():
             laid = work.laid_out(recipe, everyone, **{k: v for k, v in settings.items() if k != "wrong"})
-            ranks = replace(everyone, tensor=laid.tensor)
+            ranks = replace(everyone, together=laid.together)
             model, task = build(recipe, ranks, laid)
             passes: list[int] = []
             # It stays there: compiled layers would be compiled again without it.

@@ -16,6 +16,8 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": True},
     "bf16": {"precision": "bf16"},
     "tensor": {"tensor": 2},
+    "context": {"context": 2},
+    "context, checkpointing full": {"context": 2, "activation_checkpointing": "full"},
     "tensor, checkpointing full": {"tensor": 2, "activation_checkpointing": "full"},
 }
 

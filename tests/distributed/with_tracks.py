@@ -117,5 +117,5 @@ def cases(wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     with world(alone_too=True) as ranks:
         for name, settings in wanted.items():
             laid = work.laid(ranks, **settings)
-            found[name] = steps(built(ranks, laid), replace(ranks, tensor=laid.tensor), laid)
+            found[name] = steps(built(ranks, laid), replace(ranks, together=laid.together), laid)
     return found

@@ -1,4 +1,4 @@
-"""Layers that several ranks compute together give what one plain process gives."""
+"""Layers that several ranks compute together, by heads and columns or by tokens, give what one process gives."""
 
 import sys
 from collections.abc import Callable
@@ -19,6 +19,8 @@ from test_saver import steps
 
 from esmshard.model.families.family_registry import FAMILIES
 
+Found = dict[str, Any]
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointing full": {"activation_checkpointing": "full"},
@@ -31,7 +33,14 @@ MATRIX: dict[int, dict[str, list[str]]] = {
     2: {"full_shard": [*OPTIONS]},
     4: {"full_shard": ["plain", "checkpointing full", "wrong"], "no_shard": ["plain"]},
 }
-CASES = [(size, strategy, option) for size, row in MATRIX.items() for strategy, some in row.items() for option in some]
+KINDS = ("tensor", "context")
+CASES = [
+    (kind, size, strategy, option)
+    for kind in KINDS
+    for size, row in MATRIX.items()
+    for strategy, some in row.items()
+    for option in some
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +61,15 @@ def reference(recipe: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on_ranks(recipe: Path) -> Callable[[int], list[dict[str, Any]]]:
-    known: dict[int, list[dict[str, Any]]] = {}
+def on_ranks(recipe: Path) -> Callable[[int], list[Found]]:
+    known: dict[int, list[Found]] = {}
 
-    def run(size: int) -> list[dict[str, Any]]:
+    def run(size: int) -> list[Found]:
         if size not in known:
             wanted = {
-                f"{s}, {o}": {"strategy": s, "tensor": 2} | OPTIONS[o] for s, some in MATRIX[size].items() for o in some
+                f"{kind}, {strategy}, {option}": {"strategy": strategy, kind: 2} | OPTIONS[option]
+                for kind, size_, strategy, option in CASES
+                if size_ == size
             }
             known[size] = run_ranks("equality:cases", size, recipe.parent, str(recipe), wanted)
         return known[size]
@@ -66,19 +77,29 @@ def on_ranks(recipe: Path) -> Callable[[int], list[dict[str, Any]]]:
     return run
 
 
-@pytest.mark.parametrize(("size", "strategy", "option"), [case for case in CASES if case[2] != "wrong"])
+@pytest.mark.parametrize(("kind", "size", "strategy", "option"), [case for case in CASES if case[3] != "wrong"])
 def test_gradients_and_losses(
-    on_ranks: Callable[[int], list[dict[str, Any]]], reference: dict[str, Any], size: int, strategy: str, option: str
+    on_ranks: Callable[[int], list[Found]],
+    reference: dict[str, Any],
+    kind: str,
+    size: int,
+    strategy: str,
+    option: str,
 ) -> None:
-    compare([found[f"{strategy}, {option}"] for found in on_ranks(size)], reference, option)
+    compare([found[f"{kind}, {strategy}, {option}"] for found in on_ranks(size)], reference, option)
 
 
-@pytest.mark.parametrize(("size", "strategy", "option"), [case for case in CASES if case[2] == "wrong"])
+@pytest.mark.parametrize(("kind", "size", "strategy", "option"), [case for case in CASES if case[3] == "wrong"])
 def test_the_mean_of_means_is_noticed(
-    on_ranks: Callable[[int], list[dict[str, Any]]], reference: dict[str, Any], size: int, strategy: str, option: str
+    on_ranks: Callable[[int], list[Found]],
+    reference: dict[str, Any],
+    kind: str,
+    size: int,
+    strategy: str,
+    option: str,
 ) -> None:
     for found in on_ranks(size):
-        assert worst(found[f"{strategy}, {option}"]["gradients"], reference["gradients"]) > 1e-2
+        assert worst(found[f"{kind}, {strategy}, {option}"]["gradients"], reference["gradients"]) > 1e-2
 
 
 def test_every_family(recipe: Path) -> None:
@@ -90,7 +111,7 @@ def test_every_family(recipe: Path) -> None:
             path = recipe.with_name(f"{size}-{method}.yaml")
             adapt = "" if method == "full" else "adapt: {method: lora, rank: 4, targets: [q, k, v, out, fc1, fc2]}\n"
             path.write_text(text.replace("{name: nano}", f"{{name: {size}}}") + adapt)
-            wanted.append((str(path), {"strategy": "full_shard", "tensor": 2}))
+            wanted += [(str(path), {"strategy": "full_shard", kind: 2}) for kind in KINDS]
     results = run_ranks("equality:recipes", 2, recipe.parent, wanted, equality.STEPS)
     for n, (path, _) in enumerate(wanted):
         reference = equality.plain(path)
@@ -100,19 +121,19 @@ def test_every_family(recipe: Path) -> None:
 
 @pytest.mark.parametrize("head", ["attention", "both"])
 def test_heads_over_attention_maps(recipe: Path, head: str) -> None:
-    """Queries and keys of all heads are gathered, and every rank has the maps of all."""
+    """Queries and keys of all heads and tokens are gathered, and every rank has the maps of all."""
     path, own = recipe.with_name(f"{head}.yaml"), "" if head == "attention" else ", channels: 8, blocks: 0"
     path.write_text(recipe.read_text().replace(", channels: 8, blocks: 0", f", head: {head}{own}"))
     reference = equality.plain(str(path))
     options = ("plain", "checkpointing full")
-    wanted = {option: {"tensor": 2} | OPTIONS[option] for option in options}
+    wanted = {f"{kind}, {option}": {kind: 2} | OPTIONS[option] for option in options for kind in KINDS}
     results = run_ranks("equality:cases", 2, recipe.parent, str(path), wanted)
-    for option in options:
+    for name in wanted:
         # What the last layer does after its queries and keys has no part in the attention head.
-        compare([found[option] for found in results], reference, option, 15)
+        compare([found[name] for found in results], reference, "plain", 15)
 
 
-@pytest.mark.parametrize("mistake", ["norm of own heads", "bias of every rank", "gradients of own tokens"])
+@pytest.mark.parametrize("mistake", ["norm of own heads", "bias of every rank", "gradients that count twice"])
 def test_mistakes_are_noticed(recipe: Path, mistake: str) -> None:
     """The negative control: with a part of the communication left out, these tests would notice."""
     path = recipe.with_name("mistake.yaml")
@@ -123,25 +144,28 @@ def test_mistakes_are_noticed(recipe: Path, mistake: str) -> None:
         assert worst(found["gradients"], reference["gradients"], 10) > 1e-2
 
 
-def test_what_each_rank_holds(on_ranks: Callable[[int], list[dict[str, Any]]], recipe: Path) -> None:
+def test_what_each_rank_holds(on_ranks: Callable[[int], list[Found]], recipe: Path) -> None:
     """Two ranks of a group hold the matrices of the layers once, and a share of all the rest."""
     whole = sum(parameter.size for parameter in equality.plain(str(recipe), 0)["gradients"].values())
     for size in MATRIX:
-        held = [found["full_shard, plain"]["held"] for found in on_ranks(size)]
+        held = [found["tensor, full_shard, plain"]["held"] for found in on_ranks(size)]
         assert whole < sum(held) < 1.25 * whole * 1.1
 
 
 def test_a_checkpoint_is_the_same_whatever_divided_the_model(tiny_recipe: Path, tmp_path: Path) -> None:
-    """Stopped and continued as 2 x 2, 4 x 1, 1 x 2, 1 x 1 and 2 x 2 (data x tensor), beside an unbroken run."""
+    """Stopped and continued as 2 x 2, 4 x 1, 1 x 2, 1 x 1 and 2 x 2 (data x tensor), beside an unbroken run. At last
+    two ranks divide the tokens.
+    """
     text = tiny_recipe.read_text()
 
-    def until(size: int, tensor: int, out: Path, stop: int | None) -> None:
-        tiny_recipe.write_text(text.replace("precision: fp32", f"precision: fp32, tensor: {tensor}"))
+    def until(size: int, together: str, out: Path, stop: int | None) -> None:
+        tiny_recipe.write_text(text.replace("precision: fp32", f"precision: fp32, {together}"))
         assert len(set(run_ranks("saving:until", size, tmp_path, str(tiny_recipe), str(out), stop))) == 1
 
-    until(1, 1, tmp_path / "whole", None)
-    for size, tensor, stop in ((4, 2, 1), (4, 1, 2), (2, 2, 3), (1, 1, 4), (4, 2, None)):
-        until(size, tensor, tmp_path / "run", stop)
+    until(1, "tensor: 1", tmp_path / "whole", None)
+    two, one, tokens = "tensor: 2", "tensor: 1", "context: 2"
+    for size, together, stop in ((4, two, 1), (4, one, 2), (2, two, 3), (1, one, 4), (4, two, 5), (2, tokens, None)):
+        until(size, together, tmp_path / "run", stop)
     mine, theirs = steps(tmp_path / "run"), steps(tmp_path / "whole")
     for key in ("step", "split", "lr", "epoch", "records", "residues"):
         assert [line.get(key) for line in mine] == [line.get(key) for line in theirs], key

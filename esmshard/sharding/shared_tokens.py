@@ -1,0 +1,132 @@
+"""The division of a pack's tokens over a few neighbouring ranks that compute its layers together.
+
+Each rank of such a group has some tokens of the residual stream. Embedding, last norm, LM head and task head are
+computed by every rank for all tokens, alike, so that no task has to know of this; of the gradients there each rank
+counts 1/N, and the sum over the ranks is the gradient. Taking each rank's whole gradient without a sum would be the
+same but for rounding, and a GPU adds in no fixed order: copies that differ in the last digit would drift apart.
+
+`tensor_parallel` and `context_parallel` divide the work within the layers. All communication and its gradients are
+torch's `DTensor.redistribute`. `esmshard.batch` explains the letters of tensor names; R is the number of a rank's own
+tokens.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from esmshard.batch import TokenBatch
+from esmshard.model.attention import Between, TrunkBlock
+from esmshard.model.trunk import Trunk
+
+
+class Rows:
+    """The collectives over the tokens of a pack, among the ranks of one group.
+
+    The gradients of `all`, `all_heads` and `sum_of_parts` are sums over the ranks: each rank computes a part of what
+    follows, or counts 1/N of what all compute alike.
+
+    Args:
+        mesh: the mesh of the group, of one dimension.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.tokens = 0
+        """T of the pack in the present forward pass."""
+
+    @property
+    def place(self) -> slice:
+        """The places of this rank's tokens in the pack. They are divided as `torch.chunk` divides."""
+        each = -(-self.tokens // self.size)
+        return slice(min(each * self.rank, self.tokens), min(each * (self.rank + 1), self.tokens))
+
+    def own(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens [R, D] of a tensor [T, D] that all ranks have computed alike."""
+        self.tokens = len(x_TD)
+        return self._changed(_counted(x_TD, self.size), Replicate(), Shard(0)).to_local()
+
+    def all(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of all ranks [T, D]."""
+        shape = torch.Size((self.tokens, x_RD.shape[1]))
+        whole = DTensor.from_local(x_RD, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(x_RD.shape[1], 1))
+        return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def summed(self, y_TD: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens [R, D] of the sum of all ranks' tensors [T, D]."""
+        return self._changed(y_TD, Partial(), Shard(0)).to_local()
+
+    def sum_of_parts(self, y_T1: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' tensors."""
+        return self._changed(y_T1, Partial(), Replicate()).to_local(grad_placements=[Partial()])
+
+    def all_heads(self, q_THK: torch.Tensor) -> torch.Tensor:
+        """Return the queries or keys of the heads of all ranks."""
+        return self._changed(q_THK, Shard(1), Replicate()).to_local(grad_placements=[Partial()])
+
+    def _changed(self, x: torch.Tensor, before: Placement, after: Placement) -> DTensor:
+        return DTensor.from_local(x, self.mesh, [before], run_check=False).redistribute(placements=[after])
+
+
+class _Counted(torch.autograd.Function):
+    """The same tensor, of whose gradient a share counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: int) -> torch.Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] / ctx.share, None
+
+
+def _counted(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    counted: torch.Tensor = _Counted.apply(x, ranks)  # type: ignore[no-untyped-call]
+    return counted
+
+
+def trunk_of(model: nn.Module) -> Trunk:
+    """Return the trunk of a model, which may be the model itself."""
+    return next(module for module in model.modules() if isinstance(module, Trunk))
+
+
+def divide_tokens(model: nn.Module, rows: Rows) -> None:
+    """Let the blocks of a model have their own tokens, and everything around them all tokens, in place.
+
+    Args:
+        model: a trunk or a module that holds one.
+        rows: the collectives of the group.
+    """
+    trunk = trunk_of(model)
+    trunk.before_blocks, trunk.after_blocks = rows.own, rows.all  # type: ignore[method-assign,assignment]
+    for block in trunk.layers:
+        assert isinstance(block, TrunkBlock)
+        block.add_between = partial(_between, rows, block.add_between)  # type: ignore[method-assign]
+    model.forward = _counted_outputs(model.forward, rows.size)
+
+
+def _between(
+    rows: Rows,
+    add_between: Callable[[Between, torch.Tensor, TokenBatch], torch.Tensor],
+    between: Between,
+    x_RD: torch.Tensor,
+    batch: TokenBatch,
+) -> torch.Tensor:
+    """Compute what a family adds between attention and feed-forward part for all tokens, on every rank alike."""
+    return rows.own(add_between(between, rows.all(x_RD), batch))
+
+
+def _counted_outputs(forward: Callable[..., Any], ranks: int) -> Callable[..., Any]:
+    """Return the same `forward`. Of the gradients of its outputs, which all ranks compute alike, each counts 1/N."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        found = forward(*args, **options)
+        return [_counted(one, ranks) for one in found] if isinstance(found, list) else found
+
+    return run
