@@ -97,6 +97,7 @@ GROUPS = {
             "--workers",
             "--offload",
             "--shard",
+            "--tensor",
             "--reuse",
             "--profile",
         ),

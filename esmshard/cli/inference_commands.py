@@ -90,6 +90,14 @@ def embed(
     shard: Annotated[
         bool, typer.Option("--shard", help="Divide the model over the processes, if it does not fit into one GPU.")
     ] = False,
+    tensor: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="With --shard: N processes of one machine compute each layer together, for the shortest wait.",
+        ),
+    ] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a record failed.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Estimate the time and the size of the output, and stop.")
@@ -141,6 +149,7 @@ def embed(
         overwrite=overwrite,
         offload=offload,
         shard=shard,
+        tensor=tensor,
     )
     if not shard or os.environ.get("RANK", "0") == "0":  # the ranks of a launcher write one output together
         print(report)

@@ -37,18 +37,18 @@ NORMS = ("self_attn_layer_norm", "final_layer_norm")
 """The norms of a block whose output goes into matrices that are divided by rows."""
 
 
-def check(config: ModelConfig, tensor: int, quantized: bool) -> None:
+def check(config: ModelConfig, tensor: int, quantized: bool = False, name: str = "parallel.tensor") -> None:
     """Raise `UsageError` if the layers of a model cannot be divided over `tensor` ranks."""
     for what, count in (("attention heads", config.n_heads), ("columns of the feed-forward part", config.ffn_width)):
         if count % tensor:
             fitting = [n for n in range(2, 65) if config.n_heads % n == 0 and config.ffn_width % n == 0]
             raise UsageError(
-                f"parallel.tensor: {tensor} does not divide the {count} {what} of this model; choose "
+                f"{name}: {tensor} does not divide the {count} {what} of this model; choose "
                 f"{', '.join(map(str, fitting)) or 1}"
             )
     if tensor > 1 and quantized:
         raise UsageError(
-            "parallel.tensor: quantised matrices are whole on every process and cannot be divided; remove "
+            f"{name}: quantised matrices are whole on every process and cannot be divided; remove "
             "model.quantize, or set parallel.tensor=1"
         )
 

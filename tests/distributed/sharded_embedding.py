@@ -20,9 +20,10 @@ from esmshard.sharding.shard import groups, local
 from esmshard.vocab import encode
 
 
-def embedded(model: str, fasta: str, out: str, how: dict[str, Any], part_tokens: int) -> str:
+def embedded(model: str, fasta: str, out: str, how: dict[str, Any], part_tokens: int, tensor: int = 1) -> str:
     """What each rank says at the end."""
-    return str(embed(request(model, Path(out), **how), Path(fasta), tokens=128, shard=True, part_tokens=part_tokens))
+    asked, more = request(model, Path(out), **how), {"tokens": 128, "part_tokens": part_tokens}
+    return str(embed(asked, Path(fasta), shard=True, tensor=tensor, **more))
 
 
 def lockstep(model: str, pools: list[str], ranks: Any) -> Lockstep:

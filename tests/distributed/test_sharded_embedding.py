@@ -86,6 +86,29 @@ def test_the_product_is_that_of_one_process(tiny: str, tmp_path: Path, name: str
     assert_same(out, expected, 0.02 if name == "halves" else 1e-6)
 
 
+@pytest.mark.parametrize(("name", "size"), [("every", 2), ("windows", 4), ("embedding", 2), ("halves", 4)])
+def test_two_ranks_compute_each_layer_together(tiny: str, tmp_path: Path, name: str, size: int) -> None:
+    """The second rank of each pair has no pack of its own; another order of sums gives other last digits."""
+    how, part_tokens = CASES[name]
+    fasta, out = write_fasta(tmp_path / "x.fasta", LENGTHS), tmp_path / "x"
+    expected = plain(tiny, fasta, tmp_path / "plain", how, part_tokens)
+    said = run_ranks("sharded_embedding:embedded", size, tmp_path, tiny, str(fasta), str(out), how, part_tokens, 2)
+    assert said == [f"{out}: 13 records; 13 sequences computed, 0 duplicates, 0 reused"] * size
+    assert_same(out, expected, 0.05 if name == "halves" else 2e-5)
+
+
+def test_what_tensor_cannot_be(tiny: str, tmp_path: Path) -> None:
+    fasta, asked = write_fasta(tmp_path / "x.fasta", (40,)), request(tiny, tmp_path / "x")
+    with pytest.raises(UsageError, match="add --shard"):
+        embed(asked, fasta, nproc=2, tensor=2)
+    with pytest.raises(UsageError, match="groups of 3 processes do not divide the 2"):
+        embed(asked, fasta, nproc=2, shard=True, tensor=3)
+    with pytest.raises(
+        UsageError, match="--tensor: 3 does not divide the 4 attention heads of this model; choose 2, 4"
+    ):
+        embed(asked, fasta, nproc=3, shard=True, tensor=3)
+
+
 def test_more_ranks_than_sequences(tiny: str, tmp_path: Path) -> None:
     fasta = write_fasta(tmp_path / "x.fasta", (40,))
     run_ranks("sharded_embedding:embedded", 3, tmp_path, tiny, str(fasta), str(tmp_path / "x"), EVERY, 1)

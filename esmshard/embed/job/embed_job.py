@@ -5,6 +5,7 @@ the last part this directory becomes OUT, or its rows are copied, in input order
 """
 
 import errno
+import os
 import shutil
 import tempfile
 import time
@@ -30,7 +31,7 @@ from esmshard.embed.workers.local_workers import run_local
 from esmshard.embed.workers.remote_claims import worker_of
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory
-from esmshard.launch.process_group import is_launched, own_device, processes_of
+from esmshard.launch.process_group import is_launched, own_device, processes_of, processes_per_machine
 from esmshard.model.weights import recorded
 from esmshard.progress import Progress, rate, say
 
@@ -51,6 +52,7 @@ class EmbedJob:
     overwrite: bool
     offload: bool
     shard: bool
+    tensor: int
     part_tokens: int | None
 
     address: str | None = None
@@ -73,6 +75,7 @@ def embed(
     overwrite: bool = False,
     offload: bool = False,
     shard: bool = False,
+    tensor: int = 1,
     part_tokens: int | None = None,
 ) -> EmbedReport:
     """Compute the embeddings and write the output.
@@ -87,6 +90,7 @@ def embed(
         overwrite: replace `out` and the files of an interrupted run.
         offload: keep layers that do not fit on the GPU in the machine's memory or on its disk.
         shard: the processes hold one model together. All processes of a launcher call this; the first one writes `out`.
+        tensor: with `shard`, the number of processes of one machine that compute each layer together.
         part_tokens: tokens of a part.
 
     Raises:
@@ -105,13 +109,15 @@ def embed(
 
         nproc = processes_of(asked.device, nproc)
         check_ranks(nproc, asked.named)
+    if tensor > 1:
+        _check_tensor(asked, shard, tensor, nproc)
 
     fasta, tracks = outside(remote.local(fasta), asked.tracks)
     asked, reuse = replace(asked, tracks=tuple(tracks)), None if reuse is None else remote.local(reuse)
     processes = 1 if offload else processes_of(asked.device, nproc)
     if asked.device.type == "cuda" and not together:
         own_device(processes - 1, processes, asked.device)  # raises if there is no GPU for each process
-    job = EmbedJob(asked, fasta, processes, tokens, reuse, resume, overwrite, offload, shard, part_tokens)
+    job = EmbedJob(asked, fasta, processes, tokens, reuse, resume, overwrite, offload, shard, tensor, part_tokens)
     if (address := remote.address(asked.out)) is not None:
         from esmshard.embed.job import remote_output
 
@@ -132,6 +138,21 @@ def embed(
             if not resume or directory.exists() or not asked.out.exists():
                 raise
         return finished(asked, fasta)  # another worker has meanwhile made the output and removed the parts
+
+
+def _check_tensor(asked: EmbedRequest, shard: bool, tensor: int, nproc: int | None) -> None:
+    """Raise `UsageError` if groups of `tensor` processes cannot compute each layer together."""
+    from esmshard.sharding import tensor_parallel
+
+    if not shard:
+        raise UsageError("--tensor divides the layers of a model that processes hold together; add --shard")
+    processes = nproc or processes_per_machine(int(os.environ.get("WORLD_SIZE", "1")))
+    if processes % tensor:
+        raise UsageError(
+            f"--tensor: groups of {tensor} processes do not divide the {processes} of one machine; choose a number "
+            "that does"
+        )
+    tensor_parallel.check(asked.found.config, tensor, name="--tensor")
 
 
 def _prepare(job: EmbedJob) -> EmbedReport | dict[str, Any]:
@@ -183,7 +204,7 @@ def _together(job: EmbedJob) -> EmbedReport:
             return plan
         if "sha256" not in plan:  # without sha256 it is a plan, else a manifest
             with Command(directory / "work") if ranks.is_first else nullcontext():
-                work_together(directory, plan, ranks, job.tokens)
+                work_together(directory, plan, ranks, job.tokens, job.tensor)
         report = ranks.from_first(lambda: report_of(EmbeddingStore(directory, unfinished=True), asked))
     return finish(directory, asked) if ranks.is_first else report
 
@@ -243,7 +264,7 @@ def compute(job: EmbedJob, plan: dict[str, Any]) -> None:
     if job.shard:
         from esmshard.embed.workers.sharded_worker import run_sharded
 
-        run_sharded(directory, job.processes, job.tokens, job.asked.named)
+        run_sharded(directory, job.processes, job.tokens, job.asked.named, job.tensor)
         return
     with Progress("embed", plan["unique"], done=before) as progress:
         counter = _Counter(progress, plan["unique"], before)

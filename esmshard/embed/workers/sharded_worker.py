@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ reason.
 
 def sharded(found: Weights, spec: Spec, ranks: World) -> Trunk:
     """Build a model in evaluation mode of which each rank holds its share, in the precision of the arithmetic.
+    `ranks.together` neighbours compute each layer together.
 
     Each rank reads its own rows of each tensor. Layers above the highest requested layer are not loaded. Every rank has
     the whole contact regression, because it is used outside forward passes, when the root group's weights are in
@@ -71,7 +73,13 @@ def sharded(found: Weights, spec: Spec, ranks: World) -> Trunk:
     highest = max(n_layers if one.layer is None else one.layer for one in spec.outputs)
     esm.layers = esm.layers[: max(1, highest)]
     del esm.contact_head
-    laid = Layout(world_size=ranks.size, group=ranks.size, precision=spec.compute, prefetch_forward=PREFETCH)
+    laid = Layout(
+        world_size=ranks.size,
+        tensor=ranks.together,
+        group=ranks.data_size,
+        precision=spec.compute,
+        prefetch_forward=PREFETCH,
+    )
     shard(esm, laid, ranks)
     materialise(esm, found.rows, laid, ranks)
     head = ContactRegression(found.config.n_maps)
@@ -122,9 +130,22 @@ class Lockstep(Embedder):
         self._progress.update(min(self._done + int(rows), self._all_rows), f"{rate(speed)} residues/s")
         return packs > 0
 
+    @property
+    def follows(self) -> bool:
+        """Whether this rank computes the packs of the first rank of its group, and has none of its own."""
+        return bool(self._ranks.rank % self._ranks.together)
+
+    def follow(self) -> None:
+        """Take part in the passes of the first rank of this rank's group, until no rank has a pack."""
+        self._has_no_pack = True
+        while self._meet():
+            self._forward([])
+
     def _forward(self, sequences: list[Seen]) -> list[dict[str, torch.Tensor]]:
         if not self._has_no_pack:
             self._meet()
+        if self._ranks.together > 1:  # A pack is a few kilobytes.
+            sequences = self._ranks.gather(sequences)[self._ranks.rank - self._ranks.rank % self._ranks.together]
         try:
             return super()._forward(sequences)
         except (RuntimeError, MemoryError) as error:
@@ -140,7 +161,7 @@ class Lockstep(Embedder):
         )
 
 
-def work_together(directory: Path, plan: dict[str, Any], ranks: World, tokens: int | None) -> None:
+def work_together(directory: Path, plan: dict[str, Any], ranks: World, tokens: int | None, tensor: int) -> None:
     """Compute parts until each is finished or claimed by a worker outside these ranks that is alive.
 
     Args:
@@ -148,14 +169,19 @@ def work_together(directory: Path, plan: dict[str, Any], ranks: World, tokens: i
         plan: its plan.
         ranks: the ranks, which all call this function.
         tokens: tokens of a pack.
+        tensor: the number of neighbouring ranks that compute each layer, and each pack, together.
 
     Raises:
         InputError: on all ranks if the model cannot be read, else on the rank that failed.
     """
+    ranks = replace(ranks, together=tensor)
     esm = sharded(ranks.agree(lambda: checked_model(plan)), Spec.of(plan), ranks)
     done = ranks.from_first(lambda: _finished_rows(directory, plan))
     with Progress("embed", plan["unique"], done=done, show=ranks.is_first) as progress:
         embedder = Lockstep(esm, Spec.of(plan), ranks, tokens, progress, done, plan["unique"])
+        if embedder.follows:
+            embedder.follow()
+            return
         with Worker(directory / "work") as worker:
             work(directory, plan, embedder, worker, embedder.count)
             embedder.keep_up()
@@ -193,7 +219,9 @@ def joined(device: DeviceName = None) -> Iterator[World]:
             ) from None
 
 
-def run_sharded(directory: Path, processes: int, tokens: int | None, device: DeviceName = None) -> None:
+def run_sharded(
+    directory: Path, processes: int, tokens: int | None, device: DeviceName = None, tensor: int = 1
+) -> None:
     """Run ranks on this machine that hold one model together, until every part is finished.
 
     Args:
@@ -201,6 +229,7 @@ def run_sharded(directory: Path, processes: int, tokens: int | None, device: Dev
         processes: the number of ranks. With CUDA each rank has a GPU of its own.
         tokens: tokens of a pack.
         device: the device that the user named, see `own_device`.
+        tensor: the number of ranks that compute each layer together.
 
     Raises:
         InputError: if a rank has ended; its own message is on stderr. `Preempted` after SIGTERM.
@@ -208,7 +237,7 @@ def run_sharded(directory: Path, processes: int, tokens: int | None, device: Dev
     from esmshard.launch.local_processes import run_local
 
     named = None if device is None else str(device)
-    options = json.dumps({"directory": str(directory), "tokens": tokens, "device": named})
+    options = json.dumps({"directory": str(directory), "tokens": tokens, "device": named, "tensor": tensor})
     code = run_local(["-m", "esmshard.embed.workers.sharded_worker", options], processes)
     if code == Preempted.exit_code:
         raise Preempted(f"{directory}: stopped; what is finished stays there: go on with --resume")
@@ -231,7 +260,7 @@ def _main() -> None:
     directory = Path(options["directory"])
     try:
         with joined(options["device"]) as ranks:
-            work_together(directory, read_plan(directory), ranks, options["tokens"])
+            work_together(directory, read_plan(directory), ranks, options["tokens"], options["tensor"])
     except InputError as error:
         if not error.shared or os.environ["RANK"] == "0":
             say(f"error: {error}")
