@@ -235,10 +235,16 @@ def _training(about: Mapping[str, Any]) -> str:
         ["gradient norm, at most", f"{optim['clip']:g}"],
         ["seed", _text(recipe["train"]["seed"])],
         ["precision", f"{_text(parallel['precision'])}, weights and optimizer state in fp32"],
-        ["processes", _text(f"{about.get('world_size', 'not recorded')}, {parallel['strategy']}")],
+        ["processes", _text(f"{about.get('world_size', 'not recorded')}, {parallel['strategy']}{_together(parallel)}")],
         ["software", _software(about)],
     ]
     return "## Training\n\n" + _table(["", ""], rows) + (f"\n\n{said.strip()}" if (said := _quantized(about)) else "")
+
+
+def _together(parallel: Mapping[str, Any]) -> str:
+    """Return how many processes computed each layer together, if more than one did."""
+    sizes = {key: parallel.get(key, 1) for key in ("tensor", "context")}
+    return "".join(f", {key} {size}" for key, size in sizes.items() if size != 1)
 
 
 def _quantized(about: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ already. Such a pair is a complex number, and one multiplication rotates all of 
 over K, so the order does not change them.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from esmshard.batch import TokenBatch
 from esmshard.model.lora import LoraLinear
 from esmshard.model.quantized import frozen_product, packed_of
 
-_EAGER = ("_attend_slices", "_attend_padded", "_attend_varlen", "_attend_parts", "_hand_out", "_add_between")
+_EAGER = ("_attend_slices", "_attend_padded", "_hand_out", "_add_between")
 
 
 def keep_eager() -> None:
@@ -78,61 +77,6 @@ def attend(
     if kernel == "slices":
         return _attend_slices(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
     return _attend_padded(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
-
-
-def attend_from(
-    q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, first: int
-) -> torch.Tensor:
-    """Compute the attention [R, H, K] of some tokens of the pack to the keys and values of all.
-
-    Args:
-        q_RHK: queries of R tokens in a row.
-        k_THK: keys of all tokens.
-        v_THK: values of all tokens.
-        batch: the pack.
-        first: the place of the first of the R tokens.
-    """
-    own = range(first, first + len(q_RHK))
-    parts = [
-        (max(start, own.start) - first, min(end, own.stop) - first, start, end)
-        for start, end in itertools.pairwise(batch.bounds)
-        if max(start, own.start) < min(end, own.stop)
-    ]
-    if not parts:  # Gradients of keys and values are exchanged, and a rank without tokens takes part.
-        return q_RHK + (k_THK[:0].sum() + v_THK[:0].sum())
-    if kernel_name(q_RHK.device, q_RHK.dtype) == "varlen":
-        return _attend_varlen(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
-    return _attend_parts(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
-
-
-_Parts = list[tuple[int, int, int, int]]
-"""Of each sequence: first and last place, exclusive, of its queries among the R, and of its keys in the pack."""
-
-
-def _attend_varlen(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    keys = slice(parts[0][2], parts[-1][3])
-    cu_q, cu_k = (
-        torch.tensor([0, *itertools.accumulate(part[k + 1] - part[k] for part in parts)], dtype=torch.int32).to(
-            q_RHK.device, non_blocking=True
-        )
-        for k in (0, 2)
-    )
-    longest_q, longest_k = (max(part[k + 1] - part[k] for part in parts) for k in (0, 2))
-    out_RHK = varlen_attn(q_RHK, k_THK[keys], v_THK[keys], cu_q, cu_k, longest_q, longest_k)
-    assert isinstance(out_RHK, torch.Tensor)
-    return out_RHK
-
-
-def _attend_parts(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:
-    out = []
-    for q_start, q_end, start, end in parts:
-        q_1HRK, k_1HTK, v_1HTK = (
-            x.transpose(0, 1).unsqueeze(0) for x in (q_RHK[q_start:q_end], k_THK[start:end], v_THK[start:end])
-        )
-        out.append(F.scaled_dot_product_attention(q_1HRK, k_1HTK, v_1HTK).squeeze(0).transpose(0, 1))
-    return torch.cat(out) if len(out) > 1 else out[0]
 
 
 def _attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -295,7 +239,7 @@ class SelfAttention(nn.Module):
         """Map x [T, D] to [T, D]. If `on_qk` is passed, `on_qk(sequence, q_THK, k_THK)` is called for each sequence."""
         q_THK, k_THK, v_THK = self._queries_keys_values(x_TD, batch)
         if on_qk is not None:
-            _hand_out(on_qk, self.handed_out(q_THK), self.handed_out(k_THK), batch)
+            _hand_out(on_qk, self.handed_out, q_THK, k_THK, batch)
         options = {"padded": True} if self.padded else {}
         return self.out_proj(self.attend(q_THK, k_THK, v_THK, batch, **options).flatten(1))  # type: ignore[no-any-return]
 
@@ -420,12 +364,14 @@ class _Project(torch.autograd.Function):
 
 def _hand_out(
     on_qk: Callable[[int, torch.Tensor, torch.Tensor], None],
+    every: Callable[[torch.Tensor], torch.Tensor],
     q_THK: torch.Tensor,
     k_THK: torch.Tensor,
     batch: TokenBatch,
 ) -> None:
     counts = batch.token_counts
-    for n, (q, k) in enumerate(zip(torch.split(q_THK, counts), torch.split(k_THK, counts), strict=True)):
+    split_qk = (torch.split(every(x_THK), counts) for x_THK in (q_THK, k_THK))
+    for n, (q, k) in enumerate(zip(*split_qk, strict=True)):
         on_qk(n, q, k)
 
 
@@ -456,4 +402,7 @@ class TrunkBlock(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place, as `nn.Module.compile`. Attention over sequences of many lengths is not compiled."""
         keep_eager()
+        for module in self.modules():
+            if isinstance(module, SelfAttention) and module.attend is not attend:
+                module.attend = torch.compiler.disable(module.attend)  # type: ignore[no-untyped-call]
         super().compile(*args, **kwargs)

@@ -10,14 +10,16 @@ from private functions only. `esmshard.batch` explains the letters of tensor nam
 tokens.
 """
 
+import itertools
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from esmshard.batch import TokenBatch
-from esmshard.model.attention import OnAttention, SelfAttention, attend_from
+from esmshard.model.attention import OnAttention, SelfAttention, kernel_name
 from esmshard.model.trunk import Trunk
 from esmshard.sharding.shared_tokens import Rows, divide_tokens, trunk_of
 
@@ -58,3 +60,58 @@ def _own_positions(trunk: Trunk, rows: Rows) -> None:
         return run_block(index, x_RD, replace(batch, position_T=batch.position_T[rows.place]), on_attention)
 
     trunk.run_block = run  # type: ignore[method-assign,assignment]
+
+
+def attend_from(
+    q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, first: int
+) -> torch.Tensor:
+    """Compute the attention [R, H, K] of some tokens of the pack to the keys and values of all.
+
+    Args:
+        q_RHK: queries of R tokens in a row.
+        k_THK: keys of all tokens.
+        v_THK: values of all tokens.
+        batch: the pack.
+        first: the place of the first of the R tokens.
+    """
+    own = range(first, first + len(q_RHK))
+    parts = [
+        (max(start, own.start) - first, min(end, own.stop) - first, start, end)
+        for start, end in itertools.pairwise(batch.bounds)
+        if max(start, own.start) < min(end, own.stop)
+    ]
+    if not parts:  # Gradients of keys and values are exchanged, and a rank without tokens takes part.
+        return q_RHK + (k_THK[:0].sum() + v_THK[:0].sum())
+    if kernel_name(q_RHK.device, q_RHK.dtype) == "varlen":
+        return _attend_varlen(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
+    return _attend_parts(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
+
+
+_Parts = list[tuple[int, int, int, int]]
+"""Of each sequence: first and last place, exclusive, of its queries among the R, and of its keys in the pack."""
+
+
+def _attend_varlen(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    keys = slice(parts[0][2], parts[-1][3])
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(part[k + 1] - part[k] for part in parts)], dtype=torch.int32).to(
+            q_RHK.device, non_blocking=True
+        )
+        for k in (0, 2)
+    )
+    longest_q, longest_k = (max(part[k + 1] - part[k] for part in parts) for k in (0, 2))
+    out_RHK = varlen_attn(q_RHK, k_THK[keys], v_THK[keys], cu_q, cu_k, longest_q, longest_k)
+    assert isinstance(out_RHK, torch.Tensor)
+    return out_RHK
+
+
+def _attend_parts(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:
+    out = []
+    for q_start, q_end, start, end in parts:
+        q_1HRK, k_1HTK, v_1HTK = (
+            x.transpose(0, 1).unsqueeze(0) for x in (q_RHK[q_start:q_end], k_THK[start:end], v_THK[start:end])
+        )
+        out.append(F.scaled_dot_product_attention(q_1HRK, k_1HTK, v_1HTK).squeeze(0).transpose(0, 1))
+    return torch.cat(out) if len(out) > 1 else out[0]

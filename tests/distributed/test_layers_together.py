@@ -27,6 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointing selective": {"activation_checkpointing": "selective"},
     "offload": {"cpu_offload": True},
     "unsharded": {"accumulate": "unsharded"},
+    "compiled": {"compile": True},
+    "bf16": {"precision": "bf16"},
     "wrong": {"wrong": True},
 }
 MATRIX: dict[int, dict[str, list[str]]] = {

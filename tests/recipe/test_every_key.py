@@ -424,6 +424,8 @@ KEYS = {
     "train.early_stop": Key(run, "1", ("optim.lr=1e-9", "optim.head_lr=1e-9", "train.eval_every=1")),
     "parallel.strategy": Key(laid_out, "no_shard"),
     "parallel.group_size": Key(laid_out, "2", ("parallel.strategy=hybrid_shard",)),
+    "parallel.tensor": Key(laid_out, "2"),
+    "parallel.context": Key(laid_out, "2"),
     "parallel.layers": Key(laid_out, "2"),
     "parallel.last_layer": Key(laid_out, "shard_grad_op"),
     "parallel.root": Key(laid_out, "full_shard"),

@@ -49,6 +49,25 @@ def test_parts() -> None:
     assert laid(1, layers=2, root="full_shard").free_root is False
 
 
+@pytest.mark.parametrize(
+    ("settings", "data_size", "group", "replicas"),
+    [
+        ({"tensor": 2}, 4, 4, 1),
+        ({"tensor": 4, "strategy": "no_shard"}, 2, 1, 2),
+        ({"tensor": 2, "strategy": "hybrid_shard"}, 4, 2, 2),
+        ({"context": 2}, 4, 8, 1),
+        ({"context": 4, "strategy": "hybrid_shard"}, 2, 4, 2),
+        ({"context": 2, "strategy": "no_shard"}, 4, 1, 8),
+    ],
+)
+def test_ranks_that_work_together(settings: dict[str, Any], data_size: int, group: int, replicas: int) -> None:
+    """FSDP divides over every N-th rank beside tensor parallelism, and over all ranks beside context parallelism."""
+    found = laid(8, **settings)
+    assert (found.data_size, found.group, found.replicas) == (data_size, group, replicas)
+    assert found.together == 8 // data_size
+    assert found.replicas * found.group * found.tensor == 8
+
+
 def test_options_are_handed_on() -> None:
     options = {
         "reduce_dtype": "bf16",
@@ -116,6 +135,23 @@ def test_options_are_handed_on() -> None:
             4,
             "parallel.last_layer: 4 does not divide the 4 processes that share a copy into smaller groups; choose a "
             "number that does, full_shard or shard_grad_op",
+        ),
+        (
+            {"tensor": 3},
+            8,
+            "parallel.tensor: groups of 3 processes do not divide the 4 of one machine; a group exchanges activations "
+            "in every layer and cannot leave its machine; choose a number that divides them",
+        ),
+        (
+            {"context": 8},
+            8,
+            "parallel.context: groups of 8 processes do not divide the 4 of one machine; a group exchanges activations "
+            "in every layer and cannot leave its machine; choose a number that divides them",
+        ),
+        (
+            {"tensor": 2, "context": 2},
+            8,
+            "parallel.context: tensor and context divide the same tokens, and only one of them can; remove one",
         ),
         (
             {"cpu_offload": True, "accumulate": "unsharded"},

@@ -15,6 +15,7 @@ from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.data_section import INSIDE
 from esmshard.recipe.sections import Recipe
+from esmshard.sharding.layout import layout
 
 Target = Literal["slurm", "kubernetes"]
 
@@ -96,6 +97,9 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         raise UsageError("adapt.method probe: is fitted in one process; leave --nodes and --nproc out")
     if resolved.divides_table and most > 1:
         raise UsageError("--nodes: a table of variants is cross-validated on one node; leave it out, or set data.folds")
+    starts_processes = resolved.divides_table or options.sweep is not None
+    for nodes in () if starts_processes else sorted({least, most}):
+        layout(resolved.parallel, nodes * nproc, nproc, "fp32")  # raises for a division that cannot be
     shipped = recipe in recipe_file.names() and not Path(recipe).expanduser().is_file()
     named, out = recipe if shipped else os.path.abspath(path), resolved.out  # noqa: PTH100
     text, reads = None, _read_by(None if shipped else path, resolved)
@@ -120,7 +124,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         min_nodes=least,
         gpus_per_node=gpus,
         nproc=nproc,
-        starts_processes=resolved.divides_table or options.sweep is not None,
+        starts_processes=starts_processes,
         array=options.array or 1,
         first_seed=None if options.array is None or options.sweep is not None else resolved.train.seed,
         recipe_text=text,
