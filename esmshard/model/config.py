@@ -13,7 +13,7 @@ block or row has an fp32 scale.
 NF4_BLOCK = 64
 
 SHIPPED = {
-    "starter": "was trained on some 20,000 sequences and 9,000 structures",
+    "starter": "was trained on some 77,000 sequences and 9,000 structures",
     "demo": "was trained on some 50,000 sequences and on no structure",
 }
 """The small trained models that come with the package, by name: `data/NAME` has their weights, and the sentence says

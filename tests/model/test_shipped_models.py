@@ -91,7 +91,7 @@ def test_its_contact_head_has_learned(chains: Chains) -> None:
 
 
 def test_a_recipe_goes_on_with_the_head_of_the_starter() -> None:
-    size = ["task.channels=24", "task.blocks=3"]
+    size = ["task.channels=16", "task.blocks=4"]
     recipe = recipe_file.load(recipe_file.resolve("contact"), ["model.name=starter", *size])
     found = open_weights.read("starter")
     head, told = new_head(recipe, new_task(recipe.task, {}), found)
