@@ -1,6 +1,7 @@
 """The needs of a recipe on given machines for each strategy, and the best strategy, for `esmshard plan`. No torch."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +17,13 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES, family_of, released_name, transformers_config
-from esmshard.planner.cost import Cost, Work, cost
+from esmshard.planner.cost import LINK_SHARE, Cost, Traffic, Work, cost, traffic
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
-from esmshard.sharding.layout import BYTES, STRATEGIES, Layout, layout
+from esmshard.sharding.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
 
 RESERVE = 0.1
 """The share of a GPU's memory that a plan leaves free, for gaps of the allocator and errors of the estimate."""
@@ -30,7 +31,7 @@ AS_GOOD = 1.03
 """Step times within this factor count as equal; the plan that needs less memory is then the better one."""
 MOST_TOKENS = 1 << 20
 """The largest micro-batch that the search for the largest one considers."""
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -59,8 +60,8 @@ class MicroBatches:
 
     @property
     def share(self) -> int:
-        """Return the tokens of one rank in one step."""
-        return -(-self.recipe.batch.global_tokens // self.layout.world_size)
+        """Return the tokens of one rank in one step. Ranks that compute each layer together have the same ones."""
+        return -(-self.recipe.batch.global_tokens // self.layout.data_size)
 
     @cached_property
     def head(self) -> Callable[[int], int]:
@@ -118,6 +119,7 @@ class Option:
     strategy: str
     checkpointing: str
     cpu_offload: bool
+    tensor: int = 1
     impossible: str = ""
     """The reason why this option is not possible; the other fields are then empty."""
     tokens: int = 0
@@ -143,6 +145,8 @@ class RecipePlan:
     """The bytes of each GPU with which the plan may be made."""
     options: list[Option]
     best: Option | None
+    left_out: list[Option]
+    """Options with `parallel.tensor` that fit nothing more and are not faster than those without."""
 
     def reasons(self) -> list[str]:
         """Return the reasons why the best option is the best, one sentence each."""
@@ -152,13 +156,15 @@ class RecipePlan:
 def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     """Estimate every strategy and checkpointing mode; if nothing fits, estimate them with `cpu_offload` too.
 
+    Unless the recipe sets `parallel.tensor`, all this is estimated for several numbers of it (`_tensors`).
+
     Raises:
         InputError: if the training data or the model cannot be read, or there are fewer records than GPUs.
         UsageError: if the settings of `parallel` are possible under no strategy.
     """
     train = open_split(recipe, "train", None, planned_tracks(recipe))
     recipe, tokens_N = in_tokens(recipe, train), train.tokens
-    if len(tokens_N) < machines.world_size:
+    if len(tokens_N) < machines.world_size // recipe.parallel.tensor:
         raise InputError(
             f"{train.path}: train has {len(tokens_N)} records, fewer than the {machines.world_size} GPUs; take fewer"
         )
@@ -166,18 +172,51 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     attended = float(np.square(tokens_N, dtype=np.float64).sum()) / total
     lengths = Lengths(len(tokens_N), int(tokens_N.max()), total / len(tokens_N), attended, train.beside)
     precision, room = _precision(recipe, machines), int(machines.room * (1 - RESERVE))
-    found = RecipePlan(recipe, machines, model_numbers(recipe), lengths, precision, room, [], None)
+    found = RecipePlan(recipe, machines, model_numbers(recipe), lengths, precision, room, [], None, [])
+    asked, *more = _tensors(found)
 
-    def options(offload: bool) -> list[Option]:
-        strategies = STRATEGIES if machines.world_size > 1 else [recipe.parallel.strategy]
-        return [_option(found, train, strategy, mode, offload) for strategy in strategies for mode in MODES]
+    def options(tensor: int, offload: bool) -> list[Option]:
+        strategies = STRATEGIES if machines.world_size > tensor else [recipe.parallel.strategy]
+        return [_option(found, train, strategy, mode, offload, tensor) for strategy in strategies for mode in MODES]
 
-    every = options(recipe.parallel.cpu_offload)
+    every, divided = options(asked, recipe.parallel.cpu_offload), list[Option]()
     if all(option.impossible for option in every):
         raise UsageError(every[0].impossible)
-    if not any(option.fits for option in every) and not recipe.parallel.cpu_offload:
-        every += options(True)
-    return replace(found, options=every, best=_best(every))
+    for tensor in more:
+        divided += [option for option in options(tensor, recipe.parallel.cpu_offload) if not option.impossible]
+    if not any(option.fits for option in every + divided) and not recipe.parallel.cpu_offload:
+        every += options(asked, True)
+        for tensor in more:
+            divided += [option for option in options(tensor, True) if not option.impossible]
+    shortest = min((_seconds(option) for option in every if option.fits), default=float("inf"))
+    better = [option for option in divided if option.fits and AS_GOOD * _seconds(option) < shortest]
+    left_out = [option for option in divided if option not in better]
+    return replace(found, options=every + better, best=_best(every + better), left_out=left_out)
+
+
+def _tensors(found: RecipePlan) -> list[int]:
+    """Return the numbers of `parallel.tensor` to estimate: the recipe's, or else 1 and each power of two that divides
+    the GPUs of a machine, the heads and the feed-forward part of the model.
+
+    Raises:
+        UsageError: if the recipe's number does not divide the model.
+    """
+    numbers, parallel = found.numbers, found.recipe.parallel
+
+    def check(tensor: int) -> None:
+        quantized = numbers.quantization is not None
+        check_tensor(tensor, n_heads=numbers.n_heads, ffn_width=numbers.ffn_width, quantized=quantized)
+
+    if "tensor" in parallel.model_fields_set:
+        check(parallel.tensor)
+        return [parallel.tensor]
+    fitting, tensor = [1], 2
+    while found.machines.per_machine % tensor == 0:
+        with suppress(UsageError):
+            check(tensor)
+            fitting.append(tensor)
+        tensor *= 2
+    return fitting
 
 
 def head_bytes(
@@ -249,16 +288,23 @@ def _precision(recipe: Recipe, machines: Machines) -> Literal["fp32", "bf16", "f
     return wanted
 
 
-def _option(found: RecipePlan, train: Examples, strategy: str, mode: Checkpointing, offload: bool) -> Option:
-    recipe, machines, lengths = found.recipe, found.machines, found.lengths
+def _layout(found: RecipePlan, strategy: str, mode: str, offload: bool, tensor: int) -> Layout:
     change: dict[str, Any] = {"strategy": strategy, "activation_checkpointing": mode, "cpu_offload": offload}
+    change["tensor"] = tensor
     if strategy != "hybrid_shard":
         change["group_size"] = None
-    settings = recipe.parallel.model_copy(update=change)
+    settings, machines = found.recipe.parallel.model_copy(update=change), found.machines
+    return layout(settings, machines.world_size, machines.per_machine, found.precision)
+
+
+def _option(
+    found: RecipePlan, train: Examples, strategy: str, mode: Checkpointing, offload: bool, tensor: int
+) -> Option:
+    recipe, machines, lengths = found.recipe, found.machines, found.lengths
     try:
-        laid_out = layout(settings, machines.world_size, machines.per_machine, found.precision)
+        laid_out = _layout(found, strategy, mode, offload, tensor)
     except UsageError as error:
-        return Option(strategy, mode, offload, impossible=str(error))
+        return Option(strategy, mode, offload, tensor, impossible=str(error))
     packed = machines.gpu.has_bf16 and found.precision != "fp32"
     batches = MicroBatches(recipe, train, found.numbers, laid_out, "cuda" if packed else "cuda-padded")
     share, wanted = batches.share, recipe.batch.tokens_per_rank
@@ -278,6 +324,7 @@ def _option(found: RecipePlan, train: Examples, strategy: str, mode: Checkpointi
         strategy,
         mode,
         offload,
+        tensor,
         tokens=tokens,
         micro_batches=parts,
         largest=batches.largest(found.room, MOST_TOKENS - lengths.beside),
@@ -309,7 +356,8 @@ def _best(options: list[Option]) -> Option | None:
 def _reasons(found: RecipePlan) -> Iterator[str]:
     best = found.best
     if best is None:
-        least = min(_total(option) for option in found.options if option.memory is not None) / GIB
+        every = found.options + found.left_out
+        least = min(_total(option) for option in every if option.memory is not None) / GIB
         yield (
             f"nothing fits: the least needs {least:.1f} GiB a GPU, and there are {found.room / GIB:.1f} to plan with; "
             "take more or larger GPUs, or lower data.max_length or batch.tokens_per_rank"
@@ -347,13 +395,43 @@ def _reasons(found: RecipePlan) -> Iterator[str]:
             f"the evaluation after the last step needs the consolidated model in fp32 on one GPU, "
             f"{4 * numbers.parameters / GIB:.1f} GiB, and as much again where a baseline needs the base model"
         )
-    traffic = best.cost.traffic
-    if traffic.total == 0:
+    total = best.cost.traffic.total
+    if total == 0:
         yield "nothing travels between GPUs"
     elif best.cost.exposed < 0.02 * best.cost.seconds:
-        yield f"the link hides its {traffic.total / GIB:.2f} GiB a step behind the arithmetic"
+        yield f"the link hides its {total / GIB:.2f} GiB a step behind the arithmetic"
     else:
         yield (
-            f"the link does not hide its {traffic.total / GIB:.2f} GiB a step: "
+            f"the link does not hide its {total / GIB:.2f} GiB a step: "
             f"{best.cost.exposed / best.cost.seconds:.0%} of the step is waiting; a larger batch.global_tokens helps"
         )
+    if best.tensor > 1:
+        yield _why_divided(found, best, best.cost)
+
+
+def _why_divided(found: RecipePlan, best: Option, cost: Cost) -> str:
+    """Return one sentence on `parallel.tensor` of the best option, with the traffic of a layer and the link."""
+    link, own = found.machines.gpu, cost.traffic
+    each = MIB * found.numbers.n_layers * best.micro_batches
+    seconds = own.tensor / (LINK_SHARE * link.link)
+    whole = _undivided(found, best)
+    against = "" if whole is None else f" in place of {whole.of_weights / each:,.1f} with parallel.tensor=1"
+    gain, undivided = "", [option for option in found.options if option.tensor == 1]
+    if shortest := min((_seconds(option) for option in undivided if option.fits), default=0.0):
+        gain = f", and the step is {1 - cost.seconds / shortest:.0%} shorter than the shortest without it"
+    elif undivided:
+        gain = ", and nothing fits without it"
+    return (
+        f"parallel.tensor={best.tensor}: in a micro-batch a GPU receives {own.of_weights / each:,.1f} MiB of weights "
+        f"and gradients of each layer{against}, and {own.tensor / each:,.1f} MiB of activations, which "
+        f"{link.link_name} at {link.link / 1e9:.0f} GB/s carries in {seconds / cost.seconds:.1%} of the step{gain}"
+    )
+
+
+def _undivided(found: RecipePlan, best: Option) -> Traffic | None:
+    """Return the traffic of the best option without `parallel.tensor`; None where its strategy then is impossible."""
+    try:
+        laid_out = _layout(found, best.strategy, best.checkpointing, best.cpu_offload, 1)
+    except UsageError:
+        return None
+    return traffic(found.numbers, laid_out, found.machines, best.micro_batches)

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from esmshard.batch import TokenBatch
-from esmshard.errors import UsageError
 from esmshard.model.attention import Between, OnAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
@@ -38,22 +37,6 @@ DIMENSION = "tensor"
 """The name of this dimension of the mesh. It is the last one: ranks of a group are neighbours."""
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
 """The norms of a block whose output goes into matrices that are divided by rows."""
-
-
-def check(config: ModelConfig, tensor: int, quantized: bool) -> None:
-    """Raise `UsageError` if the layers of a model cannot be divided over `tensor` ranks."""
-    for what, count in (("attention heads", config.n_heads), ("columns of the feed-forward part", config.ffn_width)):
-        if count % tensor:
-            fitting = [n for n in range(2, 65) if config.n_heads % n == 0 and config.ffn_width % n == 0]
-            raise UsageError(
-                f"parallel.tensor: {tensor} does not divide the {count} {what} of this model; choose "
-                f"{', '.join(map(str, fitting)) or 1}"
-            )
-    if tensor > 1 and quantized:
-        raise UsageError(
-            "parallel.tensor: quantised matrices are whole on every process and cannot be divided; remove "
-            "model.quantize, or set parallel.tensor=1"
-        )
 
 
 class Rows:
@@ -111,7 +94,7 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
     Every parameter becomes a DTensor over `mesh`: those of `ModelConfig.matrices` in parts, all others whole.
 
     Args:
-        model: a trunk or a module that holds one, best on the meta device. `check` has passed.
+        model: a trunk or a module that holds one, best on the meta device. `layout.check_tensor` has passed.
         mesh: the dimension `tensor` of the mesh.
     """
     trunk = next(module for module in model.modules() if isinstance(module, Trunk))
