@@ -1,6 +1,6 @@
 """The needs of a recipe on given machines for each strategy, and the best strategy, for `esmshard plan`. No torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES, family_of, released_name, transformers_config
-from esmshard.planner.cost import LINK_SHARE, Cost, Traffic, Work, cost, traffic
+from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory
 from esmshard.planner.parameter_counts import numbers_of
@@ -31,7 +31,7 @@ AS_GOOD = 1.03
 """Step times within this factor count as equal; the plan that needs less memory is then the better one."""
 MOST_TOKENS = 1 << 20
 """The largest micro-batch that the search for the largest one considers."""
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -150,7 +150,9 @@ class RecipePlan:
 
     def reasons(self) -> list[str]:
         """Return the reasons why the best option is the best, one sentence each."""
-        return list(_reasons(self))
+        from esmshard.planner.plan_reasons import reasons  # which imports this module
+
+        return list(reasons(self))
 
 
 def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
@@ -188,8 +190,8 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
         every += options(asked, True)
         for tensor in more:
             divided += [option for option in options(tensor, True) if not option.impossible]
-    shortest = min((_seconds(option) for option in every if option.fits), default=float("inf"))
-    better = [option for option in divided if option.fits and AS_GOOD * _seconds(option) < shortest]
+    shortest = min((seconds(option) for option in every if option.fits), default=float("inf"))
+    better = [option for option in divided if option.fits and AS_GOOD * seconds(option) < shortest]
     left_out = [option for option in divided if option not in better]
     return replace(found, options=every + better, best=_best(every + better), left_out=left_out)
 
@@ -288,7 +290,8 @@ def _precision(recipe: Recipe, machines: Machines) -> Literal["fp32", "bf16", "f
     return wanted
 
 
-def _layout(found: RecipePlan, strategy: str, mode: str, offload: bool, tensor: int) -> Layout:
+def layout_of(found: RecipePlan, strategy: str, mode: str, offload: bool, tensor: int) -> Layout:
+    """Return the layout of one option. `UsageError` if it is impossible."""
     change: dict[str, Any] = {"strategy": strategy, "activation_checkpointing": mode, "cpu_offload": offload}
     change["tensor"] = tensor
     if strategy != "hybrid_shard":
@@ -302,7 +305,7 @@ def _option(
 ) -> Option:
     recipe, machines, lengths = found.recipe, found.machines, found.lengths
     try:
-        laid_out = _layout(found, strategy, mode, offload, tensor)
+        laid_out = layout_of(found, strategy, mode, offload, tensor)
     except UsageError as error:
         return Option(strategy, mode, offload, tensor, impossible=str(error))
     packed = machines.gpu.has_bf16 and found.precision != "fp32"
@@ -334,12 +337,14 @@ def _option(
     )
 
 
-def _seconds(option: Option) -> float:
+def seconds(option: Option) -> float:
+    """Return the seconds of a step."""
     assert option.cost is not None
     return option.cost.seconds
 
 
-def _total(option: Option) -> int:
+def total_bytes(option: Option) -> int:
+    """Return the bytes of a rank at the peak."""
     assert option.memory is not None
     return option.memory.total
 
@@ -349,89 +354,5 @@ def _best(options: list[Option]) -> Option | None:
     fitting = [option for option in options if option.fits]
     if not fitting:
         return None
-    fastest = min(map(_seconds, fitting))
-    return min((o for o in fitting if _seconds(o) <= AS_GOOD * fastest), key=_total)
-
-
-def _reasons(found: RecipePlan) -> Iterator[str]:
-    best = found.best
-    if best is None:
-        every = found.options + found.left_out
-        least = min(_total(option) for option in every if option.memory is not None) / GIB
-        yield (
-            f"nothing fits: the least needs {least:.1f} GiB a GPU, and there are {found.room / GIB:.1f} to plan with; "
-            "take more or larger GPUs, or lower data.max_length or batch.tokens_per_rank"
-        )
-        return
-    assert best.cost is not None
-    assert best.memory is not None
-    free = 1 - best.memory.total / found.machines.gpu.memory_bytes
-    yield (
-        f"it fits: {best.memory.total / GIB:.1f} GiB at the peak ({best.memory.when}), which leaves {free:.0%} of the "
-        f"GPU free, {RESERVE:.0%} being the reserve"
-    )
-    if best.memory.host:
-        yield (
-            f"each machine needs {best.memory.host * found.machines.per_machine / GIB:.0f} GiB of its own memory for "
-            "weights, gradients and optimizer state"
-        )
-    others = [o for o in found.options if o.fits and o is not best]
-    faster = [o for o in others if _seconds(o) < best.cost.seconds]
-    if faster:
-        yield f"the faster options ({len(faster)}) save less than {AS_GOOD - 1:.0%} of a step, and need more memory"
-    elif others:
-        yield "no other option that fits has a shorter step"
-    else:
-        yield "no other option fits"
-    if found.numbers.quantization is not None:
-        numbers = found.numbers
-        packed, before = (numbers.n_layers * size for size in (numbers.layer_packed, 4 * numbers.layer_quantized))
-        yield (
-            f"model.quantize={numbers.quantization} keeps the frozen matrices of the layers in {packed / GIB:.2f} GiB, "
-            f"whole on each GPU, in place of {before / GIB:.2f} GiB over all GPUs that share a copy; unpacking them "
-            "takes time, which the times above do not include"
-        )
-        yield (
-            f"the evaluation after the last step needs the consolidated model in fp32 on one GPU, "
-            f"{4 * numbers.parameters / GIB:.1f} GiB, and as much again where a baseline needs the base model"
-        )
-    total = best.cost.traffic.total
-    if total == 0:
-        yield "nothing travels between GPUs"
-    elif best.cost.exposed < 0.02 * best.cost.seconds:
-        yield f"the link hides its {total / GIB:.2f} GiB a step behind the arithmetic"
-    else:
-        yield (
-            f"the link does not hide its {total / GIB:.2f} GiB a step: "
-            f"{best.cost.exposed / best.cost.seconds:.0%} of the step is waiting; a larger batch.global_tokens helps"
-        )
-    if best.tensor > 1:
-        yield _why_divided(found, best, best.cost)
-
-
-def _why_divided(found: RecipePlan, best: Option, cost: Cost) -> str:
-    """Return one sentence on `parallel.tensor` of the best option, with the traffic of a layer and the link."""
-    link, own = found.machines.gpu, cost.traffic
-    each = MIB * found.numbers.n_layers * best.micro_batches
-    seconds = own.tensor / (LINK_SHARE * link.link)
-    whole = _undivided(found, best)
-    against = "" if whole is None else f" in place of {whole.of_weights / each:,.1f} with parallel.tensor=1"
-    gain, undivided = "", [option for option in found.options if option.tensor == 1]
-    if shortest := min((_seconds(option) for option in undivided if option.fits), default=0.0):
-        gain = f", and the step is {1 - cost.seconds / shortest:.0%} shorter than the shortest without it"
-    elif undivided:
-        gain = ", and nothing fits without it"
-    return (
-        f"parallel.tensor={best.tensor}: in a micro-batch a GPU receives {own.of_weights / each:,.1f} MiB of weights "
-        f"and gradients of each layer{against}, and {own.tensor / each:,.1f} MiB of activations, which "
-        f"{link.link_name} at {link.link / 1e9:.0f} GB/s carries in {seconds / cost.seconds:.1%} of the step{gain}"
-    )
-
-
-def _undivided(found: RecipePlan, best: Option) -> Traffic | None:
-    """Return the traffic of the best option without `parallel.tensor`; None where its strategy then is impossible."""
-    try:
-        laid_out = _layout(found, best.strategy, best.checkpointing, best.cpu_offload, 1)
-    except UsageError:
-        return None
-    return traffic(found.numbers, laid_out, found.machines, best.micro_batches)
+    fastest = min(map(seconds, fitting))
+    return min((o for o in fitting if seconds(o) <= AS_GOOD * fastest), key=total_bytes)
