@@ -109,7 +109,7 @@ def test_what_the_forward_pass_gathers() -> None:
 
 
 def test_ranks_that_compute_each_layer_together() -> None:
-    """Four ranks: two with half of each layer, and two that FSDP divides a half over. The root is whole in each half."""
+    """Four ranks: two with half of each layer, and two that FSDP divides each half over. The root is not halved."""
     found = memory(MODEL, bf16(world_size=4, group=2, tensor=2), 100_000, 0, "cuda")
     assert found.parameters == (60_000_000 + 8_000_000) * 4 // 2
     assert found.optimizer == 2 * found.parameters
