@@ -3,11 +3,12 @@
 The model is a roofline: matrix products and attention run at a share of the data sheet's FLOP/s, element-wise
 operations at a share of the memory's speed, collectives at a share of the slowest link on their way. FSDP gathers the
 weights of the next layer and reduces the gradients of the last layer while a layer computes; communication that takes
-longer than the layer is exposed. Only the shares below were fitted. They are the same for every model and machine, and
+longer than the layer is exposed. The exchange of activations between ranks that compute a layer together overlaps with
+nothing. Only the shares below were fitted. They are the same for every model and machine, and
 `benchmarks/published.py` compares the result with published runs. Letters: see `esmshard.batch`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import ModelNumbers
@@ -38,7 +39,7 @@ reads and writes the gradient.
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one rank in one step."""
+    """The work of one rank in one step. Ranks that compute each layer together have the same work."""
 
     tokens: int
     """The tokens of one micro-batch, with padding if there is any."""
@@ -55,9 +56,7 @@ class Work:
     """The element-wise passes of a layer; None for ours, see `our_passes`. Another implementation has its own number.
     """
     recomputed_products: float = 0.0
-    """The share of the matrix products that selective checkpointing recomputes; 0 for esmshard, which keeps all of
-    them.
-    """
+    """The share of the matrix products that another implementation's selective checkpointing recomputes."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,17 @@ class Traffic:
     """Bytes of the all-reduce between copies of the model."""
     between_machines: int
     """The part of all bytes that comes from other machines."""
+    tensor: int = 0
+    """Bytes from the other ranks with which this rank computes each layer: activations, and gradients of the root."""
 
     @property
     def total(self) -> int:
         """Return the sum of all bytes."""
+        return self.of_weights + self.tensor
+
+    @property
+    def of_weights(self) -> int:
+        """Return the bytes of FSDP: weights and gradients."""
         return self.gather_forward + self.gather_backward + self.reduce_scatter + self.all_reduce
 
 
@@ -140,13 +146,13 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     """
     assert layout.world_size == machines.world_size, "a layout for other machines"
     gpu, n, m = machines.gpu, numbers.n_layers, work.micro_batches
-    half = layout.precision != "fp32"
+    half, tensor = layout.precision != "fp32", layout.tensor
     size, peak = BYTES[layout.precision], gpu.half_flops if half else gpu.fp32_flops
 
-    products = work.tokens * 2 * numbers.layer_parameters / (MATMUL_SHARE * peak)
-    attention = work.tokens * 4 * numbers.dim * work.attended / (ATTENTION_SHARE * peak)
+    products = work.tokens * 2 * numbers.layer_parameters / tensor / (MATMUL_SHARE * peak)
+    attention = work.tokens * 4 * numbers.dim * work.attended / tensor / (ATTENTION_SHARE * peak)
     passes = our_passes(numbers) if work.passes is None else work.passes
-    moved = work.tokens * passes * numbers.dim * size / (HBM_SHARE * gpu.hbm)
+    moved = work.tokens * passes * numbers.dim * size / tensor / (HBM_SHARE * gpu.hbm)
     forward = max(products + attention + moved, LAUNCH)
     # The gradients of inputs and of weights take two products for each product of the forward pass, and fewer where
     # weights are frozen.
@@ -154,15 +160,14 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     backward = through * (2 * max(products + attention + moved, LAUNCH) - (1 - learning) * products)
     again = {
         "none": 0.0,
-        "selective": max(moved + work.recomputed_products * products, LAUNCH),
+        "selective": max(moved + (work.recomputed_products + _products_again(numbers, tensor)) * products, LAUNCH),
         "full": forward,
     }[layout.activation_checkpointing]
     again = again if through else 0.0
     head = 3 * work.head_bytes / (HBM_SHARE * gpu.hbm)
     head += 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
-    layer = _Group(numbers.layer_in_full, numbers.layer_trained, through and layout.free_layers, layout, machines)
-    root = _Group(numbers.root_parameters, numbers.root_trained, layout.free_root, layout, machines)
+    layer, root = _groups(numbers, layout, machines)
     gather, gather_again, reduce, copies = layer.gather(), layer.gather_again(), layer.reduce(), layer.all_reduce()
     syncs = 1 if layout.accumulate == "unsharded" else m
     gathering = (n * gather + root.gather()) + (n * gather_again + root.gather_again())
@@ -176,32 +181,75 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
         shown += root.gather_again() + (n - 1) * max(0.0, gather_again + sent - backward - again)
         shown += gather_again if layout.free_last is True else 0.0
         shown += sent + (root.reduce() if last or syncs == m else 0.0) + (root.all_reduce() if last else 0.0)
+    exchange = m * exchanged(numbers, layout, machines, work.tokens)[1]
 
-    share = numbers.trained / layout.group
+    share = numbers.of_rank(tensor).trained / layout.group
     optimizer = share * ADAMW_BYTES / (HBM_SHARE * gpu.hbm)
     if layout.cpu_offload:
         optimizer = share * ADAMW_BYTES / HOST_OPTIMIZER
 
     compute, recompute = m * (n * (forward + backward) + head), m * n * again
-    total = compute + recompute + shown + optimizer
-    flops = m * work.tokens * (training_flops(numbers, work.attended) + 6 * work.head_products)
+    total = compute + recompute + shown + exchange + optimizer
+    flops = m * work.tokens * (training_flops(numbers, work.attended) + 6 * work.head_products) / tensor
     return Cost(
         compute=compute,
         recompute=recompute,
-        communication=communication,
-        exposed=shown,
+        communication=communication + exchange,
+        exposed=shown + exchange,
         optimizer=optimizer,
-        tokens_per_second=m * work.tokens * work.real / total,
+        tokens_per_second=m * work.tokens * work.real / total / tensor,
         mfu=flops / total / peak,
-        traffic=traffic(numbers, layout, machines, m),
+        traffic=traffic(numbers, layout, machines, m, work.tokens),
     )
 
 
-def traffic(numbers: ModelNumbers, layout: Layout, machines: Machines, micro_batches: int = 1) -> Traffic:
-    """Return the bytes that one rank receives in a step. A collective over N ranks brings (N - 1) / N of the whole."""
-    n, trained = numbers.n_layers, numbers.layer_trained
-    layers = _Group(n * numbers.layer_in_full, n * trained, trained > 0 and layout.free_layers, layout, machines)
-    root = _Group(numbers.root_parameters, numbers.root_trained, layout.free_root, layout, machines)
+def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens: int) -> tuple[int, float]:
+    """Return what one rank receives for a micro-batch from those with which it computes each layer: bytes and seconds.
+
+    A layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no sum of its last
+    product. Norms of queries and keys add four sums of a number for each token, and norms and biases that are whole
+    have six sums of gradients in a layer: their bytes are few, but each takes the time of an empty collective. Outside
+    the layers, the last norm needs all tokens, and the gradients of the root are summed.
+
+    Args:
+        numbers: the sizes of the model.
+        layout: the division of the model over the ranks.
+        machines: the machines, whose link carries all this.
+        tokens: the tokens T of a micro-batch.
+    """
+    if layout.tensor == 1:
+        return 0, 0.0
+    backward = int(numbers.layer_trained > 0)
+    again = backward * int(layout.activation_checkpointing != "none")
+    large = numbers.n_layers * (4 + 4 * backward + 3 * again) + 1 + backward
+    small = numbers.n_layers * (6 * backward + 4 * int(numbers.qk_norm) * (1 + backward + again))
+    size = BYTES[layout.precision]
+    received = large * _received(tokens * numbers.dim * size, layout.tensor)
+    received += 2 * _received(numbers.root_trained * size, layout.tensor)
+    return received, (large + small + 1) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
+
+
+def _products_again(numbers: ModelNumbers, tensor: int) -> float:
+    """Return the share of a layer's matrix products that selective checkpointing recomputes, but for the last one."""
+    sizes = {"qkv": 3 * numbers.dim, "out": numbers.dim, "fc1": (1 + numbers.gated) * numbers.ffn_width}
+    again = sizes.keys() - numbers.kept_products(tensor)
+    return sum(sizes[name] for name in again) * numbers.dim / numbers.layer_parameters
+
+
+def traffic(
+    numbers: ModelNumbers, layout: Layout, machines: Machines, micro_batches: int = 1, tokens: int = 0
+) -> Traffic:
+    """Return the bytes that one rank receives in a step. A collective over N ranks brings (N - 1) / N of the whole.
+
+    Args:
+        numbers: the sizes of the model.
+        layout: the division of the model over the ranks.
+        machines: the machines.
+        micro_batches: the micro-batches of a step.
+        tokens: the tokens of a micro-batch, of which the activations that ranks of a layer exchange are a multiple.
+    """
+    layers, root = _groups(numbers, layout, machines, numbers.n_layers)
+    machines = layers.machines
     syncs = 1 if layout.accumulate == "unsharded" else micro_batches
     again, outside = 0, 0
     for group in (layers, root):
@@ -216,6 +264,7 @@ def traffic(numbers: ModelNumbers, layout: Layout, machines: Machines, micro_bat
         reduce_scatter=syncs * (layers.reduced + root.reduced),
         all_reduce=layers.all_reduced + root.all_reduced,
         between_machines=outside + round(moved * machines_outside(layout.group, machines)),
+        tensor=micro_batches * exchanged(numbers, layout, machines, tokens)[0],
     )
 
 
@@ -232,6 +281,16 @@ def _received(whole: int, ranks: int) -> int:
     return whole * (ranks - 1) // ranks
 
 
+def _groups(numbers: ModelNumbers, layout: Layout, machines: Machines, layers: int = 1) -> tuple["_Group", "_Group"]:
+    """Return so many layers, and the root, as FSDP sees them: of `tensor` neighbours it sees one."""
+    own, seen = numbers.of_rank(layout.tensor), replace(machines, per_machine=machines.per_machine // layout.tensor)
+    freed = own.layer_trained > 0 and layout.free_layers
+    return (
+        _Group(layers * own.layer_in_full, layers * own.layer_trained, freed, layout, seen),
+        _Group(own.root_parameters, own.root_trained, layout.free_root, layout, seen),
+    )
+
+
 @dataclass(frozen=True)
 class _Group:
     """The collectives of parameters that FSDP gathers as one group."""
@@ -243,6 +302,7 @@ class _Group:
     """See `Layout.free_layers`. It is False if the backward pass does not reach these parameters."""
     layout: Layout
     machines: Machines
+    """The machines with one rank for each GPU that FSDP sees."""
 
     @property
     def bytes(self) -> int:
@@ -316,5 +376,5 @@ class _Group:
         A machine with several copies sums them first; each of its ports then carries its part of one copy.
         """
         held_by = max(self.layout.group, self.machines.per_machine)
-        apart = self.layout.world_size // held_by
+        apart = self.layout.data_size // held_by
         return apart, 2 * self.reduce_bytes / held_by * (apart - 1) / apart

@@ -39,6 +39,11 @@ class GPU:
     speed_of: str = ""
     """The name of the GPU whose speeds stand here, if those of this one are not known."""
 
+    @property
+    def link_name(self) -> str:
+        """Return the kind of the link: PCIe reaches 64 GB/s each way, and NVLink begins above."""
+        return "NVLink" if self.link > 64e9 else "PCIe"
+
 
 def _small(name: str, memory: int, fp32: float, hbm: float, *, half: float = 2, per_machine: int = 2) -> GPU:
     """Return a card for one slot. Its half precision is a multiple of fp32: 2 for GeForce, 4 for workstations and for

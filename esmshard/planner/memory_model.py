@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from esmshard.launch import cpu_limits
 from esmshard.model.config import Quantization
-from esmshard.sharding.layout import BYTES, Layout
+from esmshard.sharding.layout import BYTES, Layout, keeps_product
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,19 @@ class ModelNumbers:
         """Return the number of parameters that learn."""
         return self.n_layers * self.layer_trained + self.root_trained
 
+    def of_rank(self, tensor: int) -> "ModelNumbers":
+        """Return the parameters of one of `tensor` ranks that compute each layer together: the whole root, and its part
+        of each layer. Norms and summed biases, which are whole on each rank, are few and count as if they were divided.
+        """
+        layer, trained = -(-self.layer_parameters // tensor), -(-self.layer_trained // tensor)
+        return replace(self, layer_parameters=layer, layer_trained=trained)
+
+    def kept_products(self, tensor: int) -> set[str]:
+        """Return the products of which selective checkpointing keeps the outputs: of qkv, out, fc1 and fc2."""
+        own, wide = self.dim // tensor, self.ffn_width // tensor
+        shapes = {"qkv": (self.dim, 3 * own), "out": (own, self.dim), "fc1": (self.dim, wide), "fc2": (wide, self.dim)}
+        return {name for name, shape in shapes.items() if keeps_product(*shape)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -147,6 +160,9 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     needed on a CPU, where the outputs of several sequences are concatenated, and on a padded device, where q, k, v and
     output exist as blocks.
 
+    With `tensor` ranks, each has its part of the tokens of sums, and of the width of q, k, v, attention's output and
+    the feed-forward layer. The normalised forms are gathered: all ranks have all tokens of them.
+
     The input of a frozen matrix is not kept: normalised forms, the concatenated output, the output of gelu. If nothing
     in the layers learns, nothing is kept, and the feed-forward layer's vectors are the most at one moment.
 
@@ -156,34 +172,43 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
         device: the kind of device.
         padding: for attention's blocks on a padded device, tokens with padding over tokens without.
     """
-    d, size = numbers.dim, BYTES[layout.precision]
+    d, size, tensor = numbers.dim, BYTES[layout.precision], layout.tensor
     # Autocast keeps the sum of all layers in fp32; FSDP casts it.
-    stream = FP32 if not layout.sharded else size
-    wide = numbers.ffn_width * size
+    stream = (FP32 if not layout.sharded else size) * d // tensor
+    own, whole, wide = d * size // tensor, d * size, numbers.ffn_width * size // tensor
     blocks = padding if device == "cuda-padded" else 1.0
     inputs = numbers.inputs
-    attended = d * size if device == "cuda" else round(d * size * (blocks + ("out" in inputs)))
-    qkv = round(3 * d * size * blocks) + (2 * d * size if numbers.qk_norm else 0)
+    attended = own if device == "cuda" else round(own * (blocks + ("out" in inputs)))
+    qkv = round(3 * own * blocks)
+    if numbers.qk_norm:  # divided norms keep two forms of queries and keys in fp32
+        qkv += 2 * own if tensor == 1 else 4 * FP32 * d // tensor
     products = 2 if numbers.gated else 1
-    small = 4 * d // numbers.n_heads + 4 * numbers.n_heads + 16
-    normalised = size * d * (("qkv" in inputs) + ("fc1" in inputs))
-    everything = 2 * stream * d + normalised + qkv + attended + wide * (products + ("fc2" in inputs)) + small
+    small = 4 * d // numbers.n_heads + (4 * numbers.n_heads + 16) // tensor
+    normalised = whole * (("qkv" in inputs) + ("fc1" in inputs))
+    everything = 2 * stream + normalised + qkv + attended + wide * (products + ("fc2" in inputs)) + small
     everything += numbers.lora * size
+    gathered = whole if tensor > 1 else 0
     if not numbers.layer_trained:
-        return LayerBytes(0, stream * d + wide * (1 + products), 0)
+        return LayerBytes(0, stream + max(wide * (1 + products), wide + gathered), 0)
     # In the backward pass of gelu, the gradients before and after gelu and the gradient of the sum exist. The output of
-    # gelu, if it was kept, is freed already. A gate has gradients of both products, and one factor more.
-    passing = wide * (2 * products - ("fc2" in inputs)) + stream * d
+    # gelu, if it was kept, is freed already. A gate has gradients of both products, and one factor more. Divided ranks
+    # first have the gradient of the sum for all tokens and the one after gelu.
+    passing = max(wide * (2 * products - ("fc2" in inputs)), wide + gathered) + stream
     if layout.activation_checkpointing == "none":
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
-        return LayerBytes(stream * d, everything - stream * d, passing)
+        # Measured: what a divided norm keeps of queries and keys first is not freed.
+        kept = stream + (2 * FP32 * d // tensor if numbers.qk_norm and tensor > 1 else 0)
+        return LayerBytes(kept, everything - kept, passing)
     # The outputs of three matrix products (q, k, v are one) and of attention are kept, but not that of fc2. After
     # recomputation, q, k, v exist with and without rotation. With a LoRA they exist only rotated, because the product
-    # was added to a sum.
-    kept = stream * d + 3 * size * d + size * d + wide * products + size * d + 4 * numbers.n_heads
-    turned = 0 if numbers.qk_norm or (numbers.lora and "qkv" in inputs) else 3 * size * d
-    return LayerBytes(kept, everything - kept + size * d + turned, passing)
+    # was added to a sum. Divided matrices have other shapes, by which other products may be kept.
+    of_products = numbers.kept_products(tensor)
+    sums = whole * len(of_products & {"out", "fc2"})  # no layer without checkpointing keeps them
+    queries = 3 * own * ("qkv" in of_products)
+    kept = stream + queries + own + wide * products * ("fc1" in of_products) + sums + 4 * numbers.n_heads // tensor
+    turned = 0 if numbers.qk_norm or (numbers.lora and "qkv" in inputs) else queries
+    return LayerBytes(kept, everything - kept + sums + turned, passing)
 
 
 def memory(
@@ -207,11 +232,12 @@ def memory(
         micro_batches: the micro-batches of a step. From the second one on, gradients exist from the start.
         padding: see `layer_bytes`.
     """
-    step = _Step(numbers, layout, tokens, head_bytes, device, micro_batches, padding)
+    own = numbers.of_rank(layout.tensor)
+    step = _Step(numbers, own, layout, tokens, head_bytes, device, micro_batches, padding)
     peak = max(step.moments(), key=lambda moment: moment.total)
     if not layout.cpu_offload or device == "cpu":
         return peak
-    host = FP32 * (numbers.in_full + numbers.trained) // layout.group + 2 * FP32 * numbers.trained // layout.group
+    host = FP32 * (own.in_full + own.trained) // layout.group + 2 * FP32 * own.trained // layout.group
     return replace(peak, host=host)
 
 
@@ -219,7 +245,10 @@ def memory(
 class _Step:
     """A training step on one rank. The arguments are those of `memory`."""
 
+    whole: ModelNumbers
+    """The sizes of the model."""
     numbers: ModelNumbers
+    """The same with the parameters of this rank, see `of_rank`."""
     layout: Layout
     tokens: int
     head_bytes: int
@@ -230,7 +259,7 @@ class _Step:
     def moments(self) -> Iterator[Memory]:
         """Yield the moments of the step at which the peak can be. Between them all sums grow or fall linearly."""
         layout, n, gradients = self.layout, self.numbers.n_layers, self._gradients()
-        layer = layer_bytes(self.numbers, layout, self.device, self.padding)
+        layer = layer_bytes(self.whole, layout, self.device, self.padding)
         k = max(1, n - layout.prefetch_forward)
         yield self._at(
             f"forward pass of layer {k} of {n}",

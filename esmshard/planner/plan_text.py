@@ -18,6 +18,7 @@ def keys(found: RecipePlan) -> list[str]:
         f"parallel.activation_checkpointing={best.checkpointing}",
         f"batch.tokens_per_rank={best.largest if found.recipe.batch.tokens_per_rank == 'auto' else best.tokens}",
     ]
+    lines += [f"parallel.tensor={best.tensor}"] * (best.tensor > 1)
     return [*lines, "parallel.cpu_offload=true"] if best.cpu_offload else lines
 
 
@@ -35,6 +36,8 @@ def _table(found: RecipePlan) -> Iterator[str]:
         name = option.strategy
         if option.cpu_offload and not found.recipe.parallel.cpu_offload:
             name += " + cpu_offload"
+        if option.tensor > 1:
+            name += f", tensor {option.tensor}"
         if option.memory is None or option.cost is None:
             impossible[name] = option.impossible  # for every mode alike
             rows += [(name,)] if (name,) not in rows else []
@@ -113,6 +116,7 @@ def as_json(found: RecipePlan) -> dict[str, Any]:
         "lengths": asdict(found.lengths),
         "precision": found.precision,
         "options": [row(option) for option in found.options],
+        "left_out": [row(option) for option in found.left_out],
         "best": None if found.best is None else row(found.best),
         "keys": keys(found),
         "reasons": found.reasons(),

@@ -1,6 +1,7 @@
 """The needs of a recipe on given machines for each strategy, and the best strategy, for `esmshard plan`. No torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
-from esmshard.sharding.layout import BYTES, STRATEGIES, Layout, layout
+from esmshard.sharding.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
 
 RESERVE = 0.1
 """The share of a GPU's memory that a plan leaves free, for gaps of the allocator and errors of the estimate."""
@@ -59,8 +60,8 @@ class MicroBatches:
 
     @property
     def share(self) -> int:
-        """Return the tokens of one rank in one step."""
-        return -(-self.recipe.batch.global_tokens // self.layout.world_size)
+        """Return the tokens of one rank in one step. Ranks that compute each layer together have the same ones."""
+        return -(-self.recipe.batch.global_tokens // self.layout.data_size)
 
     @cached_property
     def head(self) -> Callable[[int], int]:
@@ -118,6 +119,7 @@ class Option:
     strategy: str
     checkpointing: str
     cpu_offload: bool
+    tensor: int = 1
     impossible: str = ""
     """The reason why this option is not possible; the other fields are then empty."""
     tokens: int = 0
@@ -143,14 +145,20 @@ class RecipePlan:
     """The bytes of each GPU with which the plan may be made."""
     options: list[Option]
     best: Option | None
+    left_out: list[Option]
+    """Options with `parallel.tensor` that fit nothing more and are not faster than those without."""
 
     def reasons(self) -> list[str]:
         """Return the reasons why the best option is the best, one sentence each."""
-        return list(_reasons(self))
+        from esmshard.planner.plan_reasons import reasons  # which imports this module
+
+        return list(reasons(self))
 
 
 def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     """Estimate every strategy and checkpointing mode; if nothing fits, estimate them with `cpu_offload` too.
+
+    Unless the recipe sets `parallel.tensor`, all this is estimated for several numbers of it (`_tensors`).
 
     Raises:
         InputError: if the training data or the model cannot be read, or there are fewer records than GPUs.
@@ -158,7 +166,7 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     """
     train = open_split(recipe, "train", None, planned_tracks(recipe))
     recipe, tokens_N = in_tokens(recipe, train), train.tokens
-    if len(tokens_N) < machines.world_size:
+    if len(tokens_N) < machines.world_size // recipe.parallel.tensor:
         raise InputError(
             f"{train.path}: train has {len(tokens_N)} records, fewer than the {machines.world_size} GPUs; take fewer"
         )
@@ -166,18 +174,51 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     attended = float(np.square(tokens_N, dtype=np.float64).sum()) / total
     lengths = Lengths(len(tokens_N), int(tokens_N.max()), total / len(tokens_N), attended, train.beside)
     precision, room = _precision(recipe, machines), int(machines.room * (1 - RESERVE))
-    found = RecipePlan(recipe, machines, model_numbers(recipe), lengths, precision, room, [], None)
+    found = RecipePlan(recipe, machines, model_numbers(recipe), lengths, precision, room, [], None, [])
+    asked, *more = _tensors(found)
 
-    def options(offload: bool) -> list[Option]:
-        strategies = STRATEGIES if machines.world_size > 1 else [recipe.parallel.strategy]
-        return [_option(found, train, strategy, mode, offload) for strategy in strategies for mode in MODES]
+    def options(tensor: int, offload: bool) -> list[Option]:
+        strategies = STRATEGIES if machines.world_size > tensor else [recipe.parallel.strategy]
+        return [_option(found, train, strategy, mode, offload, tensor) for strategy in strategies for mode in MODES]
 
-    every = options(recipe.parallel.cpu_offload)
+    every, divided = options(asked, recipe.parallel.cpu_offload), list[Option]()
     if all(option.impossible for option in every):
         raise UsageError(every[0].impossible)
-    if not any(option.fits for option in every) and not recipe.parallel.cpu_offload:
-        every += options(True)
-    return replace(found, options=every, best=_best(every))
+    for tensor in more:
+        divided += [option for option in options(tensor, recipe.parallel.cpu_offload) if not option.impossible]
+    if not any(option.fits for option in every + divided) and not recipe.parallel.cpu_offload:
+        every += options(asked, True)
+        for tensor in more:
+            divided += [option for option in options(tensor, True) if not option.impossible]
+    shortest = min((seconds(option) for option in every if option.fits), default=float("inf"))
+    better = [option for option in divided if option.fits and AS_GOOD * seconds(option) < shortest]
+    left_out = [option for option in divided if option not in better]
+    return replace(found, options=every + better, best=_best(every + better), left_out=left_out)
+
+
+def _tensors(found: RecipePlan) -> list[int]:
+    """Return the numbers of `parallel.tensor` to estimate: the recipe's, or else 1 and each power of two that divides
+    the GPUs of a machine, the heads and the feed-forward part of the model.
+
+    Raises:
+        UsageError: if the recipe's number does not divide the model.
+    """
+    numbers, parallel = found.numbers, found.recipe.parallel
+
+    def check(tensor: int) -> None:
+        quantized = numbers.quantization is not None
+        check_tensor(tensor, n_heads=numbers.n_heads, ffn_width=numbers.ffn_width, quantized=quantized)
+
+    if "tensor" in parallel.model_fields_set:
+        check(parallel.tensor)
+        return [parallel.tensor]
+    fitting, tensor = [1], 2
+    while found.machines.per_machine % tensor == 0:
+        with suppress(UsageError):
+            check(tensor)
+            fitting.append(tensor)
+        tensor *= 2
+    return fitting
 
 
 def head_bytes(
@@ -249,16 +290,24 @@ def _precision(recipe: Recipe, machines: Machines) -> Literal["fp32", "bf16", "f
     return wanted
 
 
-def _option(found: RecipePlan, train: Examples, strategy: str, mode: Checkpointing, offload: bool) -> Option:
-    recipe, machines, lengths = found.recipe, found.machines, found.lengths
+def layout_of(found: RecipePlan, strategy: str, mode: str, offload: bool, tensor: int) -> Layout:
+    """Return the layout of one option. `UsageError` if it is impossible."""
     change: dict[str, Any] = {"strategy": strategy, "activation_checkpointing": mode, "cpu_offload": offload}
+    change["tensor"] = tensor
     if strategy != "hybrid_shard":
         change["group_size"] = None
-    settings = recipe.parallel.model_copy(update=change)
+    settings, machines = found.recipe.parallel.model_copy(update=change), found.machines
+    return layout(settings, machines.world_size, machines.per_machine, found.precision)
+
+
+def _option(
+    found: RecipePlan, train: Examples, strategy: str, mode: Checkpointing, offload: bool, tensor: int
+) -> Option:
+    recipe, machines, lengths = found.recipe, found.machines, found.lengths
     try:
-        laid_out = layout(settings, machines.world_size, machines.per_machine, found.precision)
+        laid_out = layout_of(found, strategy, mode, offload, tensor)
     except UsageError as error:
-        return Option(strategy, mode, offload, impossible=str(error))
+        return Option(strategy, mode, offload, tensor, impossible=str(error))
     packed = machines.gpu.has_bf16 and found.precision != "fp32"
     batches = MicroBatches(recipe, train, found.numbers, laid_out, "cuda" if packed else "cuda-padded")
     share, wanted = batches.share, recipe.batch.tokens_per_rank
@@ -278,6 +327,7 @@ def _option(found: RecipePlan, train: Examples, strategy: str, mode: Checkpointi
         strategy,
         mode,
         offload,
+        tensor,
         tokens=tokens,
         micro_batches=parts,
         largest=batches.largest(found.room, MOST_TOKENS - lengths.beside),
@@ -287,12 +337,14 @@ def _option(found: RecipePlan, train: Examples, strategy: str, mode: Checkpointi
     )
 
 
-def _seconds(option: Option) -> float:
+def seconds(option: Option) -> float:
+    """Return the seconds of a step."""
     assert option.cost is not None
     return option.cost.seconds
 
 
-def _total(option: Option) -> int:
+def total_bytes(option: Option) -> int:
+    """Return the bytes of a rank at the peak."""
     assert option.memory is not None
     return option.memory.total
 
@@ -302,58 +354,5 @@ def _best(options: list[Option]) -> Option | None:
     fitting = [option for option in options if option.fits]
     if not fitting:
         return None
-    fastest = min(map(_seconds, fitting))
-    return min((o for o in fitting if _seconds(o) <= AS_GOOD * fastest), key=_total)
-
-
-def _reasons(found: RecipePlan) -> Iterator[str]:
-    best = found.best
-    if best is None:
-        least = min(_total(option) for option in found.options if option.memory is not None) / GIB
-        yield (
-            f"nothing fits: the least needs {least:.1f} GiB a GPU, and there are {found.room / GIB:.1f} to plan with; "
-            "take more or larger GPUs, or lower data.max_length or batch.tokens_per_rank"
-        )
-        return
-    assert best.cost is not None
-    assert best.memory is not None
-    free = 1 - best.memory.total / found.machines.gpu.memory_bytes
-    yield (
-        f"it fits: {best.memory.total / GIB:.1f} GiB at the peak ({best.memory.when}), which leaves {free:.0%} of the "
-        f"GPU free, {RESERVE:.0%} being the reserve"
-    )
-    if best.memory.host:
-        yield (
-            f"each machine needs {best.memory.host * found.machines.per_machine / GIB:.0f} GiB of its own memory for "
-            "weights, gradients and optimizer state"
-        )
-    others = [o for o in found.options if o.fits and o is not best]
-    faster = [o for o in others if _seconds(o) < best.cost.seconds]
-    if faster:
-        yield f"the faster options ({len(faster)}) save less than {AS_GOOD - 1:.0%} of a step, and need more memory"
-    elif others:
-        yield "no other option that fits has a shorter step"
-    else:
-        yield "no other option fits"
-    if found.numbers.quantization is not None:
-        numbers = found.numbers
-        packed, before = (numbers.n_layers * size for size in (numbers.layer_packed, 4 * numbers.layer_quantized))
-        yield (
-            f"model.quantize={numbers.quantization} keeps the frozen matrices of the layers in {packed / GIB:.2f} GiB, "
-            f"whole on each GPU, in place of {before / GIB:.2f} GiB over all GPUs that share a copy; unpacking them "
-            "takes time, which the times above do not include"
-        )
-        yield (
-            f"the evaluation after the last step needs the consolidated model in fp32 on one GPU, "
-            f"{4 * numbers.parameters / GIB:.1f} GiB, and as much again where a baseline needs the base model"
-        )
-    traffic = best.cost.traffic
-    if traffic.total == 0:
-        yield "nothing travels between GPUs"
-    elif best.cost.exposed < 0.02 * best.cost.seconds:
-        yield f"the link hides its {traffic.total / GIB:.2f} GiB a step behind the arithmetic"
-    else:
-        yield (
-            f"the link does not hide its {traffic.total / GIB:.2f} GiB a step: "
-            f"{best.cost.exposed / best.cost.seconds:.0%} of the step is waiting; a larger batch.global_tokens helps"
-        )
+    fastest = min(map(seconds, fitting))
+    return min((o for o in fitting if seconds(o) <= AS_GOOD * fastest), key=total_bytes)

@@ -14,6 +14,15 @@ from esmshard.recipe.sections import ParallelSettings
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+def keeps_product(inner: int, outer: int) -> bool:
+    """Return whether selective checkpointing keeps the output of a matrix product, by the shape of the matrix.
+
+    The last product of a block is not kept: no gradient needs its output, and nothing after it is recomputed. The two
+    products of a LoRA are not kept either, because they take almost no time.
+    """
+    return inner <= outer <= 4 * inner
+
+
 @dataclass(frozen=True)
 class Strategy:
     """One way to divide a model over ranks."""
@@ -143,6 +152,32 @@ def _check_together(settings: ParallelSettings, per_machine: int) -> None:
     if settings.tensor > 1 < settings.context:
         raise UsageError(
             "parallel.context: tensor and context divide the same tokens, and only one of them can; remove one"
+        )
+
+
+def check_tensor(
+    tensor: int, *, n_heads: int, ffn_width: int, quantized: bool = False, name: str = "parallel.tensor"
+) -> None:
+    """Raise `UsageError` if the layers of a model cannot be divided over `tensor` ranks.
+
+    Args:
+        tensor: the number of ranks that compute each layer together.
+        n_heads: the attention heads of a layer.
+        ffn_width: the columns of its feed-forward part.
+        quantized: whether the matrices are stored in 4 or 8 bits.
+        name: what the user called `tensor`.
+    """
+    for what, count in (("attention heads", n_heads), ("columns of the feed-forward part", ffn_width)):
+        if count % tensor:
+            fitting = [n for n in range(2, 65) if n_heads % n == 0 and ffn_width % n == 0]
+            raise UsageError(
+                f"{name}: {tensor} does not divide the {count} {what} of this model; choose "
+                f"{', '.join(map(str, fitting)) or 1}"
+            )
+    if tensor > 1 and quantized:
+        raise UsageError(
+            f"{name}: quantised matrices are whole on every process and cannot be divided; remove "
+            "model.quantize, or set parallel.tensor=1"
         )
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from esmshard.launch.process_group import World
 from esmshard.sharding import context_parallel, tensor_parallel
-from esmshard.sharding.layout import Layout
+from esmshard.sharding.layout import Layout, keeps_product
 from esmshard.sharding.tied_weights import check_ties, ties
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -171,15 +171,10 @@ _KEPT_NAMES = {"torch_attn::_varlen_attn"}  # registered at the first use of `va
 
 
 def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Decide what selective checkpointing keeps: the results that take longest to recompute for their bytes.
-
-    The last matrix product of a block is not kept: no gradient needs its output, and nothing after it is recomputed.
-    The two products of a LoRA are not kept either, because they take almost no time.
-    """
+    """Decide what selective checkpointing keeps: the results that take longest to recompute for their bytes."""
     kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
     if operation in _PRODUCTS:
-        inner, outer = args[-1].shape
-        kept = inner <= outer <= 4 * inner
+        kept = keeps_product(*args[-1].shape)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

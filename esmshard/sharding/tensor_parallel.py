@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from esmshard.errors import UsageError
 from esmshard.model.attention import SelfAttention, TrunkBlock
 from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
@@ -37,29 +36,13 @@ NORMS = ("self_attn_layer_norm", "final_layer_norm")
 """The norms of a block whose output goes into matrices that are divided by rows."""
 
 
-def check(config: ModelConfig, tensor: int, quantized: bool = False, name: str = "parallel.tensor") -> None:
-    """Raise `UsageError` if the layers of a model cannot be divided over `tensor` ranks."""
-    for what, count in (("attention heads", config.n_heads), ("columns of the feed-forward part", config.ffn_width)):
-        if count % tensor:
-            fitting = [n for n in range(2, 65) if config.n_heads % n == 0 and config.ffn_width % n == 0]
-            raise UsageError(
-                f"{name}: {tensor} does not divide the {count} {what} of this model; choose "
-                f"{', '.join(map(str, fitting)) or 1}"
-            )
-    if tensor > 1 and quantized:
-        raise UsageError(
-            f"{name}: quantised matrices are whole on every process and cannot be divided; remove "
-            "model.quantize, or set parallel.tensor=1"
-        )
-
-
 def split(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the layers of a model over the ranks of `mesh`, in place. The next step is `fully_shard`.
 
     Every parameter becomes a DTensor over `mesh`: those of `ModelConfig.matrices` in parts, all others whole.
 
     Args:
-        model: a trunk or a module that holds one, best on the meta device. `check` has passed.
+        model: a trunk or a module that holds one, best on the meta device. `layout.check_tensor` has passed.
         mesh: the dimension `tensor` of the mesh.
     """
     trunk, rows = trunk_of(model), Rows(mesh)

@@ -21,8 +21,7 @@ from esmshard.model.families import family_registry
 from esmshard.model.weights import recorded
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding import tensor_parallel
-from esmshard.sharding.layout import Layout, layout
+from esmshard.sharding.layout import Layout, check_tensor, layout
 from esmshard.tasks.base import Task
 from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task
@@ -77,7 +76,8 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     if probe and (processes > 1 or recipe.parallel.cpu_offload):
         raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
     found = initial_weights(recipe)  # after all that can be wrong with the data, since it may be a long download
-    tensor_parallel.check(found.config, laid_out.tensor, recipe.model.quantize is not None)
+    quantize, config = recipe.model.quantize, found.config
+    check_tensor(laid_out.tensor, n_heads=config.n_heads, ffn_width=config.ffn_width, quantized=quantize is not None)
     if any(linker_of(split.store.manifest) is not None for split in (train, valid, test)):
         recipe, task, (train, valid, test) = _open_splits(joined(as_written, found.config.chains), laid_out.data_size)
     steps = 0 if probe else recipe.train.steps or 400

@@ -195,6 +195,70 @@ def test_offloading_waits_for_the_host() -> None:
     assert found.optimizer == pytest.approx(128e6 / 4 * 40 / 20e9)
 
 
+def test_bytes_that_ranks_of_a_layer_exchange() -> None:
+    """A layer of 10,000 tokens and 1,000 numbers has 20 MB in bf16, of which half comes from the other rank."""
+    half = 10_000 * 1000 * 2 // 2
+    root = 2 * 16 * MB // 2  # the gradients of the root, added up and handed out
+
+    def found(micro_batches: int = 1, numbers: ModelNumbers = MODEL, **options: Any) -> costs.Traffic:
+        return traffic(numbers, bf16(world_size=4, group=2, tensor=2, **options), FOUR, micro_batches, 10_000)
+
+    # Four in each layer and pass; the embedding's gradient, and what the last norm reads.
+    assert found().tensor == (10 * 8 + 2) * half + root
+    assert found(3).tensor == 3 * found().tensor
+    again = (10 * 11 + 2) * half + root  # the last sum of a recomputed layer is not needed
+    assert found(activation_checkpointing="full").tensor == again
+    assert found(activation_checkpointing="selective").tensor == again
+    assert found(numbers=HEAD).tensor == (10 * 4 + 1) * half + 2 * 10_000 * 2 // 2
+    # FSDP sees two ranks, with half of the layers and the whole root each.
+    assert found().gather_forward == (120 + 16) * MB // 2
+    assert found().gather_backward == 120 * MB // 2
+    assert found().reduce_scatter == (240 + 32) * MB // 2
+    assert found().total == found().of_weights + found().tensor
+    assert traffic(MODEL, bf16(world_size=4, group=4), FOUR, 1, 10_000).tensor == 0
+
+
+def test_ranks_of_a_layer_cross_no_network() -> None:
+    """Of two machines of four, FSDP's groups of four have two ranks in each: two ports for half of the layers."""
+    found = traffic(MODEL, bf16(world_size=8, group=4, tensor=2), TWO_BY_FOUR, 1, 10_000)
+    assert found.gather_forward == (120 + 16) * MB * 3 // 4
+    assert found.between_machines == (120 + 16 + 120 + 240 + 32) * MB // 2 // 2
+    hybrid = traffic(MODEL, bf16(world_size=8, group=2, tensor=2), TWO_BY_FOUR, 1, 10_000)
+    assert hybrid.all_reduce == hybrid.between_machines == (240 + 32) * MB // 2  # 2 x a half x one half
+
+
+def test_seconds_of_divided_layers() -> None:
+    work = Work(tokens=200_000, attended=500, micro_batches=2)
+    plain, divided = four(work), four(work, group=2, tensor=2)
+    assert divided.compute == pytest.approx(plain.compute / 2)
+    assert divided.optimizer == pytest.approx((60e6 + 8e6) / 2 * 40 / 0.8e12)
+    # In each micro-batch 82 of 400 MB, and six sums of gradients in each layer that take the time of an empty one.
+    exchange = 2 * ((82 + 60 + 1) * 30e-6 + (82 * 200e6 + 16e6) / 75e9)
+    gather, reduce = 30e-6 + 6e6 / 75e9 + 2 * 12e6 / 0.8e12, 30e-6 + 12e6 / 75e9
+    root = 60e-6 + (8e6 + 16e6) / 75e9 + 2 * 16e6 / 0.8e12
+    assert divided.communication == pytest.approx(2 * (10 * (2 * gather + reduce) + root) + exchange)
+    assert divided.exposed == pytest.approx(2 * (2 * gather + reduce + root) + exchange)
+    assert divided.seconds == pytest.approx(divided.compute + divided.exposed + divided.optimizer)
+    assert divided.tokens_per_second == pytest.approx(2 * 200_000 / 2 / divided.seconds)
+    assert divided.mfu == pytest.approx(2 * 200_000 * training_flops(MODEL, 500) / 2 / divided.seconds / 100e12)
+    full = four(work, group=2, tensor=2, activation_checkpointing="full")
+    assert full.recompute == pytest.approx(full.compute / 3)
+    normed = cost(replace(MODEL, qk_norm=True), bf16(world_size=4, group=2, tensor=2), work, FOUR)
+    assert normed.exposed - divided.exposed == pytest.approx(2 * 10 * 8 * 30e-6)  # four more sums in each pass
+
+
+def test_selective_checkpointing_of_divided_layers_recomputes_narrow_products() -> None:
+    """With four ranks, the product of q, k, v has fewer columns than rows, and is not kept."""
+    work = Work(tokens=200_000, passes=0)
+
+    def recompute(tensor: int) -> float:
+        layout = bf16(world_size=4, group=4 // tensor, tensor=tensor, activation_checkpointing="selective")
+        return cost(MODEL, layout, work, FOUR).recompute
+
+    assert recompute(2) == pytest.approx(10 * costs.LAUNCH)
+    assert recompute(4) == pytest.approx(10 * 20 * PRODUCTS / 4 * 3 / 12)
+
+
 def test_a_layout_is_for_its_machines() -> None:
     with pytest.raises(AssertionError, match="a layout for other machines"):
         cost(MODEL, bf16(), LONG, FOUR)

@@ -108,6 +108,32 @@ def test_what_the_forward_pass_gathers() -> None:
     assert found(group=1, prefetch_forward=3).gathered == root + layer
 
 
+def test_ranks_that_compute_each_layer_together() -> None:
+    """Four ranks: two with half of each layer, and two that FSDP divides each half over. The root is not halved."""
+    found = memory(MODEL, bf16(world_size=4, group=2, tensor=2), 100_000, 0, "cuda")
+    assert found.parameters == (60_000_000 + 8_000_000) * 4 // 2
+    assert found.optimizer == 2 * found.parameters
+    assert found.when == "backward pass of layer 10 of 10"
+    assert found.gathered == 16_000_000 + 2 * 12_000_000
+    assert found.gradients == 16_000_000 + 12_000_000 // 3
+    # Of the 16 vectors, the two normalised forms are whole. Angles are those of all tokens.
+    token = (14 // 2 + 2) * 2000 + 400 + (40 + 16) // 2
+    # Half of a vector and of the gradient after gelu; the gradient of the sum, whole and this rank's part.
+    assert found.activations == 100_000 * (10 * token + (4000 + 2000 + 1000) + 2 * 2000)
+
+
+@pytest.mark.parametrize(("tensor", "whole", "parts"), [(2, 1, 9), (4, 2, 6), (8, 1, 2)])
+def test_what_selective_checkpointing_keeps_of_divided_layers(tensor: int, whole: int, parts: int) -> None:
+    """Whole vectors are sums before they are added up; parts are input, q, k, v, attention's output and fc1's.
+
+    From four ranks on the product of q, k, v has fewer columns than rows, and with eight that of fc1, too. With four,
+    that of fc2 has no more rows than columns, and with eight, out has more than four times as many columns.
+    """
+    layout = bf16(world_size=tensor, group=1, tensor=tensor, activation_checkpointing="selective")
+    kept = layer_bytes(MODEL, layout, "cuda").kept
+    assert kept == whole * 2000 + parts * 2000 // tensor + 40 // tensor
+
+
 def test_gloo_copies_what_it_reduces() -> None:
     found = memory(MODEL, Layout(world_size=2, group=2), 500, 0, "cpu")
     assert found.when == "reduction of the gradients of layer 10 of 10"
@@ -385,6 +411,29 @@ def test_a_real_step_on_two_ranks_takes_what_was_predicted(size: str, monkeypatc
 
     layout, length = Layout(world_size=2, group=2), 128
     tokens = 768 if size.startswith("esm2") else 4096
+    numbers, head = peaks.numbers(size), peaks.head_bytes(tokens, length)
+    predicted = memory(numbers, layout, tokens, head, "cpu").total
+    for _ in range(3):  # see above
+        measured = peaks.measure(size, layout, tokens, steps=2, length=length)
+        if min(measured) > 0.9 * predicted:
+            break
+    assert len(measured) == 2
+    assert all(0.9 < bytes_ / predicted < 1.1 for bytes_ in measured), (measured, predicted)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
+@pytest.mark.parametrize(
+    ("size", "checkpointing"),
+    [("esm2_t6_8M_UR50D", "none"), ("esm2_t6_8M_UR50D", "full"), ("esmc_mini", "none"), ("esmc_mini", "full")],
+)
+def test_a_real_step_of_divided_layers_takes_what_was_predicted(
+    size: str, checkpointing: Literal["none", "full"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import peaks
+
+    layout = Layout(world_size=2, tensor=2, activation_checkpointing=checkpointing)
+    tokens, length = 4096, 128
     numbers, head = peaks.numbers(size), peaks.head_bytes(tokens, length)
     predicted = memory(numbers, layout, tokens, head, "cpu").total
     for _ in range(3):  # see above

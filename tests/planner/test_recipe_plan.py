@@ -288,6 +288,86 @@ def test_a_plan_counts_the_columns_of_the_models_logits(three_b: RecipePlan) -> 
     assert head[64] / head[33] == pytest.approx(64 / 33, rel=1e-3)
 
 
+FIFTEEN_B = ("model.name=esm2_t48_15B_UR50D", "init=pretrained", "batch.global_tokens=100000", "task.blocks=0")
+
+
+def test_divided_layers_are_taken_where_they_pay() -> None:
+    """On 40 GB cards, 15B needs full checkpointing, unless ranks share activations."""
+    found = planned("8xA100-40GB", *FIFTEEN_B)
+    best = found.best
+    assert best is not None
+    assert best.cost is not None
+    assert best.tensor > 1
+    assert f"parallel.tensor={best.tensor}" in keys(found)
+    whole = [o for o in found.options if o.tensor == 1]
+    assert len(whole) == 12
+    shortest = min(o.cost.seconds for o in whole if o.fits and o.cost)
+    assert best.cost.seconds < shortest / 1.03
+    assert all(o.fits and o.cost and o.cost.seconds < shortest / 1.03 for o in found.options if o.tensor > 1)
+    assert {o.tensor for o in found.options + found.left_out} == {1, 2, 4, 8}
+    reason = found.reasons()[-1]
+    assert reason.startswith(f"parallel.tensor={best.tensor}: in a micro-batch a GPU receives ")
+    assert "NVLink at 300 GB/s carries in" in reason
+    assert reason.endswith(f"the step is {1 - best.cost.seconds / shortest:.0%} shorter than the shortest without it")
+    assert f"{best.strategy}, tensor {best.tensor} " in as_text(found)
+    assert len(as_json(found)["left_out"]) == len(found.left_out) > 0
+    recipe = recipe_file.load(recipe_file.resolve("contact"), [*FIFTEEN_B, *keys(found)])
+    again = recipe_plan.plan(recipe, parse("8xA100-40GB"))  # only the recipe's own number
+    assert {o.tensor for o in again.options} == {best.tensor}
+    assert again.left_out == []
+    assert "in place of" in again.reasons()[-1]
+    assert "shorter than" not in again.reasons()[-1]
+
+
+def test_divided_layers_are_left_out_where_the_link_is_slow() -> None:
+    esmc = ("model.name=esmc_6b", "init=pretrained", "batch.global_tokens=100000", "task.blocks=0")
+    slow = planned("4xL40S-48GB", *esmc)
+    assert {o.tensor for o in slow.options} == {1}
+    assert {o.tensor for o in slow.left_out} == {2, 4}
+    assert "tensor" not in as_text(slow)
+    forced = planned("4xL40S-48GB", *esmc, "parallel.tensor=4")
+    assert "PCIe at 32 GB/s carries in" in forced.reasons()[-1]
+    assert forced.best is not None
+    assert slow.best is not None
+    assert forced.best.cost is not None
+    assert slow.best.cost is not None
+    assert forced.best.cost.seconds > slow.best.cost.seconds
+    # 25,000 tokens a GPU are 100,000 for the four that compute each layer together.
+    assert forced.best.micro_batches * forced.best.tokens == pytest.approx(100_000, rel=0.01)
+    alone = planned("4xL40S-48GB", *esmc, "parallel.tensor=1")
+    assert (alone.options, alone.left_out) == (slow.options, [])
+
+
+def test_divided_layers_may_be_all_that_fits() -> None:
+    """Cards on which a gathered layer of 15B leaves no room for its activations, and a part of a layer does."""
+    recipe = recipe_file.load(recipe_file.resolve("contact"), ["data.max_length=128", "task.channels=32", *FIFTEEN_B])
+    found = recipe_plan.plan(recipe, parse("8xA100-40GB", memory="35.5GB"))
+    assert found.best is not None
+    assert not any(o.fits for o in found.options if o.tensor == 1)
+    assert found.best.tensor > 1
+    assert found.reasons()[-1].endswith("; nothing fits without it")
+    assert "parallel.cpu_offload=true" not in keys(found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("parallel.tensor=5",), "groups of 5 processes do not divide the 8 of one machine"),
+        (("parallel.tensor=3",), "3 does not divide the 40 attention heads"),
+        (("parallel.tensor=8", "model.name=esm2_t33_650M_UR50D"), "8 does not divide the 20 attention heads"),
+        (("parallel.tensor=2", "adapt.method=lora", "model.quantize=nf4"), "quantised matrices are whole"),
+    ],
+)
+def test_divided_layers_that_are_refused(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=rf"parallel\.tensor: {said}"):
+        planned("8xA100-40GB", *("model.name=esm2_t36_3B_UR50D", "init=pretrained"), *overrides)
+
+
+def test_numbers_that_do_not_divide_the_model_are_not_estimated() -> None:
+    found = planned("8xA100-40GB", "model.name=esm2_t33_650M_UR50D", "init=pretrained")
+    assert {o.tensor for o in found.options + found.left_out} == {1, 2, 4}  # 20 heads
+
+
 def test_reasons(three_b: RecipePlan) -> None:
     first, second, third = three_b.reasons()
     assert first.startswith("it fits: ")

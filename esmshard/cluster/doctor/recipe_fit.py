@@ -110,8 +110,9 @@ def _on_gpus(recipe: Recipe, cards: Sequence[gpus.Card], nodes: int) -> Iterator
     )
     machines, is_known = Machines(gpu, len(cards), nodes), sheet is not None
     planned, wanted = plan(recipe, machines), recipe.parallel
-    choice = (wanted.strategy, wanted.activation_checkpointing, wanted.cpu_offload)
-    own = next((o for o in planned.options if (o.strategy, o.checkpointing, o.cpu_offload) == choice), None)
+    choice = (wanted.strategy, wanted.activation_checkpointing, wanted.cpu_offload, wanted.tensor)
+    options = {(o.strategy, o.checkpointing, o.cpu_offload, o.tensor): o for o in planned.options}
+    own = options.get(choice)
     where = str(machines) if is_known else f"{machines} (its speeds are not in the planner's table)"
     values: dict[str, Any] = {"machines": str(machines), "room": planned.room, "known": is_known, "best": keys(planned)}
     if own is not None and own.memory is not None:

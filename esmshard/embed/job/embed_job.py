@@ -34,6 +34,7 @@ from esmshard.files import cache_directory
 from esmshard.launch.process_group import is_launched, own_device, processes_of, processes_per_machine
 from esmshard.model.weights import recorded
 from esmshard.progress import Progress, rate, say
+from esmshard.sharding.layout import check_tensor
 
 SHARED_PART = 1 << 16
 """Tokens of a part where GPUs share a model. This is four packs, since ranks without a part wait for the others."""
@@ -142,8 +143,6 @@ def embed(
 
 def _check_tensor(asked: EmbedRequest, shard: bool, tensor: int, nproc: int | None) -> None:
     """Raise `UsageError` if groups of `tensor` processes cannot compute each layer together."""
-    from esmshard.sharding import tensor_parallel
-
     if not shard:
         raise UsageError("--tensor divides the layers of a model that processes hold together; add --shard")
     processes = nproc or processes_per_machine(int(os.environ.get("WORLD_SIZE", "1")))
@@ -152,7 +151,8 @@ def _check_tensor(asked: EmbedRequest, shard: bool, tensor: int, nproc: int | No
             f"--tensor: groups of {tensor} processes do not divide the {processes} of one machine; choose a number "
             "that does"
         )
-    tensor_parallel.check(asked.found.config, tensor, name="--tensor")
+    config = asked.found.config
+    check_tensor(tensor, n_heads=config.n_heads, ffn_width=config.ffn_width, name="--tensor")
 
 
 def _prepare(job: EmbedJob) -> EmbedReport | dict[str, Any]:
