@@ -146,13 +146,13 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     """
     assert layout.world_size == machines.world_size, "a layout for other machines"
     gpu, n, m = machines.gpu, numbers.n_layers, work.micro_batches
-    half, tensor = layout.precision != "fp32", layout.tensor
+    half, tensor, together = layout.precision != "fp32", layout.tensor, layout.together
     size, peak = BYTES[layout.precision], gpu.half_flops if half else gpu.fp32_flops
 
-    products = work.tokens * 2 * numbers.layer_parameters / tensor / (MATMUL_SHARE * peak)
-    attention = work.tokens * 4 * numbers.dim * work.attended / tensor / (ATTENTION_SHARE * peak)
+    products = work.tokens * 2 * numbers.layer_parameters / together / (MATMUL_SHARE * peak)
+    attention = work.tokens * 4 * numbers.dim * work.attended / together / (ATTENTION_SHARE * peak)
     passes = our_passes(numbers) if work.passes is None else work.passes
-    moved = work.tokens * passes * numbers.dim * size / tensor / (HBM_SHARE * gpu.hbm)
+    moved = work.tokens * passes * numbers.dim * size / together / (HBM_SHARE * gpu.hbm)
     forward = max(products + attention + moved, LAUNCH)
     # The gradients of inputs and of weights take two products for each product of the forward pass, and fewer where
     # weights are frozen.
@@ -190,14 +190,14 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
 
     compute, recompute = m * (n * (forward + backward) + head), m * n * again
     total = compute + recompute + shown + exchange + optimizer
-    flops = m * work.tokens * (training_flops(numbers, work.attended) + 6 * work.head_products) / tensor
+    flops = m * work.tokens * (training_flops(numbers, work.attended) + 6 * work.head_products) / together
     return Cost(
         compute=compute,
         recompute=recompute,
         communication=communication + exchange,
         exposed=shown + exchange,
         optimizer=optimizer,
-        tokens_per_second=m * work.tokens * work.real / total / tensor,
+        tokens_per_second=m * work.tokens * work.real / total / together,
         mfu=flops / total / peak,
         traffic=traffic(numbers, layout, machines, m, work.tokens),
     )
@@ -211,16 +211,24 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
     have six sums of gradients in a layer: their bytes are few, but each takes the time of an empty collective. Outside
     the layers, the last norm needs all tokens, and the gradients of the root are summed.
 
+    Where ranks divide the tokens, a layer gathers keys and values, [T, 2 D], and scatters the sums of their gradients.
+
     Args:
         numbers: the sizes of the model.
         layout: the division of the model over the ranks.
         machines: the machines, whose link carries all this.
         tokens: the tokens T of a micro-batch.
     """
-    if layout.tensor == 1:
+    if layout.together == 1:
         return 0, 0.0
     backward = int(numbers.layer_trained > 0)
     again = backward * int(layout.activation_checkpointing != "none")
+    if layout.context > 1:
+        passes = numbers.n_layers * (1 + backward + again)
+        received = (2 * passes + 1 + backward) * _received(
+            tokens * numbers.dim * BYTES[layout.precision], layout.context
+        )
+        return received, (passes + 1 + backward) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
     large = numbers.n_layers * (4 + 4 * backward + 3 * again) + 1 + backward
     small = numbers.n_layers * (6 * backward + 4 * int(numbers.qk_norm) * (1 + backward + again))
     size = BYTES[layout.precision]

@@ -161,7 +161,8 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     output exist as blocks.
 
     With `tensor` ranks, each has its part of the tokens of sums, and of the width of q, k, v, attention's output and
-    the feed-forward layer. The normalised forms are gathered: all ranks have all tokens of them.
+    the feed-forward layer. The normalised forms are gathered: all ranks have all tokens of them. With `context` ranks,
+    each has its part of the tokens of everything, and in addition the keys and values of all tokens.
 
     The input of a frozen matrix is not kept: normalised forms, the concatenated output, the output of gelu. If nothing
     in the layers learns, nothing is kept, and the feed-forward layer's vectors are the most at one moment.
@@ -172,18 +173,20 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
         device: the kind of device.
         padding: for attention's blocks on a padded device, tokens with padding over tokens without.
     """
-    d, size, tensor = numbers.dim, BYTES[layout.precision], layout.tensor
+    d, size, tensor, together = numbers.dim, BYTES[layout.precision], layout.tensor, layout.together
     # Autocast keeps the sum of all layers in fp32; FSDP casts it.
-    stream = (FP32 if not layout.sharded else size) * d // tensor
-    own, whole, wide = d * size // tensor, d * size, numbers.ffn_width * size // tensor
+    stream = (FP32 if not layout.sharded else size) * d // together
+    own, whole, wide = d * size // together, d * size // layout.context, numbers.ffn_width * size // together
     blocks = padding if device == "cuda-padded" else 1.0
     inputs = numbers.inputs
     attended = own if device == "cuda" else round(own * (blocks + ("out" in inputs)))
     qkv = round(3 * own * blocks)
+    if layout.context > 1:  # keys and values of all tokens
+        qkv += 2 * d * size
     if numbers.qk_norm:  # divided norms keep two forms of queries and keys in fp32
         qkv += 2 * own if tensor == 1 else 4 * FP32 * d // tensor
     products = 2 if numbers.gated else 1
-    small = 4 * d // numbers.n_heads + (4 * numbers.n_heads + 16) // tensor
+    small = 4 * d // numbers.n_heads // layout.context + (4 * numbers.n_heads + 16) // together
     normalised = whole * (("qkv" in inputs) + ("fc1" in inputs))
     everything = 2 * stream + normalised + qkv + attended + wide * (products + ("fc2" in inputs)) + small
     everything += numbers.lora * size
@@ -206,7 +209,7 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     of_products = numbers.kept_products(tensor)
     sums = whole * len(of_products & {"out", "fc2"})  # no layer without checkpointing keeps them
     queries = 3 * own * ("qkv" in of_products)
-    kept = stream + queries + own + wide * products * ("fc1" in of_products) + sums + 4 * numbers.n_heads // tensor
+    kept = stream + queries + own + wide * products * ("fc1" in of_products) + sums + 4 * numbers.n_heads // together
     turned = 0 if numbers.qk_norm or (numbers.lora and "qkv" in inputs) else queries
     return LayerBytes(kept, everything - kept + sums + turned, passing)
 

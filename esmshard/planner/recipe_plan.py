@@ -158,7 +158,7 @@ class RecipePlan:
 def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     """Estimate every strategy and checkpointing mode; if nothing fits, estimate them with `cpu_offload` too.
 
-    Unless the recipe sets `parallel.tensor`, all this is estimated for several numbers of it (`_tensors`).
+    Unless the recipe sets `parallel.tensor` or `context`, this is estimated for several numbers of `tensor` (`_tensors`).
 
     Raises:
         InputError: if the training data or the model cannot be read, or there are fewer records than GPUs.
@@ -166,7 +166,7 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     """
     train = open_split(recipe, "train", None, planned_tracks(recipe))
     recipe, tokens_N = in_tokens(recipe, train), train.tokens
-    if len(tokens_N) < machines.world_size // recipe.parallel.tensor:
+    if len(tokens_N) < machines.world_size // (recipe.parallel.tensor * recipe.parallel.context):
         raise InputError(
             f"{train.path}: train has {len(tokens_N)} records, fewer than the {machines.world_size} GPUs; take fewer"
         )
@@ -209,7 +209,7 @@ def _tensors(found: RecipePlan) -> list[int]:
         quantized = numbers.quantization is not None
         check_tensor(tensor, n_heads=numbers.n_heads, ffn_width=numbers.ffn_width, quantized=quantized)
 
-    if "tensor" in parallel.model_fields_set:
+    if "tensor" in parallel.model_fields_set or parallel.context > 1:
         check(parallel.tensor)
         return [parallel.tensor]
     fitting, tensor = [1], 2

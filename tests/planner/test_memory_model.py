@@ -423,16 +423,24 @@ def test_a_real_step_on_two_ranks_takes_what_was_predicted(size: str, monkeypatc
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
 @pytest.mark.parametrize(
-    ("size", "checkpointing"),
-    [("esm2_t6_8M_UR50D", "none"), ("esm2_t6_8M_UR50D", "full"), ("esmc_mini", "none"), ("esmc_mini", "full")],
+    ("size", "checkpointing", "kind"),
+    [
+        ("esm2_t6_8M_UR50D", "none", "tensor"),
+        ("esm2_t6_8M_UR50D", "full", "tensor"),
+        ("esm2_t6_8M_UR50D", "none", "context"),
+        ("esm2_t6_8M_UR50D", "full", "context"),
+        ("esmc_mini", "none", "tensor"),
+        ("esmc_mini", "full", "tensor"),
+    ],
 )
 def test_a_real_step_of_divided_layers_takes_what_was_predicted(
-    size: str, checkpointing: Literal["none", "full"], monkeypatch: pytest.MonkeyPatch
+    size: str, checkpointing: Literal["none", "full"], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import peaks
 
-    layout = Layout(world_size=2, tensor=2, activation_checkpointing=checkpointing)
+    sizes: dict[str, Any] = {"tensor": {"tensor": 2}, "context": {"context": 2, "group": 2}}[kind]
+    layout = Layout(world_size=2, activation_checkpointing=checkpointing, **sizes)
     tokens, length = 4096, 128
     numbers, head = peaks.numbers(size), peaks.head_bytes(tokens, length)
     predicted = memory(numbers, layout, tokens, head, "cpu").total
