@@ -55,7 +55,8 @@ def main(work: Path, out: Path, first: str = "contact") -> None:
         split["path"] = Path(split["path"]).name
     config = (out / "config.json").read_text()
     (out / "config.json").write_text(config.replace('"torch_dtype": "float32"', '"torch_dtype": "float16"'))
-    text = json.dumps(about, indent=1).replace(f"{work}/", "")
+    # Paths in the file are those of WORK, or begin at the directory of the stage's model.
+    text = json.dumps(about, indent=1).replace(f"{work}/", "").replace('"../../', '"')
     (out / "esmshard.json").write_text(text + "\n")
 
 

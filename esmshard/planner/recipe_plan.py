@@ -158,7 +158,7 @@ class RecipePlan:
 def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     """Estimate every strategy and checkpointing mode; if nothing fits, estimate them with `cpu_offload` too.
 
-    Unless the recipe sets `parallel.tensor` or `context`, this is estimated for several numbers of `tensor` (`_tensors`).
+    Unless the recipe sets `parallel.tensor` or `context`, this is done for several numbers of `tensor` (`_tensors`).
 
     Raises:
         InputError: if the training data or the model cannot be read, or there are fewer records than GPUs.
