@@ -60,7 +60,7 @@ def main() -> None:
         if len(sequence) >= starter.SHORTEST and set(sequence) <= starter.RESIDUES:
             names.setdefault(sequence, name)
     tell(f"different ones of {starter.SHORTEST} residues or more, 20 amino acids and XBUZO", names)
-    kept = starter.representatives(list(names), given.identity, "easy-linclust")
+    kept = starter.representatives(list(names), given.identity)
     tell(f"one of each cluster at {given.identity:.0%} identity", kept)
     drawn = sorted(kept, key=lambda sequence: starter.key(given.seed, sequence))[: given.most]
     tell("drawn", drawn)

@@ -130,6 +130,12 @@ def test_one_chain_of_each_cluster_by_seed_alone(build):
     assert 72 < sum(int(chain.split("_")[0][1:]) % 2 for chain in chosen[:200]) < 128
 
 
+def test_sequences_of_a_blast_database(build, tmp_path):
+    # NCBIstdaa: A is 1, C 3, M 12, W 20, X 21, Y 22, U 24, O 26.
+    (tmp_path / "few.psq").write_bytes(b"\0" + bytes([12, 1, 3]) + b"\0" + bytes([20, 22, 21, 24, 26]) + b"\0")
+    assert build.blast_sequences(tmp_path / "few.psq") == [("few_0", "MAC"), ("few_1", "WYXUO")]
+
+
 def test_hits_table(build):
     table = "12\t3\n7\t3\n7\t45\n"
     assert build.column(table, 0) == {12, 7}
@@ -161,7 +167,7 @@ def test_representatives_are_the_first_column_of_the_clusters(build, monkeypatch
 
     monkeypatch.setattr(build, "mmseqs", cluster)
     assert build.representatives(["AAA", "CCC", "DDD"], 0.5) == {"DDD", "CCC"}
-    assert calls == [("easy-cluster", ">0\nAAA\n>1\nCCC\n>2\nDDD\n", "--min-seq-id", "0.5", "-c", "0.8")]
+    assert calls == [("easy-linclust", ">0\nAAA\n>1\nCCC\n>2\nDDD\n", "--min-seq-id", "0.5", "-c", "0.8")]
 
 
 def test_fasta_round_trip(build, tmp_path):
@@ -177,6 +183,10 @@ def test_fasta_round_trip(build, tmp_path):
 
 def groups(sequences: list[str]) -> list[list[str]]:
     return [[s for s in sequences if s[0] == first] for first in {s[0] for s in sequences}]
+
+
+BLAST = ((1, 70), (19, 44), (12, 30))
+"""Code and number of residues of the sequences of a BLAST database."""
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -202,6 +212,8 @@ def test_what_is_similar_to_the_sample_or_held_out_is_in_neither_training_file(
         "near": "HX" * 20,
     }
     (tmp_path / "examples.fasta").write_text("".join(f">{name}\n{s}\n" for name, s in examples.items()))
+    # In NCBIstdaa A is 1 and V 19: of a family in `valid`, new, and too short.
+    (tmp_path / "few.psq").write_bytes(b"\0" + b"\0".join(bytes([code]) * n for code, n in BLAST) + b"\0")
 
     monkeypatch.setattr(build, "SAMPLE", tmp_path)
     monkeypatch.setattr(build, "similar", lambda ours, others: {s for s in ours if s[0] in {o[0] for o in others}})
@@ -209,7 +221,9 @@ def test_what_is_similar_to_the_sample_or_held_out_is_in_neither_training_file(
     monkeypatch.setattr(build.shutil, "which", lambda name: "/bin/true")
     out = tmp_path / "out"
     options = ["--out", str(out), "--held-out", "1", "--seed", str(seed)]
-    monkeypatch.setattr(sys, "argv", ["build.py", str(file), str(tmp_path / "examples.fasta"), *options])
+    monkeypatch.setattr(
+        sys, "argv", ["build.py", str(file), str(tmp_path / "few.psq"), str(tmp_path / "examples.fasta"), *options]
+    )
     build.main()
 
     held_out, training = (dict(build.read_fasta(out / f"{name}.fasta")) for name in ("valid_chains", "chains"))
@@ -223,7 +237,10 @@ def test_what_is_similar_to_the_sample_or_held_out_is_in_neither_training_file(
     sequences = dict(build.read_fasta(out / "sequences.fasta.gz"))
     left = {name: chain[name] for name in ("3XYZ_A", "4XYZ_A", "5XYZ_A", "7XYZ_A")}  # 7 stands for 2, which is shorter
     first = next(iter(held_out.values()))[0]
-    assert sequences == {name: s for name, s in left.items() if s[0] != first} | {"new": examples["new"]}
+    assert sequences == {name: s for name, s in left.items() if s[0] != first} | {
+        "new": examples["new"],
+        "few_1": "V" * 44,
+    }
     assert (out / "chains.npz").is_file()
     assert (out / "valid_chains.npz").is_file()
     # Seven of 51, the last of 61, less the one outside the pool; then 60 of a family, 60 new and 40 near that.
