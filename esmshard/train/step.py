@@ -110,8 +110,8 @@ def train_step(
         watch.wait_for_device()
     loss_sum, count = torch.stack(parts).cpu().double().sum(0).tolist()
     # A part of a gradient that several ranks hold is counted once.
-    holders = torch.tensor([copies(gradient) for gradient in whole], dtype=torch.float64)
-    square = (norms.cpu().double().square() / holders).sum().item()
+    holders = [copies(gradient) for gradient in whole]
+    square = sum(norm**2 / held_by for norm, held_by in zip(norms.cpu().double().tolist(), holders, strict=True))
     own = [square, asked, loss_sum, count, residues]
     rows = world.rows([*own, *(watch.numbers() if watch else [])])
     total_square, reason = sum(row[0] for row in rows), int(max(row[1] for row in rows))
