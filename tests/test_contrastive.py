@@ -42,7 +42,7 @@ def test_two_ranks_that_go_on_from_a_checkpoint_end_as_one_process_does(pairs: P
     together = train(pairs, tmp_path / "two", 3, ranks=2)
     starter = esmshard.load_model("starter", torch.device("cpu")).state_dict()
     trained = esmshard.load_model(str(tmp_path / "one" / "model"), torch.device("cpu")).state_dict()
-    assert max(float((alone[name] - together[name]).abs().max()) for name in alone) < 1e-6
+    assert max(float((alone[name] - together[name]).abs().max()) for name in alone) < 5e-6
     moved = {name: float((trained[name] - starter[name]).abs().max()) for name in starter}
     assert moved["layers.0.fc1.weight"] > 1e-4
     # What the loss does not reach stays as it was, although the optimizer has weight decay.

@@ -141,7 +141,8 @@ for name in [name for name in vars(torch.distributed) if not name.startswith("_"
     delattr(torch.distributed, name)
 torch.distributed.is_available = lambda: False
 modules = (
-    "sharding.shard sharding.load monitor.bandwidth monitor.communication monitor.watch "
+    "sharding.shard sharding.load sharding.shared_tokens sharding.tensor_parallel sharding.context_parallel "
+    "monitor.bandwidth monitor.communication monitor.watch "
     "monitor.stuck_ranks monitor.profiler launch.local_processes"
 )
 beyond = ["esmshard." + name for name in modules.split()]

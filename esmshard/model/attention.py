@@ -220,8 +220,8 @@ class SelfAttention(nn.Module):
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.out_proj = nn.Linear(dim, dim, bias=bias)
         # Where ranks share the heads or the tokens of a layer, `esmshard.sharding` sets other functions.
-        self.attend: Callable[..., torch.Tensor] = attend
-        """Computes the attention of queries to keys and values."""
+        self.attend: Callable[..., torch.Tensor] | None = None
+        """Computes the attention of queries to keys and values in the place of `attend`."""
         self.norm_of_width: Callable[..., torch.Tensor] = _norm_of_width
         """The norm of queries and keys."""
         self.handed_out: Callable[[torch.Tensor], torch.Tensor] = _as_they_are
@@ -241,7 +241,7 @@ class SelfAttention(nn.Module):
         if on_qk is not None:
             _hand_out(on_qk, self.handed_out, q_THK, k_THK, batch)
         options = {"padded": True} if self.padded else {}
-        return self.out_proj(self.attend(q_THK, k_THK, v_THK, batch, **options).flatten(1))  # type: ignore[no-any-return]
+        return self.out_proj((self.attend or attend)(q_THK, k_THK, v_THK, batch, **options).flatten(1))  # type: ignore[no-any-return]
 
     def _queries_keys_values(
         self, x_TD: torch.Tensor, batch: TokenBatch
@@ -403,6 +403,6 @@ class TrunkBlock(nn.Module):
         """Compile in place, as `nn.Module.compile`. Attention over sequences of many lengths is not compiled."""
         keep_eager()
         for module in self.modules():
-            if isinstance(module, SelfAttention) and module.attend is not attend:
+            if isinstance(module, SelfAttention) and module.attend is not None:
                 module.attend = torch.compiler.disable(module.attend)  # type: ignore[no-untyped-call]
         super().compile(*args, **kwargs)

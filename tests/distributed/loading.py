@@ -16,7 +16,7 @@ from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import ParallelSettings
 from esmshard.sharding.layout import STRATEGIES, layout
-from esmshard.sharding.load import RowsOf, materialise, own_rows
+from esmshard.sharding.load import RowsOf, materialise, own_part
 from esmshard.sharding.shard import groups, local, shard, trainable
 from esmshard.sharding.tied_weights import check_buffers, check_optimizer
 
@@ -139,7 +139,7 @@ def as_one_of_many(name: str, size: int, settings: dict[str, Any], rank: int) ->
     state = model.state_dict()
     return {
         "held": sum(local(p).numel() for p in model.parameters()),
-        "embedding": own_rows(state["embed_tokens.weight"]),
-        "fc1": own_rows(state[f"layers.{len(model.layers) - 1}.{'fc1' if 'esm2' in name else 'gate'}.weight"]),
+        "embedding": own_part(state["embed_tokens.weight"])[0],
+        "fc1": own_part(state[f"layers.{len(model.layers) - 1}.{'fc1' if 'esm2' in name else 'gate'}.weight"])[0],
         "groups": len(groups(model)),
     }

@@ -34,6 +34,8 @@ class Data:
 class Played:
     """One rank; what the others say is known after each has spoken once."""
 
+    together = 1
+
     def __init__(self) -> None:
         self.all: list[Any] = []
 
