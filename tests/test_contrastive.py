@@ -30,20 +30,21 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(pairs: Path, out: Path, steps: int, ranks: int) -> dict[str, torch.Tensor]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*(launcher if ranks > 1 else [sys.executable]), EXAMPLE, pairs, "starter", out, str(steps)]
+    command = [*(launcher if ranks > 1 else [sys.executable]), EXAMPLE, pairs, "demo", out, str(steps)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return load_file(out / "model" / "model.safetensors")
 
 
+@pytest.mark.filterwarnings("ignore:.*has no contact_head")
 def test_two_ranks_that_go_on_from_a_checkpoint_end_as_one_process_does(pairs: Path, tmp_path: Path) -> None:
     alone = train(pairs, tmp_path / "one", 3, ranks=1)
     train(pairs, tmp_path / "two", 1, ranks=2)
     together = train(pairs, tmp_path / "two", 3, ranks=2)
-    starter = esmshard.load_model("starter", torch.device("cpu")).state_dict()
+    base = esmshard.load_model("demo", torch.device("cpu")).state_dict()
     trained = esmshard.load_model(str(tmp_path / "one" / "model"), torch.device("cpu")).state_dict()
-    assert max(float((alone[name] - together[name]).abs().max()) for name in alone) < 5e-6
-    moved = {name: float((trained[name] - starter[name]).abs().max()) for name in starter}
+    assert max(float((alone[name] - together[name]).abs().max()) for name in alone) < 1e-6
+    moved = {name: float((trained[name] - base[name]).abs().max()) for name in base}
     assert moved["layers.0.fc1.weight"] > 1e-4
     # What the loss does not reach stays as it was, although the optimizer has weight decay.
     assert max(change for name, change in moved.items() if name.startswith(("lm_head.dense", "contact_head"))) == 0
