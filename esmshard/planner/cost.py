@@ -158,9 +158,11 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     # weights are frozen.
     through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
     backward = through * (2 * max(products + attention + moved, LAUNCH) - (1 - learning) * products)
+    # Divided ranks keep the sum of the product of `out`, and compute the product itself again.
+    summed = numbers.dim**2 / numbers.layer_parameters if tensor > 1 else 0.0
     again = {
         "none": 0.0,
-        "selective": max(moved + (work.recomputed_products + _products_again(numbers, tensor)) * products, LAUNCH),
+        "selective": max(moved + (work.recomputed_products + summed) * products, LAUNCH),
         "full": forward,
     }[layout.activation_checkpointing]
     again = again if through else 0.0
@@ -207,9 +209,10 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
     """Return what one rank receives for a micro-batch from those with which it computes each layer: bytes and seconds.
 
     A layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no sum of its last
-    product. Norms of queries and keys add four sums of a number for each token, and norms and biases that are whole
-    have six sums of gradients in a layer: their bytes are few, but each takes the time of an empty collective. Outside
-    the layers, the last norm needs all tokens, and the gradients of the root are summed.
+    product, and under selective checkpointing none at all. Norms of queries and keys add four sums of a number for each
+    token, and norms and biases that are whole have one sum of gradients in a layer: their bytes are few, but each takes
+    the time of an empty collective. Outside the layers, the last norm needs all tokens, and the gradients of the
+    root are summed.
 
     Where ranks divide the tokens, a layer gathers keys and values, [T, 2 D], and scatters the sums of their gradients.
 
@@ -229,19 +232,13 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
             tokens * numbers.dim * BYTES[layout.precision], layout.context
         )
         return received, (passes + 1 + backward) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
-    large = numbers.n_layers * (4 + 4 * backward + 3 * again) + 1 + backward
-    small = numbers.n_layers * (6 * backward + 4 * int(numbers.qk_norm) * (1 + backward + again))
+    recomputed = {"none": 0, "selective": 2, "full": 3}[layout.activation_checkpointing]
+    large = numbers.n_layers * (4 + (4 + recomputed) * backward) + 1 + backward
+    small = numbers.n_layers * (backward + 4 * int(numbers.qk_norm) * (1 + backward + again))
     size = BYTES[layout.precision]
     received = large * _received(tokens * numbers.dim * size, layout.tensor)
     received += 2 * _received(numbers.root_trained * size, layout.tensor)
     return received, (large + small + 1) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
-
-
-def _products_again(numbers: ModelNumbers, tensor: int) -> float:
-    """Return the share of a layer's matrix products that selective checkpointing recomputes, but for the last one."""
-    sizes = {"qkv": 3 * numbers.dim, "out": numbers.dim, "fc1": (1 + numbers.gated) * numbers.ffn_width}
-    again = sizes.keys() - numbers.kept_products(tensor)
-    return sum(sizes[name] for name in again) * numbers.dim / numbers.layer_parameters
 
 
 def traffic(

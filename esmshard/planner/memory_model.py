@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from esmshard.launch import cpu_limits
 from esmshard.model.config import Quantization
-from esmshard.sharding.layout import BYTES, Layout, keeps_product
+from esmshard.sharding.layout import BYTES, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -94,12 +94,6 @@ class ModelNumbers:
         """
         layer, trained = -(-self.layer_parameters // tensor), -(-self.layer_trained // tensor)
         return replace(self, layer_parameters=layer, layer_trained=trained)
-
-    def kept_products(self, tensor: int) -> set[str]:
-        """Return the products of which selective checkpointing keeps the outputs: of qkv, out, fc1 and fc2."""
-        own, wide = self.dim // tensor, self.ffn_width // tensor
-        shapes = {"qkv": (self.dim, 3 * own), "out": (own, self.dim), "fc1": (self.dim, wide), "fc2": (wide, self.dim)}
-        return {name for name, shape in shapes.items() if keeps_product(*shape)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +197,12 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
         # Measured: what a divided norm keeps of queries and keys first is not freed.
         kept = stream + (2 * FP32 * d // tensor if numbers.qk_norm and tensor > 1 else 0)
         return LayerBytes(kept, everything - kept, passing)
-    # The outputs of three matrix products (q, k, v are one) and of attention are kept, but not that of fc2. After
-    # recomputation, q, k, v exist with and without rotation. With a LoRA they exist only rotated, because the product
-    # was added to a sum. Divided matrices have other shapes, by which other products may be kept.
-    of_products = numbers.kept_products(tensor)
-    sums = whole * len(of_products & {"out", "fc2"})  # no layer without checkpointing keeps them
-    queries = 3 * own * ("qkv" in of_products)
-    kept = stream + queries + own + wide * products * ("fc1" in of_products) + sums + 4 * numbers.n_heads // together
+    # `kept_products` says which matrix products are kept, q, k and v as one. Attention is kept, too. After
+    # recomputation, q, k, v exist with and without rotation; with a LoRA they exist only rotated, because the product
+    # was added to a sum. The output of `out` is kept by no layer without checkpointing. Divided ranks keep the sums of
+    # out and fc2 for their own tokens.
+    sums, queries = whole if tensor == 1 else 2 * own, 3 * own
+    kept = stream + queries + own + wide * products + sums + 4 * numbers.n_heads // together
     turned = 0 if numbers.qk_norm or (numbers.lora and "qkv" in inputs) else queries
     return LayerBytes(kept, everything - kept + sums + turned, passing)
 

@@ -5,22 +5,37 @@ FSDP. Each name answers the two questions of FSDP2: how many ranks share one cop
 gathered weights are freed after its forward pass.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from esmshard.errors import UsageError
+from esmshard.model.config import Matrix
 from esmshard.recipe.sections import ParallelSettings
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def keeps_product(inner: int, outer: int) -> bool:
-    """Return whether selective checkpointing keeps the output of a matrix product, by the shape of the matrix.
+def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int, int]]:
+    """Return the shapes of the matrix products of a layer that selective checkpointing keeps, and how many it keeps of
+    each: inputs x outputs, as one of `tensor` ranks computes them.
 
-    The last product of a block is not kept: no gradient needs its output, and nothing after it is recomputed. The two
-    products of a LoRA are not kept either, because they take almost no time.
+    These are q, k and v, which are one product, then `out`, then fc1, in the order of a layer. That of fc2 is not kept,
+    because no gradient needs it and nothing after it is recomputed. Those of a LoRA are not, because they take almost
+    no time. Where ranks divide a layer, `out` gives a part of a sum for all tokens; what is kept is the sum for the
+    rank's own tokens. fc2 comes last, so that the first products of a shape are never fc2, even if fc1 has that shape.
+
+    Args:
+        matrices: those of the model, `ModelConfig.matrices`.
+        tensor: the number of ranks that compute a layer together.
     """
-    return inner <= outer <= 4 * inner
+    alone = [matrix for matrix in matrices if matrix.target == "out" and tensor == 1]
+    alone += [matrix for matrix in matrices if matrix.target == "fc1"]
+    kept = Counter((matrix.columns, matrix.rows // tensor) for matrix in alone)
+    joined = [matrix for matrix in matrices if matrix.target in ("q", "k", "v")]
+    kept[joined[0].columns, sum(matrix.rows for matrix in joined) // tensor] += 1
+    return kept
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ other parameters form one more group, the root: embedding and LM head share a te
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from esmshard.launch.process_group import World
-from esmshard.sharding import context_parallel, tensor_parallel
-from esmshard.sharding.layout import Layout, keeps_product
+from esmshard.sharding import context_parallel, shared_tokens, tensor_parallel
+from esmshard.sharding.layout import Layout, kept_products
 from esmshard.sharding.tied_weights import check_ties, ties
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +52,8 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if layout.activation_checkpointing != "none":
         context: dict[str, Any] = {}
         if layout.activation_checkpointing == "selective":
-            context["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+            products = kept_products(shared_tokens.trunk_of(model).config.matrices, layout.tensor)
+            context["context_fn"] = partial(_selective, tuple(products.items()))
         for layer in layers:  # a wrapping module would change names, and FSDP's hooks must stay outside
             layer.forward = _checkpointed(layer.forward, context)
     if layout.compile:
@@ -161,21 +163,35 @@ def _prefetch(model: nn.Module, layers: nn.ModuleList, layout: Layout) -> None:
 
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-_KEPT = _PRODUCTS | {
+_KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # sums of a layer that several ranks compute
 }
 _KEPT_NAMES = {"torch_attn::_varlen_attn"}  # registered at the first use of `varlen_attn`
 
 
-def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Decide what selective checkpointing keeps: the results that take longest to recompute for their bytes."""
-    kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
-    if operation in _PRODUCTS:
-        kept = keeps_product(*args[-1].shape)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _selective(products: tuple[tuple[tuple[int, int], int], ...]) -> Any:
+    """Return the two contexts of one pass through a layer: forward, and recomputation.
+
+    Args:
+        products: the items of `kept_products`. The compiler reads them, and it can read tuples.
+    """
+    # torch 2.11 asks for each operation in both contexts, later releases ask in the first one.
+    left = {again: Counter(dict(products)) for again in (False, True)}
+
+    def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Keep the results that take longest to recompute for their bytes."""
+        kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
+        if operation in _PRODUCTS:
+            shape = tuple(args[-1].shape)
+            kept = left[context.is_recompute][shape] > 0
+            left[context.is_recompute][shape] -= 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(keep)  # type: ignore[no-untyped-call]
 
 
 def next_micro_batch(model: nn.Module, layout: Layout, last: bool) -> None:

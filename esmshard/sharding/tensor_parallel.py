@@ -32,6 +32,8 @@ from esmshard.sharding.shared_tokens import Rows, divide_tokens, trunk_of
 
 DIMENSION = "tensor"
 """The name of this dimension of the mesh. It is the last one: ranks of a group are neighbours."""
+SMALL = 2**20
+"""Numbers of a whole parameter whose gradient is summed over the ranks together with others. Joining copies it."""
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
 """The norms of a block whose output goes into matrices that are divided by rows."""
 
@@ -126,29 +128,44 @@ def _with_own_parts(
 
 @contextmanager
 def _own_parts(modules: Sequence[nn.Module], without_bias: Sequence[nn.Module]) -> Iterator[None]:
-    wholes: list[tuple[Any, str, DTensor]] = []
-    parts: dict[int, torch.Tensor] = {}
+    holders: list[tuple[Any, str, DTensor]] = []
+    for module in modules:
+        named: list[tuple[str, Any]] = [*module._parameters.items()]
+        holders += [(module._parameters, name, whole) for name, whole in named if isinstance(whole, DTensor)]
     try:
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                if isinstance(parameter, DTensor):
-                    wholes.append((module._parameters, name, parameter))
-                    if id(parameter) not in parts:  # a tied one has one gradient
-                        part = _part(parameter)
-                        parts[id(parameter)] = part * 0.0 if name == "bias" and module in without_bias else part
-        for holder, name, whole in wholes:
+        parts = _parts([whole for _, _, whole in holders])
+        for holder, name, whole in holders:
             holder[name] = parts[id(whole)]
+        for holder in (module._parameters for module in without_bias):
+            if (bias := holder["bias"]) is not None:
+                holder["bias"] = bias * 0.0  # type: ignore[assignment]
         yield
     finally:
-        for holder, name, whole in wholes:
+        for holder, name, whole in holders:
             holder[name] = whole
 
 
-def _part(parameter: DTensor) -> torch.Tensor:
-    """Return this rank's part. If the parameter is whole on each rank, each has a part of the gradient."""
-    if parameter.placements[0].is_shard():
-        return parameter.to_local()
-    return parameter.to_local(grad_placements=[Partial()])
+def _parts(parameters: Sequence[DTensor]) -> dict[int, torch.Tensor]:
+    """Return this rank's part of each parameter, by the id of the parameter. A tied parameter has one part.
+
+    If a parameter is whole on each rank, each computes a part of its gradient, and the parts are summed. A layer has
+    six such norms and biases, and six matrices of a LoRA. They are joined, because each sum takes the time of an empty
+    collective.
+    """
+    parts = {id(parameter): parameter.to_local() for parameter in parameters}
+    whole = {id(p): p for p in parameters if p.requires_grad and not p.placements[0].is_shard()}
+    small = [p for p in whole.values() if p.numel() <= SMALL]
+    parts |= {n: _gradient_summed(parts[n], p.device_mesh) for n, p in whole.items() if p.numel() > SMALL}
+    if small:
+        joined = _gradient_summed(torch.cat([parts[id(p)].flatten() for p in small]), small[0].device_mesh)
+        pieces = torch.split(joined, [p.numel() for p in small])  # type: ignore[no-untyped-call]
+        parts |= {id(p): piece.view(p.shape) for p, piece in zip(small, pieces, strict=True)}
+    return parts
+
+
+def _gradient_summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return the same numbers, of whose gradient each rank has a part."""
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def _norm_of_width(

@@ -1,5 +1,6 @@
 """What the ranks of the equality tests do: gradients of one step and losses of ten, many layouts in one start."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 import work
 from packed_weights import unpacked
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from esmshard.batch import TokenBatch
 from esmshard.data.batching.loader import Examples
@@ -183,6 +185,37 @@ def mistaken(path: str, mistake: str) -> dict[str, Any]:
         ranks = replace(everyone, together=2)
         model, task = build(recipe, ranks, laid)
         return gradients(recipe, model, task, ranks, laid, wrong=False)
+
+
+def operations(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """How often the products with a bias, and the collectives among ranks of a layer, ran in one pass and its gradient.
+
+    The products of a backward pass have no bias, so that those with one are of the forward pass or computed again.
+    """
+    recipe, found = work.load(path), {}
+    with world(alone_too=True) as everyone:
+        for name, settings in wanted.items():
+            laid = work.laid_out(recipe, everyone, **settings)
+            ranks = replace(everyone, together=laid.together)
+            model, task = build(recipe, ranks, laid)
+            data = open_split(recipe, "train", task.labels, tracks_of(recipe))
+            batch, targets = collate(task, [data.get(0, 0)])
+            with Counted() as counted:
+                task.loss(model(batch), targets).sum.backward()
+            found[name] = dict(counted.calls)
+    return found
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that run. What activation checkpointing has kept does not run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
 
 
 _own_parts = tensor_parallel._own_parts

@@ -35,14 +35,15 @@ MATRIX: dict[int, dict[str, list[str]]] = {
     2: {"full_shard": [*OPTIONS]},
     4: {"full_shard": ["plain", "checkpointing full", "wrong"], "no_shard": ["plain"]},
 }
-KINDS = ("tensor", "context")
+KINDS = {"tensor": 2, "context": 2}
 CASES = [
-    (kind, size, strategy, option)
-    for kind in KINDS
+    (f"{kind} {n}", size, strategy, option)
+    for kind, n in KINDS.items()
     for size, row in MATRIX.items()
     for strategy, some in row.items()
     for option in some
 ]
+CASES += [("tensor 4", 4, "full_shard", "checkpointing selective")]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,8 @@ def on_ranks(recipe: Path) -> Callable[[int], list[Found]]:
     def run(size: int) -> list[Found]:
         if size not in known:
             wanted = {
-                f"{kind}, {strategy}, {option}": {"strategy": strategy, kind: 2} | OPTIONS[option]
+                f"{kind}, {strategy}, {option}": {"strategy": strategy, kind.split()[0]: int(kind.split()[1])}
+                | OPTIONS[option]
                 for kind, size_, strategy, option in CASES
                 if size_ == size
             }
@@ -113,11 +115,29 @@ def test_every_family(recipe: Path) -> None:
             path = recipe.with_name(f"{size}-{method}.yaml")
             adapt = "" if method == "full" else "adapt: {method: lora, rank: 4, targets: [q, k, v, out, fc1, fc2]}\n"
             path.write_text(text.replace("{name: nano}", f"{{name: {size}}}") + adapt)
-            wanted += [(str(path), {"strategy": "full_shard", kind: 2}) for kind in KINDS]
+            wanted += [(str(path), {"strategy": "full_shard", kind: n}) for kind, n in KINDS.items()]
     results = run_ranks("equality:recipes", 2, recipe.parent, wanted, equality.STEPS)
     for n, (path, _) in enumerate(wanted):
         reference = equality.plain(path)
         assert max(reference["all_moved"].values()) > 1e-3, "nothing was learned that could differ"
+        compare([found[n] for found in results], reference, "plain", most=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "method"), [("nano", "full"), ("esmc_nano", "lora")])
+def test_twenty_steps_on_four_ranks(recipe: Path, size: str, method: str) -> None:
+    """(2 x 2), (1 x 4) and (4 x 1), data x tensor, with recomputed layers, beside one process without."""
+    path = recipe.with_name(f"{size}-{method}-four.yaml")
+    adapt = "" if method == "full" else "adapt: {method: lora, rank: 4, targets: [q, k, v, out, fc1, fc2]}\n"
+    path.write_text(recipe.read_text().replace("{name: nano}", f"{{name: {size}}}") + adapt)
+    kinds = {"full": [{"tensor": 2}, {"context": 4}], "selective": [{"tensor": 4}, {}]}
+    wanted = [
+        (str(path), settings | {"activation_checkpointing": mode}) for mode, some in kinds.items() for settings in some
+    ]
+    results = run_ranks("equality:recipes", 4, recipe.parent, wanted, 20)
+    reference = equality.plain(str(path), 20)
+    assert len(reference["losses"]) == 20
+    for n in range(len(wanted)):
         compare([found[n] for found in results], reference, "plain", most=10)
 
 
@@ -128,7 +148,7 @@ def test_heads_over_attention_maps(recipe: Path, head: str) -> None:
     path.write_text(recipe.read_text().replace(", channels: 8, blocks: 0", f", head: {head}{own}"))
     reference = equality.plain(str(path))
     options = ("plain", "checkpointing full")
-    wanted = {f"{kind}, {option}": {kind: 2} | OPTIONS[option] for option in options for kind in KINDS}
+    wanted = {f"{kind}, {option}": {kind: n} | OPTIONS[option] for option in options for kind, n in KINDS.items()}
     results = run_ranks("equality:cases", 2, recipe.parent, str(path), wanted)
     for name in wanted:
         # What the last layer does after its queries and keys has no part in the attention head.
@@ -146,11 +166,30 @@ def test_mistakes_are_noticed(recipe: Path, mistake: str) -> None:
         assert worst(found["gradients"], reference["gradients"], 10) > 1e-2
 
 
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_what_selective_checkpointing_computes_again(recipe: Path, tensor: int) -> None:
+    """Of a layer's four products none, whatever their shapes are on a rank. Divided ranks keep the sum of `out` and
+    compute the product again. With four, fc1 and fc2 have the same shape, and fc1 is the one that is kept.
+    """
+    wanted = {mode: {"activation_checkpointing": mode, "tensor": tensor} for mode in ("none", "selective", "full")}
+    layers = equality.CONFIG.n_layers
+    for found in run_ranks("equality:operations", tensor, recipe.parent, str(recipe), wanted):
+        products = {mode: calls["addmm"] - found["none"]["addmm"] for mode, calls in found.items()}
+        assert products == {"none": 0, "selective": layers * (tensor > 1), "full": layers * 3}
+        if tensor > 1:
+            sums, gathers = (
+                {mode: calls[name] - found["none"][name] for mode, calls in found.items()}
+                for name in ("reduce_scatter_tensor", "all_gather_into_tensor")
+            )
+            assert sums == {"none": 0, "selective": 0, "full": layers}
+            assert gathers == {"none": 0, "selective": layers * 2, "full": layers * 2}
+
+
 def test_what_each_rank_holds(on_ranks: Callable[[int], list[Found]], recipe: Path) -> None:
     """Two ranks of a group hold the matrices of the layers once, and a share of all the rest."""
     whole = sum(parameter.size for parameter in equality.plain(str(recipe), 0)["gradients"].values())
     for size in MATRIX:
-        held = [found["tensor, full_shard, plain"]["held"] for found in on_ranks(size)]
+        held = [found["tensor 2, full_shard, plain"]["held"] for found in on_ranks(size)]
         assert whole < sum(held) < 1.25 * whole * 1.1
 
 

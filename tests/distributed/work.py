@@ -35,10 +35,11 @@ def load(path: str) -> Recipe:
 
 
 def laid(ranks: World, **settings: Any) -> Layout:
-    """A `parallel` section in fp32, two processes a machine."""
+    """A `parallel` section in fp32, two processes a machine, or as many as share a layer."""
     parallel = ParallelSettings.model_validate({"precision": "fp32"} | settings)
     assert parallel.precision != "auto"
-    return layout(parallel, ranks.size, min(2, ranks.size), parallel.precision)
+    per_machine = max(2, parallel.tensor, parallel.context)
+    return layout(parallel, ranks.size, min(per_machine, ranks.size), parallel.precision)
 
 
 def laid_out(recipe: Recipe, ranks: World, **changes: Any) -> Layout:
