@@ -22,7 +22,7 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.launch.process_group import World, world
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import ModelConfig, Quantization
-from esmshard.model.families.family_registry import SIZES, build
+from esmshard.model.families.family_registry import FAMILIES, SIZES, build
 from esmshard.planner import memory_model
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
@@ -120,8 +120,11 @@ def _rank(
     micro_batches: int,
 ) -> int:
     with world(alone_too=layout.cpu_offload) as ranks:
-        # After this, library pages that are read at their first use, and buffers of connections, are in memory.
-        _train(SIZES["nano"], quantization, adapt, layout, 4 * length, 2, length, micro_batches, ranks)
+        # After this, library pages that are read at their first use, and buffers of connections, are in memory. Each
+        # family has its own.
+        small = FAMILIES[SIZES[model_name].family].sizes
+        nano = next(size for name, size in small.items() if name.endswith("nano"))
+        _train(nano, quantization, adapt, layout, 4 * length, 2, length, micro_batches, ranks)
         gc.collect()
         before = _resident("VmRSS")
         peak = _train(SIZES[model_name], quantization, adapt, layout, tokens, steps, length, micro_batches, ranks)

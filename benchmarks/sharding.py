@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.export import write_transformers
 from esmshard.planner import memory_model
-from esmshard.planner.cost import Work, cost
+from esmshard.planner.cost import Work, cost, exchanged
 from esmshard.planner.machines import parse
 from esmshard.recipe.sections import OptimSettings, ParallelSettings
 from esmshard.sharding.layout import STRATEGIES, Layout, layout
@@ -50,6 +50,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reduce_dtype bf16": {"reduce_dtype": "bf16"},
     "prefetch 2 and 2": {"prefetch_forward": 2, "prefetch_backward": 2},
 }
+
+TOGETHER: dict[str, dict[str, Any]] = {"full_shard": {}, "tensor 2": {"tensor": 2}, "context 2": {"context": 2}}
 
 Table = list[list[str]]
 
@@ -115,6 +117,44 @@ def steps(model: str, tokens: int, rounds: int) -> Table:
         spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
         table.append([name, f"{statistics.median(own_times):.2f}", spread])
     return table
+
+
+def together(model: str, tokens: int, rounds: int) -> Table:
+    """Compare steps of two ranks that compute layers together with steps of FSDP, and with what the planner foretells.
+
+    The time that is foretold is that of FSDP, and of the bytes that the planner counts at the rate of these ranks.
+    """
+    numbers, machines = peaks.numbers(SHORT[model]), parse("2xA100-40GB")
+    layouts = {name: laid(2, precision="fp32", **how) for name, how in TOGETHER.items()}
+    times: dict[str, list[float]] = {name: [] for name in layouts}
+    rates: list[float] = []
+    for turn in range(rounds):
+        for name, how in layouts.items():
+            times[name].append(max(ranks_of("step", [SHORT[model], asdict(how), tokens], 2, 1)))
+            print(f"  turn {turn + 1}: {name}: {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
+        rates.append(min(ranks_of("rate", [tokens, numbers.dim], 2, 1)))
+    table = [["2 ranks", "s a step, median", "time / full_shard", "exchanged, MiB", "time / (full_shard + exchange)"]]
+    for name, how in layouts.items():
+        received = exchanged(numbers, how, machines, tokens)[0]
+        first = times["full_shard"]
+        ratios = [own / one for own, one in zip(times[name], first, strict=True)]
+        foretold = [own / (one + received / rate) for own, one, rate in zip(times[name], first, rates, strict=True)]
+        spreads = [f"{statistics.median(some):.2f} [{min(some):.2f}, {max(some):.2f}]" for some in (ratios, foretold)]
+        row = [name, f"{statistics.median(times[name]):.2f}", spreads[0], f"{received / MIB:,.0f}", spreads[1]]
+        table.append(row)
+    print(f"  rate: {statistics.median(rates) / MIB:,.0f} MiB/s", file=sys.stderr, flush=True)
+    return table
+
+
+def rate_rank(tokens: int, dim: int) -> list[float]:
+    """Return the bytes per second that this rank receives in collectives as large as those of a layer, fp32."""
+    import torch.distributed as dist
+
+    with world() as ranks:
+        own = torch.ones(tokens // ranks.size, dim)
+        everyone = torch.empty(tokens, dim)
+        times = [measure.clock(lambda: dist.all_gather_into_tensor(everyone, own), ranks.device) for _ in range(9)]
+        return [4.0 * (tokens - len(own)) * dim / statistics.median(times[2:])]
 
 
 def loading(models: Sequence[str], size: int) -> Table:
@@ -219,7 +259,8 @@ def ranks_of(what: str, work: list[Any], size: int, threads: int, *, whole: bool
 def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
     """Return the median seconds of a real step. The model has the small head of the contact task."""
     config, settings = SIZES[name], Layout(**how)
-    with world(alone_too=settings.cpu_offload) as ranks:
+    with world(alone_too=settings.cpu_offload) as everyone:
+        ranks = replace(everyone, together=settings.together)
         model = peaks._meta(config, peaks.FULL)
         shard(model, settings, ranks)
         base = open_weights.fresh(config, 0)
@@ -227,7 +268,7 @@ def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
         materialise(model, model.rows_of(base, seeded(lambda: task.head(config))), settings, ranks)
         optimizer = adamw(model.train(), OptimSettings())  # type: ignore[call-arg]
         set_learning_rate(optimizer, 1.0)
-        share = tokens // ranks.size
+        share = tokens // settings.data_size
         batch = peaks._batch(share, 256)
         targets = [torch.zeros(254, 254, dtype=torch.int8) for _ in range(len(batch))]
 
@@ -317,6 +358,9 @@ def run(args: argparse.Namespace) -> list[tuple[str, Table]]:
             found.append(
                 (f"Step, {model}, {args.tokens:,} tokens in all, fp32", steps(model, args.tokens, args.rounds))
             )
+        if "together" in args.work:
+            title = f"Step of ranks that compute layers together, {model}, {args.tokens:,} tokens in all, fp32"
+            found.append((title, together(model, args.tokens, args.rounds)))
     if "checkpointing" in args.work:
         found.append(("Activation memory, 150M, one process, fp32", checkpointing("150M", 4096)))
     if "load" in args.work:
@@ -329,7 +373,7 @@ def run(args: argparse.Namespace) -> list[tuple[str, Table]]:
     return found
 
 
-WORK = ("memory", "steps", "checkpointing", "load", "fake", "projection")
+WORK = ("memory", "steps", "together", "checkpointing", "load", "fake", "projection")
 
 
 def main() -> None:
@@ -345,7 +389,15 @@ def main() -> None:
     if args.rank:
         what, *work = json.loads(args.rank)
         print(
-            json.dumps({"step": step_rank, "load": load_rank, "fake": fake_rank, "forward": forward_rank}[what](*work))
+            json.dumps(
+                {
+                    "step": step_rank,
+                    "rate": rate_rank,
+                    "load": load_rank,
+                    "fake": fake_rank,
+                    "forward": forward_rank,
+                }[what](*work)
+            )
         )
         return
     args.models, args.tokens = args.models or ["35M"], args.tokens or 2048

@@ -19,7 +19,7 @@ from esmshard.batch import TokenBatch
 from esmshard.model.lora import LoraLinear
 from esmshard.model.quantized import frozen_product, packed_of
 
-_EAGER = ("_attend_slices", "_attend_padded", "_hand_out", "_add_between")
+_EAGER = ("_attend_slices", "_attend_padded", "_hand_out")
 
 
 def keep_eager() -> None:
@@ -388,21 +388,22 @@ Between = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 """The type of `between(x_TD, batch)`, which returns what a family adds between attention and feed-forward part."""
 
 
-def _add_between(between: Between, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    return between(x_TD, batch)
-
-
 class TrunkBlock(nn.Module):
     """A layer of a trunk, with attention. Families have subclasses."""
 
     def add_between(self, between: Between, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """Return `between(x_TD, batch)`, which is never compiled."""
-        return _add_between(between, x_TD, batch)
+        return between(x_TD, batch)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile in place, as `nn.Module.compile`. Attention over sequences of many lengths is not compiled."""
+        """Compile `forward` in place, with the arguments of `torch.compile`.
+
+        Attention over sequences of many lengths is not compiled. Hooks of the module are not, either, so that FSDP
+        gathers outside of compiled code.
+        """
         keep_eager()
         for module in self.modules():
             if isinstance(module, SelfAttention) and module.attend is not None:
                 module.attend = torch.compiler.disable(module.attend)  # type: ignore[no-untyped-call]
-        super().compile(*args, **kwargs)
+        self.add_between = torch.compiler.disable(self.add_between)  # type: ignore[no-untyped-call,method-assign]
+        self.forward = torch.compile(self.forward, *args, **kwargs)

@@ -211,8 +211,8 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
     A layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no sum of its last
     product, and under selective checkpointing none at all. Norms of queries and keys add four sums of a number for each
     token, and norms and biases that are whole have one sum of gradients in a layer: their bytes are few, but each takes
-    the time of an empty collective. Outside the layers, the last norm needs all tokens, and the gradients of the
-    root are summed.
+    the time of an empty collective. Outside the layers, the last norm needs all tokens, its gradient is scattered, that
+    of the first layer's input is gathered, and the gradients of the root are summed.
 
     Where ranks divide the tokens, a layer gathers keys and values, [T, 2 D], and scatters the sums of their gradients.
 
@@ -228,12 +228,12 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
     again = backward * int(layout.activation_checkpointing != "none")
     if layout.context > 1:
         passes = numbers.n_layers * (1 + backward + again)
-        received = (2 * passes + 1 + backward) * _received(
+        received = (2 * passes + 1 + 2 * backward) * _received(
             tokens * numbers.dim * BYTES[layout.precision], layout.context
         )
-        return received, (passes + 1 + backward) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
+        return received, (passes + 1 + 2 * backward) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
     recomputed = {"none": 0, "selective": 2, "full": 3}[layout.activation_checkpointing]
-    large = numbers.n_layers * (4 + (4 + recomputed) * backward) + 1 + backward
+    large = numbers.n_layers * (4 + (4 + recomputed) * backward) + 1 + 2 * backward
     small = numbers.n_layers * (backward + 4 * int(numbers.qk_norm) * (1 + backward + again))
     size = BYTES[layout.precision]
     received = large * _received(tokens * numbers.dim * size, layout.tensor)

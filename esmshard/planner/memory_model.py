@@ -194,9 +194,7 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     if layout.activation_checkpointing == "none":
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
-        # Measured: what a divided norm keeps of queries and keys first is not freed.
-        kept = stream + (2 * FP32 * d // tensor if numbers.qk_norm and tensor > 1 else 0)
-        return LayerBytes(kept, everything - kept, passing)
+        return LayerBytes(stream, everything - stream, passing)
     # `kept_products` says which matrix products are kept, q, k and v as one. Attention is kept, too. After
     # recomputation, q, k, v exist with and without rotation; with a LoRA they exist only rotated, because the product
     # was added to a sum. The output of `out` is kept by no layer without checkpointing. Divided ranks keep the sums of

@@ -11,7 +11,7 @@ other parameters form one more group, the root: embedding and LM head share a te
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from esmshard.launch.process_group import World
 from esmshard.sharding import context_parallel, shared_tokens, tensor_parallel
 from esmshard.sharding.layout import Layout, kept_products
+from esmshard.sharding.tensor_parallel import Wrapper
 from esmshard.sharding.tied_weights import check_ties, ties
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,20 +46,23 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     assert isinstance(layers, nn.ModuleList), "a model to shard promises `layers`"
     assert layout.world_size == world.size, "a layout for another number of ranks"
     mesh = None if world.mesh is None else _mesh(world.mesh, layout)
+    with_own_parts: list[Wrapper] = [lambda forward: forward] * len(layers)
     if mesh is not None and layout.tensor > 1:
-        tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
+        with_own_parts = tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
     if mesh is not None and layout.context > 1:
         context_parallel.split(model, _mesh_of_context(mesh, layout))
-    if layout.activation_checkpointing != "none":
-        context: dict[str, Any] = {}
-        if layout.activation_checkpointing == "selective":
-            products = kept_products(shared_tokens.trunk_of(model).config.matrices, layout.tensor)
-            context["context_fn"] = partial(_selective, tuple(products.items()))
-        for layer in layers:  # a wrapping module would change names, and FSDP's hooks must stay outside
-            layer.forward = _checkpointed(layer.forward, context)
-    if layout.compile:
-        for layer in layers:  # in place, since a module around it would change the names in checkpoints
+    checkpointed = _checkpointing(model, layout)
+    # `forward` is replaced: a wrapping module would change names, and FSDP's hooks must stay outside.
+    for layer, wrapped in zip(layers, with_own_parts, strict=True):
+        if not layout.compile:
+            layer.forward = checkpointed(wrapped(layer.forward))
+        elif layout.context == 1:  # The compiler reads plain tensors, and recomputes without a call of Python code.
+            layer.forward = checkpointed(layer.forward)
             layer.compile(dynamic=True)
+            layer.forward = wrapped(layer.forward)
+        else:  # Attention to gathered keys is between compiled parts. In a compiled checkpoint nothing can be between.
+            layer.compile(dynamic=True)
+            layer.forward = checkpointed(layer.forward)
     if mesh is not None:
         _fully_shard(model, layers, layout, mesh if layout.tensor == 1 else mesh[*_data_dimensions(layout)])
     elif layout.precision != "fp32":
@@ -66,7 +70,19 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     check_ties(model, shared)
 
 
-def _checkpointed(forward: Callable[..., torch.Tensor], context: dict[str, Any]) -> Callable[..., torch.Tensor]:
+def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
+    """Return the function that makes a layer's `forward(x_TD, ...)` one that is recomputed in the backward pass."""
+    if layout.activation_checkpointing == "none":
+        return lambda forward: forward
+    context: dict[str, Any] = {}
+    if layout.activation_checkpointing == "selective":
+        products = kept_products(shared_tokens.trunk_of(model).config.matrices, layout.tensor)
+        # The compiler takes a function, and would take the numbers in a `partial` for numbers that change.
+        context["context_fn"] = lambda: _selective(products)
+    return partial(_checkpointed, context)
+
+
+def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return the same `forward(x_TD, ...)`, recomputed in the backward pass.
 
     The form of this function suits the compiler. The compiler begins with the first Python frame outside torch. For a
@@ -173,14 +189,14 @@ _KEPT = {
 _KEPT_NAMES = {"torch_attn::_varlen_attn"}  # registered at the first use of `varlen_attn`
 
 
-def _selective(products: tuple[tuple[tuple[int, int], int], ...]) -> Any:
+def _selective(products: Mapping[tuple[int, int], int]) -> Any:
     """Return the two contexts of one pass through a layer: forward, and recomputation.
 
     Args:
-        products: the items of `kept_products`. The compiler reads them, and it can read tuples.
+        products: see `kept_products`.
     """
     # torch 2.11 asks for each operation in both contexts, later releases ask in the first one.
-    left = {again: Counter(dict(products)) for again in (False, True)}
+    left = {again: Counter(products) for again in (False, True)}
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Keep the results that take longest to recompute for their bytes."""

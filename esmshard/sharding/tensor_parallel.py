@@ -18,6 +18,7 @@ also why the styles of torch's `parallelize_module`, which act on the calls of l
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
 from esmshard.sharding.shared_tokens import Rows, divide_tokens, trunk_of
 
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""The type of a function that takes a `forward` and returns another one."""
 DIMENSION = "tensor"
 """The name of this dimension of the mesh. It is the last one: ranks of a group are neighbours."""
 SMALL = 2**20
@@ -38,20 +41,22 @@ NORMS = ("self_attn_layer_norm", "final_layer_norm")
 """The norms of a block whose output goes into matrices that are divided by rows."""
 
 
-def split(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the layers of a model over the ranks of `mesh`, in place. The next step is `fully_shard`.
+def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
+    """Divide the layers of a model over the ranks of `mesh`, in place.
 
     Every parameter becomes a DTensor over `mesh`: those of `ModelConfig.matrices` in parts, all others whole.
 
     Args:
         model: a trunk or a module that holds one, best on the meta device. `layout.check_tensor` has passed.
         mesh: the dimension `tensor` of the mesh.
+
+    Returns:
+        For each layer a function that wraps its `forward`, so that the layer has this rank's parts of its parameters
+        while it runs. Whoever wraps `forward` otherwise, too, chooses what is inside. The next step is `fully_shard`.
     """
     trunk, rows = trunk_of(model), Rows(mesh)
     divide_tokens(model, rows)
-    for block in trunk.layers:
-        assert isinstance(block, TrunkBlock)
-        _split_block(block, trunk.config, rows)
+    wrappers = [_split_block(block, trunk.config, rows) for block in trunk.layers]
     inside = {id(parameter) for parameter in trunk.layers.parameters()}
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():  # A tied parameter has several owners, and stays one.
@@ -61,13 +66,14 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
                 setattr(module, name, done[id(parameter)])
     in_layers = set(trunk.layers.modules())
     outside = [module for module in model.modules() if module not in in_layers]
-    model.forward = _with_own_parts(outside, model.forward)
+    model.forward = _with_own_parts(outside, (), model.forward)
     for block in trunk.layers:  # Activation checkpointing calls a layer again when `model.forward` has ended.
         assert isinstance(block, TrunkBlock)
-        block.add_between = _with_own_parts(outside, block.add_between)  # type: ignore[method-assign]
+        block.add_between = _with_own_parts(outside, (), block.add_between)  # type: ignore[method-assign]
+    return wrappers
 
 
-def _split_block(block: TrunkBlock, config: ModelConfig, rows: Rows) -> None:
+def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
     summed: list[nn.Module] = []
     for matrix in config.matrices:
         linear = block.get_submodule(matrix.path)
@@ -93,7 +99,7 @@ def _split_block(block: TrunkBlock, config: ModelConfig, rows: Rows) -> None:
             _place(full_norm, rows.mesh, Shard(0), None)
     attention.norm_of_width = lambda *given: _norm_of_width(rows, *given)
     attention.handed_out = rows.all_heads
-    block.forward = _with_own_parts(list(block.modules()), block.forward, summed if rows.rank else ())
+    return partial(_with_own_parts, list(block.modules()), summed if rows.rank else ())
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement | None) -> None:
@@ -108,15 +114,15 @@ def _placed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> 
 
 
 def _with_own_parts(
-    modules: Sequence[nn.Module], forward: Callable[..., Any], without_bias: Sequence[nn.Module] = ()
+    modules: Sequence[nn.Module], without_bias: Sequence[nn.Module], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return the same `forward`, in which the modules hold this rank's parts of their parameters as plain tensors.
 
     Args:
         modules: the modules, each for its own parameters.
-        forward: the function.
         without_bias: the modules whose biases are zero on this rank. Outputs that are summed over the ranks have the
             bias of the first one.
+        forward: the function.
     """
 
     def run(*args: Any, **options: Any) -> Any:

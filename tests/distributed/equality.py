@@ -10,7 +10,9 @@ import numpy as np
 import torch
 import work
 from packed_weights import unpacked
+from plan_model import counted_numbers
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esmshard.batch import TokenBatch
@@ -24,6 +26,8 @@ from esmshard.model.families import family_registry
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.weights import open_weights
+from esmshard.planner.cost import exchanged
+from esmshard.planner.machines import parse
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding import shared_tokens, tensor_parallel
 from esmshard.sharding.layout import Layout
@@ -200,22 +204,54 @@ def operations(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, 
             model, task = build(recipe, ranks, laid)
             data = open_split(recipe, "train", task.labels, tracks_of(recipe))
             batch, targets = collate(task, [data.get(0, 0)])
-            with Counted() as counted:
+            with Counted(laid.together) as counted:
                 task.loss(model(batch), targets).sum.backward()
-            found[name] = dict(counted.calls)
+            numbers = counted_numbers(model, config_of(recipe))
+            planned = exchanged(numbers, laid, parse("2xA100-40GB"), len(batch.tokens_T))[0]
+            found[name] = {**counted.calls, "planned bytes": planned, "largest sum": counted.largest_sum}
+    return found
+
+
+def graphs(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
+    """The graphs of compiled layers after each of four packs of other lengths. Attention is one operation, as it
+    is on a GPU; where ranks divide the tokens, it is between compiled parts.
+    """
+    attention.TrunkBlock.compile = _compile_eagerly  # type: ignore[method-assign,assignment]
+    attention.attend = lambda q, k, v, batch: q + 2 * k + 3 * v + 1e-3 * batch.max_seqlen
+    recipe, found = work.load(path), {}
+    with world() as everyone:
+        for name, settings in wanted.items():
+            torch._dynamo.reset()
+            counters.clear()
+            laid = work.laid_out(recipe, everyone, compile=True, **settings)
+            model, task = build(recipe, replace(everyone, together=laid.together), laid)
+            data = open_split(recipe, "train", task.labels, tracks_of(recipe))
+            found[name] = []
+            for records in ([0, 1], [2], [3, 4, 6], [7, 8]):
+                batch, targets = collate(task, [data.get(n, 0) for n in records])
+                task.loss(model(batch), targets).sum.backward()
+                found[name].append(counters["stats"]["unique_graphs"])
     return found
 
 
 class Counted(TorchDispatchMode):
     """Counts the operations that run. What activation checkpointing has kept does not run again."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.calls = Counter[str]()
+        self.ranks, self.calls = ranks, Counter[str]()
+        """By operation; under `bytes` what gathers and scatters brought from the ranks that compute layers together."""
+        self.largest_sum = 0
+        """The bytes of the largest sum over these ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
+        found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        self.calls[name] += 1
+        if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            self.calls["bytes"] += max(args[0].nbytes, found.nbytes) * (self.ranks - 1) // self.ranks
+        if name == "all_reduce":
+            self.largest_sum = max(self.largest_sum, 2 * found.nbytes * (self.ranks - 1) // self.ranks)
+        return found
 
 
 _own_parts = tensor_parallel._own_parts
@@ -224,7 +260,7 @@ _own_parts = tensor_parallel._own_parts
 def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Gradients and losses under each of several `parallel` sections. FSDP is used in a single process, too."""
     # Dynamo's tracing without a compiler behind it: the same calls in the same places, and seconds instead of minutes.
-    nn.Module.compile = _compile_eagerly  # type: ignore[method-assign,assignment]
+    attention.TrunkBlock.compile = _compile_eagerly  # type: ignore[method-assign,assignment]
     recipe, found = work.load(path), {}
     with world(alone_too=True) as everyone:
         for name, settings in wanted.items():
@@ -250,11 +286,11 @@ def _count(passes: list[int], *_: Any) -> None:
     passes.append(1)
 
 
-_compile = nn.Module.compile
+_compile = attention.TrunkBlock.compile
 
 
-def _compile_eagerly(module: nn.Module, *, dynamic: bool) -> None:
-    _compile(module, dynamic=dynamic, backend="eager")
+def _compile_eagerly(block: attention.TrunkBlock, *, dynamic: bool) -> None:
+    _compile(block, dynamic=dynamic, backend="eager")
 
 
 class MaskedLM(nn.Module):

@@ -185,6 +185,34 @@ def test_what_selective_checkpointing_computes_again(recipe: Path, tensor: int) 
             assert gathers == {"none": 0, "selective": layers * 2, "full": layers * 2}
 
 
+def test_ranks_exchange_what_was_planned(recipe: Path) -> None:
+    """Of the sums the plan counts that of the root's gradients, and leaves out those of a few numbers."""
+    wanted = {
+        f"{kind}, {mode}": {kind: n, "activation_checkpointing": mode}
+        for kind, n in KINDS.items()
+        for mode in ("none", "full", "selective")
+    }
+    for size in ("nano", "esmc_nano"):
+        path = recipe.with_name(f"{size}-traffic.yaml")
+        path.write_text(recipe.read_text().replace("{name: nano}", f"{{name: {size}}}"))
+        for found in run_ranks("equality:operations", 2, recipe.parent, str(path), wanted):
+            for name, calls in found.items():
+                assert calls["bytes"] + calls["largest sum"] == calls["planned bytes"], (size, name)
+
+
+def test_layers_are_compiled_once_for_all_packs(recipe: Path) -> None:
+    """The compiler sees plain tensors. If it saw how the parts of a rank are put in their place, it would compile each
+    layer, and give up after eight.
+    """
+    modes = ("none", "full", "selective")
+    wanted = {mode: {"tensor": 2, "activation_checkpointing": mode} for mode in modes}
+    wanted |= {f"context, {mode}": {"context": 2, "activation_checkpointing": mode} for mode in modes}
+    for found in run_ranks("equality:graphs", 2, recipe.parent, str(recipe), wanted):
+        assert {tuple(found[mode]) for mode in modes} == {(1, 1, 1, 1)}
+        for first, *_, last in (found[f"context, {mode}"] for mode in modes):  # once more for other numbers of tokens
+            assert 1 < first <= last <= first + 1
+
+
 def test_what_each_rank_holds(on_ranks: Callable[[int], list[Found]], recipe: Path) -> None:
     """Two ranks of a group hold the matrices of the layers once, and a share of all the rest."""
     whole = sum(parameter.size for parameter in equality.plain(str(recipe), 0)["gradients"].values())

@@ -18,6 +18,7 @@ from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
 from esmshard.launch import process_group
 from esmshard.launch.process_group import World, own_device, world
+from esmshard.model.attention import TrunkBlock
 from esmshard.sharding import load, shard
 from esmshard.sharding.layout import Layout
 from esmshard.tasks.base import collate
@@ -131,13 +132,13 @@ def test_training_and_validation_compute_in_bf16_on_fp32_weights(tiny_recipe: Pa
 def test_a_recipe_can_compile_its_layers(
     tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str
 ) -> None:
-    compiled, compile_in_place = [], torch.nn.Module.compile
+    compiled, compile_in_place = [], TrunkBlock.compile
 
-    def record(module: torch.nn.Module, *, dynamic: bool) -> None:
+    def record(block: TrunkBlock, *, dynamic: bool) -> None:
         compiled.append(dynamic)
-        compile_in_place(module, dynamic=dynamic, backend="eager")
+        compile_in_place(block, dynamic=dynamic, backend="eager")
 
-    monkeypatch.setattr(torch.nn.Module, "compile", record)
+    monkeypatch.setattr(TrunkBlock, "compile", record)
     text, losses = tiny_recipe.read_text(), []
     for wanted in ("false", "true"):
         options = f"precision: fp32, compile: {wanted}, activation_checkpointing: {checkpointing}"

@@ -129,6 +129,11 @@ def test_what_selective_checkpointing_keeps_of_divided_layers(tensor: int) -> No
     assert layer_bytes(MODEL, layout, "cuda").kept == 11 * 2000 // tensor + 40 // tensor
 
 
+def test_full_checkpointing_of_divided_layers_keeps_this_ranks_tokens_of_the_input() -> None:
+    layout = bf16(world_size=2, group=1, tensor=2, activation_checkpointing="full")
+    assert layer_bytes(replace(MODEL, qk_norm=True, gated=True), layout, "cuda").kept == 2000 // 2
+
+
 def test_gloo_copies_what_it_reduces() -> None:
     found = memory(MODEL, Layout(world_size=2, group=2), 500, 0, "cpu")
     assert found.when == "reduction of the gradients of layer 10 of 10"
@@ -426,10 +431,11 @@ def test_a_real_step_on_two_ranks_takes_what_was_predicted(size: str, monkeypatc
         ("esm2_t6_8M_UR50D", "full", "context"),
         ("esmc_mini", "none", "tensor"),
         ("esmc_mini", "full", "tensor"),
+        ("esmc_mini", "selective", "tensor"),
     ],
 )
 def test_a_real_step_of_divided_layers_takes_what_was_predicted(
-    size: str, checkpointing: Literal["none", "full"], kind: str, monkeypatch: pytest.MonkeyPatch
+    size: str, checkpointing: Literal["none", "selective", "full"], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import peaks
