@@ -23,6 +23,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarStri
 from esmshard.cluster.scripts import kubeflow
 from esmshard.cluster.scripts.scheduler_job import SchedulerJob
 from esmshard.cluster.scripts.site import Site
+from esmshard.cluster.scripts.site import path as profile
 from esmshard.errors import UsageError
 
 GRACE = 660
@@ -100,13 +101,13 @@ def _check(job: SchedulerJob, site: Site) -> None:
     wanted = site.kubernetes
     problems = []
     if not site.container.image:
-        problems.append("Kubernetes runs images only; set container.image in the site profile")
+        problems.append(f"Kubernetes runs images only; set container.image in the site profile, {profile()}")
     elif site.container.image.startswith("/") or site.container.image.endswith((".sif", ".sqsh")):
         problems.append(f"container.image is the file {site.container.image}; Kubernetes needs a name in a registry")
     if not wanted.claim:
         problems.append(
-            "the pods need a volume for data and results; set kubernetes.claim in the site profile to the name of a "
-            "PersistentVolumeClaim"
+            f"the pods need a volume for data and results; set kubernetes.claim in the site profile, {profile()}, to "
+            "the name of a PersistentVolumeClaim"
         )
     if not re.fullmatch(r"/[^:]*[^:/]", wanted.mount) or wanted.mount in _TAKEN:
         problems.append(f"kubernetes.mount is '{wanted.mount}'; set an absolute path of its own, such as /work")
