@@ -129,7 +129,12 @@ def track(
 
 
 def split(
-    data: Annotated[Path, typer.Argument(help="FASTA file or token store; with --wild-type, a table of variants.")],
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="FASTA file, table or token store, or structures (PDB, mmCIF); with --wild-type, a table of variants."
+        ),
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
     by: Annotated[
         Optional[str],

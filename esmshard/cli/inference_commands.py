@@ -122,7 +122,7 @@ def embed(
             print(embed_status.status(fasta) if model == "status" else embed_status.verify(fasta))
         return
     if out is None:
-        raise UsageError("-o: name the file to write, or the directory")
+        raise UsageError("-o: name the file to write, or the directory, such as -o my.h5")
     from esmshard.embed.job import embed_job, embed_plan, embed_request
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}

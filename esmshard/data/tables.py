@@ -74,18 +74,20 @@ class Table:
         """Return the line of a row for a sentence that has named the file, as in `line 17`."""
         return f"{'row' if _is_parquet(self.path) or _is_workbook(self.path) else 'line'} {self.lines[row]:,}"
 
-    def column(self, name: str) -> list[str]:
+    def column(self, name: str, fix: str | None = None) -> list[str]:
         """Return the cells of one column, N texts.
 
         Raises:
-            InputError: there is no such column; the message lists the columns.
+            InputError: there is no such column; the message lists the columns, and ends with `fix`.
         """
         if name in self.columns:
             return self.columns[name]
         lower = {other.lower(): other for other in self.columns}
         close = difflib.get_close_matches(name.lower(), lower, n=1)
         meant = f"; did you mean {shown(lower[close[0]])}?" if close else ";"
-        raise InputError(f"{self.path}: has no column {shown(name)}{meant} {listed(self.columns)}")
+        raise InputError(
+            f"{self.path}: has no column {shown(name)}{meant} {listed(self.columns)}{f'; {fix}' if fix else ''}"
+        )
 
     def only_column(self, names: Sequence[str], fix: str) -> str | None:
         """Find the column that has one of these names, in upper or lower case; None if there is none.
@@ -179,10 +181,15 @@ def listed(names: Sequence[str] | Mapping[str, object]) -> str:
 
     >>> listed(["mutant", "score"])
     "its columns are 'mutant', 'score'"
+    >>> listed(["mutant|score"])
+    "its only column is 'mutant|score' (commas, tabs or semicolons divide columns)"
     """
     some = ", ".join(shown(name) for name in itertools.islice(names, 20))
     more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
-    return f"its columns are {some}{more}" if len(names) > 1 else f"its only column is {some}"
+    if len(names) > 1:
+        return f"its columns are {some}{more}"
+    undivided = any(re.search(r"[|: ]", name) for name in names)
+    return f"its only column is {some}{' (commas, tabs or semicolons divide columns)' if undivided else ''}"
 
 
 def read_table(path: Path) -> Table:

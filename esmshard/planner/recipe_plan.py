@@ -21,6 +21,7 @@ from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory
 from esmshard.planner.parameter_counts import numbers_of
+from esmshard.recipe.recipe_file import sample
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.sharding.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
@@ -164,6 +165,12 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
         InputError: if the training data or the model cannot be read, or there are fewer records than GPUs.
         UsageError: if the settings of `parallel` are possible under no strategy.
     """
+    named = None if recipe.task.reads_table else recipe.data.train
+    if named is not None and not sample(named).exists():
+        raise InputError(
+            f"{named}: no such file or directory, which data.train of the recipe names; to plan without "
+            "the data, pass data.train=sample:contact/train"
+        )
     train = open_split(recipe, "train", None, planned_tracks(recipe))
     recipe, tokens_N = in_tokens(recipe, train), train.tokens
     if len(tokens_N) < machines.world_size // (recipe.parallel.tensor * recipe.parallel.context):

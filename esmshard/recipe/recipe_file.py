@@ -58,7 +58,7 @@ def resolve(name: str) -> Path:
     if name in names():
         return shipped("recipes") / f"{name}.yaml"
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise UsageError(f"{name}: no such recipe file")
+        raise UsageError(f"{name}: no such recipe file; `esmshard recipes cp contact my.yaml` makes one")
     hint = did_you_mean(name, names())
     raise UsageError(f"{name}: neither a file nor a shipped recipe ({', '.join(names())}){hint}")
 

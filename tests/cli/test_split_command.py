@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import write_subset
+from structure_texts import chain, expected_cb, pdb, three
 
 from esmshard.cli import app
 from esmshard.data.fasta.fasta_reader import read_fasta
@@ -187,6 +188,30 @@ def test_coordinates_are_cut_along(run: Run, tmp_path: Path) -> None:
             assert cut["offsets"].dtype == np.int32
             assert cut["cb_dA"].dtype == np.uint16
     assert seen == 10
+
+
+def test_structures_are_split_with_their_coordinates(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for n, letter in enumerate("ACDEF"):
+        (folder / f"{n}abc.pdb").write_text(pdb(chain(sequence := f"MKTAY{letter}AKQRGG"), {"A": three(sequence)}))
+    (folder / "notes.txt").write_text("no structure\n")
+    code, out, err = run("set", "-o", "out", "--by", "ratio", "--ratios", "3,1,1")
+    assert code == 0
+    assert out.startswith("out\nset    records  residues\ntrain        3        36\n")
+    assert "set: 1 file not read, as the name is not that of a structure (notes.txt)" in err
+    assert json.loads((tmp_path / "out" / "split.json").read_text())["source"] == str(folder)
+    found = []
+    for name in SETS:
+        fasta = tmp_path / "out" / f"{name}.fasta"
+        store = cached(fasta)
+        labels = CoordinateLabels(fasta, store)
+        for n in range(len(store)):
+            cb, expected = labels[n]["cb"], expected_cb(12)
+            # Coordinates are stored in tenths of an angstrom, from another origin.
+            assert np.allclose(cb - cb[0], expected - expected[0], atol=0.11)
+            found.append(store.id(n))
+    assert sorted(found) == [f"{n}abc_A" for n in range(5)]
 
 
 def test_coordinates_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> None:

@@ -441,9 +441,9 @@ def test_long_names_stay_different() -> None:
 @pytest.mark.parametrize(
     ("site", "changes", "sentence"),
     [
-        ({"kubernetes": {"claim": "data"}}, {}, "set container.image in the site profile"),
+        ({"kubernetes": {"claim": "data"}}, {}, "set container.image in the site profile, /"),
         ({"container": {"image": "/images/esmshard.sqsh"}, "kubernetes": {"claim": "data"}}, {}, "name in a registry"),
-        ({"container": {"image": "esmshard"}}, {}, "set kubernetes.claim in the site profile"),
+        ({"container": {"image": "esmshard"}}, {}, "set kubernetes.claim in the site profile, /"),
         (pods.BARE | {"kubernetes": {"claim": "data", "mount": "work"}}, {}, "kubernetes.mount is 'work'"),
         (pods.BARE | {"kubernetes": {"claim": "data", "mount": "/"}}, {}, "kubernetes.mount is '/'"),
         (pods.BARE | {"kubernetes": {"claim": "data", "mount": "/tmp"}}, {}, "kubernetes.mount is '/tmp'"),

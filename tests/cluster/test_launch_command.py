@@ -207,7 +207,7 @@ def test_what_sbatch_objects_to_is_printed(here: Path, monkeypatch: pytest.Monke
         (("starter", "a.fasta", "-o", "x.h5", "--pol", "mean"), "No such option: --pol"),
         (("starter", "a.fasta", "--nproc", "none", "-o", "x.h5"), "Invalid value for '--nproc'"),
         (("starter",), "Missing argument 'fasta'"),
-        (("starter", "a.fasta"), "error: -o: name the file to write, or the directory, after the --"),
+        (("starter", "a.fasta"), "error: -o: name the file to write, or the directory, after the --, such as -o my.h5"),
         (("starter", "-", "-o", "x.h5"), "error: -: a job has no standard input"),
         (("starter", "a.fasta", "-o", "x.h5", "--overwrite"), "error: --overwrite: lets each worker remove the"),
         (("starter", "a.fasta", "-o", "x.h5", "--dry-run"), "error: --dry-run: is for a single command; leave it out"),

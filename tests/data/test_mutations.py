@@ -217,12 +217,13 @@ def test_columns_by_name() -> None:
     assert read(text, mutant="mutation", targets="fitness").target_NT.tolist() == [[2.0]]
     assert refused("name,score\nA4G,1\n") == (
         "v.csv: has no column with a usual name for mutations (mutant, mutation, mutations, variant, hgvs_pro, hgvs_p, "
-        "mut) or mutated sequences (mutated_sequence, sequence); its columns are 'name', 'score'; name one: set "
-        "data.mutant=COLUMN in a recipe, or pass --mutant COLUMN"
+        "mut) or mutated sequences (mutated_sequence, sequence); its columns are 'name', 'score'; name one: pass "
+        "data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
     )
     assert refused("mutant,activity\nA4G,1\n") == (
         "v.csv: has no column with a usual name for measured values (DMS_score, score, fitness, target, effect); its "
-        "columns are 'mutant', 'activity'; name one: set data.target=COLUMN in a recipe, or pass --target COLUMN"
+        "columns are 'mutant', 'activity'; name one: pass data.target=COLUMN to finetune, or --target COLUMN to score "
+        "and split"
     )
     assert refused("mutant,score\nA4G,1\n", mutant="mutent") == (
         "v.csv: has no column 'mutent'; did you mean 'mutant'? its columns are 'mutant', 'score'"

@@ -259,8 +259,8 @@ def test_labels_from_a_table(tmp_path: Path, mask: Path) -> None:
     path.write_text("id,target\nc,HHH\na,HHHH\nb,HX\n")
     assert refusal(STORE, "class", read_table(path), classes="H").startswith(f"{path}:4: record 'b' has the")
     path.write_text("id,score\nc,HHH\n")
-    assert refusal(STORE, "class", read_table(path)).startswith(
-        f"{path}: has no column 'target' or 'label'; its columns"
+    assert refusal(STORE, "class", read_table(path)) == (
+        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; name one with data.target=COLUMN"
     )
 
 

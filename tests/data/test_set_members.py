@@ -60,9 +60,24 @@ def test_another_attribute_that_ends_in_set_divides_nothing() -> None:
     )
     shared = recipe("sequence", "x.fasta", "x.fasta", "x.fasta")
     assert ids(shared) == {name: list("acdefg") for name in SPLITS}
-    assert all(open_split(shared, name, None).notices == [] for name in SPLITS)
+    assert not any("divides it:" in notice for name in SPLITS for notice in open_split(shared, name, None).notices)
     with_folds = recipe("sequence", "x.fasta", "x.fasta", "x.fasta", ", folds: 3, fold: 0")
     assert sorted(record for split in ids(with_folds).values() for record in split)
+
+
+def test_one_file_that_nothing_divides_is_told_of() -> None:
+    write("x.fasta", dict.fromkeys(SETS, ""))
+    write("t.fasta", {"c": "", "f": ""})
+    alike = recipe("mlm", "x.fasta", "x.fasta", "x.fasta")
+    assert open_split(alike, "train", None).notices == []
+    for name in ("valid", "test"):
+        assert open_split(alike, name, None).notices == [
+            f"is the file of data.train, too, and nothing divides it, so that {name} has the records of train; "
+            f"`esmshard split {Path('x.fasta').absolute()} -o DIR` divides it"
+        ]
+    folds = recipe("mlm", "x.fasta", "x.fasta", "x.fasta", ", folds: 3, fold: 0")
+    tested_twice = recipe("mlm", "x.fasta", "t.fasta", "t.fasta")
+    assert not any(open_split(of, name, None).notices for of in (folds, tested_twice) for name in SPLITS)
 
 
 def test_two_splits_may_share_a_file() -> None:

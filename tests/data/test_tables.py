@@ -217,6 +217,11 @@ def test_a_column_that_is_not_there() -> None:
     with pytest.raises(InputError) as error:
         table("a\n1\n").column("else")
     assert str(error.value) == "t.csv: has no column 'else'; its only column is 'a'"
+    with pytest.raises(InputError) as error:
+        table("a|b\n1|2\n").column("a")
+    assert str(error.value) == (
+        "t.csv: has no column 'a'; its only column is 'a|b' (commas, tabs or semicolons divide columns)"
+    )
     many = table(",".join(f"c{k}" for k in range(30)) + "\n" + ",".join("1" * 30) + "\n")
     with pytest.raises(InputError, match=r"'c18', 'c19' and 10 more$"):
         many.column("else")

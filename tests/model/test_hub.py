@@ -467,7 +467,10 @@ def test_a_repository_in_offline_mode(mine: Hub, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["lab/x/y", "lab/", "../lab", "./lab/x", "lab/x.pt", "lab/a--b", "la b/x", "-lab/x"])
 def test_what_is_no_name_of_a_repository_is_not_asked_for(name: str, mine: Hub) -> None:
-    assert "no such file or directory, and not a model size" in refused_model(name)
+    assert refused_model(name) == (
+        f"{name}: no such file or directory, and no OWNER/NAME on the Hugging Face hub; give the path of a model, "
+        "which `esmshard finetune` writes to OUT/model when its run is done"
+    )
     assert mine.asked == []
 
 

@@ -250,6 +250,15 @@ def test_too_few_records() -> None:
         planned("8xA100-40GB", nodes=128)
 
 
+def test_training_data_that_are_not_there() -> None:
+    with pytest.raises(InputError) as error:
+        planned("8xA100-40GB", "data.train=/none.fasta", "data.valid=/none.fasta", "data.test=/none.fasta")
+    assert str(error.value) == (
+        "/none.fasta: no such file or directory, which data.train of the recipe names; to plan without the data, pass "
+        "data.train=sample:contact/train"
+    )
+
+
 class Squares:
     """A head that keeps as many bytes as the square of a record's tokens."""
 

@@ -445,8 +445,8 @@ def test_a_recipe_is_found_by_path_and_by_name(path: Path) -> None:
     [
         ("contct", "contct: neither a file nor a shipped recipe (contact); did you mean 'contact'?"),
         ("zzz", "zzz: neither a file nor a shipped recipe (contact)"),
-        ("mine.yaml", "mine.yaml: no such recipe file"),
-        ("recipes/contact", "recipes/contact: no such recipe file"),
+        ("mine.yaml", "mine.yaml: no such recipe file; `esmshard recipes cp contact my.yaml` makes one"),
+        ("recipes/contact", "recipes/contact: no such recipe file; `esmshard recipes cp contact my.yaml` makes one"),
     ],
 )
 @pytest.mark.usefixtures("path")

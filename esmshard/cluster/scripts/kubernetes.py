@@ -21,6 +21,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
 from esmshard.cluster.scripts import kubeflow
+from esmshard.cluster.scripts import site as site_profile
 from esmshard.cluster.scripts.scheduler_job import SchedulerJob
 from esmshard.cluster.scripts.site import Site
 from esmshard.errors import UsageError
@@ -100,13 +101,13 @@ def _check(job: SchedulerJob, site: Site) -> None:
     wanted = site.kubernetes
     problems = []
     if not site.container.image:
-        problems.append("Kubernetes runs images only; set container.image in the site profile")
+        problems.append(f"Kubernetes runs images only; set container.image in the site profile, {site_profile.path()}")
     elif site.container.image.startswith("/") or site.container.image.endswith((".sif", ".sqsh")):
         problems.append(f"container.image is the file {site.container.image}; Kubernetes needs a name in a registry")
     if not wanted.claim:
         problems.append(
-            "the pods need a volume for data and results; set kubernetes.claim in the site profile to the name of a "
-            "PersistentVolumeClaim"
+            "the pods need a volume for data and results; set kubernetes.claim in the site profile, "
+            f"{site_profile.path()}, to the name of a PersistentVolumeClaim"
         )
     if not re.fullmatch(r"/[^:]*[^:/]", wanted.mount) or wanted.mount in _TAKEN:
         problems.append(f"kubernetes.mount is '{wanted.mount}'; set an absolute path of its own, such as /work")

@@ -148,7 +148,7 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
         raise UsageError("--nodes: workers of embed are independent of each other; pass their number as --array N")
     out: Path | None = parsed["out"]
     if out is None:
-        raise UsageError("-o: name the file to write, or the directory, after the --")
+        raise UsageError("-o: name the file to write, or the directory, after the --, such as -o my.h5")
     if parsed["model"] in ("status", "verify", "merge") and not Path(parsed["model"]).exists():
         raise UsageError(f"embed {parsed['model']}: needs no job; run it here, without launch")
     if str(parsed["fasta"]) == "-":

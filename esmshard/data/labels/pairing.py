@@ -20,6 +20,8 @@ from esmshard.errors import InputError
 from esmshard.joined_chains import LINKER
 from esmshard.vocab import encode_residues
 
+NAME_LABEL = "name one with data.target=COLUMN"
+"""Advice for messages: how to name the column of labels."""
 UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
 """An id as UniProt writes it; the group is the accession."""
 _LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.replace("J", "X") + "X", "-.")

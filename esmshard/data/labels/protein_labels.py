@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from esmshard.data.fasta.headers import FLOAT32_MAX, TRUTH, attributes, number
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.pairing import check_labelled, rows_of_records
+from esmshard.data.labels.pairing import NAME_LABEL, check_labelled, rows_of_records
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import MISSING, Table, listed, shown
 from esmshard.errors import InputError, UsageError
@@ -143,10 +143,13 @@ def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
     if table is None:
         columns = [key.upper() for key in columns] or ["TARGET"]
     elif not columns:
-        target = table.only_column(_TARGETS, "name one in data.target")
+        target = table.only_column(_TARGETS, NAME_LABEL)
         if target is None:
-            raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}")
+            raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}; {NAME_LABEL}")
         columns = [target]
+    else:
+        for name in columns:
+            table.column(name, NAME_LABEL)
     if len(set(columns)) < len(columns):
         raise UsageError(f"columns has a name twice: {', '.join(map(shown, columns))}; leave one of them out")
     return columns

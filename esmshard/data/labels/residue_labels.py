@@ -21,7 +21,7 @@ import numpy.typing as npt
 from esmshard.data.fasta.headers import FLOAT32_MAX, attributes, number
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.label_fasta import read_label_fasta
-from esmshard.data.labels.pairing import check_labelled, rows_of_records
+from esmshard.data.labels.pairing import NAME_LABEL, check_labelled, rows_of_records
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, first_three, listed, shown
 from esmshard.errors import InputError
@@ -253,10 +253,10 @@ def _of_rows(
     id_column: str | None,
     edits: Edits,
 ) -> Iterator[_RecordLabels]:
-    column = column or table.only_column(("target", "targets", "label", "labels"), "name one in data.target")
+    column = column or table.only_column(("target", "targets", "label", "labels"), NAME_LABEL)
     if column is None:
-        raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}")
-    cells = table.column(column)
+        raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}; {NAME_LABEL}")
+    cells = table.column(column, NAME_LABEL)
     row_N = rows_of_records(
         table,
         store,

@@ -17,28 +17,33 @@ from esmshard.data.splits.clusters import read_clusters, run_mmseqs
 from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.splits.split_method import Method
 from esmshard.data.store.ingestion import cached
+from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.tables import counted
 from esmshard.vocab import decode
 
 
 class FastaRecords:
-    """N records of a FASTA file or a token store. Residues are read from the store when they are needed.
+    """N records of a FASTA file, a token store, or structures. Residues are read from the store when they are needed.
 
     Args:
-        source: FASTA file, plain or compressed, or token store.
+        source: FASTA file, plain or compressed, token store, structure file, or directory of structure files.
         sets: table or label FASTA that names the set of each record, if the headers of `source` do not.
 
     Raises:
         InputError: a file cannot be read: `source`, `sets`, or the `.npz` of coordinates beside `source`.
+            For structures, see `to_split`.
     """
 
     sizes = ("records", "residues", "clusters")
     """The names of the counts in `count`. Clusters are the last, if there are any."""
 
     def __init__(self, source: Path, sets: Path | None = None) -> None:
-        self.source, self._store = source, cached(source)
+        structures = holds_structures(source)
+        self.source, self._fasta = source, cached_split(source) if structures else source
+        self._store = cached(self._fasta)
         self._sets = None if sets is None else table_or_fasta(sets)
-        self.notices = [f"{source}: {notice}" for notice in self._store.notices]
+        found = [*(notices(self._fasta) if structures else []), *self._store.notices]
+        self.notices = [f"{source}: {notice}" for notice in found]
         self.ids = [self._store.id(n) for n in range(len(self._store))]
         self.facts: dict[str, str] = {"source": str(source.resolve())}
         if sets is not None:
@@ -106,10 +111,10 @@ class FastaRecords:
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
         """Read the arrays of the file beside the FASTA file, after a check that they fit the FASTA file."""
-        path = npz_beside(self.source)
-        if self.source.is_dir() or not path.is_file():
+        path = npz_beside(self._fasta)
+        if self._fasta.is_dir() or not path.is_file():
             return None
-        CoordinateLabels(self.source, self._store)  # The constructor raises an error if they do not fit.
+        CoordinateLabels(self._fasta, self._store)  # The constructor raises an error if they do not fit.
         arrays = read_arrays(path)
         chains, residues = len(arrays["names"]), int(arrays["offsets"][-1])
         odd = [n for n, a in arrays.items() if n != "offsets" and (a.ndim == 0 or len(a) not in (chains, residues))]

@@ -34,8 +34,8 @@ from esmshard.vocab import RESIDUES, encode_residues
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
 SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
 TARGET_COLUMNS = ("DMS_score", "score", "fitness", "target", "effect")
-NAME_MUTANT = "set data.mutant=COLUMN in a recipe, or pass --mutant COLUMN"
-NAME_TARGET = "set data.target=COLUMN in a recipe, or pass --target COLUMN"
+NAME_MUTANT = "pass data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
+NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score and split"
 """Advice for messages: how to name a column."""
 
 Refusal = Literal["error", "drop"]

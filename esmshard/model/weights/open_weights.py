@@ -219,9 +219,14 @@ def read(model: str) -> Weights:
         return found if name is None else replace(found, config=SIZES[name])  # The name says the window, too.
     if model in SIZES:
         raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
+    if "/" in model:
+        raise InputError(
+            f"{model}: no such file or directory, and no OWNER/NAME on the Hugging Face hub; give the path of a model, "
+            "which `esmshard finetune` writes to OUT/model when its run is done"
+        )
     raise InputError(
-        f"{model}: no such file or directory, and not a model size, of which {_nearest(model)} are the nearest, or "
-        "OWNER/NAME on the Hugging Face hub"
+        f"{model}: no such file or directory, and not a name of a model, of which {_nearest(model)} are the nearest, "
+        "or OWNER/NAME on the Hugging Face hub"
     )
 
 
