@@ -74,7 +74,8 @@ class OtherTracks(nn.Module):
             residue_plddt_B
         )
         constant_D = constant_D + self.ss8_embed.weight[0] + self.sasa_embed.weight[0]
-        functions_D = torch.cat([table.get_parameter("weight")[0] for table in self.function_embed])
+        # Where ranks divide the layers, the weight is a plain tensor, which `get_parameter` of torch 2.11 refuses.
+        functions_D = torch.cat([table.weight[0] for table in self.function_embed])  # type: ignore[index,misc]
         return x_TD + (constant_D + functions_D)
 
 
