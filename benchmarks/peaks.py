@@ -102,7 +102,7 @@ def head_bytes(tokens: int, length: int = 256) -> int:
     return tokens // length * TASK.head_bytes(length, n_logits=0)
 
 
-def _meta(config: ModelConfig, adapt: AdaptSettings, quantization: Quantization | None) -> FineTuner:
+def _meta(config: ModelConfig, adapt: AdaptSettings, quantization: Quantization | None = None) -> FineTuner:
     with torch.device("meta"):
         model = FineTuner(build(config), new_task(TASK, {}).head(config))
     model.adapt(adapt, 0, (), quantization)
