@@ -57,6 +57,7 @@ def ingest(
     from esmshard.data.fasta.symbols import Rules
     from esmshard.data.store import ingestion
     from esmshard.data.store.token_store import TokenStore
+    from esmshard.data.tables import counted
     from esmshard.joined_chains import Chains, join_option
     from esmshard.progress import say
 
@@ -111,7 +112,7 @@ def ingest(
         store = ingestion.ingest(files, out, rules, on_duplicate, workers, overwrite, say)  # type: ignore[arg-type]
     for notice in store.notices:
         say(notice)
-    print(f"{out}: {len(store):,} records, {store.manifest['residues']:,} residues")
+    print(f"{out}: {counted(len(store), 'record')}, {counted(store.manifest['residues'], 'residue')}")
 
 
 def track(

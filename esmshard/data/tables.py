@@ -217,6 +217,8 @@ def read_table(path: Path) -> Table:
     header, first = next(rows, ([], 0))
     if not header:
         raise InputError(f"{path}: is empty; its first line names the columns")
+    if header[0].startswith(">"):
+        raise InputError(f"{path}: is a FASTA file, and a table is expected, whose first line names the columns")
     named = max(place for place, name in enumerate(header, 1) if name)
     cells: list[list[str]] = []
     lines: list[int] = []

@@ -161,7 +161,9 @@ def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool =
         ) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark
-        raise UsageError(f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}") from None
+        raise UsageError(
+            f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}; correct this line or the one before"
+        ) from None
     except (UnicodeDecodeError, ReaderError):
         raise UsageError(f"{path}: not a text file") from None
     except OSError as error:

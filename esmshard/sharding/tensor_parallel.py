@@ -159,6 +159,8 @@ def _parts(parameters: Sequence[DTensor]) -> dict[int, torch.Tensor]:
     collective.
     """
     parts = {id(parameter): parameter.to_local() for parameter in parameters}
+    if not torch.is_grad_enabled():
+        return parts
     whole = {id(p): p for p in parameters if p.requires_grad and not p.placements[0].is_shard()}
     small = [p for p in whole.values() if p.numel() <= SMALL]
     parts |= {n: _gradient_summed(parts[n], p.device_mesh) for n, p in whole.items() if p.numel() > SMALL}

@@ -412,7 +412,7 @@ def test_synonymous_changes() -> None:
     assert kept.sequences()[0] == WT
     assert kept.positions()[2] == frozenset({1, 5})
     assert kept.notices == []
-    message = "v.csv: no variant is left of 1 row (v.csv: left out 1 row with a synonymous change (line 2))"
+    message = "v.csv: no variant is left of 1 row (left out 1 row with a synonymous change (line 2))"
     assert refused(scored("A4A"), on_synonymous="drop") == message
 
 
@@ -443,7 +443,7 @@ def test_missing_values() -> None:
         "v.csv: left out 2 rows without a value in 'a' or 'b' (line 3, line 6)",
     ]
     assert refused("mutant,score\nA4G,\nK2S,\n") == (
-        "v.csv: no variant is left of 2 rows (v.csv: left out 2 rows without a value in 'score' (line 2, line 3))"
+        "v.csv: no variant is left of 2 rows (left out 2 rows without a value in 'score' (line 2, line 3))"
     )
 
 

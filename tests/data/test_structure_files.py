@@ -31,7 +31,7 @@ from esmshard.errors import InputError
         ("x.pdb", "<!DOCTYPE html><html><body>404</body></html>", "holds a web page"),
         ("x.cif", "\n <html>", "holds a web page"),
         ("x.pdb", "data_x\n_entry.id x\n", r"holds mmCIF; name it \.cif"),
-        ("x.pdb", "HEADER    NOTHING\nEND\n", "has no ATOM record"),
+        ("x.pdb", "HEADER    NOTHING\nEND\n", "has no ATOM record; a PDB file is expected; take the file away"),
         ("x.cif", "data_x\n_entry.id x\n", "has no _atom_site table"),
         ("x.cif", "HEADER    SOMETHING\n", "cannot be read as mmCIF"),
         ("x.pdb", "AT\0OM", "not text"),

@@ -130,6 +130,7 @@ def test_a_column_without_a_name() -> None:
     ("data", "message"),
     [
         ("", "t.csv: is empty; its first line names the columns"),
+        (">a\nMKT\n", "t.csv: is a FASTA file, and a table is expected, whose first line names the columns"),
         (" \n\n,,\n", "t.csv: is empty; its first line names the columns"),
         ("\ufeff", "t.csv: is empty; its first line names the columns"),
         ("a,b\n", "t.csv: has a header, but no rows; add rows below the header, or give another table"),

@@ -219,6 +219,7 @@ def test_what_is_not_yaml_is_refused_with_its_line(path: Path, text: str, line: 
     found = problem(path)
     assert found.startswith(f"{path}:{line}:")
     assert ": not YAML: " in found
+    assert found.endswith("; correct this line or the one before")
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n", "hello\n", "3\n"])

@@ -64,7 +64,10 @@ class CoordinateLabels:
     def __init__(self, fasta: Path, store: TokenStore) -> None:
         path = npz_beside(fasta)
         if not path.exists():
-            raise InputError(f"{path}: no such file; the coordinates of {fasta.name} are expected there")
+            raise InputError(
+                f"{path}: no such file; the coordinates of {fasta.name} are expected there; "
+                "structures (PDB, mmCIF) in place of the FASTA file have their own"
+            )
         arrays = read_arrays(path)
         try:
             names, seqs, offsets = arrays["names"], arrays["seqs"], arrays["offsets"]

@@ -204,7 +204,7 @@ def _pdb(path: Path, text: str) -> Entry:
         elif record == "MODRES":
             entry.parents.setdefault(line[12:15].strip(), line[24:27].strip())
     if not chains:
-        raise InputError(f"{path}: has no ATOM record; a PDB file is expected")
+        raise InputError(f"{path}: has no ATOM record; a PDB file is expected; take the file away, or fetch it again")
     for chain in chains.values():
         chain.listed = listed.get(chain.name)
     entry.chains = list(chains.values())

@@ -237,7 +237,7 @@ def _checked(
     same = _having(parsed, lambda mutation: mutation.mutant == mutation.wild)
     parsed = _without(reading, parsed, same, "a synonymous change", policies.on_synonymous)
     if not parsed:
-        said = "; ".join(reading.notices)
+        said = "; ".join(notice.removeprefix(f"{table.path}: ") for notice in reading.notices)
         raise InputError(f"{table.path}: no variant is left of {counted(len(table), 'row')} ({said})")
     return parsed, shift
 
