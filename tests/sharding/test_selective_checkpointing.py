@@ -1,0 +1,55 @@
+"""What selective checkpointing keeps of a layer."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from esmshard.model.families.family_registry import SIZES
+from esmshard.sharding import shard
+from esmshard.sharding.layout import kept_products
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "expected"),
+    [
+        ("nano", 1, {(32, 96): 1, (32, 32): 1, (32, 128): 1}),
+        ("nano", 2, {(32, 48): 1, (32, 64): 1}),
+        ("nano", 4, {(32, 24): 1, (32, 32): 1}),
+        ("esmc_nano", 1, {(32, 96): 1, (32, 32): 1, (32, 256): 2}),
+        ("esmc_nano", 2, {(32, 48): 1, (32, 128): 2}),
+    ],
+)
+def test_the_products_of_a_layer(size: str, tensor: int, expected: dict[tuple[int, int], int]) -> None:
+    """q, k and v in one; `out` on a rank of its own; fc1, of which a gated layer has two."""
+    assert kept_products(SIZES[size].matrices, tensor) == expected
+
+
+class Products(TorchDispatchMode):
+    """Counts products with a bias, of which a backward pass has none."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_of_equal_shapes_the_first_are_kept(kept: int) -> None:
+    weights = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = torch.addmm(weight[0], x, weight).sin()
+        return x
+
+    x = torch.randn(3, 4, requires_grad=True)
+    with Products() as products:
+        out = checkpoint(layer, x, use_reentrant=False, context_fn=lambda: shard._selective(Counter({(4, 4): kept})))
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+    assert products.count == 2 + (2 - kept)
