@@ -3,6 +3,7 @@
 import ast
 import gc
 import os
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -56,6 +57,16 @@ LENGTHY = {
 STARTERS = {"subprocess", "multiprocessing", "esmshard.launch.local_processes", "nbclient"}
 """Modules by which a test starts a process."""
 TESTS = Path(__file__).parent
+
+
+def pytest_configure() -> None:
+    """Let processes of tests hear Ctrl-C and SIGQUIT.
+
+    A job in the background of a shell ignores both from its birth, and so does every process that it starts.
+    """
+    for number, heard in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, heard)
 
 
 def pytest_collection() -> None:
