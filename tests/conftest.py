@@ -60,11 +60,17 @@ TESTS = Path(__file__).parent
 
 
 def pytest_configure() -> None:
-    """Let processes of tests hear Ctrl-C and SIGQUIT.
+    """Let processes of tests hear Ctrl-C, SIGQUIT and SIGHUP.
 
-    A job in the background of a shell ignores both from its birth, and so does every process that it starts.
+    A job in the background of a shell, or under nohup, ignores them from its birth, and so does every process that it
+    starts.
     """
-    for number, heard in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGQUIT: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    for number, heard in defaults.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, heard)
 
