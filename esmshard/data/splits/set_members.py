@@ -56,9 +56,9 @@ def members(
     if isinstance(source, Table) and source.only_column(("set", "split"), "rename the one that is not") is None:
         source = None
     if source is None and not any(_has_set(tokens, n, path) for n in range(len(tokens))):
-        undivided = (
+        undivided = (  # Without the directory, which is no one else's business: model cards repeat notices.
             f"is the file of data.train, too, and nothing divides it, so that {name} has the records of train; "
-            f"`esmshard split {path} -o DIR` divides it"
+            f"`esmshard split {path.name} -o DIR` divides it"
         )
         shared = data.folds is None and name != "train" and getattr(data, name) == data.train
         return None, [undivided] if shared else []
