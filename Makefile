@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 READY := $(VENV)/.ready
 
-.PHONY: finetune gpu test check quick suite lint static docs format clean lock sbom audit image-steps gpu-kit
+.PHONY: finetune gpu test check quick suite lint static docs format clean lock sbom audit image-steps gpu-wheels
 
 finetune: $(READY)
 	$(BIN)/esmshard finetune recipes/contact.yaml out=$(RUN) --nproc $(NPROC) --resume auto $(ARGUMENTS)
@@ -66,9 +66,12 @@ audit: $(READY)
 image-steps: $(READY)
 	$(BIN)/python deploy/image/run_steps.py $(ARGUMENTS)
 
-# What the proof on a GPU needs on a machine without network, in one archive; ARGUMENTS=--has FILE: it has these packages.
-gpu-kit: $(READY)
-	$(BIN)/python benchmarks/gpu_kit.py build/gpu-kit.tar.xz $(ARGUMENTS)
+# The packages of the proof on a GPU, for a machine without network that has torch and transformers (benchmarks/README.md).
+GPU_PYTHON ?= 3.12
+gpu-wheels:
+	$(PYTHON) -m pip download --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+		$(foreach n,28 27 24 17 12 5,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 \
+		-d build/gpu-wheels -r benchmarks/gpu-packages.txt
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -9,8 +9,7 @@
 
 Each stage runs in a process of its own, which writes a dated JSON and Markdown file after each of its parts. A part
 that fails is recorded with its reason, and the next part runs; a process that crashes or hangs is ended, and the
-stage continues in a new process. The machine needs no network; `make gpu-kit` makes an archive with the packages that
-the machine lacks.
+stage continues in a new process. The machine needs no network; `make gpu-wheels` fetches the packages that it lacks.
 """
 
 import argparse

@@ -44,7 +44,7 @@ LONG = {
 LONG |= {"local_processes"}
 LONG |= {"variants_command", "landscape", "shipped_recipes"}
 LONG |= {"embed_drills", "embed_faults", "embed_verify", "embed_in_bucket"}
-LONG |= {"gpu_runner", "elastic", "slurm_run", "kubernetes", "kubeflow", "doctor", "tracker", "bundle"}
+LONG |= {"gpu_runner", "elastic", "slurm_run", "kubernetes", "doctor", "tracker"}
 
 
 LENGTHY = {

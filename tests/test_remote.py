@@ -216,7 +216,6 @@ def test_an_address_with_a_password_is_refused_and_not_repeated(url: str) -> Non
         (("predict", "m", "x.fasta", "-o", "x.npz", "--png", "s3://b/x"), "takes no address in a bucket for png"),
         (("status", "gs://b/run"), "gs://b/run: `esmshard status` takes no address in a bucket for run"),
         (("embed", "status", "s3://b/out"), "s3://b/out: status reads a directory on a disk"),
-        (("bundle", "-o", "s3://b/x"), "`esmshard bundle` takes no address in a bucket for out"),
         (("ingest", "x", "-o", "s3://b/x", "--part", "1/2"), "--part and --merge share a directory on a disk"),
         (("embed", "starter", "x", "-o", "s3://b/x", "--shard", "--nproc", "2"), "--shard writes to a disk only"),
     ],

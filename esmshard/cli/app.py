@@ -55,7 +55,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Clusters": (
         cluster_commands.launch,
         cluster_commands.doctor,
-        cluster_commands.bundle,
     ),
 }
 """The functions of the commands, by the part of `--help` that lists them. A command has the name of its function."""

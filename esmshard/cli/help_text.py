@@ -79,10 +79,6 @@ EXAMPLES = {
         "esmshard launch embed --target slurm --array 16 -- runs/mine/model uniref50.store -o emb",
     ),
     "doctor": ("esmshard doctor", "esmshard doctor my.yaml --nproc 8"),
-    "bundle": (
-        "esmshard bundle -o bundle --weights esm2_t33_650M_UR50D",
-        "esmshard bundle -o bundle --python 3.12",
-    ),
 }
 """Two examples of each command, which stand at the end of its help."""
 

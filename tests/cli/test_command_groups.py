@@ -14,7 +14,7 @@ from esmshard.cli import app, help_text, next_steps, recipe_commands
 
 ORDER = (
     "finetune plan status report embed predict score evaluate ingest split track consolidate download push verify "
-    "launch doctor bundle recipes"
+    "launch doctor recipes"
 )
 
 

@@ -98,7 +98,7 @@ class Pod:
     Addresses of pods become those of the loopback interface.
 
     Args:
-        container: as the API has it; of a TrainJob the trainer, which has the same keys.
+        container: as the API has it.
         index: of the pod.
         work: in place of the directories /work and /tmp.
         extra: variables that a controller adds.

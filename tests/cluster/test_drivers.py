@@ -2,7 +2,7 @@
 
 import pytest
 
-from esmshard.cluster.bundle.drivers import TORCH_FLOOR, WHEELS, runs_on, version_of, wheel_for
+from esmshard.cluster.doctor.drivers import TORCH_FLOOR, WHEELS, runs_on, version_of, wheel_for
 
 
 @pytest.mark.parametrize(

@@ -464,7 +464,7 @@ def test_what_cannot_be_rendered_is_one_sentence(site: dict[str, Any], changes: 
 
 def test_examples_are_what_is_rendered(kubernetes_validate: ModuleType) -> None:
     examples = _examples()
-    assert {path.name for path in EXAMPLES.iterdir()} == {*examples, "site.yaml", "claim.yaml", "runtime.yaml"}
+    assert {path.name for path in EXAMPLES.iterdir()} == {*examples, "site.yaml", "claim.yaml"}
     for name, text in examples.items():
         assert (EXAMPLES / name).read_text(encoding="utf-8") == text, f"run: python {Path(__file__).name}"
     claim = YAML(typ="safe").load((EXAMPLES / "claim.yaml").read_text())

@@ -205,7 +205,6 @@ def test_a_torchrun_that_waits_in_vain_for_the_others_is_ended(tmp_path: Path) -
     [
         ({"PET_RDZV_CONF": "read_timeout=9", "JOB_COMPLETION_INDEX": "0"}, "read_timeout=9,is_host=1"),
         ({"PET_RDZV_CONF": "read_timeout=9", "JOB_COMPLETION_INDEX": "10"}, "read_timeout=9,is_host=0"),
-        ({"JOB_COMPLETION_INDEX": "0"}, ""),  # in a TrainJob, which has another kind of rendezvous
     ],
 )
 def test_the_first_pod_hosts_the_rendezvous(tmp_path: Path, variables: dict[str, str], conf: str) -> None:

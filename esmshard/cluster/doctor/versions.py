@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import esmshard
-from esmshard.cluster.bundle.drivers import WHEELS, Wheel, runs_on, version_of, wheel_for
+from esmshard.cluster.doctor.drivers import WHEELS, Wheel, runs_on, version_of, wheel_for
 from esmshard.cluster.doctor.findings import Finding
 
 GPU = tuple[str, tuple[int, int] | None]

@@ -2,7 +2,7 @@
 
 Kubernetes must be 1.31 or later: `podFailurePolicy` is stable there, `successPolicy` and `podReplacementPolicy` are on
 by default. A single pod runs `esmshard ... --nproc N`. If a run has several pods, each starts torchrun, inside the
-shell program torchrun_wrapper.sh. If the site profile names a runtime of Kubeflow Trainer, a TrainJob starts them.
+shell program torchrun_wrapper.sh.
 
 No value is inserted into shell code: command and arguments are lists, and the YAML library quotes values. `$` is
 doubled where the kubelet would replace it, in $(NAME). This file is longer than others, because the objects of one job
@@ -20,7 +20,6 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
-from esmshard.cluster.scripts import kubeflow
 from esmshard.cluster.scripts import site as site_profile
 from esmshard.cluster.scripts.scheduler_job import SchedulerJob
 from esmshard.cluster.scripts.site import Site
@@ -32,7 +31,7 @@ torchrun the processes have all of these seconds. A machine that is taken away a
 """
 
 HEADER = """\
-# For {needs} or later: kubectl apply -f FILE. Before a job of this name is started anew: kubectl delete -f
+# For Kubernetes 1.31 or later: kubectl apply -f FILE. Before a job of this name is started anew: kubectl delete -f
 # FILE. What was saved stays on the volume.
 """
 
@@ -58,8 +57,7 @@ def render(job: SchedulerJob, site: Site) -> str:
     _check(job, site)
     pods = job.array if job.kind == "embed" else job.nodes
     together = pods > 1 and job.kind != "embed"
-    is_train_job = _is_train_job(job, site)
-    name = _dns_label(job.name, kubeflow.NAME_SUFFIX.format(pods - 1) if is_train_job else f"-{pods - 1}")
+    name = _dns_label(job.name, f"-{pods - 1}")
     metadata = {
         "name": name,
         "namespace": site.kubernetes.namespace,
@@ -70,31 +68,19 @@ def render(job: SchedulerJob, site: Site) -> str:
         },
     }
     pod = _pod(job, site, metadata, together)
-    documents = []
-    if together and not is_train_job:  # Trainer creates a Service of its own
-        documents.append(_service(site, metadata))
-    if together:
-        documents.append(_network_policy(metadata, kubeflow.NAME_LABEL if is_train_job else _JOB_NAME))
-    if is_train_job:
-        documents.append(kubeflow.train_job(pod, metadata, site.kubernetes.trainer or "", pods, job.nproc))
-    else:
-        documents.append(_job(job, metadata, pods, together, pod))
+    documents = [_service(site, metadata), _network_policy(metadata)] if together else []
+    documents.append(_job(job, metadata, pods, together, pod))
     if job.recipe_text is not None:
         documents = [_config_map(job.recipe_text, metadata), *documents]
     yaml = YAML()
     yaml.width = 1000
     yaml.indent(mapping=2, sequence=4, offset=2)
-    out = StringIO(HEADER.format(needs="Kubeflow Trainer 2.3" if is_train_job else "Kubernetes 1.31"))
+    out = StringIO(HEADER)
     out.seek(0, 2)
     for document in documents:
         out.write("---\n")
         yaml.dump(_quoted(document), out)
     return out.getvalue()
-
-
-def _is_train_job(job: SchedulerJob, site: Site) -> bool:
-    """Whether Kubeflow Trainer runs the job. Workers of `embed` are always an Indexed Job."""
-    return site.kubernetes.trainer is not None and job.kind != "embed"
 
 
 def _check(job: SchedulerJob, site: Site) -> None:
@@ -122,8 +108,6 @@ def _check(job: SchedulerJob, site: Site) -> None:
         # kubectl stores up to 256 KiB of an object in an annotation
         if len(job.recipe_text.encode(errors="replace")) > 2**17:
             problems.append(f"{path}: a recipe of more than 128 KiB cannot travel with the job; make it shorter")
-    if _is_train_job(job, site):
-        problems += kubeflow.problems(job, site)
     for text in (*job.arguments, *site.exports.values(), job.recipe_text or ""):
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
             problems.append(f"{text!r}: only Unicode text can be given to Kubernetes; rename what is called so")
@@ -199,7 +183,7 @@ def _pod(job: SchedulerJob, site: Site, metadata: dict[str, Any], together: bool
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
-    if together and not _is_train_job(job, site):
+    if together:
         # the host name is the Job's NAME-INDEX, so this gives NAME-INDEX.NAME.NAMESPACE.svc
         pod["subdomain"] = metadata["name"]
     if wanted.pull_secret:
@@ -267,7 +251,7 @@ def _container(job: SchedulerJob, site: Site, metadata: dict[str, Any], together
 def _command(job: SchedulerJob, site: Site, metadata: dict[str, Any], together: bool) -> dict[str, list[str]]:
     """Return command and arguments of the container: `esmshard` in a single pod, else torchrun in its wrapper."""
     arguments = [_literal(argument) for argument in job.arguments]
-    if not together and not _is_train_job(job, site):
+    if not together:
         arguments += ["--nproc", str(job.nproc)]
         if job.kind == "finetune":
             arguments += ["--max-restarts", str(job.max_restarts)]
@@ -280,16 +264,7 @@ def _command(job: SchedulerJob, site: Site, metadata: dict[str, Any], together: 
         arguments.append(_literal(f"out={out}"))
         status = _literal(f"{job.out}/status.json")
     command = ["sh", "-c", _literal(_WRAPPER.read_text(encoding="utf-8")), _WRAPPER.name, status]
-    options = _torchrun_options(job, site, metadata)
-    if _is_train_job(job, site):
-        # A TrainJob has no key for the working directory, and torchrun reads its options from variables that Trainer
-        # sets.
-        command, options = ["env", _literal(f"--chdir={site.kubernetes.mount}"), *command], []
-    return {"command": command, "args": [*_TORCHRUN, *options, "-m", "esmshard", *arguments]}
-
-
-def _torchrun_options(job: SchedulerJob, site: Site, metadata: dict[str, Any]) -> list[str]:
-    """Return the options by which the pods of an Indexed Job find each other."""
+    # The pods of an Indexed Job find each other by these options.
     name, namespace = metadata["name"], metadata["namespace"]
     options = {
         "nnodes": f"{job.min_nodes}:{job.nodes}",
@@ -300,7 +275,8 @@ def _torchrun_options(job: SchedulerJob, site: Site, metadata: dict[str, Any]) -
         "rdzv-id": name,
         "local-addr": "$(POD_IP)",  # known from the start, unlike the pod's own name in the DNS
     }
-    return [word for key, value in options.items() for word in (f"--{key}", value)]
+    torchrun = [*_TORCHRUN, *(word for key, value in options.items() for word in (f"--{key}", value))]
+    return {"command": command, "args": [*torchrun, "-m", "esmshard", *arguments]}
 
 
 def _environment(job: SchedulerJob, site: Site, metadata: dict[str, Any], together: bool) -> list[dict[str, Any]]:
@@ -313,15 +289,14 @@ def _environment(job: SchedulerJob, site: Site, metadata: dict[str, Any], togeth
         # Processes see all cores of the machine, and would start as many threads.
         values["OMP_NUM_THREADS"] = str(max(1, cores // job.nproc))
     variables: list[dict[str, Any]] = []
-    if together and not _is_train_job(job, site):
+    if together:
         variables.append(_field("POD_IP", "status.podIP"))
         values["PET_RDZV_CONF"] = _RENDEZVOUS  # torchrun's own variable for --rdzv-conf; the wrapper adds to it
         # Restarted processes must not read the addresses of the processes before them.
         values["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if job.kind == "finetune" and "ESMSHARD_JOB_ID" not in site.exports:
         # The value stays the same for pods that replace others, and changes with a new Job.
-        label = kubeflow.UID_LABEL if _is_train_job(job, site) else _JOB_UID
-        variables.append(_field("JOB_UID", f"metadata.labels['{label}']"))
+        variables.append(_field("JOB_UID", f"metadata.labels['{_JOB_UID}']"))
         variables.append({"name": "ESMSHARD_JOB_ID", "value": f"{metadata['name']}-$(JOB_UID)"})
     exported = {key: _literal(value) for key, value in (values | site.exports).items()}
     return [*variables, *({"name": key, "value": value} for key, value in exported.items())]
@@ -362,9 +337,9 @@ def _service(site: Site, metadata: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
 
 
-def _network_policy(metadata: dict[str, Any], label: str) -> dict[str, Any]:
+def _network_policy(metadata: dict[str, Any]) -> dict[str, Any]:
     """Allow only pods of the job to connect: neither the store nor NCCL checks callers, and NCCL uses any port."""
-    same = {"podSelector": {"matchLabels": {label: metadata["name"]}}}
+    same = {"podSelector": {"matchLabels": {_JOB_NAME: metadata["name"]}}}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

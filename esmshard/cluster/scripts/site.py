@@ -215,10 +215,6 @@ class KubernetesSite(Settings):
     """The user id in the container. It is never 0."""
     port: int = Field(29400, ge=1024, le=65535)
     """The port of the rendezvous, on which torchrun listens in the first pod of a run."""
-    trainer: str | None = Field(None, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
-    """The name of a ClusterTrainingRuntime of Kubeflow Trainer 2.3 or later, such as torch-distributed. With it,
-    `finetune` and `doctor` are rendered as a TrainJob. Without it they are rendered as an Indexed Job, for which the
-    cluster needs nothing but Kubernetes."""
 
 
 class Site(Settings):

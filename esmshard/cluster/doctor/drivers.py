@@ -1,6 +1,6 @@
 """The table of NVIDIA drivers, builds of torch, and GPUs that work together. No torch.
 
-`esmshard doctor` compares a machine with the table WHEELS; `esmshard bundle` chooses wheels from the table.
+`esmshard doctor` compares a machine with the table WHEELS.
 """
 
 import re

@@ -1,1 +1,0 @@
-"""A directory with all files for an installation on machines without internet."""
