@@ -20,7 +20,7 @@ class Offline:
     resume: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Without what W&B adds, whose names begin with `_`."""
+    """Of what W&B adds, whose names begin with `_`, only the step."""
     summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
     preempting: bool = False
@@ -48,7 +48,7 @@ def read(path: Path) -> Offline:
         elif kind == "history":
             row: dict[str, Any] = {}
             _update(row, record.history.item)
-            found.rows.append({k: v for k, v in row.items() if not k.startswith("_")})
+            found.rows.append({k: v for k, v in row.items() if k == "_step" or not k.startswith("_")})
         elif kind == "summary":
             _update(found.summary, record.summary.update)
         elif kind == "exit":

@@ -28,7 +28,6 @@ from esmshard.train.experiments import trial
 from esmshard.train.loop import train
 from esmshard.train.records import status
 from esmshard.train.records.attempt import Attempt
-from esmshard.train.records.tracking import Tracking
 from esmshard.train.resume import starting_point
 from esmshard.train.run_inputs import RunInputs, check_out, leakage_notices, prepare
 from esmshard.train.token_budget import out_of_memory_in_evaluation, out_of_memory_of_model
@@ -71,8 +70,7 @@ def run(
     with (
         process_environment.environment(recorder),
         Preemption() as preemption,
-        Tracking(out, recipe.track) as tracking,
-        Attempt(out, started) as attempt,
+        Attempt(out, started, recipe.track) as attempt,
     ):
         try:
             with (
@@ -91,7 +89,7 @@ def run(
                 report = None
                 if searched is not None:
                     report, attempt.ending = searched.report, "trained and validated, as a trial of a sweep"
-                train(job, start, ranks, control, preemption, attempt, tracking, profile, report)
+                train(job, start, ranks, control, preemption, attempt, profile, report)
         except (LostProcess, Preempted):
             # A rank that was asked to stop may have left before training began. Once training runs, a rank that is gone
             # was lost, and srun then sends SIGTERM to the other ranks.

@@ -42,7 +42,6 @@ from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.train import evaluate
 from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.records.attempt import Attempt
-from esmshard.train.records.tracking import Tracking
 from esmshard.train.resume import check_room, describe_run, extensions, kinds_of_device, resolved
 from esmshard.train.run_inputs import RunInputs, provenance, versions
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
@@ -56,7 +55,6 @@ def train(
     control: Control,
     preemption: Preemption,
     attempt: Attempt,
-    tracking: Tracking,
     profile: int,
     report: "Report | None" = None,
 ) -> None:
@@ -69,7 +67,6 @@ def train(
         control: the side channel over which each rank reports its activity.
         preemption: the requests to stop.
         attempt: the records of this attempt.
-        tracking: the experiment trackers.
         profile: the number of steps to record with torch's profiler.
         report: called on the first rank after each validation; what it returns, if anything, ends the run at this step.
 
@@ -82,7 +79,6 @@ def train(
     if ranks.is_first:
         describe_run(job, training.full_recipe, state.step, ranks, training.facts, has_notices=report is None)
         attempt.begin(state.step, training.is_validated)
-        tracking.begin(state.step)
     start_up_checks.check_first_batch(ranks, training.digests_of_first_step)
     with (
         preemption.noted(),

@@ -326,7 +326,7 @@ def fed(recipe: Recipe) -> list[str]:
     found: list[str] = []
 
     def begin(tracking: tracked.Tracking, done: int) -> None:
-        found.extend(tracking._trackers)
+        found.extend(tracking._names)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracked.Tracking, "begin", begin)

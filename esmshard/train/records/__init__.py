@@ -1,1 +1,1 @@
-"""The records of a run: attempts, status, lease, goodput, verdict, and values for trackers."""
+"""The records of a run: attempts, status, lease, goodput, verdict, and trackers."""

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,7 @@ from esmshard.launch.preemption import Preempted
 from esmshard.progress import say
 from esmshard.train.records import goodput, status
 from esmshard.train.records.lease import Lease
+from esmshard.train.records.tracking import Tracking
 
 METRICS = "metrics.jsonl"
 
@@ -34,10 +35,12 @@ class Attempt:
     Args:
         out: the directory of the run.
         started: the time at which the command began, in seconds since 1970.
+        trackers: the trackers that show the lines of `metrics.jsonl`, too.
     """
 
-    def __init__(self, out: Path, started: float) -> None:
+    def __init__(self, out: Path, started: float, trackers: Sequence[str] = ()) -> None:
         self._out, self._steps, self._started = out, 0, started
+        self._tracking = Tracking(out, trackers)
         self._lease: Lease | None = None
         self._step, self._number, self._first_step, self._begun = 0, 0, True, False
         self._idle = 0
@@ -87,6 +90,7 @@ class Attempt:
         )
         replace_text(path, "".join(json.dumps(line) + "\n" for line in [*kept, begun]))
         self._step, self._number = done, begun["attempt"]
+        self._tracking.begin(done)
         self.report("running", "training")
 
     def write(self, **line: Any) -> None:
@@ -98,6 +102,7 @@ class Attempt:
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         with open(self._out / METRICS, "a", encoding="utf-8") as file:
             file.write(json.dumps(known) + "\n")
+        self._tracking.log(known)
 
     def step_done(self, line: Mapping[str, Any]) -> None:
         """Write the line of an optimizer step."""
@@ -163,6 +168,7 @@ class Attempt:
             if not refused:
                 self.write(event="end", state=state)
                 self.report(state, message, exit_code)
+                self._tracking.end(state, self._step)
         # the directory belongs to another run now, or the disk is full; the error being raised is more useful
         except (InputError, OSError):
             if error is None:

@@ -1,139 +1,134 @@
-"""The start and the end of the process that feeds the trackers of a run.
-
-`esmshard.train.records.tracker` is the process: it follows metrics.jsonl and passes on what it reads
-(docs/watching.md). So a tracker that is slow, hangs, crashes or has no network does not slow the training down. The
-first rank starts the process, prints its messages, and at the end closes a pipe and waits for some seconds.
-"""
+"""The experiment trackers of a run: TensorBoard and Weights & Biases, through accelerate (docs/watching.md)."""
 
 import os
-import signal
-import subprocess
-import sys
-import threading
+import re
+import uuid
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from esmshard.errors import UsageError
-from esmshard.launch.preemption import Preempted
+from esmshard.files import read_json, replace_text
+from esmshard.launch.process_environment import environment
 from esmshard.progress import say
 
-LOG = "tracking.log"
-BOOKS = "tracking.json"
-"""The file that records how far each tracker has come, and the id of the run at W&B."""
-TRACKED = (BOOKS, LOG, "tensorboard", "wandb")
+WANDB_ID = "wandb-id"
+"""The file with the id of the run at Weights & Biases, so that a later attempt goes on with the same run."""
+TRACKED = ("tensorboard", "wandb", WANDB_ID)
 """The files that trackers leave in the directory of a run."""
 
-WAIT_DONE = 15.0
-"""Seconds to wait for the last lines of a run that is done. W&B needs some seconds to connect."""
-WAIT_STOPPED = 5.0
-"""Seconds to wait for the last lines of a run that was asked to stop or has failed. Schedulers kill processes about 30
-s after SIGTERM, and the checkpoint is written first.
-"""
-FINISH = 60.0
-"""Seconds after the end of the run at which the process ends itself, whatever a tracker is waiting for."""
-
-# accelerate reads all of these variables; the process must see itself as a single process without GPUs.
-_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
-_PREFIXES = ("MASTER_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PMI", "OMPI_", "MV2_", "MPI_", "ESMSHARD_")
-
-# Schedulers send these signals to all processes of a job, but the last lines of a run are written after the signals.
-_HELD = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+_SEVERAL = re.compile(r"seed-\d+(-fold-\d+)?|curve-[\d.]+")
+"""The names of run directories that belong to one experiment."""
 
 
 def check_installed(trackers: Sequence[str]) -> None:
     """Raise `UsageError` if the package of a tracker is not installed."""
     for name in trackers:
-        missing = [package for package in ("accelerate", name) if not _is_there(package)]
+        # A directory of that name in the working directory has no origin, and does not count as a package.
+        missing = [package for package in ("accelerate", name) if getattr(find_spec(package), "origin", None) is None]
         if missing:
             extra = "track" if name == "tensorboard" else name
             raise UsageError(f"track: {name} needs {' and '.join(missing)}; pip install 'esmshard[{extra}]'")
 
 
-def _is_there(package: str) -> bool:
-    """Whether a package is installed. A directory of that name in the working directory does not count."""
-    found = find_spec(package)
-    return found is not None and found.origin is not None
-
-
 class Tracking:
-    """The process for the trackers. Use it as `with Tracking(...) as tracking:` around an `Attempt`, whose last line it
-    passes on.
+    """The trackers of a run, on its first rank. A tracker that fails is left out with one message, and the run goes on.
 
     Args:
         out: the directory of the run.
-        trackers: the trackers of the recipe. Without trackers no process is started.
+        names: the trackers of the recipe, `tensorboard` or `wandb`.
     """
 
-    def __init__(self, out: Path, trackers: Sequence[str]) -> None:
-        self._out, self._trackers = out, trackers
-        self._process: subprocess.Popen[bytes] | None = None
-        self._relay: threading.Thread | None = None
-        self._ending = self._left = False
-
-    def __enter__(self) -> "Tracking":
-        return self
+    def __init__(self, out: Path, names: Sequence[str]) -> None:
+        self._out, self._names = out, names
+        self._trackers: dict[str, Any] = {}
 
     def begin(self, done: int) -> None:
-        """Start the process, on the first rank, once metrics.jsonl is cut to `done` steps. Raises no `Exception`."""
-        if not self._trackers:
+        """Open the trackers after `done` steps. The steps after these are taken again: TensorBoard then hides their
+        earlier values, and Weights & Biases ignores a step that it has.
+        """
+        if not self._names:
             return
-        command = [sys.executable, "-m", "esmshard.train.records.tracker", str(self._out), str(done), str(FINISH)]
-        # The child inherits the mask of blocked signals, so none of these signals can end it at any moment.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD) if hasattr(signal, "pthread_sigmask") else None
+        from accelerate import PartialState
+
+        # accelerate must see one process: this rank reports for all, and joins no other group than that of the run.
+        sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+        with environment({"LOCAL_RANK": "-1", **dict.fromkeys(sizes, "1")}):
+            PartialState(cpu=True)
+        for name in self._names:
+            self._call(name, self._tensorboard if name == "tensorboard" else self._wandb, done)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Show the numbers of a line of metrics.jsonl: of a step, or of a validation."""
+        if "event" not in line:
+            prefix = f"{line['split']}/" if "split" in line else ""
+            self._show(int(line["step"]), {prefix + k: v for k, v in line.items() if k not in ("step", "time")})
+
+    def end(self, state: str, step: int) -> None:
+        """Show the metrics of the test split of a run that is done, and close the trackers.
+
+        Args:
+            state: `done`, `preempted` or `failed`.
+            step: the number of steps done.
+        """
+        if self._trackers and state == "done" and (self._out / "evaluation.json").is_file():
+            from esmshard.tasks.base import MAIN
+
+            metrics = read_json(self._out / "evaluation.json")["metrics"][MAIN]
+            self._show(step, {f"test/{metric}": interval["value"] for metric, interval in metrics.items()})
+        for name, tracker in list(self._trackers.items()):
+            self._call(name, _close, tracker, state)
+
+    def _show(self, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
+        for name, tracker in list(self._trackers.items()):
+            self._call(name, tracker.log, numbers, step=step)
+
+    def _call(self, name: str, act: Any, *arguments: Any, **options: Any) -> None:
         try:
-            with open(self._out / LOG, "ab") as log:
-                self._process = subprocess.Popen(  # noqa: S603  # our own module
-                    [*command, *self._trackers],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env=clean(os.environ),
-                    start_new_session=True,  # Ctrl-C goes to the run only
-                )
-            self._relay = threading.Thread(target=self._pass_on, args=(self._process,), name="tracking", daemon=True)
-            self._relay.start()
-        except (OSError, RuntimeError) as error:
-            say(f"track: {', '.join(self._trackers)} could not be started ({error}); the run goes on without")
-        finally:
-            if before is not None:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            act(*arguments, **options)
+        except Exception as error:  # whatever a tracker or its service raises
+            self._trackers.pop(name, None)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            say(f"track: {name} has failed ({reason}); the run goes on without it")
 
-    def _pass_on(self, process: "subprocess.Popen[bytes]") -> None:
-        """Print the messages of the process, and report when it has ended. A thread runs this."""
-        assert process.stdout is not None
-        for line in process.stdout:
-            if not self._left:
-                say(f"track: {line.decode(errors='replace').rstrip()}")
-        code = process.wait()
-        if code and not self._left:
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            rest = "" if self._ending else "; the run goes on without"
-            say(f"track: the process for {', '.join(self._trackers)} {how}{rest}; see {self._out / LOG}")
+    def _tensorboard(self, done: int) -> None:
+        from accelerate.tracking import TensorBoardTracker
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._process is None or self._process.stdin is None:
-            return
-        self._ending = True
-        try:
-            self._process.stdin.close()
-            self._process.wait(WAIT_DONE if error is None else WAIT_STOPPED)
-            if self._relay is not None:
-                self._relay.join(1.0)
-        except subprocess.TimeoutExpired:
-            self._left = True
-            say(
-                f"track: {', '.join(self._trackers)} did not finish in time, and may go on for {FINISH:.0f} s by "
-                f"itself (process {self._process.pid}); the run has ended, and {self._out / 'metrics.jsonl'} is whole"
-            )
-        except (OSError, Preempted):  # the run was asked to stop while it waited
-            pass
+        tracker = TensorBoardTracker("tensorboard", logging_dir=str(self._out), purge_step=done + 1)
+        tracker.start()
+        recipe = (self._out / "recipe.yaml").read_text(encoding="utf-8")
+        tracker.log({"recipe": "    " + recipe.replace("\n", "\n    ")}, step=done + 1)  # indented: code in Markdown
+        self._trackers["tensorboard"] = tracker
+
+    def _wandb(self, done: int) -> None:
+        from accelerate.tracking import WandBTracker
+        from ruamel.yaml import YAML
+
+        group = self._out.parent.name if _SEVERAL.fullmatch(self._out.name) else None
+        path = self._out / WANDB_ID
+        if not path.is_file():  # an agent of a W&B sweep names the run, which several runs cannot share
+            replace_text(path, (not group and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
+        tracker = WandBTracker(
+            os.environ.get("WANDB_PROJECT") or "esmshard",
+            id=path.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=str(self._out),
+            name=os.environ.get("WANDB_NAME") or self._out.name,
+            group=os.environ.get("WANDB_RUN_GROUP") or group,
+        )
+        tracker.start()
+        tracker.store_init_configuration(YAML(typ="safe").load((self._out / "recipe.yaml").read_text(encoding="utf-8")))
+        self._trackers["wandb"] = tracker
 
 
-def clean(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that describe ranks, and without GPUs."""
-    kept = {k: v for k, v in environment.items() if k not in _RANK and not k.startswith(_PREFIXES)}
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+def _close(tracker: Any, state: str) -> None:
+    if tracker.name == "wandb":
+        tracker.tracker.summary["status"] = state
+        if state == "preempted":
+            tracker.tracker.mark_preempting()
+        tracker.tracker.finish(exit_code={"done": 0, "preempted": 75}.get(state, 1))
+    else:
+        tracker.log({"status": state}, step=None)
+        tracker.finish()
