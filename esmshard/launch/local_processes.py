@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from subprocess import Popen, TimeoutExpired
@@ -41,7 +41,12 @@ _POLL = 0.1  # the seconds between two checks of the processes
 
 
 def run_local(
-    arguments: Sequence[str], nproc: int, *, max_restarts: int = 0, stop_timeout: float = STOP_TIMEOUT
+    arguments: Sequence[str],
+    nproc: int,
+    *,
+    max_restarts: int = 0,
+    stop_timeout: float = STOP_TIMEOUT,
+    is_enough: Callable[[], bool] | None = None,
 ) -> int:
     """Run `python ARGUMENTS` in `nproc` processes of this machine, with RANK and so on in their environment.
 
@@ -54,6 +59,7 @@ def run_local(
         max_restarts: how often all processes are started again after the loss of a process: a signal ended it, it
             crashed (70), or it lost another process (69). A user's mistake or a request to stop never causes a restart.
         stop_timeout: the seconds that the processes have to leave after SIGTERM or SIGUSR1. They are then killed.
+        is_enough: called while the processes run; once it returns True, they get SIGTERM.
 
     Returns:
         0 if all processes succeeded; 75 if processes saved and left, or had not begun when SIGTERM came; else the exit
@@ -66,7 +72,7 @@ def run_local(
     restarts = 0
     with _listening() as signals:
         while not signals:
-            processes = _Processes(signals, stop_timeout)
+            processes = _Processes(signals, stop_timeout, is_enough)
             with _store(nproc) as store_variables:
                 processes.start(arguments, nproc, {**os.environ, **shared, **store_variables, _RESTARTS: str(restarts)})
                 processes.watch()
@@ -115,6 +121,7 @@ class _Processes:
     signals: list[int]
     """The signals to the launcher so far. The signal handler appends to this list."""
     stop_timeout: float
+    is_enough: Callable[[], bool] | None = None
     handles: "list[Popen[bytes]]" = field(default_factory=list)
     forwarded: int = 0
     """The number of signals that were passed on."""
@@ -141,6 +148,8 @@ class _Processes:
         while True:
             self.codes = [process.poll() for process in self.handles]
             self.ended += [n for n, code in enumerate(self.codes) if code is not None and n not in self.ended]
+            if self.is_enough is not None and not self.signals and self.is_enough():
+                self.signals.append(signal.SIGTERM)
             self._pass_on()
             if None not in self.codes:
                 return

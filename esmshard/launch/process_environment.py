@@ -14,6 +14,9 @@ LAUNCH = "ESMSHARD_LAUNCH"
 SHARED_CORES = "ESMSHARD_SHARED_CORES"
 """The environment variable that is set if the launcher, and not the user, has divided the cores among processes."""
 
+TRIAL = "ESMSHARD_TRIAL"
+"""The environment variable of a trial of a sweep, which ends with its last validation, without a model and a test."""
+
 CRASHED = 70
 """The exit code of a process that ends with a traceback (EX_SOFTWARE). The error is one of esmshard or of a library,
 not a mistake of the user. The run may succeed if it is started again."""

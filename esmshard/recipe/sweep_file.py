@@ -115,6 +115,9 @@ class SweepSettings(Settings):
     """The optimizer steps of a trial during which it is not stopped."""
     metric: Literal["headline", "loss"] = "headline"
     """The validation value that trials are compared by: `headline` is the task's first metric, and `loss` its loss."""
+    storage: str | None = None
+    """The database that several machines share, such as `postgresql://HOST/NAME`; by default a file in the directory of
+    the sweep, which the workers of one machine can share."""
 
     @property
     def cells(self) -> int:

@@ -24,7 +24,6 @@ from esmshard.sharding.cuda_allocator import expandable_segments
 from esmshard.tasks.finetuner import load_base
 from esmshard.tasks.registry import head_of
 from esmshard.train import evaluate
-from esmshard.train.experiments import trial
 from esmshard.train.loop import train
 from esmshard.train.records import status
 from esmshard.train.records.attempt import Attempt
@@ -45,7 +44,7 @@ def run(
 ) -> Path | None:
     """Fine-tune in this process and those that were launched together with this one, then write the results.
 
-    A trial of a sweep (`esmshard.train.experiments.trial`) ends with its last validation, without a model and a test.
+    A trial of a sweep (`process_environment.TRIAL`) ends with its last validation, without a model and a test.
 
     Args:
         recipe: the checked recipe; `out` names the run's directory.
@@ -66,7 +65,7 @@ def run(
     """
     wait, dumps = recipe.parallel, Path(recipe.out) / "flight_recorder"
     recorder = {name: os.environ.get(name, value) for name, value in recorder_settings(dumps).items()}
-    out, started, searched = Path(recipe.out), started or time.time(), trial.current()
+    out, started, is_trial = Path(recipe.out), started or time.time(), process_environment.TRIAL in os.environ
     with (
         process_environment.environment(recorder),
         Preemption() as preemption,
@@ -86,10 +85,9 @@ def run(
                 ranks.from_first(lambda: check_out(out, resume, overwrite))
                 ranks.agree(lambda: attempt.open(ranks.is_first, job.steps))
                 start = ranks.from_first(lambda: starting_point(job, resume, trust))
-                report = None
-                if searched is not None:
-                    report, attempt.ending = searched.report, "trained and validated, as a trial of a sweep"
-                train(job, start, ranks, control, preemption, attempt, profile, report)
+                if is_trial:
+                    attempt.ending = "trained and validated, as a trial of a sweep"
+                train(job, start, ranks, control, preemption, attempt, profile)
         except (LostProcess, Preempted):
             # A rank that was asked to stop may have left before training began. Once training runs, a rank that is gone
             # was lost, and srun then sends SIGTERM to the other ranks.
@@ -102,7 +100,7 @@ def run(
                 # rendezvous, the torchrun of rank 0 would end rank 0 in the middle of the evaluation.
                 status.wait_while_running(out)
             return None
-        if searched is not None:
+        if is_trial:
             return out
         if process_environment.SHARED_CORES in os.environ:  # the other ranks are ending
             torch.set_num_threads(cpu_limits.cores())

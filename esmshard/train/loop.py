@@ -4,8 +4,9 @@ This file is longer than others, so that the state of an attempt and all code th
 """
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from esmshard.checkpoint import manifest, sharded
 from esmshard.checkpoint.saver import Saver
 from esmshard.data.batching.loader import Examples, digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
+from esmshard.launch import process_environment
 from esmshard.launch.preemption import Preempted, Preemption, reason
 from esmshard.launch.process_group import World, processes_per_machine
 from esmshard.model.families import family_registry
@@ -56,7 +58,6 @@ def train(
     preemption: Preemption,
     attempt: Attempt,
     profile: int,
-    report: "Report | None" = None,
 ) -> None:
     """Train until the last step of the recipe, or until early stopping. All ranks call it together.
 
@@ -68,16 +69,16 @@ def train(
         preemption: the requests to stop.
         attempt: the records of this attempt.
         profile: the number of steps to record with torch's profiler.
-        report: called on the first rank after each validation; what it returns, if anything, ends the run at this step.
 
     Raises:
         Preempted: if the run was asked to stop. The work done until then is saved.
     """
     ranks = replace(ranks, together=job.layout.together)
-    training = _build(job, start, ranks, control, preemption, attempt, report)
+    training = _build(job, start, ranks, control, preemption, attempt)
     state = training.state
     if ranks.is_first:
-        describe_run(job, training.full_recipe, state.step, ranks, training.facts, has_notices=report is None)
+        has_notices = process_environment.TRIAL not in os.environ  # the command of the sweep has printed them
+        describe_run(job, training.full_recipe, state.step, ranks, training.facts, has_notices=has_notices)
         attempt.begin(state.step, training.is_validated)
     start_up_checks.check_first_batch(ranks, training.digests_of_first_step)
     with (
@@ -89,7 +90,7 @@ def train(
     ):
         training.catch_up(start)
         for step in range(state.step, job.steps):
-            if training.is_enough or state.pruned:
+            if training.is_enough:
                 training.say_enough()
                 break
             line = training.step(step, recording)
@@ -98,10 +99,6 @@ def train(
             words = f"loss {line['loss']:.4f}  {rate(speed)} residues/s  {held:.0f} MiB{state.validation}"
             progress.update(step + 1, words)
         training.saver.finish()
-
-
-Report = Callable[[int, Mapping[str, float]], str]
-"""Takes the steps done, and the values of a validation. Returns why the run should stop; empty if it should go on."""
 
 
 @dataclass
@@ -122,8 +119,6 @@ class TrainState:
     """The last validation in a few words, for the progress line. It is not part of a checkpoint."""
     asked: int = 0
     """The reason to stop that all ranks agreed on after the last step; 0 if there is none."""
-    pruned: str = ""
-    """Why the search of which this run is a trial has stopped it. It is not part of a checkpoint."""
 
     def saved(self) -> dict[str, Any]:
         """Return the part that a checkpoint stores."""
@@ -162,8 +157,6 @@ class Training:
     watch: Watch
     saver: Saver
     plan: StepPlan
-    report: Report | None
-    """Called on the first rank after each validation."""
 
     def out_of_memory_advice(self) -> AbstractContextManager[None]:
         """Return a context that turns an out-of-memory error of the GPU into a message with a number that fits."""
@@ -215,12 +208,7 @@ class Training:
     def say_enough(self) -> None:
         """Print why the run stops before its last step."""
         state = self.state
-        if not self.is_enough:
-            self.attempt.write(event="pruned", step=state.step, reason=state.pruned)
-            self.attempt.ending = state.pruned
-            if self.ranks.is_first:
-                say(state.pruned)
-        elif self.ranks.is_first:
+        if self.ranks.is_first:
             since = f"that of step {state.best['step']}" if state.best else "undefined"
             say(f"stopped after step {state.step}: {state.stale} validations in a row were no better than {since}")
 
@@ -310,9 +298,6 @@ class Training:
         metrics = task.summary(rows)
         values = {metric: metrics[metric] for metric in task.columns_of(rows)}
         self.attempt.write(step=step, split="valid", loss=loss, **values)
-        if (report := self.report) is not None:
-            reason = self.ranks.from_first(lambda: report(step, values | {"loss": loss}))
-            state.pruned = reason if step < self.job.steps else ""
         headline, value = task.columns[0], metrics[task.columns[0]]
         state.validation = f"  valid {headline} {value:.3f}"
         sign = -1 if task.lower_is_better else 1
@@ -349,7 +334,6 @@ def _build(
     control: Control,
     preemption: Preemption,
     attempt: Attempt,
-    report: Report | None,
 ) -> Training:
     """Lay the model out over the ranks, fill it with weights or a checkpoint, and create the optimizer."""
     recipe, task, weights = job.recipe, job.task, job.weights
@@ -397,7 +381,6 @@ def _build(
         watch=Watch(model, ranks, control, peak_flops(ranks.device, job.layout.precision)),
         saver=Saver(job.out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device)),
         plan=StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed),
-        report=report,
     )
 
 

@@ -78,11 +78,11 @@ def _of_sweep(out: Path, runs: Sequence[Path]) -> list[Standing]:
         message = f"{ended} of {wanted} trials have ended" + (f", {failed} of them failed" if failed else "")
         if best is not None:
             message += f"; the best is trial {best['number']}, valid {sweep['metric']} {best['value']:.4g}"
-    claims = [out, *out.glob("trials/*/claim")]
-    with ThreadPoolExecutor(len(claims)) as pool:
-        seen = [sign for sign in pool.map(lease.watched, claims) if sign is not None]
-    alive = any(sign.lives for sign in seen)
-    state: status.State = "running" if alive else "preempted"
+    going_on = [out / "trials" / f"{one['number']:03}" for one in trials if one["state"] == "running"]
+    with ThreadPoolExecutor(8) as pool:
+        others = [one for one in pool.map(_standing, [*going_on, *runs]) if one is not None]
+    going = [one for one in others if one.status["state"] in ("running", "preempted")]
+    state: status.State = "running" if any(one.status["state"] == "running" for one in going) else "preempted"
     if stage in ("done", "failed"):
         state = "done" if stage == "done" else "failed"
     message += {"training": "; its settings are trained with new seeds", "done": "; its settings are tested"}.get(
@@ -107,11 +107,7 @@ def _of_sweep(out: Path, runs: Sequence[Path]) -> list[Standing]:
         host="",
         updated=written,
     )
-    beaten = max((sign.beaten for sign in seen), default=None)
-    trial_runs = sorted(path.parent for path in out.glob(f"trials/*/{status.NAME}"))
-    with ThreadPoolExecutor(8) as pool:
-        others = [one for one in pool.map(_standing, [*trial_runs, *runs]) if one is not None]
-    going = [one for one in others if one.status["state"] in ("running", "preempted")]
+    beaten = max((one.last_seen for one in going if one.last_seen is not None), default=None)
     return [
         Standing(str(out), known, None, beaten, None, unit="trial"),
         *(going if state in ("running", "preempted") else []),
