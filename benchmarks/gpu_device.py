@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from esmshard.cluster.doctor.gpus import nvidia_smi, parse_processes
+from esmshard.cluster.doctor import nvidia_smi
 from esmshard.files import memory_text
 
 TAKEN = 2 * 2**30
@@ -82,8 +82,8 @@ def judged(found: dict[str, Any], running: str) -> str | None:
 
 def processes() -> str:
     """Return the programs on the GPUs by the driver's names, as a text for users; empty if the driver has no names."""
-    found = parse_processes(_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory"))
-    return ", ".join(one for several in found.values() for one in several)
+    rows = _smi("--query-compute-apps=process_name,pid,used_memory", "--format=csv,noheader").strip()
+    return "; ".join(row.strip() for row in rows.splitlines())
 
 
 def about(device: torch.device) -> dict[str, str]:
@@ -113,7 +113,7 @@ def clocks(device: torch.device) -> str:
 
 def _of_gpu(fields: str) -> str:
     """Return facts of the driver about torch's GPU, separated by commas; empty without an answer."""
-    query = (f"--query-gpu={fields}", "csv,noheader")
+    query = (f"--query-gpu={fields}", "--format=csv,noheader")
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
     return (_smi(*query, f"--id=GPU-{uuid}") or _smi(*query)).split("\n", 1)[0]
 
@@ -121,7 +121,6 @@ def _of_gpu(fields: str) -> str:
 def _smi(*arguments: str) -> str:
     """Return the output of nvidia-smi; empty if it is not installed or fails."""
     try:
-        answer = nvidia_smi(*arguments)
-    except (OSError, subprocess.TimeoutExpired):
+        return nvidia_smi(*arguments)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return "" if answer.returncode else answer.stdout

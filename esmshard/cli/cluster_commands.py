@@ -114,9 +114,7 @@ def doctor(
     as_json: AsJson = False,
     nproc: Annotated[
         Optional[int],
-        typer.Option(
-            min=1, max=1_024, help="Processes between which links are measured; by default one for each GPU, or two."
-        ),
+        typer.Option(min=1, max=1_024, help="Processes that are connected; by default one for each GPU, or two."),
     ] = None,
     out: Annotated[
         Optional[Path],
@@ -125,12 +123,11 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Check this machine (versions, GPUs, links, limits, disks) and a recipe on it, and print problems with fixes."""
-    from esmshard.cluster.doctor import diagnosis
+    """Check this machine (versions, GPUs, disks, collectives) and a recipe on it, and print problems with fixes."""
+    from esmshard.cluster import doctor as checks
     from esmshard.launch import launchers
 
     if nproc is None:
         launchers.join()
-    code = diagnosis.run(diagnosis.DoctorRequest(recipe, tuple(overrides or ()), nproc, out, as_json))
-    if code:
+    if code := checks.run(recipe, overrides or (), nproc, out, as_json):
         raise SystemExit(code)

@@ -1,1 +1,1 @@
-"""Jobs for schedulers, checks of machines, and installation without internet."""
+"""Jobs for schedulers, and checks of machines."""

@@ -1,0 +1,442 @@
+"""`esmshard doctor`: what is wrong with this machine, or with the machines of a job together, each with its fix."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from esmshard import __version__
+from esmshard.errors import InputError, UsageError
+from esmshard.files import cache_directory, is_hub_name, memory_text, size_text
+from esmshard.launch import cpu_limits
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import Recipe
+
+Level = Literal["ok", "note", "warning", "error"]
+ANSWER = 30.0
+"""The seconds in which nvidia-smi must answer. It hangs where a GPU does."""
+START, LIMIT = 120, 240
+"""The seconds for which processes wait for each other, and those after which a collective that hangs is given up."""
+DRIVERS = {"12.6": "525.60.13", "12.8": "525.60.13", "13.0": "580", "13.2": "580"}
+"""The oldest Linux driver for each CUDA that torch is built for, by minor version compatibility (NVIDIA CUDA Toolkit
+Release Notes, "Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
+FIELDS = (
+    "name,driver_version,compute_cap,memory.total,memory.free,ecc.errors.uncorrected.volatile.total,mig.mode.current"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    """The group: versions, gpus, machine, disks, recipe or collectives."""
+    level: Level
+    found: str
+    """A sentence."""
+    fix: str = ""
+    """The fix, in one sentence; never empty for a warning or an error."""
+    node: str = ""
+    """The machine; empty for all of them together."""
+
+    def __post_init__(self) -> None:
+        assert self.fix or self.level in ("ok", "note"), f"{self.found}: no fix"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU as the driver reports it; memory in bytes."""
+
+    name: str
+    driver: str
+    capability: tuple[int, int]
+    total: int
+    free: int
+    ecc_errors: int
+    """The uncorrected memory errors since the driver was loaded."""
+    is_divided: bool
+    """Whether the GPU is divided into instances (MIG)."""
+
+
+def run(
+    recipe: str | None,
+    overrides: Sequence[str],
+    nproc: int | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Check this machine, connect the processes, and report on stdout.
+
+    Under a launcher (torchrun, srun) each process joins, the first one of a machine checks the machine, and the first
+    of all reports. Otherwise this command starts `nproc` processes: by default one for each GPU, or two.
+
+    Returns:
+        The exit code: 1 if the report has an error, else 0; 0 for processes that do not report.
+
+    Raises:
+        UsageError: the recipe or the options are wrong.
+    """
+    import torch
+
+    from esmshard.launch.local_processes import run_local
+    from esmshard.launch.process_group import is_launched, processes_per_machine
+
+    if recipe is None and overrides:
+        raise UsageError(f"{overrides[0]}: name the recipe whose key this is")
+    resolved = recipe_file.load(recipe_file.resolve(recipe), overrides) if recipe else None
+    processes = nproc or torch.cuda.device_count() or min(2, cpu_limits.cores())
+    if is_launched():
+        processes = processes_per_machine(1)
+    elif processes > 1:
+        arguments = ["doctor", *([recipe] if recipe else []), *overrides, *(["--json"] if as_json else [])]
+        return run_local(["-m", "esmshard", *arguments, *(["--out", str(out)] if out else [])], processes)
+    own: list[Finding] = []
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        own = [replace(finding, node=socket.gethostname()) for finding in _machine(resolved, processes, out)]
+    findings = _together(own, as_json)
+    return 0 if findings is None else _show(findings, as_json)
+
+
+def _machine(recipe: Recipe | None, processes: int, out: Path | None) -> Iterator[Finding]:
+    """Yield the findings that one process can make about its machine."""
+    try:
+        cards = gpus()
+    except (OSError, subprocess.SubprocessError) as error:
+        cards = []
+        fix = "drain the node and reboot it; `dmesg | grep -i -e xid -e nvrm` shows what happened"
+        yield Finding("gpus", "error", f"nvidia-smi failed: {str(error).strip()}", fix)
+    yield from _packages()
+    yield from _cuda(cards)
+    yield from _gpus(cards)
+    cores, shared = cpu_limits.cores(), Path("/dev/shm")  # noqa: S108
+    few = cores < processes
+    fix = "give the job more (--cpus-per-task, --cpus), or start fewer processes" if few else ""
+    yield Finding("machine", "warning" if few else "ok", f"{cores} cores for {processes} processes", fix)
+    if shared.is_dir() and (size := shutil.disk_usage(shared)).free < 1 << 30:
+        found = (
+            f"{shared} has {memory_text(size.free)} free of {memory_text(size.total)}; processes exchange tensors there"
+        )
+        yield Finding("machine", "warning", found, "docker run --shm-size=16g, or remove what ended jobs left there")
+    yield from _disks(out or (Path(recipe.out) if recipe else Path.cwd()), _written_bytes(recipe) if recipe else 0)
+    if recipe is not None:
+        yield from _recipe(recipe, cards, processes)
+
+
+def _packages() -> Iterator[Finding]:
+    """Compare the installed versions with esmshard's requirements."""
+    import torch
+
+    installed = {str(canonicalize_name(one.name)): one.version for one in metadata.distributions() if one.name}
+    found = (
+        f"esmshard {__version__}, Python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}"
+    )
+    yield Finding("versions", "ok", found)
+    missing: dict[str, list[str]] = {}
+    for wanted in map(Requirement, metadata.requires("esmshard") or [] if "esmshard" in installed else []):
+        extra = next(iter(re.findall(r"extra == ['\"]([\w-]+)['\"]", str(wanted.marker or ""))), "")
+        name, of = str(canonicalize_name(wanted.name)), f" of the extra {extra}" if extra else ""
+        if extra in ("all", "test", "dev", "gpu") or name == "esmshard":
+            continue
+        version = installed.get(name)
+        if version is None and extra:
+            missing.setdefault(extra, []).append(name)
+        elif version is None or not wanted.specifier.contains(version, prereleases=True):
+            found = f"{name} {version}{of} does not fit {wanted.specifier}" if version else f"{name} is missing"
+            fix = f"pip install '{name}{wanted.specifier}'"
+            yield Finding("versions", "warning" if extra else "error", found, fix)
+    if missing:
+        found = "extras that are not installed: " + ", ".join(f"{key} ({' '.join(of)})" for key, of in missing.items())
+        yield Finding("versions", "note", found, f"pip install 'esmshard[{','.join(missing)}]' for those that you need")
+    if "esm" in installed and "fair-esm" in installed:
+        spec = find_spec("esm")
+        found = f"fair-esm and esm are both installed, and both own the package `esm` ({spec and spec.origin})"
+        fix = "keep one: pip uninstall --yes esm fair-esm && pip install fair-esm==2.0.0"
+        yield Finding("versions", "warning", found, fix)
+
+
+def _cuda(cards: Sequence[Card]) -> Iterator[Finding]:
+    """Check whether driver, build of torch, NCCL and GPUs work together."""
+    import torch
+
+    cuda, driver = torch.version.cuda, cards[0].driver if cards else None
+    if not cards:
+        yield Finding(
+            "gpus", "ok" if cuda is None else "note", f"no NVIDIA GPU; torch is built for {cuda or 'the CPU'}"
+        )
+        return
+    build = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/"
+    if cuda is None:
+        fix = build + ("cu130" if _numbers(cards[0].driver) >= (580,) else "cu126")
+        yield Finding("versions", "error", f"{len(cards)} x {cards[0].name}, but torch is built without CUDA", fix)
+        return
+    least = DRIVERS.get(cuda, DRIVERS["13.0"] if cuda.startswith("13") else DRIVERS["12.6"])
+    if driver and _numbers(driver) < _numbers(least):
+        found = f"driver {driver} is too old for CUDA {cuda}, for which this torch is built: it needs {least}"
+        yield Finding("versions", "error", found, f"update the driver, or {build}cu126")
+        return
+    if not torch.cuda.is_available():
+        fix = (
+            "unset CUDA_VISIBLE_DEVICES if it is empty; else see what python -c 'import torch; torch.cuda.init()' says"
+        )
+        yield Finding("versions", "error", f"the driver reports {len(cards)} GPUs, but torch cannot use CUDA", fix)
+        return
+    built = {(int(a), int(b)) for a, b in re.findall(r"(?:sm|compute)_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))}
+    for card in {card.name: card for card in cards}.values():
+        if not any(major == card.capability[0] and minor <= card.capability[1] for major, minor in built):
+            found = f"{card.name} has compute capability {card.capability}, and this torch has code for {sorted(built)}"
+            yield Finding("versions", "error", found, build + ("cu126" if card.capability < (7, 5) else "cu130"))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    wheels = [one.version for one in metadata.distributions() if (one.name or "").startswith("nvidia-nccl-cu")]
+    if wheels and _numbers(wheels[0])[:3] != _numbers(nccl)[:3]:
+        fix = "remove the other NCCL from LD_PRELOAD and LD_LIBRARY_PATH, unless the site wants its own"
+        yield Finding("versions", "warning", f"torch loaded NCCL {nccl}, but came with {wheels[0]}", fix)
+    yield Finding("versions", "ok", f"driver {driver}, CUDA {cuda}, NCCL {nccl}")
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """Return the output of nvidia-smi. `OSError` or `subprocess.SubprocessError` if it cannot be run, or fails."""
+    command = ["nvidia-smi", *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ANSWER, check=False)  # noqa: S603
+    if answer.returncode:
+        raise subprocess.SubprocessError(f"exit code {answer.returncode}: {(answer.stdout or answer.stderr).strip()}")
+    return answer.stdout
+
+
+def gpus() -> list[Card]:
+    """Return the GPUs that the driver reports; none where there is no nvidia-smi. Errors as `nvidia_smi`."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    cards = []
+    for line in nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits").splitlines():
+        name, driver, capability, total, free, errors, mig = [cell.strip() for cell in line.split(", ")]
+        major, minor = _numbers(capability)[:2] or (0, 0)
+        total_bytes, free_bytes, ecc = [int(cell) if cell.isdecimal() else 0 for cell in (total, free, errors)]
+        card = Card(name, driver, (major, minor), total_bytes << 20, free_bytes << 20, ecc, mig == "Enabled")
+        cards.append(card)
+    return cards
+
+
+def _gpus(cards: Sequence[Card]) -> Iterator[Finding]:
+    for n, card in enumerate(cards):
+        used, room = card.total - card.free, f"{memory_text(card.free)} of {memory_text(card.total)} free"
+        busy = used > 0.1 * card.total
+        fix = "wait for its programs or end them (nvidia-smi), or choose GPUs with CUDA_VISIBLE_DEVICES" if busy else ""
+        yield Finding("gpus", "warning" if busy else "ok", f"GPU {n}: {card.name}, {room}", fix)
+        if card.ecc_errors:
+            fix = "drain the node and reset the GPU; until then leave it out with CUDA_VISIBLE_DEVICES"
+            yield Finding("gpus", "error", f"GPU {n} has had {card.ecc_errors} uncorrected memory errors", fix)
+        if card.is_divided:
+            fix = "run one process on each instance with --nproc 1, or switch MIG off as root: nvidia-smi -mig 0"
+            yield Finding("gpus", "warning", f"GPU {n} is divided (MIG): NCCL connects no instances", fix)
+    if len({(card.name, card.total) for card in cards}) > 1:
+        fix = "choose equal ones with CUDA_VISIBLE_DEVICES: each step waits for the slowest"
+        yield Finding("gpus", "warning", f"the GPUs are unequal: {', '.join(card.name for card in cards)}", fix)
+
+
+def _disks(out: Path, needed: int) -> Iterator[Finding]:
+    """Check that the directories of results, caches and temporary files can be written and have room."""
+    temporary, cache = Path(tempfile.gettempdir()), cache_directory()
+    for role, path, wanted in (("out", out, needed), ("cache", cache, 0), ("TMPDIR", temporary, 0)):
+        absolute = path.expanduser().absolute()
+        here = next(one for one in (absolute, *absolute.parents) if one.is_dir())
+        fix = {"out": "choose another directory with out=DIR", "cache": "set ESMSHARD_CACHE"}.get(role, "set TMPDIR")
+        try:
+            with tempfile.TemporaryDirectory(prefix=".esmshard-doctor-", dir=here) as name:
+                (Path(name) / "first").mkdir()
+                (Path(name) / "first").rename(Path(name) / "second")
+        except OSError as error:
+            yield Finding(
+                "disks", "error", f"{role}: {here} cannot be written ({(error.strerror or str(error)).lower()})", fix
+            )
+            continue
+        free = shutil.disk_usage(here).free
+        found = f"{role}: {here} has {size_text(free)} free" + (
+            f", and the run writes {size_text(wanted)}" if wanted else ""
+        )
+        level: Level = "error" if free < wanted else "warning" if free < max(1 << 30, 1.5 * wanted) else "ok"
+        yield Finding("disks", level, found, "" if level == "ok" else f"remove old files, or {fix}")
+
+
+def _written_bytes(recipe: Recipe) -> int:
+    """Return the bytes of checkpoints and model: fp32 weights, and two moments for each weight that learns."""
+    from esmshard.planner.recipe_plan import model_numbers
+
+    try:
+        numbers = model_numbers(recipe)
+    except (InputError, OSError):  # `_recipe` reports it
+        return 0
+    each = 4 * numbers.parameters + 8 * numbers.trained
+    return each * (recipe.checkpoint.keep + 1 + recipe.checkpoint.keep_best) + 4 * numbers.parameters
+
+
+def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[Finding]:
+    """Check whether data and weights are there, and whether the run fits. Nothing is downloaded."""
+    from huggingface_hub import constants
+
+    from esmshard.data.splits.variant_records import FOLDS
+    from esmshard.launch.process_group import own_device, processes_per_machine
+    from esmshard.model.families.family_registry import RELEASED
+    from esmshard.model.weights import hub, open_weights
+    from esmshard.planner.machines import GPUS, Machines, data_sheet
+    from esmshard.planner.plan_text import keys
+    from esmshard.planner.recipe_plan import plan
+    from esmshard.train.run_inputs import prepare
+
+    name = recipe.model.name
+    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold of several
+        data = recipe.data.model_copy(update={"folds": FOLDS, "fold": 0})
+        recipe = recipe.model_copy(update={"data": data})
+    of_hub = (
+        recipe.init != "random" and (name in RELEASED or is_hub_name(name)) and not open_weights.place(name).exists()
+    )
+    if of_hub and hub.find(name) is None:
+        level: Level = "error" if constants.HF_HUB_OFFLINE else "note"
+        found = f"{name} is in no cache" + (
+            ", and HF_HUB_OFFLINE is set" if level == "error" else ": the run downloads it"
+        )
+        yield Finding("recipe", level, found, f"esmshard download {name}, where there is internet")
+        return
+    nodes = max(1, int(os.environ.get("WORLD_SIZE", processes)) // max(1, processes_per_machine(processes)))
+    try:
+        job = prepare(recipe, processes * nodes, processes, own_device(0, 1))
+        found = f"{recipe.task.name}, {job.weights.config.n_parameters:,} parameters, {job.steps} steps"
+        yield Finding("recipe", "ok", f"data and weights are there: {found}")
+        if not cards:
+            return
+        first = min(cards, key=lambda card: card.total)
+        sheet = data_sheet(first.name, first.total) or replace(GPUS["A100-40GB"], name=first.name)
+        machines = Machines(replace(sheet, memory_bytes=first.total), len(cards), nodes)
+        planned, wanted = plan(recipe, machines), recipe.parallel
+        fits = [
+            option
+            for option in planned.options
+            if option.fits
+            and (option.strategy, option.checkpointing) == (wanted.strategy, wanted.activation_checkpointing)
+            and (option.cpu_offload, option.tensor) == (wanted.cpu_offload, wanted.tensor)
+        ]
+        if fits:
+            yield Finding(
+                "recipe", "ok", f"fits on {machines}: {wanted.strategy}, {fits[0].tokens:,} tokens a rank at once"
+            )
+        else:
+            fix = f"pass {' '.join(keys(planned))}" if planned.best else planned.reasons()[0]
+            yield Finding("recipe", "error", f"{wanted.strategy} does not fit on {machines}", fix)
+    except (InputError, OSError) as error:
+        found, _, fix = str(error).partition("; ")
+        yield Finding("recipe", "error", found, fix or "correct what this names, in the recipe or its files")
+
+
+def _together(own: Sequence[Finding], as_json: bool) -> list[Finding] | None:
+    """Connect all processes, compare their versions, and time an all-reduce. Return all findings on the first rank.
+
+    A process that cannot connect, or hangs, reports what it found about its own machine.
+    """
+    import torch
+    import torch.distributed as dist  # noqa: TID251  # a measurement of its own, outside of a run
+
+    from esmshard.launch.process_group import world
+
+    def give_up(why: str) -> list[Finding]:
+        fix = "mend the errors above first; then check MASTER_ADDR, the network, and firewalls between the machines"
+        return [*own, Finding("collectives", "error", f"the processes did not work together: {why}", fix)]
+
+    def hang() -> None:
+        _show(give_up(f"a collective did not end within {LIMIT} s"), as_json)
+        os._exit(1)
+
+    watchdog = threading.Timer(LIMIT, hang)
+    watchdog.daemon = True
+    watchdog.start()
+    with tempfile.TemporaryDirectory(prefix="esmshard_doctor_") as name:
+        # NCCL has no other interface that names the network it uses; it reads these variables when it starts.
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{name}/nccl"}
+        try:
+            with world(START, alone_too=True) as ranks:
+                if ranks.size == 1:
+                    return list(own)
+                here = {"esmshard": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+                here["GPU"] = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "none"
+                numbers = torch.zeros((64 if ranks.device.type == "cuda" else 4) << 20, device=ranks.device)
+                times = []
+                for _ in range(6):
+                    ranks.rows([0.0])  # all begin together
+                    began = time.perf_counter()
+                    dist.all_reduce(numbers)
+                    ranks.rows([float(numbers[0])])  # waits for the device
+                    times.append(time.perf_counter() - began)
+                log = Path(name, "nccl").read_text(errors="replace") if Path(name, "nccl").is_file() else ""
+                known = ranks.gather((list(own), here, socket.gethostname(), sorted(set(_NETWORK.findall(log)))))
+        except Exception as error:  # of gloo, NCCL or CUDA
+            return give_up(" ".join(str(error).split())[:300]) if own else None
+        finally:
+            watchdog.cancel()
+    if not ranks.is_first:
+        return None
+    findings = [finding for findings, *_ in known for finding in findings]
+    for what in here:
+        values = {host: versions[what] for _, versions, host, _ in known}
+        if len(set(values.values())) > 1:
+            level: Level = "warning" if what == "GPU" else "error"
+            found = f"{what} differs: {', '.join(f'{value} on {host}' for host, value in values.items())}"
+            findings.append(Finding("collectives", level, found, "start all processes in one image or environment"))
+    bus = 2 * numbers.nbytes / min(times[1:]) * (ranks.size - 1) / ranks.size  # as in NVIDIA's nccl-tests
+    networks = sorted({network for *_, used in known for network in used})
+    found = f"{ranks.size} processes: all-reduce of {size_text(numbers.nbytes)} at {bus / 1e9:.2f} GB/s bus bandwidth"
+    findings.append(Finding("collectives", "ok", found + (f", network {', '.join(networks)}" if networks else "")))
+    active = any("ACTIVE" in path.read_text() for path in Path("/sys/class/infiniband").glob("*/ports/*/state"))
+    if active and "Socket" in networks:
+        found = "NCCL uses TCP sockets, though InfiniBand or RoCE ports are active"
+        fix = (
+            "give the container /dev/infiniband, libibverbs and ulimit -l unlimited, and unset NCCL_IB_DISABLE and "
+            "NCCL_NET; NCCL_DEBUG=INFO shows the reason"
+        )
+        findings.append(Finding("collectives", "error", found, fix))
+    return findings
+
+
+_NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version.
+
+    >>> _numbers("535.104.05")
+    (535, 104, 5)
+    """
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
+
+
+def _show(findings: Sequence[Finding], as_json: bool) -> int:
+    """Print the report on stdout, and return the exit code."""
+    hosts = list(dict.fromkeys(finding.node for finding in findings if finding.node))
+    code = int(any(finding.level == "error" for finding in findings))
+    if as_json:
+        text = json.dumps({"hosts": hosts, "exit_code": code, "findings": [asdict(one) for one in findings]}, indent=1)
+    else:
+        lines: list[str] = []
+        for finding in findings:
+            where = f"[{finding.node}] " if len(hosts) > 1 and finding.node else ""
+            level = finding.level.upper() if finding.level in ("warning", "error") else finding.level
+            lines.append(f"{level:<8} {finding.check:<12} {where}{finding.found}")
+            lines += [f"{'':<9}fix: {finding.fix}"] if finding.fix else []
+        counts = {level: sum(one.level == level for one in findings) for level in ("error", "warning")}
+        text = "\n".join([*lines, ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())])
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+    return code

@@ -1,1 +1,0 @@
-"""The checks of `esmshard doctor`: versions, GPUs, links, disks, and whether a recipe fits."""
