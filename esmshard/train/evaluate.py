@@ -220,8 +220,7 @@ def write(
         about: more entries for `evaluation.json`.
         groups: of each record (`Task.group`); empty for no groups.
     """
-    block_N, columns = data.blocks(), task.columns_of(table[MAIN])
-    unit = "record" if block_N is None else task.in_common
+    (block_N, unit), columns = task.units(data), task.columns_of(table[MAIN])
     samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
     intervals = {name: {m: interval(values, m) for m, values in found.items()} for name, found in samples.items()}
     differences = {
