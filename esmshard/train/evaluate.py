@@ -360,7 +360,9 @@ def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | No
 
 
 def _method(unit: str, found: Mapping[str, Interval]) -> str:
-    """Describe in a phrase how the intervals were computed."""
+    """Describe in a phrase how the intervals were computed, if there are any."""
+    if all(math.isnan(one.low) for one in found.values()):
+        return "none"
     biased = [metric for metric in found if metric in BIASED]
     of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
     return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"

@@ -130,6 +130,7 @@ def test_two_proteins_have_neither_interval_nor_star(tmp_path: Path) -> None:
         "P@L": "2 records with a value; an interval takes 10",
         "rare": "0 records with a value; an interval takes 10",
     }
+    assert found["interval"] == "none"
     assert "No interval for P@L: 2 records with a value; an interval takes 10." in text
     assert text.splitlines()[-1] == found["verdict"]
     assert "cannot be said" in found["verdict"]
