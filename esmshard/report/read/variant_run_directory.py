@@ -115,9 +115,6 @@ class GivenTable:
     path: str
     rows: int
     rows_left_out: int
-    variants_averaged: int
-    """The number of variants with several rows, whose values were averaged."""
-    variants_in_no_set: int
     offset: int
     """The number that was added to the table's positions to get those of the wild type."""
     notices: list[str]
