@@ -227,7 +227,7 @@ def predict(
             raise UsageError("--track: a model of variants keeps the tracks of its wild type; leave it out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity, "device": device}
-        print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} variants")
+        print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} rows")
         return
 
     from esmshard.predict import predictions
