@@ -13,7 +13,7 @@ RECIPE = """\
 task: {name: mlm}
 model: {name: nano}
 init: random
-data: {train: train.csv, valid: train.csv, test: train.csv, max_length: 30}
+data: {train: train.csv, valid: test.csv, test: test.csv, max_length: 30}
 batch: {global_tokens: 200}
 train: {steps: 2, eval_every: 2}
 checkpoint: {every: 2}
@@ -25,7 +25,8 @@ out: run
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     rows = [f"r{n},{A[n:]},{B[: 20 - n]}" for n in range(8)]
-    (tmp_path / "train.csv").write_text("\n".join(["id,heavy,light", *rows]) + "\n")
+    for name in ("train.csv", "test.csv"):
+        (tmp_path / name).write_text("\n".join(["id,heavy,light", *rows]) + "\n")
     (tmp_path / "x.fasta").write_text(f">ab\n{A}:{B}\n")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path

@@ -1,5 +1,6 @@
 """What a run says at its start about records that the sets share."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,10 @@ def test_a_run_says_what_is_shared_and_goes_on(tiny_recipe: Path, capsys: pytest
     err = capsys.readouterr().err
     assert err.count("leakage: of 24 test records 24 are identical and 0 similar to training records (") == 1
     assert "leakage: none of 5 valid records is" in err
+    assert (
+        "In sample: 24 of 24 test records"
+        in json.loads(tiny_recipe.with_name("run").joinpath("evaluation.json").read_text())["verdict"]
+    )
 
 
 def test_a_check_that_fails_does_not_stop_the_run(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

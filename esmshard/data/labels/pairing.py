@@ -104,7 +104,9 @@ def rows_of_records(
     if what == "split":
         for name in extra:
             edits.add("a split of no record was passed over", name)
-    check_labelled(store, fasta, row_N >= 0, f"{what} in {table.path}", extra, edits, required=required)
+    check_labelled(
+        store, fasta, row_N >= 0, f"{what} in {table.path}", () if used_R.any() else extra, edits, required=required
+    )
     return row_N
 
 
