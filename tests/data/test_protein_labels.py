@@ -76,7 +76,7 @@ def test_headers_without_a_label() -> None:
     assert np.isnan(labels.values[1:]).all()
     with pytest.raises(KeyError):
         labels[1]
-    assert labels.notices == ["no TARGET=, so that it was left out, in 2 records (b, c)"]
+    assert labels.notices == ["2 records without TARGET= left out (b, c)"]
     assert refusal(store, "number", columns=["KD"], required=False).startswith(
         "x.fasta: no record (a, b, c) has a KD=; "
     )
@@ -130,10 +130,10 @@ def test_rows_and_records_without_a_partner(path: Path) -> None:
     )
     labels = of(store, "number", given, required=False)
     assert labels.labelled_N.tolist() == [False, False, True, False, False, False, True]
-    assert labels.notices == [f"no label in {path}, so that it was left out, in 5 records (a, b, d, ...)"]
+    assert labels.notices == [f"5 records without label in {path} left out (a, b, d, ...)"]
     other = table(path, "id,target\nu,1\nv,1\n")
     assert refusal(store, "number", other, required=False).startswith(
-        f"x.fasta: no record (a, b, c, ...) has a label in {path}, whose ids are others (u, v); "
+        f"x.fasta: no record (a, b, c, ...) has a label in {path}, which has other ids (u, v); "
     )
 
 
@@ -163,7 +163,7 @@ def test_rows_find_records_by_sequence(path: Path) -> None:
         f"{path}:4: column 'sequence': '1' at position 2 is not a residue"
     )
     long = "MKTAYIAKQRQISFVKSHFSRQ"
-    assert "ids are others (MKK, MKTAYIAKQRQISFVKSHFS...)" in refusal(
+    assert "other ids (MKK, MKTAYIAKQRQISFVKSHFS...)" in refusal(
         store, "number", table(path, f"seq,target\nMKK,1\n{long},3\n")
     )
     assert "line 2" in refusal(store, "number", table(path, "sequence,target\nMK,1\nmk,3\n"))

@@ -137,15 +137,15 @@ def check_labelled(
     without: list[int] = np.flatnonzero(~labelled_N).tolist()
     named = f"({first_three(without, store.id)})"
     if len(without) == len(store):
-        others = f", whose ids are others ({first_three(extra, str)})" if extra else ""
-        raise InputError(f"{fasta}: no record {named} has a {lacks}{others}; look whether the files belong together")
+        others = f", which has other ids ({first_three(extra, str)})" if extra else ""
+        raise InputError(f"{fasta}: no record {named} has a {lacks}{others}; check that the files belong together")
     if without and required:
         raise InputError(
             f"{fasta}: {len(without):,} of {len(store):,} records have no {lacks} {named}; add what is missing, or "
             "remove the records"
         )
     for n in without:
-        edits.add(f"no {lacks}, so that it was left out,", store.id(n))
+        edits.add(f"record(s) without {lacks} left out", store.id(n))
 
 
 def _sequences(table: Table, id_column: str) -> str | None:
