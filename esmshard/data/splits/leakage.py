@@ -208,6 +208,16 @@ def _families(train: ComparedRecords, others: Mapping[str, ComparedRecords], mos
     return overlaps
 
 
+def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of all pairs of records with a 5-mer in common, smaller number first."""
+    index = _Index([records])
+    for first, block in records.blocks(_BLOCK):
+        record_P, word_P = _words(block)
+        shared = (_ones(record_P, word_P, (len(block), _WORDS)) @ index.has_WQ).tocoo()
+        later = shared.col > shared.row + first
+        yield from zip((shared.row[later] + first).tolist(), shared.col[later].tolist(), strict=True)
+
+
 def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -> list[_Ints]:
     """For each set, return the first training record of the same sequence as each record, int64 [N]; -1 if there is
     none.
