@@ -127,7 +127,7 @@ def _evaluate(job: RunInputs, device: torch.device, trust: bool) -> None:
     how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
     model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
     say(f"model in {model}")
-    shared: dict[str, Any] = {"leakage": leakage_notices(job), "in_sample": seen_in_training(job)}
+    shared: dict[str, Any] = {"leakage": leakage_notices(job), "seen": seen_in_training(job)}
     report = evaluate.report(str(model), job.test, out, say, device=device, **shared)
     print(report, flush=True)
     card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))
