@@ -96,7 +96,7 @@ def ingest(
         raise UsageError("--max-length needs --long for longer sequences; pass --long crop, window, skip or error")
     chains = join_option(join) or Chains()
     if chains.gap:
-        raise UsageError(f"--join {join}: a gap is of the model that reads the store; leave it out here")
+        raise UsageError(f"--join {join}: a store keeps no gap; pass the gap to the command that reads the store")
     symbols = (on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides)
     rules = Rules(*symbols, chains.tokens, *columns)  # type: ignore[arg-type]
     if part is not None:

@@ -88,4 +88,4 @@ def test_a_store_that_was_joined_otherwise_is_refused(directory: Path) -> None:
     assert done.returncode == 0, done.stderr
     done = esmshard("ingest", "train.csv", "-o", "gap.store", "--join", "gap:3")
     assert done.returncode == 2
-    assert "--join gap:3: a gap is of the model that reads the store; leave it out here" in done.stderr
+    assert "--join gap:3: a store keeps no gap" in done.stderr

@@ -16,7 +16,7 @@ from esmshard.vocab import STANDARD, encode_residues
 
 PROTEIN = "ACDEFGHIKLMNPQRSTVWYACEG"
 """24 residues, 20 different 5-mers."""
-BLIND = "similar: one training record has a fifth of the 5-mers; remote homologs are not seen so"
+BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
 
 def records(*sequences: str, name: str = "t") -> ComparedRecords:

@@ -195,13 +195,13 @@ def test_columns_that_are_not_clear(path: Path) -> None:
         of(STORE, "number", table(path, "id,Name,target\na,x,1\n"))
     assert of(STORE, "number", table(path, "id,Name,target\n1,a,1\n2,b,1\n3,c,1\n"), id_column="Name")
     assert of(STORE, "class", table(path, "id,target,label\na,1,x\nb,1,x\nc,1,x\n"), columns=["label"]).names == ("x",)
-    with pytest.raises(InputError, match=r"'target' and 'Label' may both be meant; name one with data.target=COLUMN"):
+    with pytest.raises(InputError, match=r"'target' and 'Label' may both be meant; set data.target=COLUMN"):
         of(STORE, "number", table(path, "id,target,Label\na,x,1\n"))
     assert refusal(STORE, "number", table(path, "id,score\na,1\n")) == (
-        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; name one with data.target=COLUMN"
+        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; set data.target=COLUMN"
     )
     assert refusal(STORE, "number", table(path, "id,score\na,1\n"), columns=["helix"]) == (
-        f"{path}: has no column 'helix'; its columns are 'id', 'score'; name one with data.target=COLUMN"
+        f"{path}: has no column 'helix'; its columns are 'id', 'score'; set data.target=COLUMN"
     )
     assert refusal(STORE, "number", table(path, "key,target\na,1\n")) == (
         f"{path}: has no column of ids or sequences that is known; its columns are 'key', 'target'"

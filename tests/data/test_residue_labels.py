@@ -260,7 +260,7 @@ def test_labels_from_a_table(tmp_path: Path, mask: Path) -> None:
     assert refusal(STORE, "class", read_table(path), classes="H").startswith(f"{path}:4: record 'b' has the")
     path.write_text("id,score\nc,HHH\n")
     assert refusal(STORE, "class", read_table(path)) == (
-        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; name one with data.target=COLUMN"
+        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; set data.target=COLUMN"
     )
 
 

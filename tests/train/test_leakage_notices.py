@@ -16,7 +16,7 @@ def test_a_clean_split_is_one_line(tiny_recipe: Path) -> None:
     job = run_inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
     assert run_inputs.leakage_notices(job) == [
         "leakage: none of 5 valid records and 5 test records is identical or similar to training records (similar: one "
-        "training record has a fifth of the 5-mers; remote homologs are not seen so)"
+        "training record has a fifth of the 5-mers; this does not find remote homologs)"
     ]
 
 

@@ -20,7 +20,7 @@ from esmshard.errors import InputError
 from esmshard.joined_chains import LINKER
 from esmshard.vocab import encode_residues
 
-NAME_LABEL = "name one with data.target=COLUMN"
+NAME_LABEL = "set data.target=COLUMN"
 """Advice for messages: how to name the column of labels."""
 UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
 """An id as UniProt writes it; the group is the accession."""

@@ -57,11 +57,11 @@ def given_splits(
             edits=Edits() if marked_N.any() else edits,
         )
         given_N = np.where(row_N < 0, LEFT_OUT, number_R[row_N])
-        lacks = f"SET=, nor a set in {source.path}"
+        lacks = f"SET= here or set in {source.path}"
         if not marked_N.any():
             return given_N
     elif source is not None:
-        given_N, lacks = _of_label_file(store, source, edits), f"SET=, nor one in {source}"
+        given_N, lacks = _of_label_file(store, source, edits), f"SET= here or in {source}"
     else:
         given_N = number_N
     both_N = marked_N & (given_N != LEFT_OUT) & (given_N != number_N)

@@ -41,7 +41,7 @@ _BLOCK = 200_000
 _INDEXED = 10_000_000
 """Most residues of the other sets that are compared: their 5-mers take about 300 MB while they are sorted."""
 _SAMPLE = 500
-_BLIND = "similar: one training record has a fifth of the 5-mers; remote homologs are not seen so"
+_BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
 _Ints = npt.NDArray[np.int64]
 
@@ -127,7 +127,7 @@ class Leakage:
             elif self.variants:
                 leaks.append(
                     f"leakage: of {of} {o.identical:,} are {train} variants, {o.every_position:,} change only "
-                    f"positions that these change too, and {o.any_position:,} at least one such position"
+                    f"positions that training variants change, and {o.any_position:,} change at least one such position"
                 )
             else:
                 pairs = ", ".join(f"{mine} and {other} {share:.0%}" for mine, other, share in o.closest)
