@@ -64,10 +64,11 @@ def test_predictions_for_ids_that_are_formulas(tmp_path: Path) -> None:
     residues = ["MKTAYIAKQRQISFVKSHFSRQ", "MKVLAAGIVGLCAKAYIAKQ", "MSTNPKPQRKTKRNTNRRPQDVK"]
     ids = ["=1+1", "@SUM(A1)", "-p3"]
     (tmp_path / "x.fasta").write_text("".join(f">{i}\n{s}\n" for i, s in zip(ids, residues, strict=True)))
+    (tmp_path / "t.fasta").write_text((tmp_path / "x.fasta").read_text())
     (tmp_path / "y.csv").write_text("id,y\n'=1+1,-1\n@SUM(A1),2\n-p3,3\n")  # with and without the apostrophe
     (tmp_path / "r.yaml").write_text(
         "task: {name: sequence, kind: number}\nmodel: {name: nano}\ninit: random\n"
-        "data: {train: x.fasta, valid: x.fasta, test: x.fasta, labels: y.csv, target: [y]}\n"
+        "data: {train: x.fasta, valid: x.fasta, test: t.fasta, labels: y.csv, target: [y]}\n"
         "train: {steps: 1}\nout: run\n"
     )
     done = esmshard("finetune", "r.yaml", "--nproc", "1", cwd=tmp_path)

@@ -75,15 +75,14 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
     if not pairs:
         raise InputError("there is no sequence; give at least one")
     tokens, names = [], []
-    for n, (key, written) in enumerate(pairs):
+    for key, written in pairs:
         names.append(single if alone else f"sequences[{key!r}]")
         if not isinstance(written, str):
             raise InputError(f"{names[-1]} is of type {type(written).__name__}; a string of residues is expected")
         try:
             residues = clean(written, rules, edits, str(key))
         except RefusedSymbols as error:
-            others = f", as {counted(more, 'sequence')} after it" if (more := _refused(pairs[n + 1 :])) else ""
-            raise InputError(f"{names[-1]} {error.what}{others}; {error.fix}, or leave it out") from None
+            raise InputError(f"{names[-1]} {error.what}; {error.fix}, or leave it out") from None
         assert residues is not None, "a record is left out only where the rules say 'drop'"
         tokens.append(np.frombuffer(bytes([CLS]) + residues + bytes([EOS]), dtype=np.uint8))
     if found := nucleotides.finding((one[1:-1] for one in tokens), counted(len(tokens), "sequence")):
@@ -222,17 +221,6 @@ def _of_file(path: Path, linker: int) -> SequenceInputs:
             raise InputError(f"{path}: {found}; translate them, or, {instead([path], '--on-nucleotides keep')}")
         _warn(edits, f"{path}: ")
     return SequenceInputs(tokens, [f"{path}: record '{shown(record_id)}'" for record_id in ids], single=False, ids=ids)
-
-
-def _refused(pairs: Sequence[tuple[object, object]]) -> int:
-    """Count the sequences that cannot be read. Called only for an error message."""
-    count = 0
-    for _, written in pairs:
-        try:
-            clean(str(written), Rules(), Edits(), "")
-        except RefusedSymbols:
-            count += 1
-    return count
 
 
 def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:

@@ -57,7 +57,7 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
         with preemption.Preemption():
             process_environment.follow_launcher()
             resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
-            recipe_file.check_companions(recipe_file.resolve(recipe), resolved, overrides, options.folds)
+            recipe_file.check_companions(recipe_file.resolve(recipe), resolved, overrides)
 
             from esmshard.launch.process_group import is_launched
 

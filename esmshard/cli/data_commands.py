@@ -8,6 +8,14 @@ import typer
 from esmshard.cli.shared_options import Device, Join, MutantColumn, Overwrite
 from esmshard.errors import UsageError
 
+SequenceColumn = Annotated[
+    Optional[str],
+    typer.Option(metavar="COLUMN", help="Column of sequences in a table; by default found by its name."),
+]
+IdColumn = Annotated[
+    Optional[str], typer.Option(metavar="COLUMN", help="Column of ids in a table; by default found by its name.")
+]
+
 
 def ingest(
     fasta: Annotated[
@@ -33,13 +41,8 @@ def ingest(
             help="What to do with sequences over --max-length: full, crop, window, skip or error.", show_default=False
         ),
     ] = "",
-    sequence_column: Annotated[
-        Optional[str],
-        typer.Option(metavar="COLUMN", help="Column of sequences in a table; by default found by its name."),
-    ] = None,
-    id_column: Annotated[
-        Optional[str], typer.Option(metavar="COLUMN", help="Column of ids in a table; by default found by its name.")
-    ] = None,
+    sequence_column: SequenceColumn = None,
+    id_column: IdColumn = None,
     a3m: Annotated[bool, typer.Option("--a3m", help="Remove lower-case letters, which are insertions.")] = False,
     keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
     join: Join = None,
@@ -93,7 +96,7 @@ def ingest(
         raise UsageError("--max-length needs --long for longer sequences; pass --long crop, window, skip or error")
     chains = join_option(join) or Chains()
     if chains.gap:
-        raise UsageError(f"--join {join}: a gap is of the model that reads the store; leave it out here")
+        raise UsageError(f"--join {join}: a store keeps no gap; pass the gap to the command that reads the store")
     symbols = (on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides)
     rules = Rules(*symbols, chains.tokens, *columns)  # type: ignore[arg-type]
     if part is not None:
@@ -154,7 +157,9 @@ def split(
     clusters: Annotated[
         Optional[list[Path]],
         typer.Option(
-            metavar="FILE.tsv", help="The _cluster.tsv of MMseqs2; by default mmseqs is run. May be repeated."
+            metavar="FILE.tsv",
+            help="The _cluster.tsv of MMseqs2. By default mmseqs is run, or records are aligned if it is not "
+            "installed. May be repeated.",
         ),
     ] = None,
     ratios: Annotated[
@@ -167,6 +172,8 @@ def split(
     wild_type: Annotated[
         Optional[Path], typer.Option(metavar="FILE.fasta", help="The protein of which DATA has variants.")
     ] = None,
+    sequence_column: SequenceColumn = None,
+    id_column: IdColumn = None,
     mutant: MutantColumn = None,
     offset: Annotated[Optional[int], typer.Option(help="Number that is added to the positions of the table.")] = None,
     target: Annotated[
@@ -183,6 +190,7 @@ def split(
     overwrite: Overwrite = False,
 ) -> None:
     """Divide sequences or variants into training, validation and test set, and report what the sets share."""
+    from esmshard.data.fasta.symbols import Rules
     from esmshard.data.splits.fasta_split import FastaRecords
     from esmshard.data.splits.split_files import counts_table, divide, may_write
     from esmshard.data.splits.split_method import OF_SEQUENCES, OF_VARIANTS, chosen, parse_ratios
@@ -196,6 +204,8 @@ def split(
     )
     if sets is not None and (method.by != "given" or wild_type is not None):
         raise UsageError("--sets is for --by given with sequences; pass --by given, or leave --sets out")
+    if wild_type is not None and (sequence_column or id_column):
+        raise UsageError("--sequence-column and --id-column are for sequences; leave out these two or --wild-type")
     may_write(out, overwrite)
     if wild_type is not None:
         targets = None if method.by != "low-to-high" else (target,) if target else ()
@@ -203,7 +213,8 @@ def split(
     elif mutant is not None or offset is not None:
         raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta, too")
     else:
-        found = divide(FastaRecords(data, sets), method, out, overwrite, say)
+        rules = Rules(sequence_column=sequence_column, id_column=id_column)
+        found = divide(FastaRecords(data, sets, rules), method, out, overwrite, say)
     for notice in found.notices:
         say(notice)
     print(f"{out}\n{counts_table(found.counts, 'set' if folds is None else 'fold')}")

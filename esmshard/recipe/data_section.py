@@ -48,9 +48,10 @@ class DataSettings(Settings):
     """The training records: a path, or `sample:contact/train`. If several splits name the same file, the file is
     divided by `SET=` in its headers, or by the column `set` of the table or of its labels (docs/labels.md)."""
     valid: str | None = None
-    """The validation records, which are scored during training. The model is never trained on them."""
+    """The validation records, which are scored during training. The model is never trained on them. By default they are
+    in the file of `train`."""
     test: str | None = None
-    """The test records, which are scored once at the end."""
+    """The test records, which are scored once at the end. By default they are in the file of `train`."""
     table: str | None = None
     """A table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). This key and the next
     ones are for task `variant`."""

@@ -36,6 +36,9 @@ PATH_KEYS = (
     ),
 )
 
+TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"))
+"""A section, and two of its keys that say the same thing in two ways."""
+
 TRACKS = ("data", "tracks")
 """The key whose members are paths, too."""
 
@@ -77,8 +80,35 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
     tree = read(path, "a recipe", Recipe)
     for override in overrides:
         tree.override(override)
+    _make_room(tree, path)
     _expand_all(tree, path.parent)
     return tree
+
+
+def _make_room(tree: Tree, path: Path) -> None:
+    """Remove what the file says where an override takes its place: the other of two ways to say the same, and the
+    sample or placeholder of a validation and test set beside a training set of the user's own.
+    """
+    for section, *keys in TWO_WAYS:
+        node = tree.node.get(section)
+        for key, other in (keys, keys[::-1]):
+            overridden = isinstance(node, dict) and (section, key) in tree.overrides and node.get(key) is not None
+            if overridden and (section, other) not in tree.overrides:
+                node.pop(other, None)
+    data = tree.node.get("data")
+    if isinstance(data, dict) and ("data", "train") in tree.overrides and not is_sample(data.get("train")):
+        for key in ("valid", "test"):
+            if ("data", key) not in tree.overrides and (is_sample(data.get(key)) or _is_shipped(path)):
+                data.pop(key, None)
+
+
+def is_sample(value: object) -> bool:
+    """Return whether a value of the data section names data that are shipped with the package."""
+    return str(value).startswith("sample:")
+
+
+def _is_shipped(recipe: Path) -> bool:
+    return recipe.parent == shipped("recipes")
 
 
 def checked(tree: Tree) -> Recipe:
@@ -86,14 +116,13 @@ def checked(tree: Tree) -> Recipe:
     return tree.checked(Recipe, {"task": sections()})
 
 
-def check_companions(path: Path, resolved: Recipe, overrides: Sequence[str], folds: int | None = None) -> None:
-    """Refuse the own training data of a user beside the samples that a recipe has for the rest.
+def check_companions(path: Path, resolved: Recipe, overrides: Sequence[str]) -> None:
+    """Refuse the training data of a user beside labels and other files that a recipe has for its samples.
 
     Args:
         path: of the recipe.
         resolved: it with the overrides.
         overrides: as they were typed.
-        folds: of `--folds`; the test set is a part of the training data then.
 
     Raises:
         UsageError: naming the keys that are still the samples'.
@@ -106,25 +135,22 @@ def check_companions(path: Path, resolved: Recipe, overrides: Sequence[str], fol
         return
     variants = resolved.task.reads_table
     leading = ("table", "wild_type") if variants else ("train",)
-    others = leading if variants else ("valid", "test", "labels", "mask", "clusters")
+    others = leading if variants else ("labels", "mask", "clusters")
     now, then = resolved.data.model_dump(), before.data.model_dump()
-    own = [key for key in leading if now[key] != then[key] and not str(now[key]).startswith("sample:")]
-    left = [key for key in others if now[key] == then[key] and str(now[key]).startswith("sample:")]
-    if (folds or resolved.data.folds) and "test" in left:
-        left.remove("test")
+    own = [key for key in leading if now[key] != then[key] and not is_sample(now[key])]
+    left = [key for key in others if now[key] is not None and now[key] == then[key]]
+    left = [key for key in left if is_sample(now[key]) or (_is_shipped(path) and not variants)]
     if not own or not left:
         return
-    samples = ", ".join(f"data.{key} is still {now[key]}" for key in left)
+    still = ", ".join(f"data.{key} is still {now[key]}" for key in left)
     typed = " ".join(f"data.{key}=FILE" for key in left)
-    in_headers = ", or, if your headers have TARGET=, data.labels=null data.target=null" if "labels" in left else ""
-    raise UsageError(
-        f"data.{own[0]}: is yours, and {samples}, of other proteins; give {typed} too{in_headers}"
-        + (
-            ""
-            if variants
-            else ". `esmshard split FASTA -o DIR` makes three files of one; a file with SET= may be all three"
-        )
+    inside = (
+        f". If the labels are in {now['train']} itself, give data.labels=null data.target=COLUMN, or data.target=null "
+        "for TARGET= in its headers"
+        if "labels" in left
+        else ""
     )
+    raise UsageError(f"data.{own[0]}: is yours, and {still}, of other proteins; give {typed} too{inside}")
 
 
 def dump(recipe: Recipe) -> str:

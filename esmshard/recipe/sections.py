@@ -132,8 +132,7 @@ class BatchSettings(Settings):
         default = cls.model_fields["global_tokens"].default
         if sequences is not None and info.data.get("global_tokens", default) != default:
             raise ValueError(
-                f"is another way to say batch.global_tokens, which is {info.data['global_tokens']}; give one of the "
-                f"two: batch.sequences=null, or batch.global_tokens={default} (the default) if the file has it"
+                f"is another way to say batch.global_tokens, which is {info.data['global_tokens']}; give one of the two"
             )
         return sequences
 
@@ -173,10 +172,7 @@ class TrainSettings(Settings):
     def _or_steps(cls, epochs: float | None, info: ValidationInfo) -> float | None:
         steps = info.data.get("steps")
         if epochs is not None and steps is not None:
-            raise ValueError(
-                f"is another way to say train.steps, which is {steps}; give one of the two, and null for the other "
-                "if the file has it: train.steps=null or train.epochs=null"
-            )
+            raise ValueError(f"is another way to say train.steps, which is {steps}; give one of the two")
         return epochs
 
     seed: int = Field(0, ge=0, lt=2**32)

@@ -60,10 +60,9 @@ class TaskSettings(Settings):
         Raises:
             Clash: if a key contradicts the task, or is missing.
         """
-        for key in ("train", "valid", "test"):
-            if getattr(data, key) is None:
-                raise Clash(key, "this key is required")
-        return data
+        if data.train is None:
+            raise Clash("train", "this key is required")
+        return data.model_copy(update={key: data.train for key in ("valid", "test") if getattr(data, key) is None})
 
     def head_parameters(self, config: "ModelConfig") -> int:
         """Count the parameters of the head on a model of this architecture. All of them are trained.

@@ -28,7 +28,7 @@ from esmshard.tasks.base import MAIN, Row, Task, collate
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, without_tracks
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
-from esmshard.train.records.verdict import aligned, verdict
+from esmshard.train.records.verdict import aligned, in_sample, verdict
 from esmshard.vocab import chain_spans
 
 CHUNK = 4096
@@ -143,6 +143,7 @@ def report(
     warn: Callable[[str], None],
     device: DeviceName = None,
     leakage: Sequence[str] = (),
+    seen: int = 0,
     labels: str | None = None,
     tracks: Mapping[str, str] | None = None,
     complexes: str | None = None,
@@ -159,6 +160,7 @@ def report(
         warn: called with a sentence for each thing that is left out.
         device: see `chosen_device`.
         leakage: sentences on what the split shares with the training records, for `evaluation.json`.
+        seen: the number of records of the split that the model was trained on, for the verdict.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
         tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
         complexes: which chains of structures were joined, for `evaluation.json`.
@@ -191,7 +193,7 @@ def report(
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
     facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
-    facts |= {"device": str(found.model.device)}
+    facts |= {"device": str(found.model.device), "in_sample": seen}
     facts |= {"tracks": dict(tracks)} if tracks else {}
     if complexes is not None:
         facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
@@ -237,7 +239,7 @@ def write(
     of_groups = _groups(task, table, block_N, groups)
     headline = task.columns[0]
     count = counts[headline]
-    said = verdict(
+    said = in_sample(about.get("in_sample", 0), len(data)) + verdict(
         headline,
         {name: found[headline] for name, found in intervals.items() if headline in found},
         {name: found[headline] for name, found in differences.items() if headline in found},

@@ -28,7 +28,7 @@ from esmshard.train.loop import train
 from esmshard.train.records import status
 from esmshard.train.records.attempt import Attempt
 from esmshard.train.resume import starting_point
-from esmshard.train.run_inputs import RunInputs, check_out, leakage_notices, prepare
+from esmshard.train.run_inputs import RunInputs, check_out, leakage_notices, prepare, seen_in_training
 from esmshard.train.token_budget import out_of_memory_in_evaluation, out_of_memory_of_model
 
 
@@ -123,6 +123,7 @@ def _evaluate(job: RunInputs, device: torch.device, trust: bool) -> None:
     how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
     model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
     say(f"model in {model}")
-    report = evaluate.report(str(model), job.test, out, say, device=device, leakage=leakage_notices(job))
+    shared: dict[str, Any] = {"leakage": leakage_notices(job), "seen": seen_in_training(job)}
+    report = evaluate.report(str(model), job.test, out, say, device=device, **shared)
     print(report, flush=True)
     card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))

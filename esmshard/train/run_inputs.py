@@ -6,11 +6,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.batching.packing import StepPlan
-from esmshard.data.splits.leakage import ComparedRecords, check
+from esmshard.data.splits.leakage import ComparedRecords, check, check_variants, first_identical
 from esmshard.data.splits.pair_overlap import pair_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.data.store.token_store import linker_of
@@ -179,17 +180,32 @@ def leakage_notices(job: RunInputs) -> list[str]:
     """Return sentences on what validation and test set share with the training set, and on the training data of the
     model that the run starts from. Large data are sampled.
     """
-
-    def records(split: Examples) -> ComparedRecords:
-        return ComparedRecords(len(split), split.whole, split.id)
-
     try:
-        others = {split.name: records(split) for split in (job.valid, job.test)}
+        train, others = _compared(job.train), {split.name: _compared(split) for split in (job.valid, job.test)}
         if job.recipe.task.pairs:
-            return pair_notices(records(job.train), others, most=20_000_000) + _of_base(job)
-        return check(records(job.train), others, most=20_000_000).notices() + _of_base(job)
+            return pair_notices(train, others, most=20_000_000) + _of_base(job)
+        if job.recipe.task.reads_table:
+            splits = (job.train, job.valid, job.test)
+            names = [split.id(n) for split in splits for n in range(len(split))]  # such as A24G:V30L, or WT
+            positions = [frozenset(int(m[1:-1]) for m in name.split(":") if name != "WT") for name in names]
+            first = np.cumsum([0, *map(len, splits)])
+            sets = {split.name: np.arange(first[k], first[k + 1]) for k, split in enumerate(splits)}
+            return check_variants(names, positions, sets).notices() + _of_base(job)
+        return check(train, others, most=20_000_000).notices() + _of_base(job)
     except Exception as error:  # the check only informs and must not end the run
         return [f"leakage: could not be checked ({error})"]
+
+
+def _compared(split: Examples) -> ComparedRecords:
+    return ComparedRecords(len(split), split.whole, split.id)
+
+
+def seen_in_training(job: RunInputs) -> int:
+    """Count the test records whose sequence the run, or the model that it starts from, was trained on."""
+    if job.test.digest == recorded.data_of(job.weights.files).get("train", {}).get("tokens_sha256"):
+        return len(job.test)
+    (partner_N,) = first_identical(_compared(job.train), [_compared(job.test)])
+    return int((partner_N >= 0).sum())
 
 
 def _of_base(job: RunInputs) -> list[str]:

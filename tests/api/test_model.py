@@ -202,7 +202,7 @@ def test_what_is_corrected_is_reported(model: Model) -> None:
         (Seq("MKT"), r"not a Seq; give str\(given\)"),
         (SeqRecord(Seq("MKT"), "a"), r"not a SeqRecord; give str\(given\.seq\)"),
         (io.StringIO(">a\nMKT\n"), r"not an open file; give its pathlib\.Path"),
-        (["MKT", "M/K", "MK1", "MKV"], r"has '/' at position 2, .*, as 1 sequence after it; .*chains"),
+        (["MKT", "M/K", "MK1", "MKV"], r"has '/' at position 2, .*; .*chains"),
         ("ATGGCC" * 20, r"1 sequence of DNA or RNA, as it seems \(100% .*\), .*translate.* --on-nucleotides keep"),
         (["augcgccu" * 2] * 9, r"9 sequences of DNA or RNA"),
         (Path("nowhere.fasta"), r"nowhere\.fasta: no such file"),

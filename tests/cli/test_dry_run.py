@@ -59,20 +59,11 @@ def test_a_dry_run_refuses_and_tells_what_the_command_does(tiny_recipe: Path) ->
     ("arguments", "says"),
     [
         (
-            ("mlm", "data.train=mine.fasta"),
-            "data.train: is yours, and data.valid is still sample:contact/valid, data.test is still "
-            "sample:contact/test, of other proteins; give data.valid=FILE data.test=FILE too. `esmshard split FASTA -o "
-            "DIR` makes three files of one; a file with SET= may be all three",
+            ("sequence", "data.train=mine.csv"),
+            "data.labels is still sample:contact/labels.csv, of other proteins; give data.labels=FILE too. If the "
+            "labels are in ",
         ),
-        (("contact", "data.train=mine.fasta", "data.test=mine.fasta"), "give data.valid=FILE too. "),
-        (("residue", "data.train=mine.fasta", "data.valid=mine.fasta"), "give data.test=FILE too. "),
-        (
-            ("sequence", "data.train=mine.fasta", "data.valid=mine.fasta", "data.test=mine.fasta"),
-            "data.labels is still sample:contact/labels.csv, of other proteins; give data.labels=FILE too, or, if your "
-            "headers have TARGET=, data.labels=null data.target=null. ",
-        ),
-        (("mlm", "data.train=mine.fasta", "--folds", "3"), "give data.valid=FILE too. "),
-        (("mlm", "data.train=mine.fasta", "data.folds=3", "data.fold=0"), "give data.valid=FILE too. "),
+        (("sequence-esm2", "data.train=mine.csv"), "data.labels=null data.target=COLUMN"),
         (
             ("variants", "data.table=mine.csv"),
             "data.table: is yours, and data.wild_type is still sample:variants/wild_type.fasta, of other proteins; "
@@ -84,9 +75,18 @@ def test_a_dry_run_refuses_and_tells_what_the_command_does(tiny_recipe: Path) ->
 def test_training_data_of_ones_own_stand_beside_no_sample(arguments: tuple[str, ...], says: str) -> None:
     Path("mine.fasta").write_text(PROTEINS)
     assert says in both(*arguments)
-    launched = tuple(argument for argument in arguments if argument not in ("--folds", "3"))
-    if launched == arguments:
-        assert says in esmshard("launch", *arguments, "--target", "slurm", "--dry-run").stderr
+
+
+def test_a_file_with_sets_is_named_once() -> None:
+    Path("mine.fasta").write_text(PROTEINS)
+    done = esmshard("finetune", "mlm", "data.train=mine.fasta", "--dry-run")
+    assert (done.returncode, "nothing divides it" in done.stderr) == (1, True)
+    Path("sets.fasta").write_text(">a SET=train\nMKTA\n>b SET=valid\nMKTV\n")
+    done = esmshard("finetune", "mlm", "data.train=sets.fasta", "--dry-run")
+    assert (done.returncode, "has no record of test" in done.stderr) == (1, True)
+    Path("mine.csv").write_text("sequence,y,set\nMKTA,1,train\nMKTV,2,valid\nMKTG,3,test\nMKTC,3,train\n")
+    inside = ("data.train=mine.csv", "data.labels=null", "data.target=y")
+    assert "records   train 2, valid 1, test 1" in esmshard("finetune", "sequence", *inside, "--dry-run").stdout
 
 
 def test_data_of_ones_own_are_taken_when_they_are_whole() -> None:

@@ -20,7 +20,7 @@ RECIPE = """\
 task: {name: sequence, kind: number}
 model: {name: nano}
 init: random
-data: {train: x.fasta, valid: x.fasta, test: x.fasta, labels: y.csv, target: [y]}
+data: {train: x.fasta, valid: x.fasta, test: t.fasta, labels: y.csv, target: [y]}
 train: {steps: 1}
 out: run
 """
@@ -29,7 +29,8 @@ out: run
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("full")
-    write_fasta(root / "x.fasta", 400, longest=60)
+    for name in ("x.fasta", "t.fasta"):
+        write_fasta(root / name, 400, longest=60)
     ids = [line[1:].split()[0] for line in (root / "x.fasta").read_text().splitlines() if line.startswith(">")]
     (root / "y.csv").write_text("id,y\n" + "".join(f"{one},{n}\n" for n, one in enumerate(ids)))
     (root / "r.yaml").write_text(RECIPE)

@@ -13,7 +13,7 @@ RECIPE = """\
 task: {name: mlm}
 model: {name: nano}
 init: random
-data: {train: train.csv, valid: train.csv, test: train.csv, max_length: 30}
+data: {train: train.csv, valid: test.csv, test: test.csv, max_length: 30}
 batch: {global_tokens: 200}
 train: {steps: 2, eval_every: 2}
 checkpoint: {every: 2}
@@ -25,7 +25,8 @@ out: run
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     rows = [f"r{n},{A[n:]},{B[: 20 - n]}" for n in range(8)]
-    (tmp_path / "train.csv").write_text("\n".join(["id,heavy,light", *rows]) + "\n")
+    for name in ("train.csv", "test.csv"):
+        (tmp_path / name).write_text("\n".join(["id,heavy,light", *rows]) + "\n")
     (tmp_path / "x.fasta").write_text(f">ab\n{A}:{B}\n")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
@@ -87,4 +88,4 @@ def test_a_store_that_was_joined_otherwise_is_refused(directory: Path) -> None:
     assert done.returncode == 0, done.stderr
     done = esmshard("ingest", "train.csv", "-o", "gap.store", "--join", "gap:3")
     assert done.returncode == 2
-    assert "--join gap:3: a gap is of the model that reads the store; leave it out here" in done.stderr
+    assert "--join gap:3: a store keeps no gap" in done.stderr

@@ -1,6 +1,7 @@
 """Runs of a model that reads structure letters, from the recipe to the result files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ RECIPE = """\
 task: {name: mlm}
 model: {name: saprot_nano}
 init: random
-data: {train: x.fasta, valid: x.fasta, test: x.fasta, max_length: 25, tracks: {3di: 3di.fasta}}
+data: {train: x.fasta, valid: x.fasta, test: t.fasta, max_length: 25, tracks: {3di: 3di.fasta}}
 batch: {global_tokens: 90, tokens_per_rank: 90}
 train: {steps: 4, eval_every: 4}
 checkpoint: {every: 2}
@@ -30,6 +31,7 @@ PAIRS = random_pairs({f"r{n}": 20 + n for n in range(10)}) | {"bare": ("MKTAYIAK
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path, PAIRS)
+    shutil.copy(tmp_path / "x.fasta", tmp_path / "t.fasta")
     (tmp_path / "r.yaml").write_text(RECIPE)
     return tmp_path / "r.yaml"
 
@@ -100,9 +102,10 @@ def test_letters_inside_give_the_same_examples(recipe: Path) -> None:
     for name, (sequence, letters) in PAIRS.items():
         pairs = zip(sequence, letters or "#" * len(sequence), strict=True)
         both += f">{name}\n{''.join(map(''.join, pairs))}\n"
-    Path("both.fasta").write_text(both)
+    for split in ("train", "valid", "test"):
+        Path(f"{split}.both.fasta").write_text(both)
     outside = prepared(recipe).train
-    files = [f"data.{split}=both.fasta" for split in ("train", "valid", "test")]
+    files = [f"data.{split}={split}.both.fasta" for split in ("train", "valid", "test")]
     inside = prepared(recipe, *files, "data.tracks.3di=inside").train
     for n in range(len(outside)):
         one, other = outside.get(n, 3), inside.get(n, 3)

@@ -3,7 +3,7 @@
 import csv
 import gzip
 import json
-import shutil
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -262,12 +262,21 @@ def test_folds_have_directories_of_their_own(run: Run, tmp_path: Path) -> None:
         assert f"fold_{k}: leakage: none of 4 valid records and 4 test records" in err
 
 
-@pytest.mark.skipif(shutil.which("mmseqs") is not None, reason="MMseqs2 is installed")
-def test_without_mmseqs_the_default_says_what_to_do(run: Run, tmp_path: Path) -> None:
-    write_fasta(tmp_path / "x.fasta")
-    code, _, err = run("x.fasta", "-o", "out")
-    assert code == 1
-    assert "--clusters FILE.tsv" in err
+def test_a_table_with_names_of_its_own_is_split_without_mmseqs(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    draw = random.Random(0)
+    families = ["".join(draw.choices("ACDEFGHIKLMNPQRSTVWY", k=80)) for _ in range(10)]
+    rows = [f"p{n}-{k},{family[: 77 + k]}" for n, family in enumerate(families) for k in range(3)]
+    (tmp_path / "x.csv").write_text("\n".join(["gene,construct", *rows]) + "\n")
+    code, out, err = run("x.csv", "-o", "out", "--sequence-column", "construct", "--id-column", "gene")
+    assert (code, "40% identity" in err) == (0, True)
+    assert out.splitlines()[2].split()[::3] == ["train", "8"]
+    assert {name.split("-")[0]: cells[1] for name, cells in listed(tmp_path / "out").items() if name != "id"} == {
+        f"p{n}": f"p{n}-0" for n in range(10)
+    }
+    assert run("out/train.fasta", "-o", "again", "--id-column", "gene")[0] == 2
 
 
 def test_mmseqs_is_run_where_no_clusters_are_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +381,7 @@ def test_single_mutants_against_the_rest(run: Run, table: Path, tmp_path: Path) 
     assert code == 0
     assert [line.split()[:2] for line in out.splitlines()[2:]] == [["train", "37"], ["valid", "4"], ["test", "2"]]
     assert [row[0] for row in cells(tmp_path / "out" / "test.csv")[1:]] == ["M101C:K102C", "M101W:F119W"]
-    assert "leakage: of 2 test variants 0 are training variants, 2 change only positions that these change too" in err
+    assert "leakage: of 2 test variants 0 are training variants, 2 change only positions that training" in err
     code, _, err = run("v.csv", "-o", "out2", *VARIANTS, "--by", "mutations", "--train-max", "2")
     assert code == 1
     assert "no variant has more than 2 changes" in err

@@ -5,10 +5,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from esmshard.data.splits.clusters import OPTIONS, read_clusters, run_mmseqs
+from esmshard.data.splits import clusters
+from esmshard.data.splits.clusters import OPTIONS, align_clusters, read_clusters, run_mmseqs
+from esmshard.data.splits.leakage import ComparedRecords
 from esmshard.errors import InputError
+from esmshard.vocab import encode_residues
 
 TABLE = "a\ta\na\tb\nc\tc\n"
 
@@ -136,21 +140,31 @@ def test_a_failing_run_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
-def test_without_the_program_the_sentence_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    message = refusal(lambda: run_mmseqs(["MKT"], ["a"], tmp_path))
-    assert "conda install -c bioconda mmseqs2" in message
-    assert "--clusters FILE.tsv" in message
+FIRST = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPDAQFEVV"
+SECOND = "MKTAYIAKQRQLSFVKSHFTRQLEERLGLIDVQAPILSKVGDGTQENLSGAEKAVQVRVKALPDAQYEVV"
+STRANGER = "GSHMWCPLDEWRNHYFKTPGGADWMQCYHTNPEIFWKRDLNGSACVYHTQWEPMDFNRKCGISTYLHWPA"
+
+
+def test_alignment_joins_relatives_over_most_of_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of relatives is one cluster; neither a fragment nor a common tag of strangers joins anything."""
+    tag = "MGSSHHHHHHSSGLVPRGSH"
+    third = SECOND[:40] + SECOND[40:].translate(str.maketrans("AVKLQ", "SIRMN")) + "U"
+    texts = [FIRST, "MKV", third, SECOND, tag + STRANGER, tag + FIRST[::-1], FIRST[:35], "X" * 30]
+    tokens = [np.frombuffer(encode_residues(text), np.uint8) for text in texts]
+    records = ComparedRecords(len(tokens), tokens.__getitem__, "abcdefgh".__getitem__)
+    found = align_clusters(records)
+    assert found.names == [*"abaaefgh"]
+    assert "40% identity" in found.notices[0]
+    monkeypatch.setattr(clusters, "MOST_ALIGNED", 2)
+    with pytest.raises(InputError, match="mmseqs2"):
+        align_clusters(records)
 
 
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2")
 def test_the_program_itself(tmp_path: Path) -> None:
     """Two relatives at 90%, a stranger, a peptide and unknown residues: all have a cluster."""
-    first = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPDAQFEVV"
-    second = "MKTAYIAKQRQLSFVKSHFTRQLEERLGLIDVQAPILSKVGDGTQENLSGAEKAVQVRVKALPDAQYEVV"
-    stranger = "GSHMWCPLDEWRNHYFKTPGGADWMQCYHTNPEIFWKRDLNGSACVYHTQWEPMDFNRKCGISTYLHWPA"
     ids = ["sp|P12345|AATM_RABIT", "b", "c", "d", "e"]
-    found = run_mmseqs([first, second, stranger, "MKV", "X" * 30], ids, tmp_path)
+    found = run_mmseqs([FIRST, SECOND, STRANGER, "MKV", "X" * 30], ids, tmp_path)
     assert found.names[0] == found.names[1]
     assert found.names[0] in ids[:2]
     assert found.names[2:] == ["c", "d", "e"]

@@ -153,7 +153,7 @@ def test_the_standard_input_may_be_compressed(pack: Callable[[bytes], bytes], mo
 
 def test_an_id_with_two_sequences_on_the_standard_input_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe(monkeypatch, b">a\nMK\n>a\nMM\n")
-    assert refusal(lambda: read(STDIN)).startswith("-: 'a' comes twice with two sequences; rename one of them, or give")
+    assert refusal(lambda: read(STDIN)).startswith("-: 'a' comes twice with two sequences; rename one of the two")
 
 
 @pytest.mark.parametrize("name", ["x.fasta", "x.gz", "x", "x.bz2.txt"])

@@ -118,20 +118,20 @@ def test_a_letter_of_another_alphabet_is_no_residue_whatever_its_upper_case(lett
 @pytest.mark.parametrize("written", ["", "\n\n", " ", "---", "*", "-*"])
 def test_a_record_without_residues_is_refused(written: str) -> None:
     for data, line in ((f">a\n{written}\n>b\nMK\n", 1), (f">b\nMK\n>a\n{written}", 3), (f">a x\n{written}", 1)):
-        assert refusal(data).startswith(f"x.fasta:{line}: record 'a' has no residues; remove it, or leave such records")
+        assert refusal(data).startswith(f"x.fasta:{line}: record 'a' has no residues; remove the record")
 
 
-def test_a_symbol_that_is_no_residue_is_counted_and_its_option_is_named() -> None:
+def test_a_symbol_that_is_no_residue_is_refused_and_the_option_is_named() -> None:
     """Whatever is said can be typed as it stands: the store that it makes goes in for the file."""
     data = ">a\nMK\n>b\nM*K\n>c\nMKT/MKV\n>d\nM<mask>K\n>e\n\n>f\nMK*\n>g\nm-k\n"
     assert refusal(data, "my x.fa.gz") == (
-        "my x.fa.gz:3: record 'b' has '*' at position 2, which is not a residue, as 3 other records of the file; cut "
-        "the sequence at the stop codon, or leave such records out: `esmshard ingest 'my x.fa.gz' -o 'my x.store' "
-        "--on-unknown drop`, and give 'my x.store' for the file"
+        "my x.fa.gz:3: record 'b' has '*' at position 2, which is not a residue; cut the sequence at the stop "
+        "codon, or leave out such records: `esmshard ingest 'my x.fa.gz' -o 'my x.store' --on-unknown "
+        "drop`, and name 'my x.store' instead"
     )
     for separator in "/|+":
         message = refusal(f">a\nMKT{separator}MKV\n>b\nMK{separator}\n")
-        assert f"has '{separator}' at position 4, which is not a residue, as 1 other record of the file; " in message
+        assert f"has '{separator}' at position 4, which is not a residue; " in message
         assert "if it divides the chains of a complex, write ':' there, or leave " in message
         assert "write X" not in message
     assert "'<mask>' at position 2, which is not a residue; write X for" in refusal(">a\nM<mask>K\n")
@@ -149,7 +149,7 @@ def test_chains_are_divided_by_a_colon() -> None:
     assert block.lengths.tolist() == [8, 6, 3]
     for sequence, chain, count in ((":MK", 1, 2), ("MK::MV", 2, 3), ("MK:*", 2, 2), ("MK:--:MV", 2, 3)):
         assert refusal(f">x\nMK\n>a\n{sequence}\n").startswith(
-            f"x.fasta:3: record 'a' has no residues in chain {chain} of {count}; write one ':' between two chains, or "
+            f"x.fasta:3: record 'a' has no residues in chain {chain} of {count}; write one ':' between two chains"
         )
         assert [
             record.id for record in read_fasta(write(f">x\nMK\n>a\n{sequence}\n"), rules=Rules(on_unknown="drop"))
@@ -166,11 +166,11 @@ def test_a_mask_that_is_written_out_is_one_symbol() -> None:
     ]
 
 
-def test_ids_with_two_sequences_are_counted_and_their_option_is_named() -> None:
+def test_ids_with_two_sequences_are_refused_and_the_option_is_named() -> None:
     assert refusal(">a\nMK\n>b\nM\n>a\nMT\n>b\nMV\n>b\nMA\n>c\nM\n>c\nM\n") == (
-        "x.fasta:5: 'a' was used before with another sequence; 1 other id too; rename one of them, or give the later "
-        "ones a number (--on-duplicate first leaves them out): `esmshard ingest x.fasta -o x.store --on-duplicate "
-        "suffix`, and give x.store for the file"
+        "x.fasta:5: 'a' was used before with another sequence; rename one of the two, or give the later ones a number "
+        "(--on-duplicate first leaves them out): `esmshard ingest x.fasta -o x.store --on-duplicate suffix`, and name "
+        "x.store instead"
     )
 
 

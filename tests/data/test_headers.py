@@ -207,7 +207,7 @@ def test_records_without_a_split_are_counted_and_named() -> None:
     )
     edits = Edits()
     assert splits(store, required=False, edits=edits) == ["train", "none", "none", "none", "none", "none"]
-    assert edits.notices() == ["no SET=, so that it was left out, in 5 records (b, c, d, ...)"]
+    assert edits.notices() == ["5 records without SET= left out (b, c, d, ...)"]
     message = split_refusal(InMemory(">a M", ">b VALIDATION=True M"), required=False)
     assert message.startswith("x.fasta: no record (a, b) has a SET=; ")
     assert "x.fasta: record 'b': SET is 'dev'" in split_refusal(InMemory(">a SET=train M", ">b SET=dev M"))
@@ -250,13 +250,13 @@ def test_splits_from_label_files(tmp_path: Path) -> None:
     assert splits(store, path) == ["valid", "train", "test"]
     path.write_text(">c SET=test\nHH\n>d SET=test\nHH\n>a SET=train\nHE\n")
     assert split_refusal(store, path) == (
-        f"x.fasta: 1 of 3 records have no SET= in {path} (b); add what is missing, or remove the records"
+        f"x.fasta: 1 of 3 records have no SET= here or in {path} (b); add what is missing, or remove the records"
     )
     edits = Edits()
     assert splits(store, path, required=False, edits=edits) == ["train", "none", "test"]
     assert edits.notices() == [
         "a split of no record was passed over in 1 record (d)",
-        f"no SET= in {path}, so that it was left out, in 1 record (b)",
+        f"1 record without SET= here or in {path} left out (b)",
     ]
     path.write_text(">c SET=test\nHH\n>c SET=train\nHH\n")
     assert split_refusal(store, path).startswith(f"{path}:3: 'c' has another split than in line 1; ")
@@ -264,7 +264,7 @@ def test_splits_from_label_files(tmp_path: Path) -> None:
     assert split_refusal(store, path).startswith(f"{path}:4: record 'a': SET is 'dev'")
     path.write_text(">x SET=test\nHH\n")
     assert split_refusal(store, path, required=False).startswith(
-        f"x.fasta: no record (a, b, c) has a SET= in {path}, whose ids are others (x); "
+        f"x.fasta: no record (a, b, c) has a SET= here or in {path}; "
     )
 
 

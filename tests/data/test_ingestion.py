@@ -351,7 +351,7 @@ def test_the_standard_input_is_read_once_and_here(monkeypatch: pytest.MonkeyPatc
     assert [store.id(n) for n in range(len(store))] == ["b", "a", "7abc/A", "p"]
     pipe(monkeypatch, b">a\nMM\n")
     message = refusal(lambda: ingest([write(FASTA), STDIN], Path("again")))
-    assert message.startswith("x.fasta: 'a' comes twice with two sequences; rename one of them, or give")
+    assert message.startswith("x.fasta: 'a' comes twice with two sequences; rename one of the two, or give")
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])

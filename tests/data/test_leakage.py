@@ -16,7 +16,7 @@ from esmshard.vocab import STANDARD, encode_residues
 
 PROTEIN = "ACDEFGHIKLMNPQRSTVWYACEG"
 """24 residues, 20 different 5-mers."""
-BLIND = "similar: one training record has a fifth of the 5-mers; remote homologs are not seen so"
+BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
 
 def records(*sequences: str, name: str = "t") -> ComparedRecords:
@@ -132,7 +132,6 @@ def test_it_agrees_with_sets_of_words(seed: int, block: int) -> None:
     train, test = some(rng.randrange(1, 30)), some(rng.randrange(1, 12))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(leakage, "_BLOCK", block)
-        patch.setattr(leakage, "_common_residues", lambda *_: None)
         found = check(records(*train), {"test": records(*test, name="q")}).overlaps["test"]
     shares = []
     for n, sequence in enumerate(test):
@@ -189,55 +188,11 @@ def test_the_other_sets_are_sampled_where_memory_ends(monkeypatch: pytest.Monkey
 
 # variants of one protein
 
-WILD = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
 
-
-def variant(*mutations: tuple[int, str]) -> str:
-    letters = list(WILD)
-    for position, letter in mutations:
-        letters[position] = letter
-    return "".join(letters)
-
-
-TRAIN = [WILD, variant((3, "G")), variant((5, "L")), variant((5, "V"), (9, "K")), variant((7, "A"))]
-
-
-def test_variants_are_told_from_families_and_their_positions_counted() -> None:
-    test = [variant((3, "G")), variant((5, "A")), variant((5, "A"), (20, "G")), variant((21, "A")), WILD, WILD + "G"]
-    found = check(records(*TRAIN), {"test": records(*test, name="q")})
-    assert found.variants
-    assert found.overlaps["test"] == Overlap(6, 2, 5, every_position=2, any_position=3)
-    assert found.notices() == [
-        "leakage: of 6 test variants (5 of them compared in full) 2 are training variants, 2 change only positions "
-        "that these change too, and 3 at least one such position"
-    ]
-
-
-def test_training_variants_of_another_length_change_no_positions() -> None:
-    found = check(records(*TRAIN, "G" * 10), {"test": records(variant((21, "A")), name="q")})
-    assert found.variants
-    assert found.overlaps["test"] == Overlap(1, 0, 1)
-    assert found.notices() == ["leakage: none of 1 test variants changes a position that training variants change"]
-
-
-def test_the_wild_type_is_what_most_training_variants_have() -> None:
-    """Not what the test variants have: there position 3 is G throughout, which is a change."""
-    test = [variant((3, "G"), (k, "A")) for k in range(10, 20)]
-    found = check(records(*TRAIN * 2), {"test": records(*test, name="q")})
-    assert found.overlaps["test"].any_position == 10
-    assert found.overlaps["test"].every_position == 0
-
-
-@pytest.mark.parametrize(
-    ("train", "test"),
-    [
-        (["ACDEFGHIKL", "LKIHGFEDCA", "MNPQRSTVWY"], ["YWVTSRQPNM", "AAAAAAAAAA"]),  # one length, all different
-        ([WILD, WILD[:20], WILD[3:], "MK"], [variant((3, "G"))]),  # most have another length
-        ([WILD, WILD], ["W" * 28, "C" * 28, "ACDEFGHIKLMNPQRSTVWYACDEFGHI"]),  # the others are no variants
-    ],
-)
-def test_families_are_no_variants(train: list[str], test: list[str]) -> None:
-    assert not check(records(*train), {"test": records(*test)}).variants
+def test_near_copies_of_one_protein_are_records_unless_the_caller_has_their_mutations() -> None:
+    found = check(records(PROTEIN, PROTEIN[:-1] + "A"), {"test": records(PROTEIN[:-1] + "K", PROTEIN, name="q")})
+    assert not found.variants
+    assert (found.overlaps["test"].identical, found.overlaps["test"].similar) == (1, 1)
 
 
 def test_known_mutations_are_counted_by_name_and_position() -> None:

@@ -67,7 +67,7 @@ DNA = f">a\n{random('ACGT', 90)}\n>b\n{random('ACGT', 30)}\n"
 SAYS = (
     r"x\.fasta: 2 records of DNA or RNA, as it seems \(100% of the letters are A, C, G, T, U or N\), where proteins "
     r"are expected; translate them, or, if they are proteins nevertheless, say so: `esmshard ingest (\S*/)?x\.fasta -o "
-    r"x\.store --on-nucleotides keep`, and give x\.store for the file"
+    r"x\.store --on-nucleotides keep`, and name x\.store instead"
 )
 
 

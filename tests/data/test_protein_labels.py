@@ -76,7 +76,7 @@ def test_headers_without_a_label() -> None:
     assert np.isnan(labels.values[1:]).all()
     with pytest.raises(KeyError):
         labels[1]
-    assert labels.notices == ["no TARGET=, so that it was left out, in 2 records (b, c)"]
+    assert labels.notices == ["2 records without TARGET= left out (b, c)"]
     assert refusal(store, "number", columns=["KD"], required=False).startswith(
         "x.fasta: no record (a, b, c) has a KD=; "
     )
@@ -130,10 +130,10 @@ def test_rows_and_records_without_a_partner(path: Path) -> None:
     )
     labels = of(store, "number", given, required=False)
     assert labels.labelled_N.tolist() == [False, False, True, False, False, False, True]
-    assert labels.notices == [f"no label in {path}, so that it was left out, in 5 records (a, b, d, ...)"]
+    assert labels.notices == [f"5 records without label in {path} left out (a, b, d, ...)"]
     other = table(path, "id,target\nu,1\nv,1\n")
     assert refusal(store, "number", other, required=False).startswith(
-        f"x.fasta: no record (a, b, c, ...) has a label in {path}, whose ids are others (u, v); "
+        f"x.fasta: no record (a, b, c, ...) has a label in {path}, which has other ids (u, v); "
     )
 
 
@@ -163,7 +163,7 @@ def test_rows_find_records_by_sequence(path: Path) -> None:
         f"{path}:4: column 'sequence': '1' at position 2 is not a residue"
     )
     long = "MKTAYIAKQRQISFVKSHFSRQ"
-    assert "ids are others (MKK, MKTAYIAKQRQISFVKSHFS...)" in refusal(
+    assert "other ids (MKK, MKTAYIAKQRQISFVKSHFS...)" in refusal(
         store, "number", table(path, f"seq,target\nMKK,1\n{long},3\n")
     )
     assert "line 2" in refusal(store, "number", table(path, "sequence,target\nMK,1\nmk,3\n"))
@@ -195,13 +195,13 @@ def test_columns_that_are_not_clear(path: Path) -> None:
         of(STORE, "number", table(path, "id,Name,target\na,x,1\n"))
     assert of(STORE, "number", table(path, "id,Name,target\n1,a,1\n2,b,1\n3,c,1\n"), id_column="Name")
     assert of(STORE, "class", table(path, "id,target,label\na,1,x\nb,1,x\nc,1,x\n"), columns=["label"]).names == ("x",)
-    with pytest.raises(InputError, match=r"'target' and 'Label' may both be meant; name one with data.target=COLUMN"):
+    with pytest.raises(InputError, match=r"'target' and 'Label' may both be meant; set data.target=COLUMN"):
         of(STORE, "number", table(path, "id,target,Label\na,x,1\n"))
     assert refusal(STORE, "number", table(path, "id,score\na,1\n")) == (
-        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; name one with data.target=COLUMN"
+        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; set data.target=COLUMN"
     )
     assert refusal(STORE, "number", table(path, "id,score\na,1\n"), columns=["helix"]) == (
-        f"{path}: has no column 'helix'; its columns are 'id', 'score'; name one with data.target=COLUMN"
+        f"{path}: has no column 'helix'; its columns are 'id', 'score'; set data.target=COLUMN"
     )
     assert refusal(STORE, "number", table(path, "key,target\na,1\n")) == (
         f"{path}: has no column of ids or sequences that is known; its columns are 'key', 'target'"

@@ -74,7 +74,7 @@ def test_numbers_from_headers() -> None:
     assert labels[0]["target"].dtype == np.float32
     assert labels.names == ""
     np.testing.assert_array_equal(labels.values, np.float32([0.5, -0.01, NAN, 3, NAN, 2, NAN, 0.5, NAN]))
-    assert labels.notices == ["no MASK=, so that all residues count, in 2 records (a, c)"]
+    assert labels.notices == ["2 records without MASK=, of which all residues count (a, c)"]
     np.testing.assert_array_equal(of(InMemory(">a KD=1;2 MT"), "number", column="kd")[0]["target"], [1, 2])
 
 
@@ -124,7 +124,7 @@ def test_records_without_labels() -> None:
     labels = of(InMemory(">a TARGET=HECH MKTV", ">c TARGET=HHH MASK=000 MVV"), "class")
     assert targets(labels) == [[2, 1, 0, 2], [-1, -1, -1]]
     assert labels.notices == [
-        "no MASK=, so that all residues count, in 1 record (a)",
+        "1 record without MASK=, of which all residues count (a)",
         "no residue has a label in 1 record (c)",
     ]
 
@@ -141,7 +141,7 @@ def test_flip_files(path: Path, mask: Path) -> None:
     path.write_text(">c MASK=101\nHHE\n>a MASK=1110\nHECH\n>b\nCC\n")
     labels = of(STORE, "class", path)
     assert targets(labels) == [[2, 1, 0, -1], [0, 0], [2, -1, 1]]
-    assert labels.notices == ["no MASK=, so that all residues count, in 1 record (b)"]
+    assert labels.notices == ["1 record without MASK=, of which all residues count (b)"]
     assert refusal(STORE, "class", path, mask=mask) == (
         f"{path}:1: record 'c' has MASK=, but masks come from {mask}; leave one of them out"
     )
@@ -206,7 +206,7 @@ def test_label_records_and_sequences_without_a_partner(path: Path, mask: Path) -
     assert refusal(STORE, "class", path).startswith(f"x.fasta: 2 of 3 records have no label in {path} (a, b); ")
     path.write_text(">x\nHEC\n>y\nCC\n")
     assert refusal(STORE, "class", path).startswith(
-        f"x.fasta: no record (a, b, c) has a label in {path}, whose ids are others (x, y); "
+        f"x.fasta: no record (a, b, c) has a label in {path}, which has other ids (x, y); "
     )
     path.write_text(">c\nHHH\n>x\nHEC\n>a\nCCCC\n>b\nCC\n")
     mask.write_text(">c\n110\n>z\n1\n>a\n1111\n>b\n11\n")
@@ -260,7 +260,7 @@ def test_labels_from_a_table(tmp_path: Path, mask: Path) -> None:
     assert refusal(STORE, "class", read_table(path), classes="H").startswith(f"{path}:4: record 'b' has the")
     path.write_text("id,score\nc,HHH\n")
     assert refusal(STORE, "class", read_table(path)) == (
-        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; name one with data.target=COLUMN"
+        f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; set data.target=COLUMN"
     )
 
 

@@ -33,53 +33,6 @@ ORIGIN
         1 mkt
 //
 """
-GENOME = """\
-LOCUS       CONTIG_1                  30 bp    DNA     linear   BCT 01-JAN-2020
-DEFINITION  test contig.
-ACCESSION   CONTIG_1
-VERSION     CONTIG_1.1
-FEATURES             Location/Qualifiers
-     source          1..30
-                     /organism="Escherichia coli"
-     CDS             1..12
-                     /locus_tag="L_1"
-                     /protein_id="WP_1.1"
-                     /product="test protein"
-                     /translation="MKTAYIAKQRQI
-                     MKT"
-     CDS             complement(13..24)
-                     /locus_tag="L_2"
-                     /transl_table=11
-     CDS             25..30
-                     /locus_tag="L_3"
-                     /pseudo
-ORIGIN
-        1 atgaaaacct aattaggttt tcacgggggg
-//
-LOCUS       CONTIG_2                   6 bp    DNA     linear   BCT 01-JAN-2020
-DEFINITION  another.
-ACCESSION   CONTIG_2
-VERSION     CONTIG_2.1
-ORIGIN
-        1 acgtac
-//
-"""
-EMBL = """\
-ID   X1; SV 1; linear; mRNA; STD; PLN; 12 BP.
-XX
-AC   X1;
-XX
-DE   test mRNA
-XX
-FH   Key             Location/Qualifiers
-FT   CDS             1..12
-FT                   /protein_id="CAA1.1"
-FT                   /translation="MKT"
-XX
-SQ   Sequence 12 BP; 6 A; 2 C; 1 G; 3 T; 0 other;
-     atgaaaacct aa                                                            12
-//
-"""
 SWISS = """\
 ID   HBA_TEST                Reviewed;          10 AA.
 AC   P12345;
@@ -105,9 +58,6 @@ STOCKHOLM = "# STOCKHOLM 1.0\n#=GF ID x\n\na/1-4  MK-T.A\nb/2-9  mkATTA\n#=GC SS
 CLUSTAL = "CLUSTAL W (1.83) multiple sequence alignment\n\n\na     MK-TA\nb     MKATA\n\na     CC\nb     DD\n\n"
 FILES = {
     "x.gbk": (GENBANK, [("NP_000001.1", "MKTAYIAKQRQI"), ("NP_000002.7", "MKT")]),
-    # The second reading frame is on the other strand, and begins with GTG, which code 11 reads as M there.
-    "x.gbff": (GENOME, [("WP_1.1", "MKTAYIAKQRQIMKT"), ("L_2", "MKT")]),
-    "x.embl": (EMBL, [("CAA1.1", "MKT")]),
     "x.dat": (SWISS, [("P12345", "MKTAYIAKQR")]),
     "x.xml": (XML, [("P12345", "MKTAYIAKQR")]),
     "x.sto": (STOCKHOLM, [("a/1-4", "MKTA"), ("b/2-9", "MKATTA")]),
@@ -156,17 +106,6 @@ def test_the_header_has_the_description() -> None:
     ]
 
 
-def test_what_a_genome_encodes_is_read_with_notices() -> None:
-    path = write(GENOME, "x.gb")
-    assert read(path)[1] == [
-        "2 CDS features of nucleotide records read as the proteins that they encode (WP_1.1, L_2)",
-        "1 CDS feature without a translation left out (L_3)",
-        "1 nucleotide record without CDS features left out (CONTIG_2.1)",
-    ]
-    assert [record.description for record in read_fasta(path)] == ["WP_1.1 test protein", "L_2"]
-    assert ingest([path], Path("x.store")).notices == read(path)[1]
-
-
 def test_gaps_of_an_alignment_are_removed_with_a_notice() -> None:
     assert read(write(CLUSTAL, "x.aln"))[1] == ["gaps were removed in 1 record (a)"]
     assert read(write(STOCKHOLM, "x.sto"))[1] == [
@@ -181,9 +120,10 @@ def test_gaps_of_an_alignment_are_removed_with_a_notice() -> None:
         ("x.gb", GENBANK.replace("1 mkt\n", "1 m1t\n"), "x.gb:14: record 'NP_000002.7' has '1' at position 2, "),
         (
             "x.gb",
-            GENOME.replace("CDS ", "gene"),
-            "x.gb:1: record 'CONTIG_1.1' is DNA without a CDS feature that can be translated, where proteins are ",
+            GENBANK.replace("3 aa            linear", "3 bp    DNA     linear"),
+            "x.gb:14: record 'NP_000002.7' is DNA, and proteins ",
         ),
+        ("x.embl", SWISS.replace("10 AA.", "10 BP."), "x.embl: is an EMBL or UniProt text file, "),
         ("x.dat", SWISS.replace("MKTAYIAKQR", "MKTAYIAK?R"), "x.dat:1: record 'P12345' has '?' at position 9, "),
         ("x.xml", XML.replace("YIAKQR<", "YIAK?R<"), "x.xml:3: record 'P12345' has '?' at position 9, "),
         ("x.sto", STOCKHOLM.replace("mkATTA", "mkA?TA"), "x.sto:5: record 'b/2-9' has '?' at position 4, "),

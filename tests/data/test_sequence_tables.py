@@ -252,7 +252,7 @@ def test_what_is_no_fasta_file_by_its_name_may_be_one_by_its_first_byte() -> Non
         ("name,accession,seq\na,b,MKT\n", "x.csv: columns 'name' and 'accession' may both be meant; call the one "),
         ("name,seq\nmy protein,MKT\n", "x.csv:2: column 'name' has 'my protein', and an id has no spaces; put "),
         ("id,seq\na,MKT\nb,\nc,M1T\n", "x.csv:4: record 'c' has '1' at position 2, which is not a residue; "),
-        ("id,seq\na,MKT\nb,\na,MKV\n", "x.csv:4: 'a' was used before with another sequence; rename one of them, "),
+        ("id,seq\na,MKT\nb,\na,MKV\n", "x.csv:4: 'a' was used before with another sequence; rename one of the two, "),
         ("id,seq\na,M>KT\n", "x.csv:2: record 'a' has '>' at position 2, which is not a residue; "),
         ("id,seq\na,MKT,1,2\n", "x.csv:2: has 4 cells, but the header in line 1 has 2, read as separated by commas; "),
     ],
@@ -263,7 +263,7 @@ def test_bad_tables_are_refused_in_one_sentence(text: str, message: str) -> None
 
 def test_advice_names_a_store_after_the_table() -> None:
     assert refusal("id,seq\na,M1T\n").endswith(
-        "leave such records out: `esmshard ingest x.csv -o x.store --on-unknown drop`, and give x.store for the file"
+        "`esmshard ingest x.csv -o x.store --on-unknown drop`, and name x.store instead"
     )
 
 

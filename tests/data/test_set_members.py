@@ -58,26 +58,33 @@ def test_another_attribute_that_ends_in_set_divides_nothing() -> None:
     Path("x.fasta").write_text(
         "".join(f">{record} DATASET=uniprot offset=3 TARGET=0.5\nMKT{record.upper()}\n" for record in "acdefg")
     )
-    shared = recipe("sequence", "x.fasta", "x.fasta", "x.fasta")
-    assert ids(shared) == {name: list("acdefg") for name in SPLITS}
-    assert not any("divides it:" in notice for name in SPLITS for notice in open_split(shared, name, None).notices)
+    with pytest.raises(InputError, match=r"x\.fasta: .*nothing divides it"):
+        open_split(recipe("sequence", "x.fasta", "x.fasta", "x.fasta"), "train", None)
     with_folds = recipe("sequence", "x.fasta", "x.fasta", "x.fasta", ", folds: 3, fold: 0")
     assert sorted(record for split in ids(with_folds).values() for record in split)
 
 
-def test_one_file_that_nothing_divides_is_told_of() -> None:
+def test_a_test_set_that_is_the_training_set_is_refused_and_such_a_validation_set_is_told_of() -> None:
     write("x.fasta", dict.fromkeys(SETS, ""))
     write("t.fasta", {"c": "", "f": ""})
-    alike = recipe("mlm", "x.fasta", "x.fasta", "x.fasta")
-    assert open_split(alike, "train", None).notices == []
-    for name in ("valid", "test"):
-        assert open_split(alike, name, None).notices == [
-            f"is the file of data.train, too, and nothing divides it, so that {name} has the records of train; "
-            "`esmshard split x.fasta -o DIR` divides it"
-        ]
+    for valid in ("x.fasta", "t.fasta"):
+        with pytest.raises(InputError, match=r"x\.fasta: .*esmshard split"):
+            open_split(recipe("mlm", "x.fasta", valid, "x.fasta"), "train", None)
+    (notice,) = open_split(recipe("mlm", "x.fasta", "x.fasta", "t.fasta"), "valid", None).notices
+    assert "nothing divides it, so that valid has the records of train" in notice
     folds = recipe("mlm", "x.fasta", "x.fasta", "x.fasta", ", folds: 3, fold: 0")
     tested_twice = recipe("mlm", "x.fasta", "t.fasta", "t.fasta")
     assert not any(open_split(of, name, None).notices for of in (folds, tested_twice) for name in SPLITS)
+
+
+def test_sets_in_the_sequences_and_labels_in_another_file() -> None:
+    write("x.fasta", SETS, target=False)
+    Path("y.fasta").write_text("".join(f">{record}\nHHEC\n" for record in [*SETS, "more", "others"]))
+    alike = recipe("residue", "x.fasta", "x.fasta", "x.fasta", ", labels: y.fasta")
+    assert ids(alike) == IDS
+    Path("y.fasta").write_text("".join(f">{r} SET={'train' if r == 'c' else s}\nHHEC\n" for r, s in SETS.items()))
+    with pytest.raises(InputError, match=r"record 'c' is of test, and .*y\.fasta says train"):
+        ids(alike)
 
 
 def test_two_splits_may_share_a_file() -> None:
@@ -100,11 +107,6 @@ def test_a_label_file_divides_one_file() -> None:
     write("x.fasta", dict.fromkeys(SETS, ""), target=False)
     Path("y.fasta").write_text("".join(f">{record} SET={where}\nHHEC\n" for record, where in SETS.items()))
     assert ids(recipe("residue", "x.fasta", "x.fasta", "x.fasta", ", labels: y.fasta")) == IDS
-
-
-def test_a_file_without_marks_is_taken_whole() -> None:
-    write("x.fasta", dict.fromkeys(SETS, ""))
-    assert ids(recipe("sequence", "x.fasta", "x.fasta", "x.fasta")) == {name: list(SETS) for name in SPLITS}
 
 
 def test_marks_that_do_not_suffice_are_refused() -> None:

@@ -106,16 +106,24 @@ UNKNOWN = "which is not a residue; write X for an unknown residue"
         ("M\x1bK", {}, f"has '\\x1b' at position 2, {UNKNOWN}"),
         ("M\xdfK", {}, f"has '\xdf' at position 2, {UNKNOWN}"),
         ("M1-2", {}, f"has '1' at position 2, {UNKNOWN}"),
-        ("", {}, "has no residues; remove it"),
-        (" \n", {}, "has no residues; remove it"),
-        ("-*", {}, "has no residues; remove it"),
-        ("", {"on_unknown": "mask"}, "has no residues; remove it"),
-        ("*", {"keep_gaps": True}, "has no residues; remove it"),
-        ("mk.", {"a3m": True}, "has no residues; remove it"),
+        ("", {}, "has no residues; remove the record"),
+        (" \n", {}, "has no residues; remove the record"),
+        ("-*", {}, "has no residues; remove the record"),
+        ("", {"on_unknown": "mask"}, "has no residues; remove the record"),
+        ("*", {"keep_gaps": True}, "has no residues; remove the record"),
+        ("mk.", {"a3m": True}, "has no residues; remove the record"),
     ],
 )
 def test_what_is_refused(written: str, rules: dict[str, object], message: str) -> None:
     assert refused(written, **rules) == message
+
+
+@pytest.mark.parametrize("policy", ["error", "mask", "drop"])
+def test_structure_letters_between_residues_are_refused_and_the_way_in_is_named(policy: str) -> None:
+    for written in ("MdEvVp", "Md\nEvV#*"):
+        assert "data.tracks.3di=inside" in refused(written, on_unknown=policy)
+    assert cleaned("MdEvVpp")[0] is not None
+    assert cleaned("MdEvVp", a3m=True)[1] == [INSERTIONS]
 
 
 @pytest.mark.parametrize(

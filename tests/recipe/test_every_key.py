@@ -398,7 +398,7 @@ KEYS = {
     "data.sequence_column": Key(sequences, "reversed", ("task={name: mlm}", "data.train=columns.csv")),
     "data.id_column": Key(labels, "other_id", SEQUENCE),
     "data.mask": Key(targets, "mask.fasta", RESIDUE),
-    "data.complexes": Key(records("train"), "all", ("data.train=dimers", "data.valid=dimers", "data.test=dimers")),
+    "data.complexes": Key(records("train"), "all", ("data.train=dimers", "data.valid=dimers")),
     "data.join.linker": Key(sequences, "5", ("data={train: complexes.fasta, valid: valid.fasta, test: valid.fasta}",)),
     "data.join.gap": Key(base, "512"),
     "data.tracks": Key(known_residues, "{3di: letters.fasta}", ("model.name=saprot_nano",)),

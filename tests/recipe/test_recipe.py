@@ -192,7 +192,7 @@ def test_a_section_that_is_no_mapping_is_refused_in_its_line(path: Path, section
     ("old", "expected"),
     [
         ("out: runs/x\n", "1:1: out: this key is required"),
-        ("  valid: sample:contact/valid\n", "4:1: data.valid: this key is required"),
+        ("  train: train.fasta\n", "4:1: data.train: this key is required"),
         ("model: {name: mini}\n", "1:1: model: this key is required"),
     ],
 )
@@ -597,7 +597,7 @@ def test_the_keys_of_variants_have_defaults(path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["train.epochs=2"], "train.epochs: is another way to say train.steps, which is 40; give one of the two"),
+        (["train.steps=4", "train.epochs=2"], "train.epochs: is another way to say train.steps, which is 4; give one"),
         (["data.fold=2"], "data.fold: is one of data.folds, and the recipe has none; add data.folds, or remove it"),
         (["data.folds=3", "data.fold=3"], "data.fold: is counted from 0, and of 3 folds the last one is 2, not 3"),
         (
@@ -679,15 +679,28 @@ def test_the_default_of_a_section_is_compared_with_others_too(path: Path) -> Non
     )
 
 
-def test_null_takes_the_other_way_to_say_it_back(path: Path) -> None:
-    asked = ["train.epochs=2", "train.steps=null"]
-    assert problem(path, asked[0]).endswith("train.steps=null or train.epochs=null"), "the fix can be typed"
-    train = load(path, asked).train
+def test_an_override_of_one_way_to_say_it_takes_the_place_of_the_other(path: Path) -> None:
+    train = load(path, ["train.epochs=2"]).train
     assert (train.epochs, train.steps) == (2, None)
+    edit(path, "steps: 40", "epochs: 1.5")
+    assert load(path, ["train.steps=8"]).train == load(path, ["train.steps=8", "train.epochs=null"]).train
+    assert load(path, ["train.steps=null"]).train.epochs == 1.5
     edit(path, "train: {", "batch: {global_tokens: 99}\ntrain: {")
-    assert "batch.global_tokens=16384 (the default)" in problem(path, "batch.sequences=8")
-    assert load(path, ["batch.sequences=8", "batch.global_tokens=16384"]).batch.sequences == 8
+    assert load(path, ["batch.sequences=8"]).batch.sequences == 8
     assert load(path, ["batch.sequences=null"]).batch.global_tokens == 99
+    edit(path, "global_tokens: 99", "sequences: 8")
+    assert load(path, ["batch.global_tokens=99"]).batch.sequences is None
+    assert "batch.sequences: is another way" in problem(path, "batch.sequences=8", "batch.global_tokens=99")
+
+
+def test_validation_and_test_set_follow_the_training_file(path: Path) -> None:
+    own = load(path, ["data.train=/x/own.csv"]).data  # the file has a sample for validation
+    assert (own.valid, own.test) == ("/x/own.csv", "/data/test.fasta")
+    typed = load(path, ["data.train=/x/own.csv", "data.valid=/x/valid.csv", "data.test=null"]).data
+    assert (typed.valid, typed.test) == ("/x/valid.csv", "/x/own.csv")
+    assert load(path, ["data.train=sample:contact/test"]).data.valid == "sample:contact/valid"
+    edit(path, "  valid: sample:contact/valid\n", "  valid: /x/valid.fasta\n")
+    assert load(path, ["data.train=/x/own.csv"]).data.valid == "/x/valid.fasta"
 
 
 def test_a_contradiction_in_the_file_is_shown_where_it_is(path: Path) -> None:
@@ -695,8 +708,7 @@ def test_a_contradiction_in_the_file_is_shown_where_it_is(path: Path) -> None:
     edit(path, "steps: 40", "epochs: 1.5, steps: 40")
     assert problems(path) == [
         f"{path}:5:9: data.mask: is for task residue, and the recipe has contact; remove it",
-        f"{path}:12:17: train.epochs: is another way to say train.steps, which is 40; give one of the two, and null "
-        "for the other if the file has it: train.steps=null or train.epochs=null",
+        f"{path}:12:17: train.epochs: is another way to say train.steps, which is 40; give one of the two",
     ]
     with pytest.raises(ValidationError, match="mask: is for task residue"):
         Recipe.model_validate(load_tree(path))

@@ -15,7 +15,7 @@ RECIPE = """\
 task: {name: sequence, kind: number}
 model: {name: nano}
 init: random
-data: {train: data/x.fasta, valid: data/x.fasta, test: data/x.fasta, labels: data/y.csv, target: [y]}
+data: {train: data/x.fasta, valid: data/x.fasta, test: data/t.fasta, labels: data/y.csv, target: [y]}
 train: {steps: 1}
 out: runs/first
 """
@@ -41,6 +41,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "data").mkdir(parents=True)
     residues = ["MKTAYIAKQRQISFVKSHFSRQ", "MKVLAAGIVGLCAKAYIAKQ", "MSTNPKPQRKTKRNTNRRPQDVK"]
     (root / "data" / "x.fasta").write_text("".join(f">p{n}\n{one}\n" for n, one in enumerate(residues)))
+    shutil.copy(root / "data" / "x.fasta", root / "data" / "t.fasta")
     (root / "data" / "y.csv").write_text("id,y\np0,-1\np1,2\np2,3\n")
     (root / "r.yaml").write_text(RECIPE)
     done("finetune", "r.yaml", "--nproc", "1", "--report", cwd=root)
@@ -72,7 +73,7 @@ def test_files_are_known_by_name_and_content(project: Path) -> None:
     assert copy["recipe"]["model"]["name"] == "../../../runs/first/model"
     page = (project / "runs" / "second" / "report.html").read_text()
     assert "esmshard finetune second/recipe.yaml out=second-again" in page
-    assert "esmshard evaluate second/model x.fasta -o second-test" in page
+    assert "esmshard evaluate second/model t.fasta -o second-test" in page
 
 
 def test_they_work_where_they_are_and_where_all_was_moved_to(project: Path, tmp_path: Path) -> None:

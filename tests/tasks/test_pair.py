@@ -14,8 +14,10 @@ from pydantic import TypeAdapter
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.leakage import ComparedRecords
 from esmshard.data.splits.pair_overlap import pair_notices
+from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
 from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.section_base import Clash
 from esmshard.recipe.task_section import AnyTask, suiting
@@ -26,6 +28,7 @@ from esmshard.tasks.labelled.pair import MEMORY, SINGLE, PairTask
 from esmshard.tasks.labelled.pair_settings import PairSettings
 from esmshard.tasks.labelled.sequence import SequenceTask
 from esmshard.tasks.labelled.sequence_settings import SequenceSettings
+from esmshard.tasks.registry import new_task
 from esmshard.vocab import STANDARD, encode
 
 NUMBERS = {"targets": ["Kd"], "mean": [50.0], "std": [4.0]}
@@ -34,6 +37,17 @@ TWO = {"classes": ["apart", "bound"], "counts": [3, 1], "records": 4}
 
 def task(facts: dict[str, Any] = NUMBERS, **given: Any) -> PairTask:
     return PairTask(PairSettings(name="pair", **given), facts)
+
+
+def test_the_table_of_the_page_is_read_with_its_own_settings(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    section = page[page.index("## pair:") :].split("```")
+    (tmp_path / "pairs.csv").write_text(section[3].lstrip())
+    (tmp_path / "r.yaml").write_text(section[1].removeprefix("yaml") + "model: {name: nano}\nout: run\n")
+    recipe = recipe_file.load(tmp_path / "r.yaml")
+    train, test = (open_split(recipe, name, new_task(recipe.task, {}).labels) for name in ("train", "test"))
+    assert [train.id(n) for n in range(len(train))] == ["P1-P2", "P1-P3"]
+    assert len(test) == 1
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What a run says at its start about records that the sets share."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def test_a_clean_split_is_one_line(tiny_recipe: Path) -> None:
     job = run_inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
     assert run_inputs.leakage_notices(job) == [
         "leakage: none of 5 valid records and 5 test records is identical or similar to training records (similar: one "
-        "training record has a fifth of the 5-mers; remote homologs are not seen so)"
+        "training record has a fifth of the 5-mers; this does not find remote homologs)"
     ]
 
 
@@ -28,6 +29,10 @@ def test_a_run_says_what_is_shared_and_goes_on(tiny_recipe: Path, capsys: pytest
     err = capsys.readouterr().err
     assert err.count("leakage: of 24 test records 24 are identical and 0 similar to training records (") == 1
     assert "leakage: none of 5 valid records is" in err
+    assert (
+        "In sample: 24 of 24 test records"
+        in json.loads(tiny_recipe.with_name("run").joinpath("evaluation.json").read_text())["verdict"]
+    )
 
 
 def test_a_check_that_fails_does_not_stop_the_run(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +42,18 @@ def test_a_check_that_fails_does_not_stop_the_run(tiny_recipe: Path, monkeypatch
     monkeypatch.setattr(run_inputs, "check", fail)
     job = run_inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
     assert run_inputs.leakage_notices(job) == ["leakage: could not be checked (no memory)"]
+
+
+def test_variants_are_compared_by_all_positions_that_they_change(tmp_path: Path) -> None:
+    """The test set is what has two changes: two of three change only positions of training, and all change one."""
+    (tmp_path / "wt.fasta").write_text(">wt\nMKTAYIAKQRQISFVKSHFS\n")
+    rows = ["K2A,1", "K2R,2", "T3A,3", "A4G,1", "Y5F,2", "K2A:T3A,2", "K2A:S13A,1", "T3A:A4G,1"]
+    (tmp_path / "v.csv").write_text("\n".join(["mutant,score", *rows]) + "\n")
+    (tmp_path / "r.yaml").write_text(
+        "task: {name: variant, zero_shot: false}\nmodel: {name: nano}\ninit: random\n"
+        "data: {table: v.csv, wild_type: wt.fasta, split: mutations}\nout: run\n"
+    )
+    job = run_inputs.prepare(recipe_file.load(tmp_path / "r.yaml"), 1, 1, torch.device("cpu"))
+    of_test = run_inputs.leakage_notices(job)[-1]
+    assert of_test.startswith("leakage: of 3 test variants 0 are training variants, 2 change only positions")
+    assert "and 3 change at least one" in of_test

@@ -16,7 +16,7 @@ _ENDING = re.compile(
     re.IGNORECASE,
 )
 _DOES: dict[Option, str] = {
-    "--on-unknown drop": "leave such records out",
+    "--on-unknown drop": "leave out such records",
     "--on-duplicate suffix": "give the later ones a number (--on-duplicate first leaves them out)",
     "--on-nucleotides keep": "if they are proteins nevertheless, say so",
 }
@@ -26,7 +26,7 @@ def instead(files: Sequence[Path], option: Option, rules: Rules = Rules()) -> st
     """Advise how to read files under another rule. Only `ingest` has the options; all commands take its store.
 
     >>> print(instead([Path("in/x.fasta.gz")], "--on-unknown drop"))
-    leave such records out: `esmshard ingest in/x.fasta.gz -o x.store --on-unknown drop`, and give x.store for the file
+    leave out such records: `esmshard ingest in/x.fasta.gz -o x.store --on-unknown drop`, and name x.store instead
 
     Args:
         files: the input files.
@@ -36,7 +36,7 @@ def instead(files: Sequence[Path], option: Option, rules: Rules = Rules()) -> st
     name = "input" if files[0] == Path("-") else _ENDING.sub("", files[0].name) or "input"
     store = shlex.quote(f"{name}.store")
     typed = " ".join([f"esmshard ingest {shlex.join(map(str, files))} -o {store}", *_options(rules), option])
-    return f"{_DOES[option]}: `{typed}`, and give {store} for the file{'s' if len(files) > 1 else ''}"
+    return f"{_DOES[option]}: `{typed}`, and name {store} instead"
 
 
 def _options(rules: Rules) -> list[str]:

@@ -8,11 +8,9 @@ The id is the first word of the header; `>` alone gets `seqnum000000004`, its li
 """
 
 import codecs
-import itertools
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,7 +22,6 @@ from esmshard.data.fasta.file_kinds import kind_of, text_without_headers
 from esmshard.data.fasta.sources import STDIN, ConvertedSource, open_source, read_block
 from esmshard.data.fasta.symbols import (
     BLANKS,
-    LEFT_OUT,
     STRANGE,
     Edits,
     RefusedSymbols,
@@ -34,7 +31,7 @@ from esmshard.data.fasta.symbols import (
     shown,
     table,
 )
-from esmshard.data.tables import counted, readable
+from esmshard.data.tables import readable
 from esmshard.errors import InputError
 from esmshard.vocab import EOS
 
@@ -44,9 +41,6 @@ LONGEST = 1 << 26
 """Most bytes of a record, line ends included: nature's longest protein has 36,000 residues, a chromosome has 10^8
 bases.
 """
-
-COUNTED = 1 << 30
-"""Bytes of a file that are searched for more mistakes of the same kind after the first mistake."""
 
 _MARK = b"\xef\xbb\xbf"
 
@@ -78,17 +72,6 @@ class Block:
         return marks if self.origin is None else marks[self.origin]
 
 
-def _unknown(path: Path, rules: Rules) -> int:
-    """Count the records that `on_unknown=drop` would leave out of the first COUNTED bytes. Called before an error."""
-    if path == STDIN:  # Standard input cannot be read again.
-        return 0
-    edits, lenient = Edits(), replace(rules, on_unknown="drop", long="full", max_length=None)
-    with suppress(InputError):
-        for _ in itertools.takewhile(lambda block: block.at <= COUNTED, read_blocks(path, edits, lenient)):
-            pass
-    return edits.counts.get(LEFT_OUT, 0)
-
-
 def read_blocks(
     path: Path,
     edits: Edits,
@@ -112,8 +95,8 @@ def read_blocks(
 
 
 def occurrences(paths: Sequence[Path], name: bytes, rules: Rules) -> Iterator[tuple[Path, int]]:
-    """Find file and line of each record with an id, up to a file that cannot be read again. Called only before an
-    error.
+    """Find file and line of each record with an id. The search ends at a file that cannot be read again, such as the
+    standard input. Called only before an error.
     """
     for path in paths:
         if path == STDIN:
@@ -298,8 +281,6 @@ class _Reader:
             place = f"{self._path}:{self.line(*where)}: record '{shown(record_id)}' {refused.what}"
             if not refused.droppable:
                 raise InputError(f"{place}; {refused.fix}") from None
-            others = _unknown(self._path, self._rules) - 1
-            place += f", as {counted(others, 'other record')} of the file" if others > 0 else ""
             raise InputError(
                 f"{place}; {refused.fix}, or {instead([self._path], '--on-unknown drop', self._rules)}"
             ) from None

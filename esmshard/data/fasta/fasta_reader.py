@@ -3,19 +3,16 @@
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from esmshard.data.fasta.advice import instead
-from esmshard.data.fasta.fasta_blocks import COUNTED, occurrences, read_blocks
-from esmshard.data.fasta.sources import STDIN, is_plain
+from esmshard.data.fasta.fasta_blocks import occurrences, read_blocks
 from esmshard.data.fasta.symbols import Edits, Rules, shown
-from esmshard.data.tables import counted
 from esmshard.errors import InputError
-from esmshard.vocab import EOS, decode
+from esmshard.vocab import decode
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: 
             if name in seen:
                 again[name] += 1
                 if seen[name] != tokens:
-                    raise InputError(repeated(name, [path], rules, again[name], _clashes(path, rules)))
+                    raise InputError(repeated(name, [path], rules, again[name]))
                 edits.add(READ_ONCE, name.decode())
                 continue
             seen[name] = tokens
@@ -64,7 +61,7 @@ def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: 
 READ_ONCE = "a record that came twice was read once"
 
 
-def repeated(name: bytes, paths: Sequence[Path], rules: Rules, place: int, ids: int) -> str:
+def repeated(name: bytes, paths: Sequence[Path], rules: Rules, place: int) -> str:
     """Write the message about an id with two sequences, with the lines of its first record and of a later one.
 
     Args:
@@ -72,28 +69,11 @@ def repeated(name: bytes, paths: Sequence[Path], rules: Rules, place: int, ids: 
         paths: files that were read together.
         rules: the rules under which they were read.
         place: which of the later records of the id has another sequence, counted from 1.
-        ids: number of all ids that have two sequences.
     """
     record, where = shown(name.decode()), list(occurrences(paths, name, rules))
-    others = f"; {counted(ids - 1, 'other id')} too" if ids > 1 else ""
-    advice = f"rename one of them, or {instead(paths, '--on-duplicate suffix', rules)}"
+    advice = f"rename one of the two, or {instead(paths, '--on-duplicate suffix', rules)}"
     if place >= len(where):  # These are the standard input, or files that are gone.
-        return f"{paths[0]}: '{record}' comes twice with two sequences{others}; {advice}"
+        return f"{paths[0]}: '{record}' comes twice with two sequences; {advice}"
     (first, _), (second, line) = where[0], where[place]
     there = "" if first == second else f" in {first}"
-    return f"{second}:{line}: '{record}' was used before{there} with another sequence{others}; {advice}"
-
-
-def _clashes(path: Path, rules: Rules) -> int:
-    """Count the ids with two sequences in the first COUNTED bytes of a file. Called only before an error."""
-    first: dict[bytes, bytes] = {}
-    found: set[bytes] = set()
-    if path == STDIN:
-        return 0
-    with suppress(InputError):
-        for block in read_blocks(path, Edits(), rules, stop=COUNTED if is_plain(path) else None):
-            pieces = block.tokens.split(bytes([EOS]))
-            for name, tokens in zip(block.ids, pieces, strict=False):
-                if first.setdefault(name, tokens) != tokens:
-                    found.add(name)
-    return len(found)
+    return f"{second}:{line}: '{record}' was used before{there} with another sequence; {advice}"

@@ -6,11 +6,7 @@ _SAVE = "save it as plain text, with '>ID' before each sequence"
 _NAME = "the standard input has FASTA alone, so name the file"
 _BEGINS: tuple[tuple[bytes, str, str], ...] = (
     (b"LOCUS ", "a GenBank file", _NAME),
-    (
-        b"ID   ",
-        "an EMBL or UniProt text file",
-        _NAME,
-    ),
+    (b"ID   ", "an EMBL or UniProt text file", "download the proteins as FASTA, or, from UniProt, name the file"),
     (b"data_", "an mmCIF structure", "give the FASTA file of its chains, or, for contacts, the directory it lies in"),
     (b"{\\rtf", "an RTF document", _SAVE),
     (b"%PDF", "a PDF document", _SAVE),

@@ -1,23 +1,14 @@
-"""Files of GenBank, EMBL, UniProt and alignments that Biopython reads: their recognition, and their records.
-
-Of a nucleotide record of GenBank or EMBL, the proteins that its CDS features encode are the records.
-"""
+"""Files of GenBank, UniProt and alignments of proteins that Biopython reads: their recognition, and their records."""
 
 import io
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from esmshard.data.fasta.symbols import Edits, shown
 from esmshard.data.tables import read_text
 from esmshard.errors import InputError
-
-if TYPE_CHECKING:
-    from Bio.SeqFeature import SeqFeature
-    from Bio.SeqRecord import SeqRecord
 
 
 @dataclass(frozen=True)
@@ -37,7 +28,6 @@ FORMATS = tuple(
     SequenceFormat(name, title, re.compile(head), re.compile(record, re.MULTILINE))
     for name, title, head, record in (
         ("genbank", "a GenBank file", rb"LOCUS ", r"^LOCUS "),
-        ("embl", "an EMBL file", rb"ID   [^\r\n]* BP\.", r"^ID   "),
         ("swiss", "a UniProt text file", rb"ID   [^\r\n]* AA\.", r"^ID   "),
         ("uniprot-xml", "a UniProt XML file", rb"<\?xml[^>]*>\s*(<!--.*?-->\s*)?<uniprot[\s>]", r"<entry[\s>]"),
         ("stockholm", "a Stockholm alignment", rb"# STOCKHOLM", r"^[^#/\s]"),
@@ -56,7 +46,7 @@ class FormatRecords:
     lines: list[int]
     """The line at which each record begins, counted from 1."""
     edits: Edits
-    """What Biopython warned of, and what was translated or left out."""
+    """What Biopython warned of."""
 
 
 def format_of(head: bytes) -> SequenceFormat | None:
@@ -72,10 +62,10 @@ def read_format(path: Path, kind: SequenceFormat) -> FormatRecords:
     """Read the proteins of a file, plain or compressed.
 
     Raises:
-        InputError: the file cannot be read, a record has no sequence, or there is only DNA or RNA that encodes nothing;
-            the message names the line.
+        InputError: the file cannot be read, a record has no sequence, or is DNA or RNA; the message names the line.
     """
     from Bio import SeqIO
+    from Bio.Seq import UndefinedSequenceError
 
     text = read_text(path, kind.title).replace("\r\n", "\n").replace("\r", "\n")
     if kind.record.search(text) is None:  # Biopython reads a Clustal file without a record for ever.
@@ -97,55 +87,18 @@ def read_format(path: Path, kind: SequenceFormat) -> FormatRecords:
     starts = _lines(text, kind, len(records))
     headers, sequences, lines = list[str](), list[str](), list[int]()
     for record, line in zip(records, starts, strict=True):
-        for name, description, protein in _proteins(record, f"{path}:{line}: record '{shown(record.id)}'", edits):
-            described = "" if description in ("<unknown description>", name) else f" {description}"
-            headers.append(" ".join(f"{name}{described}".split()))
-            sequences.append(protein)
-            lines.append(line)
-    if not headers:
-        molecule = records[0].annotations["molecule_type"]
-        raise InputError(
-            f"{path}:{starts[0]}: record '{shown(records[0].id)}' is {molecule} without a CDS feature that can be "
-            "translated, where proteins are expected; download the file with its features, or its protein sequences as "
-            "FASTA"
-        )
-    return FormatRecords(headers, sequences, lines, edits)
-
-
-def _proteins(record: "SeqRecord", where: str, edits: Edits) -> Iterator[tuple[str, str, str]]:
-    """Yield id, description and residues of a record, or of the proteins that a nucleotide record encodes."""
-    from Bio.Seq import UndefinedSequenceError
-
-    molecule = str(record.annotations.get("molecule_type", "protein"))
-    if "protein" in molecule.lower():
+        where = f"{path}:{line}: record '{shown(record.id)}'"
+        molecule = record.annotations.get("molecule_type", "protein")
+        if "protein" not in molecule.lower():
+            raise InputError(f"{where} is {molecule}, and proteins are expected; download its proteins as FASTA")
         try:
-            yield str(record.id), record.description, "".join(str(record.seq).split())
+            sequences.append("".join(str(record.seq).split()))
         except UndefinedSequenceError:
             raise InputError(f"{where} has no sequence in the file; download the file with sequences") from None
-        return
-    coding = [feature for feature in record.features if feature.type == "CDS"]
-    if not coding:
-        edits.add("nucleotide record(s) without CDS features left out", str(record.id))
-    for n, feature in enumerate(coding, 1):
-        about = {key: values[0] for key, values in feature.qualifiers.items()}
-        name = about.get("protein_id") or about.get("locus_tag") or f"{record.id}_cds_{n}"
-        protein = about.get("translation") or _translated(feature, record)
-        if protein:
-            edits.add("CDS feature(s) of nucleotide records read as the proteins that they encode", name)
-            yield "_".join(name.split()), about.get("product", ""), "".join(protein.split())
-        else:
-            edits.add("CDS feature(s) without a translation left out", name)
-
-
-def _translated(feature: "SeqFeature", record: "SeqRecord") -> str:
-    """Translate a CDS feature by its own code, `transl_table`; empty if it is no whole reading frame with both ends."""
-    from Bio.Data.CodonTable import TranslationError
-    from Bio.Seq import UndefinedSequenceError
-
-    try:
-        return str(feature.translate(record.seq, cds=True))  # type: ignore[no-untyped-call]
-    except (TranslationError, UndefinedSequenceError, ValueError, KeyError, TypeError):
-        return ""
+        described = "" if record.description in ("<unknown description>", record.id) else f" {record.description}"
+        headers.append(" ".join(f"{record.id}{described}".split()))
+        lines.append(line)
+    return FormatRecords(headers, sequences, lines, edits)
 
 
 def _lines(text: str, kind: SequenceFormat, count: int) -> list[int]:

@@ -86,7 +86,7 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
     if not of_chains:
         raise InputError(
             f"{path}: has no column of sequences that is known; {listed(table.columns)}; call the one with the amino "
-            "acids 'sequence', or name it (data.sequence_column in a recipe, `ingest --sequence-column`)"
+            "acids 'sequence', or name it (data.sequence_column in a recipe, --sequence-column of `ingest` and `split`)"
         )
     edits, kept, joined = Edits(), list[int](), list[str]()
     for row, cells in enumerate(zip(*(table.columns[name] for name in of_chains), strict=True)):

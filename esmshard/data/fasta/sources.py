@@ -19,7 +19,7 @@ from esmshard.data.tables import readable
 from esmshard.errors import InputError
 
 STDIN = Path("-")
-CONVERSION = 2
+CONVERSION = 3
 """The version of the rules by which other files become FASTA text. After a change, all such files are read again."""
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}

@@ -3,6 +3,7 @@
 | in the file | becomes |
 |---|---|
 | lower-case letters | upper case, counted; in A3M files insertions: removed, counted |
+| upper-case and lower-case letters in turns | an error: the latter are SaProt's structure letters, no residues |
 | `J` (leucine or isoleucine) | `X`, counted |
 | `-` and `.` | removed, counted (`keep_gaps` keeps them; `.` of an A3M file is removed all the same) |
 | one `*` at the end of a chain | removed, counted |
@@ -40,6 +41,8 @@ _MASK_SYMBOL = "\uf8ff"
 """The symbol that replaces a written `<mask>` while its sequence is checked: the last code point for private use."""
 _CHAINS = "/|+"
 """Symbols that programs for complexes write between the chains of one record, besides `:`, which is read."""
+_IN_TURNS = re.compile(r"(?:[A-Z][a-z#]){3,}")
+"""Residues with a structure letter after each, as `MdEvVp`; `#` is an unknown one."""
 _STOP = re.compile(r"\*(?=:|\Z)")
 JOINED = "chains were joined by a linker"
 LEFT_OUT = "a sequence with symbols that are no residues, or without any, was left out"
@@ -171,6 +174,12 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
     kinds: list[str] = []
     written = _MASK_TEXT.sub(_MASK_SYMBOL, written.translate(_NO_BLANKS))
     text = _STOP.sub("", written)
+    if not rules.a3m and _IN_TURNS.fullmatch(text):
+        raise RefusedSymbols(
+            "has residues and structure letters in turns, as SaProt writes them",
+            "for SaProt set data.tracks.3di=inside, or pass --track 3di=inside; for other models remove the letters, "
+            "in a FASTA file by `sed '/^>/!s/[a-z#]//g' FILE > NEW`",
+        )
     if text != written:
         kinds.append("a '*' at the end was removed")
     if rules.a3m:
@@ -194,10 +203,10 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
         edits.add(LEFT_OUT, record_id)
         return None
     if not sequence:
-        raise RefusedSymbols("has no residues", "remove it", droppable=True)
+        raise RefusedSymbols("has no residues", "remove the record")
     if not all(chains):
         what = f"has no residues in chain {chains.index('') + 1} of {len(chains)}"
-        raise RefusedSymbols(what, "write one ':' between two chains", droppable=True)
+        raise RefusedSymbols(what, "write one ':' between two chains")
     if foreign and rules.on_unknown == "error":
         removed = ("" if rules.keep_gaps else GAPS) + (string.ascii_lowercase + "." if rules.a3m else "")
         places = [k for k, symbol in enumerate(written) if symbol not in removed and not _STOP.match(written, k)]

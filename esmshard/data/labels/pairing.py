@@ -20,7 +20,7 @@ from esmshard.errors import InputError
 from esmshard.joined_chains import LINKER
 from esmshard.vocab import encode_residues
 
-NAME_LABEL = "name one with data.target=COLUMN"
+NAME_LABEL = "set data.target=COLUMN"
 """Advice for messages: how to name the column of labels."""
 UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
 """An id as UniProt writes it; the group is the accession."""
@@ -104,7 +104,9 @@ def rows_of_records(
     if what == "split":
         for name in extra:
             edits.add("a split of no record was passed over", name)
-    check_labelled(store, fasta, row_N >= 0, f"{what} in {table.path}", extra, edits, required=required)
+    check_labelled(
+        store, fasta, row_N >= 0, f"{what} in {table.path}", () if used_R.any() else extra, edits, required=required
+    )
     return row_N
 
 
@@ -135,15 +137,15 @@ def check_labelled(
     without: list[int] = np.flatnonzero(~labelled_N).tolist()
     named = f"({first_three(without, store.id)})"
     if len(without) == len(store):
-        others = f", whose ids are others ({first_three(extra, str)})" if extra else ""
-        raise InputError(f"{fasta}: no record {named} has a {lacks}{others}; look whether the files belong together")
+        others = f", which has other ids ({first_three(extra, str)})" if extra else ""
+        raise InputError(f"{fasta}: no record {named} has a {lacks}{others}; check that the files belong together")
     if without and required:
         raise InputError(
             f"{fasta}: {len(without):,} of {len(store):,} records have no {lacks} {named}; add what is missing, or "
             "remove the records"
         )
     for n in without:
-        edits.add(f"no {lacks}, so that it was left out,", store.id(n))
+        edits.add(f"record(s) without {lacks} left out", store.id(n))
 
 
 def _sequences(table: Table, id_column: str) -> str | None:

@@ -188,7 +188,7 @@ class _LabelBuilder:
             self._read_masks(self._mask)
         elif self._masked_N.any():
             for k in np.flatnonzero(~self._masked_N):
-                self.edits.add("no MASK=, so that all residues count,", self._store.id(int(k)))
+                self.edits.add("record(s) without MASK=, of which all residues count", self._store.id(int(k)))
         self._values[~self._counted] = 0 if self._kind == "class" else np.nan
 
     def _read_masks(self, path: Path) -> None:

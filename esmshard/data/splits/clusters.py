@@ -1,5 +1,8 @@
-"""Clusters of similar sequences from MMseqs2: read from its table of results, or computed if MMseqs2 is installed."""
+"""Clusters of similar sequences: read from a table of MMseqs2, or computed by MMseqs2, or by pairwise alignment of
+candidates if MMseqs2 is not installed.
+"""
 
+import re
 import shutil
 import subprocess
 import tempfile
@@ -7,12 +10,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from esmshard.data.splits.assignment import components
+from esmshard.data.splits.leakage import ComparedRecords, word_pairs
 from esmshard.data.tables import first_three, read_text
 from esmshard.errors import InputError
+from esmshard.progress import Progress
+from esmshard.vocab import STANDARD, decode
 
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
 """Options of MMseqs2: 30% identity over 80% of both sequences, at the highest sensitivity of the search."""
+
+IDENTITY, COVERAGE = 0.3, 0.8
+"""What two sequences of one cluster have: identical residues of all columns of their alignment, and the share of each
+sequence that is aligned. MMseqs2 has the same limits in `OPTIONS`.
+"""
+MOST_ALIGNED = 100_000
+"""Most pairs that are aligned: some minutes on one core."""
 
 _INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
 
@@ -82,6 +97,62 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
     return Clusters(names, str(path), notices)
 
 
+def align_clusters(records: ComparedRecords) -> Clusters:
+    """Cluster sequences without MMseqs2, by single linkage of pairs with IDENTITY and COVERAGE.
+
+    Pairs with a 5-mer in common are aligned (Smith-Waterman of Biopython, BLOSUM62, gaps 12 and 1). If 300 residues
+    agree in a share p, 300 * p**5 common 5-mers are expected: 9 at 50% identity, 3 at 40%, and fewer than 1 at 30%. So
+    most pairs below about 40% identity are not seen.
+
+    Raises:
+        InputError: there are more candidates than MOST_ALIGNED.
+    """
+    import Bio
+    from Bio.Align import PairwiseAligner  # slow to import
+
+    aligner = PairwiseAligner(scoring="blastp")  # type: ignore[no-untyped-call]
+    aligner.mode = "local"
+    length_N = [len(records.residues(n)) for n in range(records.count)]
+    pairs = []
+    for one, other in word_pairs(records):
+        if min(length_N[one], length_N[other]) >= COVERAGE * max(length_N[one], length_N[other]):
+            pairs.append((one, other))
+        if len(pairs) > MOST_ALIGNED:
+            raise InputError(f"clusters of more than {MOST_ALIGNED:,} similar pairs need MMseqs2; {_INSTALL}")
+    root = list(range(records.count))
+
+    def root_of(n: int) -> int:
+        while root[n] != n:
+            root[n] = n = root[root[n]]
+        return n
+
+    def text(n: int) -> str:
+        return re.sub(f"[^{STANDARD}]", "X", decode(records.residues(n)))
+
+    with Progress("align", len(pairs)) as progress:
+        for done, (one, other) in enumerate(pairs, 1):
+            progress.update(done, "")
+            if root_of(one) == root_of(other):
+                continue
+            found = aligner.align(text(one), text(other))  # type: ignore[no-untyped-call]
+            if not len(found):
+                continue
+            spans = np.abs(np.diff(found[0].coordinates[:, [0, -1]]))[:, 0]
+            covered = min(spans[0] / length_N[one], spans[1] / length_N[other])
+            if covered >= COVERAGE and found[0].counts().identities >= IDENTITY * found[0].length:
+                root[root_of(other)] = root_of(one)
+    limits = f"{IDENTITY:.0%} identity over {COVERAGE:.0%} of both sequences"
+    return Clusters(
+        [records.id(root_of(n)) for n in range(records.count)],
+        f"alignment of pairs with a common 5-mer (Biopython {Bio.__version__}, BLOSUM62), {limits}",
+        [
+            f"clusters are made without MMseqs2, which is not installed: {limits}, among pairs with a common 5-mer. "
+            "Most relatives below about 40% identity are not seen and may be in different sets; install MMseqs2 to "
+            "keep them together"
+        ],
+    )
+
+
 def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
     """Cluster sequences with MMseqs2 at 30% identity (`OPTIONS`).
 
@@ -91,11 +162,9 @@ def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) ->
         directory: directory for temporary files, about ten times the size of the sequences.
 
     Raises:
-        InputError: MMseqs2 is not installed, or fails; the message has the last line that MMseqs2 wrote.
+        InputError: MMseqs2 fails; the message has the last line that MMseqs2 wrote.
     """
-    program = shutil.which("mmseqs")
-    if program is None:
-        raise InputError(f"clusters need the program mmseqs (MMseqs2), which is not found; {_INSTALL}")
+    program = shutil.which("mmseqs") or "mmseqs"
     with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
         work = Path(name)
         numbers = []

@@ -1,6 +1,7 @@
 """Splits of the records of a FASTA file, and the files of their sets."""
 
 import hashlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,17 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta.symbols import Edits
+from esmshard.data.fasta.sources import is_sequence_table
+from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.labels.coordinates import CoordinateLabels, npz_beside, read_arrays
 from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
 from esmshard.data.splits.assignment import Numbers, check_given
-from esmshard.data.splits.clusters import read_clusters, run_mmseqs
+from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs
 from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.splits.split_method import Method
 from esmshard.data.store.ingestion import cached
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.tables import counted
+from esmshard.errors import UsageError
 from esmshard.vocab import decode
 
 
@@ -28,6 +31,7 @@ class FastaRecords:
     Args:
         source: FASTA file, plain or compressed, token store, structure file, or directory of structure files.
         sets: table or label FASTA that names the set of each record, if the headers of `source` do not.
+        rules: the columns of a table.
 
     Raises:
         InputError: a file cannot be read: `source`, `sets`, or the `.npz` of coordinates beside `source`.
@@ -37,10 +41,14 @@ class FastaRecords:
     sizes = ("records", "residues", "clusters")
     """The names of the counts in `count`. Clusters are the last, if there are any."""
 
-    def __init__(self, source: Path, sets: Path | None = None) -> None:
+    def __init__(self, source: Path, sets: Path | None = None, rules: Rules = Rules()) -> None:  # noqa: B008  # frozen
         structures = holds_structures(source)
+        if rules != Rules() and not is_sequence_table(source):
+            raise UsageError(
+                f"{source}: is no table, and --sequence-column and --id-column are for tables; leave them out"
+            )
         self.source, self._fasta = source, cached_split(source) if structures else source
-        self._store = cached(self._fasta)
+        self._store = cached(self._fasta, rules)
         self._sets = None if sets is None else table_or_fasta(sets)
         found = [*(notices(self._fasta) if structures else []), *self._store.notices]
         self.notices = [f"{source}: {notice}" for notice in found]
@@ -59,7 +67,7 @@ class FastaRecords:
         Args:
             method: by cluster, by ratio, or as the headers or the file of sets say.
             directory: directory for files of MMseqs2, which runs if the method names no clusters.
-            say: takes a message before MMseqs2 runs.
+            say: takes a message before records are clustered.
 
         Raises:
             InputError: the records cannot be divided by this method.
@@ -77,6 +85,9 @@ class FastaRecords:
             return assignment.by_cluster(same, method.ratios, method.seed, method.folds)
         if method.clusters:
             found = [read_clusters(path, self.ids) for path in method.clusters]
+        elif shutil.which("mmseqs") is None:
+            say(f"clustering {counted(count, 'record')} by pairwise alignment, as MMseqs2 is not installed")
+            found = [align_clusters(leakage.ComparedRecords(count, self._store.residues, self._store.id))]
         else:
             say(f"clustering {counted(count, 'record')} with MMseqs2")
             found = [run_mmseqs((decode(self._store.residues(n)) for n in range(count)), self.ids, directory)]

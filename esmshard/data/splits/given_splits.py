@@ -26,11 +26,13 @@ def given_splits(
 ) -> Numbers:
     """Return the number in `SETS` of the split of each record, int64 [N]; LEFT_OUT for a record without a split.
 
+    `SET=` in the headers of the records counts, and so does the set in `source`. Where both name one, they must agree.
+
     Args:
         store: the records.
         fasta: the file of the records.
         source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a label file
-            whose headers hold SET and VALIDATION; None for the headers of the FASTA file itself.
+            whose headers hold SET and VALIDATION; None for the headers of the FASTA file alone.
         edits: collects what was changed or left out, such as splits of no record.
         id_column: column of the ids; see `rows_of_records`.
         required: whether a record without a split is an error.
@@ -38,6 +40,9 @@ def given_splits(
     Raises:
         InputError: a split is missing, unknown, or given in two ways; the message names record or line.
     """
+    headers = (_of_header(store.description(n), str(fasta), edits) for n in range(len(store)))
+    number_N: Numbers = np.fromiter(headers, np.int64, len(store))
+    marked_N, lacks = number_N != LEFT_OUT, "SET="
     if isinstance(source, Table):
         number_R = sets_of_rows(source, range(len(source)))
         row_N = rows_of_records(
@@ -48,18 +53,27 @@ def given_splits(
             same=lambda a, b: bool(number_R[a] == number_R[b]),
             labelled_R=number_R != LEFT_OUT,
             what="split",
-            required=required,
-            edits=edits,
+            required=required and not marked_N.any(),
+            edits=Edits() if marked_N.any() else edits,
         )
-        return np.where(row_N < 0, LEFT_OUT, number_R[row_N])
-    extra: list[str] = []
-    if source is None:
-        headers = (_of_header(store.description(n), str(fasta), edits) for n in range(len(store)))
-        number_N: Numbers = np.fromiter(headers, np.int64, len(store))
+        given_N = np.where(row_N < 0, LEFT_OUT, number_R[row_N])
+        lacks = f"SET= here or set in {source.path}"
+        if not marked_N.any():
+            return given_N
+    elif source is not None:
+        given_N, lacks = _of_label_file(store, source, edits), f"SET= here or in {source}"
     else:
-        number_N = _of_label_file(store, source, extra, edits)
-    lacks = "SET=" if source is None else f"SET= in {source}"
-    check_labelled(store, fasta, number_N != LEFT_OUT, lacks, extra, edits, required=required)
+        given_N = number_N
+    both_N = marked_N & (given_N != LEFT_OUT) & (given_N != number_N)
+    if both_N.any():
+        n = int(both_N.argmax())
+        other = source.path if isinstance(source, Table) else source
+        raise InputError(
+            f"{fasta}: record {shown(store.id(n))} is of {SETS[number_N[n]]}, and {other} says {SETS[given_N[n]]}; "
+            "correct one of the two"
+        )
+    number_N = np.where(marked_N, number_N, given_N)
+    check_labelled(store, fasta, number_N != LEFT_OUT, lacks, (), edits, required=required)
     return number_N
 
 
@@ -82,6 +96,11 @@ def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
     return number_N
 
 
+def has_set(header: str, path: Path) -> bool:
+    """Return whether a header has the attribute SET."""
+    return "SET" in attributes(header, ("SET",), str(path))
+
+
 def _of_header(header: str, where: str, edits: Edits) -> int:
     found = attributes(header, ("SET", "VALIDATION"), where, edits)
     if "SET" not in found:
@@ -90,16 +109,16 @@ def _of_header(header: str, where: str, edits: Edits) -> int:
     return SETS.index(split_of(found["SET"], found.get("VALIDATION", ""), record))
 
 
-def _of_label_file(store: TokenStore, path: Path, extra: list[str], edits: Edits) -> Numbers:
-    """Return the split of each record, and add the ids that are no records to `extra`."""
+def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
+    """Return the split of each record, LEFT_OUT for a record without one."""
     number_N = np.full(len(store), LEFT_OUT, dtype=np.int64)
     line_N = np.zeros(len(store), dtype=np.int64)
     for record in read_label_fasta(path):
         where = f"{path}:{record.line}"
         number, n = _of_header(record.header, where, edits), store.find(record.id)
         if n is None:
-            extra.append(record.id)
-            edits.add("a split of no record was passed over", record.id)
+            if number != LEFT_OUT:
+                edits.add("a split of no record was passed over", record.id)
             continue
         if line_N[n] and number_N[n] != number:
             raise InputError(

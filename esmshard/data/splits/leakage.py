@@ -1,7 +1,8 @@
 """The records that a test set shares with the training set: identical sequences, close relatives, or positions of
 variants.
 
-Two kinds of data are distinguished.
+The caller says which of two kinds of data it has: records of proteins (`check`), or variants of one protein whose
+mutations are known (`check_variants`).
 
 *Families*: a training protein that is like a test protein leaks. Proteins are compared by their common 5-mers, without
 an alignment. Two unrelated proteins of 300 residues share a 5-mer by chance in a few of a hundred pairs (300 * 300 /
@@ -40,7 +41,7 @@ _BLOCK = 200_000
 _INDEXED = 10_000_000
 """Most residues of the other sets that are compared: their 5-mers take about 300 MB while they are sorted."""
 _SAMPLE = 500
-_BLIND = "similar: one training record has a fifth of the 5-mers; remote homologs are not seen so"
+_BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
 _Ints = npt.NDArray[np.int64]
 
@@ -84,7 +85,7 @@ class Overlap:
     identical: int
     """Records of these that have the same sequence, or the same mutations, as a training record."""
     compared: int
-    """Records that the following counts are about: an even sample of many records, or variants of equal length."""
+    """Records that the following counts are about: all, or an even sample of many records."""
     similar: int = 0
     """For families: records that are similar to a training record and not identical to one."""
     closest: list[tuple[str, str, float]] = field(default_factory=list)
@@ -126,7 +127,7 @@ class Leakage:
             elif self.variants:
                 leaks.append(
                     f"leakage: of {of} {o.identical:,} are {train} variants, {o.every_position:,} change only "
-                    f"positions that these change too, and {o.any_position:,} at least one such position"
+                    f"positions that training variants change, and {o.any_position:,} change at least one such position"
                 )
             else:
                 pairs = ", ".join(f"{mine} and {other} {share:.0%}" for mine, other, share in o.closest)
@@ -142,10 +143,7 @@ class Leakage:
 
 
 def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> Leakage:
-    """Compare sets with the training set.
-
-    Records are taken for variants of one protein if most of their sequences have one length, and at least half of these
-    differ from the most common residue at no more than a tenth of the positions.
+    """Compare sets of proteins with the training set.
 
     Args:
         train: the training set.
@@ -156,9 +154,7 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
     total = train.count
     if train.about() > most:
         train = train.part(_spread(total, int(most / train.about() * total)))
-    common_L = _common_residues(train, list(others.values()))
-    overlaps = _families(train, others, most) if common_L is None else _variants(train, others, common_L)
-    return Leakage(common_L is not None, total, train.count, overlaps)
+    return Leakage(False, total, train.count, _families(train, others, most))
 
 
 def check_variants(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> Leakage:
@@ -191,52 +187,8 @@ def _spread(count: int, most: int) -> _Ints:
     return np.arange(some, dtype=np.int64) * count // max(1, some)
 
 
-def _common_residues(train: ComparedRecords, others: Sequence[ComparedRecords]) -> npt.NDArray[np.uint8] | None:
-    """Return the most common residue at each position if all records are variants of one protein,
-    uint8 [L]; else None.
-    """
-    learned = [train.residues(int(n)) for n in _spread(train.count, _SAMPLE)]
-    sample = learned + [r.residues(int(n)) for r in others for n in _spread(r.count, _SAMPLE)]
-    lengths = np.array([len(residues) for residues in sample])
-    length = int(np.bincount(lengths[: len(learned)]).argmax()) if learned else 0
-    aligned_SL = np.array([residues for residues in sample if len(residues) == length], dtype=np.uint8)
-    if length == 0 or 2 * len(aligned_SL) <= len(sample):
-        return None
-    learned_SL = np.array([residues for residues in learned if len(residues) == length], dtype=np.uint8)
-    counts_AL = np.stack([(learned_SL == token).sum(0) for token in range(int(learned_SL.max()) + 1)])
-    common_L = counts_AL.argmax(0).astype(np.uint8)
-    differences_S = (aligned_SL != common_L).sum(1)
-    return common_L if np.median(differences_S) <= length / 10 else None
-
-
-def _variants(
-    train: ComparedRecords, others: Mapping[str, ComparedRecords], common_L: npt.NDArray[np.uint8]
-) -> dict[str, Overlap]:
-    length, partner = len(common_L), _identical(train, list(others.values()))
-    changed_L = np.zeros(length, dtype=np.bool_)
-    for _, block in train.blocks(_BLOCK):
-        for residues in block:
-            if len(residues) == length:
-                changed_L |= residues != common_L
-    overlaps = {}
-    for (name, records), partner_N in zip(others.items(), partner, strict=True):
-        compared = every = some = 0
-        for _, block in records.blocks(_BLOCK):
-            for residues in block:
-                if len(residues) == length:
-                    compared += 1
-                    mine_L = residues != common_L
-                    seen = int((mine_L & changed_L).sum())
-                    some += seen > 0
-                    every += 0 < seen == int(mine_L.sum())
-        overlaps[name] = Overlap(
-            records.count, int((partner_N >= 0).sum()), compared, every_position=every, any_position=some
-        )
-    return overlaps
-
-
 def _families(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int) -> dict[str, Overlap]:
-    partner = _identical(train, list(others.values()))
+    partner = first_identical(train, list(others.values()))
     numbers = _affordable(train, list(others.values()), most)
     index = _Index([r.part(number_M) for r, number_M in zip(others.values(), numbers, strict=True)])
     share_Q, nearest_Q = index.nearest(train)
@@ -256,7 +208,17 @@ def _families(train: ComparedRecords, others: Mapping[str, ComparedRecords], mos
     return overlaps
 
 
-def _identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -> list[_Ints]:
+def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of all pairs of records with a 5-mer in common, smaller number first."""
+    index = _Index([records])
+    for first, block in records.blocks(_BLOCK):
+        record_P, word_P = _words(block)
+        shared = (_ones(record_P, word_P, (len(block), _WORDS)) @ index.has_WQ).tocoo()
+        later = shared.col > shared.row + first
+        yield from zip((shared.row[later] + first).tolist(), shared.col[later].tolist(), strict=True)
+
+
+def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -> list[_Ints]:
     """For each set, return the first training record of the same sequence as each record, int64 [N]; -1 if there is
     none.
     """

@@ -1,5 +1,6 @@
 """Splits inside one file: `SET=` in its headers, or a column `set`, says to which split each record belongs."""
 
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import numpy.typing as npt
 from esmshard.data.fasta.headers import attributes, split_of
 from esmshard.data.fasta.sources import is_sequence_table
 from esmshard.data.fasta.symbols import Edits
+from esmshard.data.labels.label_fasta import read_label_fasta
 from esmshard.data.labels.label_sources import label_source
 from esmshard.data.splits.assignment import SETS
-from esmshard.data.splits.given_splits import given_splits
+from esmshard.data.splits.given_splits import given_splits, has_set
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, counted
 from esmshard.errors import InputError, UsageError
@@ -39,7 +41,7 @@ def members(
         None for the records if all of them belong to the split.
 
     Raises:
-        InputError: some records have no split, or no record has this one.
+        InputError: some records have no split, or no record has this one, or the test set would be the training set.
         UsageError: `data.folds` divides the file too.
     """
     splits = SETS if data.folds is None else SETS[:2]  # With folds, the test set is a part of the training file.
@@ -53,22 +55,36 @@ def members(
         )
         return None, [unused] if others else []
     source = label_source(fasta, data) if data.labels is not None else None
-    if isinstance(source, Table) and source.only_column(("set", "split"), "rename the one that is not") is None:
-        source = None
-    if source is None and not any(_has_set(tokens, n, path) for n in range(len(tokens))):
+    if isinstance(source, Table):
+        in_source = source.only_column(("set", "split"), "rename the one that is not") is not None
+    else:
+        in_source = source is not None and any(has_set(record.header, source) for record in read_label_fasta(source))
+    in_headers = any(_says_set(tokens, n) and has_set(tokens.description(n), path) for n in range(len(tokens)))
+    if not (in_source or in_headers):
+        if data.folds is not None or data.train not in (data.valid, data.test):
+            return None, []
+        if data.test == data.train:
+            divide = f"esmshard split {shlex.quote(str(path))} -o DIR"
+            raise InputError(
+                f"{path}: is the file of train and test, and nothing divides it (no SET= in headers, no column set), "
+                f"so every test record would be a training record; `{divide}` writes three files, "
+                "and --folds 5 tests on each fifth in turn"
+            )
         undivided = (  # Without the directory, which is no one else's business: model cards repeat notices.
             f"is the file of data.train, too, and nothing divides it, so that {name} has the records of train; "
             f"`esmshard split {path.name} -o DIR` divides it"
         )
-        shared = data.folds is None and name != "train" and getattr(data, name) == data.train
-        return None, [undivided] if shared else []
-    where = marks(path) if source is None else f"{source.path if isinstance(source, Table) else source}"
+        return None, [undivided] if name == "valid" else []
+    places = [marks(path)] if in_headers else []
+    if in_source:
+        places.append(str(source.path if isinstance(source, Table) else source))
+    where = listed(places)
     if data.folds is not None:
         raise UsageError(
             f"data.folds: divides {path}, which {where} divides too; leave out folds, or give data.valid another file"
         )
     edits = Edits()
-    number_N = given_splits(tokens, fasta, source, edits, id_column=data.id_column)
+    number_N = given_splits(tokens, fasta, source if in_source else None, edits, id_column=data.id_column)
     members_N = number_N == SETS.index(name)
     if not members_N.any():
         others = listed([f"{(number_N == k).sum():,} of {SETS[k]}" for k in np.unique(number_N)])
@@ -100,10 +116,5 @@ def marks(path: Path) -> str:
 
 
 def _says_set(tokens: TokenStore, n: int) -> bool:
-    """Return whether a header has `SET=` anywhere, even in DATASET= or OFFSET=. This is quicker than `_has_set`."""
+    """Return whether a header has `SET=` anywhere, even in DATASET= or OFFSET=. This is quicker than `has_set`."""
     return b"SET=" in tokens.header(n).upper()
-
-
-def _has_set(tokens: TokenStore, n: int, path: Path) -> bool:
-    """Return whether a header has the attribute SET."""
-    return _says_set(tokens, n) and "SET" in attributes(tokens.description(n), ("SET",), str(path))

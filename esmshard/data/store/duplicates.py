@@ -39,7 +39,6 @@ def without_duplicates(whole: Path, final: Path, on_duplicate: OnDuplicate, sour
     dropped: dict[int, str] = {}
     renamed: dict[int, str] = {}
     clash: tuple[int, str, int] | None = None
-    clashing: set[str] = set()
     taken: set[str] = set()
     for name, rows in _repeated_ids(store):
         first = store.residues(rows[0])
@@ -56,11 +55,10 @@ def without_duplicates(whole: Path, final: Path, on_duplicate: OnDuplicate, sour
             elif on_duplicate == "first":
                 dropped[n] = "a record with the id of an earlier one and another sequence was left out"
             else:
-                clashing.add(name)
                 clash = (n, name, place) if clash is None else min(clash, (n, name, place))
     if clash is not None:
         _, name, place = clash
-        raise InputError(repeated(name.encode(), sources, Rules(**store.manifest["rules"]), place, len(clashing)))
+        raise InputError(repeated(name.encode(), sources, Rules(**store.manifest["rules"]), place))
     if not dropped and not renamed:
         return whole
     edits = Edits()

@@ -115,7 +115,7 @@ def _coordinates(track: Track, source: Path, records: Records, edits: Edits) -> 
 
 
 def _records_by_entry(records: Records) -> dict[str, list[int]]:
-    """Return the records that the file of an entry may be of, by the name of the entry in lower case."""
+    """Return, for each name that a file or an array may have, in lower case, the records that it may belong to."""
     wanted: dict[str, list[int]] = defaultdict(list)
     for n in range(len(records)):
         name = records.id(n).lower()

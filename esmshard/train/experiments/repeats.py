@@ -14,7 +14,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import Interval
 from esmshard.train.records import status
-from esmshard.train.records.verdict import aligned, verdict
+from esmshard.train.records.verdict import aligned, in_sample, verdict
 
 SUMMARY = "summary.json"
 
@@ -125,7 +125,8 @@ def _verdict(evaluations: Mapping[str, Mapping[str, Any]], metric: str, *, lower
     means = {method: values("metrics", method) for method in first["metrics"]}
     gains = {method: values("differences", method) for method in first["differences"]}
     basis = f"Student's t, paired over {len(evaluations)} runs"
-    return verdict(metric, means, gains, basis, lower_is_better=lower_is_better)
+    seen, records = (max(found.get(key, 0) for found in evaluations.values()) for key in ("in_sample", "records"))
+    return in_sample(seen, records) + verdict(metric, means, gains, basis, lower_is_better=lower_is_better)
 
 
 def _cell(found: dict[str, Any]) -> str:

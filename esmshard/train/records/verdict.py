@@ -86,3 +86,10 @@ def verdict(
     }[how]
     interval = f"[{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})"
     return f"Fine-tuning {how} the best baseline, {name}: {values} {interval}{consequence}."
+
+
+def in_sample(seen: int, records: int) -> str:
+    """Return the sentence that stands before a verdict if a model was trained on test records; else an empty text."""
+    if not seen:
+        return ""
+    return f"In sample: {seen:,} of {records:,} test records were in training, and the values count them. "
