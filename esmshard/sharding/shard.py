@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from esmshard.launch.process_group import World
@@ -35,7 +36,9 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     """Set up activation checkpointing, compilation and precision, and FSDP2 where there is a process group.
 
     On one device nothing is sharded, because FSDP would change no result and cost time. Parameters stay plain tensors.
-    The compute dtype is that of autocast around the model's own `forward`, so that training and validation share it.
+    The precision means the same with and without FSDP: layers and root compute with copies of their fp32 parameters in
+    `layout.precision`, the residual stream has this type, too, and gradients are added up in fp32. Autocast on one
+    device would keep an fp32 residual stream, and give other losses than several ranks.
 
     Args:
         model: the model, best on the meta device; `materialise` then loads only each rank's slices.
@@ -49,6 +52,8 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     with_own_parts: list[Wrapper] = [lambda forward: forward] * len(layers)
     if mesh is not None and layout.tensor > 1:
         with_own_parts = tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
+    if mesh is None and layout.precision != "fp32":
+        with_own_parts = [partial(_in_precision, layer, layout) for layer in layers]
     if mesh is not None and layout.context > 1:
         context_parallel.split(model, _mesh_of_context(mesh, layout))
     checkpointed = _checkpointing(model, layout)
@@ -66,8 +71,24 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if mesh is not None:
         _fully_shard(model, layers, layout, mesh if layout.tensor == 1 else mesh[*_data_dimensions(layout)])
     elif layout.precision != "fp32":
-        model.forward = torch.autocast(world.device.type, DTYPES[layout.precision])(model.forward)
+        model.forward = _in_precision(model, layout, model.forward)
     check_ties(model, shared)
+
+
+def _in_precision(module: nn.Module, layout: Layout, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same `forward` of a layer or of the model, which computes with copies of parameters in the precision
+    of the arithmetic. The parameters of layers are left out where the module holds `layers`.
+    """
+    callee = nn.Module()  # `functional_call` calls a module, and that of the layer would call this function again
+    callee.module, callee.forward = module, forward
+
+    def run(*args: Any, **options: Any) -> Any:
+        of_layers = {id(p) for p in getattr(module, "layers", nn.ModuleList()).parameters()}
+        kept = {name: p for name, p in callee.named_parameters() if id(p) not in of_layers}
+        copies = {name: p.to(DTYPES[layout.precision]) for name, p in kept.items()}
+        return functional_call(callee, copies, args, options)
+
+    return run
 
 
 def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
