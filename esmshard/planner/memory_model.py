@@ -253,12 +253,11 @@ class _Step:
         """Yield the moments of the step at which the peak can be. Between them all sums grow or fall linearly."""
         layout, n, gradients = self.layout, self.numbers.n_layers, self._gradients()
         layer = layer_bytes(self.whole, layout, self.device, self.padding)
-        k = max(1, n - layout.prefetch_forward)
         yield self._at(
-            f"forward pass of layer {k} of {n}",
+            f"forward pass of layer {n} of {n}",
             gradients.before,
-            self._gathered_forward(k),
-            k * layer.kept + layer.again,
+            self._gathered_forward(n),
+            n * layer.kept + layer.again,
         )
         held = gradients.before + (0 if self.numbers.layer_trained else gradients.root)
         head = "backward pass of the head"
@@ -266,7 +265,7 @@ class _Step:
         yield self._at("optimizer step", gradients.share)
         if not self.numbers.layer_trained:  # the backward pass ends at the head
             return
-        for done in sorted({0, min(1, n - 1), max(0, n - 1 - layout.prefetch_backward), n - 1}):
+        for done in sorted({0, min(1, n - 1), max(0, n - 2), n - 1}):
             yield from self._backward(done, gradients, layer)
 
     def _backward(self, done: int, gradients: "_Gradients", layer: LayerBytes) -> Iterator[Memory]:
@@ -368,8 +367,8 @@ class _Step:
         unpacked = self._unpacked
         if not layout.sharded:
             return self._copies(k, at_work=True) + unpacked
-        buffers = 1 + min(layout.prefetch_forward, numbers.n_layers - k) if layout.group > 1 else 0
-        behind = 0 if layout.free_layers is True else (k - 1) * layer // (int(layout.free_layers) or 1)
+        buffers = 1 if layout.group > 1 else 0
+        behind = 0 if layout.frees_layers else (k - 1) * layer
         return unpacked + root + (1 + buffers) * layer + behind
 
     def _gathered(self, to_do: int, at_work: bool) -> int:
@@ -384,13 +383,11 @@ class _Step:
         unpacked = self._unpacked if at_work else 0
         if not layout.sharded:
             return self._copies(to_do, at_work) + unpacked
-        if layout.free_layers is False:
+        if not layout.frees_layers:
             return unpacked + root + to_do * layer
-        waiting = to_do - int(at_work)
-        # A group of one rank copies each weight when it is needed, and gathers nothing in advance.
-        ahead = min(layout.prefetch_backward, waiting) if layout.group > 1 else 0
-        resting = 0 if layout.free_layers is True else (waiting - ahead) * layer // layout.free_layers
-        return unpacked + root + (int(at_work) + ahead) * layer + resting
+        # One layer is gathered in advance. A group of one rank copies each weight when it is needed.
+        ahead = min(1, to_do - int(at_work)) if layout.group > 1 else 0
+        return unpacked + root + (int(at_work) + ahead) * layer
 
 
 @dataclass(frozen=True, kw_only=True)

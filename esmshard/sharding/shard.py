@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from esmshard.errors import UsageError
 from esmshard.launch.process_group import World
+from esmshard.model.trunk import Trunk
 from esmshard.sharding import context_parallel, shared_tokens, tensor_parallel
 from esmshard.sharding.layout import Layout, kept_products
 from esmshard.sharding.tensor_parallel import Wrapper
@@ -44,10 +46,28 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
         model: the model, best on the meta device; `materialise` then loads only each rank's slices.
         layout: the layout of the recipe for this number of ranks.
         world: the ranks.
+
+    Raises:
+        UsageError: if the model has no `layers`, the layout is for another number of ranks, or it needs a process group
+            that a single process has not, or layers of esmshard's own models.
     """
-    layers, shared = model.layers, ties(model)
-    assert isinstance(layers, nn.ModuleList), "a model to shard promises `layers`"
-    assert layout.world_size == world.size, "a layout for another number of ranks"
+    layers, shared = getattr(model, "layers", None), ties(model)
+    if not isinstance(layers, nn.ModuleList):
+        raise UsageError(
+            f"{type(model).__name__} has no ModuleList `layers`; add it as a property, as docs/python.md does"
+        )
+    if layout.world_size != world.size:
+        raise UsageError(
+            f"Layout: is for {layout.world_size} ranks, and {world.size} are here; pass world_size={world.size}"
+        )
+    if layout.cpu_offload and world.mesh is None:
+        raise UsageError("Layout: cpu_offload in one process needs a process group; call world(alone_too=True)")
+    known = any(isinstance(module, Trunk) for module in model.modules())
+    if not known and (layout.together > 1 or layout.activation_checkpointing == "selective"):
+        raise UsageError(
+            "Layout: tensor, context and activation_checkpointing='selective' are for esmshard's own models; leave "
+            "them out, or take activation_checkpointing='full'"
+        )
     mesh = None if world.mesh is None else _mesh(world.mesh, layout)
     with_own_parts: list[Wrapper] = [lambda forward: forward] * len(layers)
     if mesh is not None and layout.tensor > 1:
@@ -80,7 +100,7 @@ def _in_precision(module: nn.Module, layout: Layout, forward: Callable[..., Any]
     of the arithmetic. The parameters of layers are left out where the module holds `layers`.
     """
     callee = nn.Module()  # `functional_call` calls a module, and that of the layer would call this function again
-    callee.module, callee.forward = module, forward
+    callee.module, callee.forward = module, forward  # type: ignore[method-assign]
 
     def run(*args: Any, **options: Any) -> Any:
         of_layers = {id(p) for p in getattr(module, "layers", nn.ModuleList()).parameters()}
@@ -112,9 +132,9 @@ def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor])
     even the ids in a batch), or the function is compiled again. Values that only `again` reads need not be the same.
     """
 
-    def run(x_TD: torch.Tensor, *others: Any) -> torch.Tensor:
+    def run(x_TD: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         def again(x_TD: torch.Tensor) -> torch.Tensor:
-            return forward(x_TD, *others)
+            return forward(x_TD, *others, **options)
 
         found: torch.Tensor = checkpoint(again, x_TD, use_reentrant=False, **context)
         return found
@@ -152,12 +172,10 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
     pinned = mesh.device_type == "cuda"  # without a GPU, pinning memory raises an error
     offload = CPUOffloadPolicy(pin_memory=pinned) if layout.cpu_offload else OffloadPolicy()
     group = partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload)
-    for layer in layers[:-1]:
-        group(layer, reshard_after_forward=layout.free_layers)
-    group(layers[-1], reshard_after_forward=layout.free_last)
+    for layer in layers:
+        group(layer, reshard_after_forward=layout.frees_layers)
     model.forward = _without_views(model.forward)
-    group(model, reshard_after_forward=layout.free_root)
-    _prefetch(model, layers, layout)
+    group(model, reshard_after_forward=False)  # the root is needed at the beginning and at the end of a pass
     for module in groups(model):
         # Gradients are summed over ranks and not averaged, because the loss is divided once, by its global count.
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -179,24 +197,6 @@ def _without_views(forward: Callable[..., Any]) -> Callable[..., Any]:
         return [one.clone() if one.requires_grad and one._is_view() else one for one in found]
 
     return run
-
-
-def _prefetch(model: nn.Module, layers: nn.ModuleList, layout: Layout) -> None:
-    """Gather weights further ahead than FSDP's default (forward: as the host runs ahead; backward: one layer).
-
-    Each layer ahead costs the memory of one gathered layer. This helps where the host launches slowly, or layers are
-    uneven.
-    """
-    blocks: list[Any] = list(layers)
-    assert isinstance(model, FSDPModule)
-    if ahead := layout.prefetch_forward:
-        model.set_modules_to_forward_prefetch(blocks[:ahead])
-        for n, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
-    if (ahead := layout.prefetch_backward) > 1:
-        model.set_modules_to_backward_prefetch(blocks[: -ahead - 1 : -1])
-        for n, block in enumerate(blocks):
-            block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
 
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
