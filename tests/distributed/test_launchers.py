@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from esmshard.errors import UsageError
-from esmshard.launch import launchers
+from esmshard.launch import launchers, process_group
 
 STEP = {
     "SLURM_JOB_ID": "812",
@@ -99,6 +99,18 @@ def test_two_tasks_of_a_step_train_together(tiny_recipe: Path) -> None:
     assert len(steps) == 6
     assert all(len(line["ranks"]["busy_s"]) == 2 for line in steps)
     assert not any("trains alone" in error for error in errors)
+
+
+def test_restarts_of_torchrun_on_one_machine_need_a_store_for_each_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
+        monkeypatch.setenv(name, "2")
+    for shared in ("False", "True"):
+        assert "RDZV_TCP_STORE" not in capsys.readouterr().err
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+        assert process_group._rendezvous_variables(0) == {}
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err
 
 
 def test_a_mistake_that_only_a_later_rank_sees_is_said_by_it(tiny_recipe: Path) -> None:
