@@ -188,7 +188,10 @@ def test_reducing_in_bf16_is_smaller_and_with_copies_stays() -> None:
 
     assert gradients(group=8) == 8 * 6_000_000 + 24_000_000 + 24_000_000 + 16_000_000
     # Shards twice as large, and of each of eight layers the sum over the two copies, a quarter of it in bf16.
-    assert gradients(strategy="hybrid_shard", group=4) == 8 * 12_000_000 + 24_000_000 + 24_000_000 + 16_000_000 + 8 * 6_000_000
+    assert (
+        gradients(strategy="hybrid_shard", group=4)
+        == 8 * 12_000_000 + 24_000_000 + 24_000_000 + 16_000_000 + 8 * 6_000_000
+    )
 
 
 def test_offloading_moves_the_state_to_the_host() -> None:

@@ -52,7 +52,7 @@ class DoctorRequest:
 def run(request: DoctorRequest) -> int:
     """Check this machine, measure between processes, and report on stdout.
 
-    Under a launcher (torchrun, srun, mpirun) the started processes join, and the first one reports. Otherwise this
+    Under a launcher (torchrun, srun) the started processes join, and the first one reports. Otherwise this
     process starts processes itself.
 
     Returns:
