@@ -96,8 +96,6 @@ RUNS: tuple[Run, ...] = (
             strategy="shard_grad_op",
             world_size=256,
             group=256,
-            free_layers=False,
-            free_last=False,
             precision="bf16",
             reduce_dtype="bf16",
         ),

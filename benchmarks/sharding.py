@@ -48,7 +48,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointing selective": {"activation_checkpointing": "selective"},
     "checkpointing full": {"activation_checkpointing": "full"},
     "reduce_dtype bf16": {"reduce_dtype": "bf16"},
-    "prefetch 2 and 2": {"prefetch_forward": 2, "prefetch_backward": 2},
 }
 
 TOGETHER: dict[str, dict[str, Any]] = {"full_shard": {}, "tensor 2": {"tensor": 2}, "context 2": {"context": 2}}

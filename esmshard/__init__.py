@@ -21,7 +21,7 @@ _WHERE = {
     "materialise": "esmshard.sharding.load",
     "Model": "esmshard.api.model",
     "ModelConfig": "esmshard.model.config",
-    "newest_checkpoint": "esmshard.checkpoint.manifest:newest_good",
+    "newest_checkpoint": "esmshard.checkpoint.sharded:newest",
     "open": "esmshard.embed.store.embedding_store:EmbeddingStore",
     "pack": "esmshard.batch",
     "predict_contacts": "esmshard.model.contacts",
@@ -37,6 +37,8 @@ _WHERE = {
     "TokenBatch": "esmshard.batch",
     "Trunk": "esmshard.model.trunk",
     "UsageError": "esmshard.errors",
+    "Weights": "esmshard.model.weights.open_weights",
+    "World": "esmshard.launch.process_group",
     "world": "esmshard.launch.process_group",
     "write_checkpoint": "esmshard.checkpoint.sharded:write",
     "write_transformers": "esmshard.model.weights.export",
@@ -50,20 +52,20 @@ if TYPE_CHECKING:
     from esmshard.api.sequence_embedder import SequenceEmbedder
     from esmshard.api.start_run import RunFailed
     from esmshard.batch import TokenBatch, pack
-    from esmshard.checkpoint.manifest import newest_good as newest_checkpoint
     from esmshard.checkpoint.manifest import step_of
     from esmshard.checkpoint.sharded import load as load_checkpoint
+    from esmshard.checkpoint.sharded import newest as newest_checkpoint
     from esmshard.checkpoint.sharded import write as write_checkpoint
     from esmshard.data.fasta.fasta_reader import read_fasta
     from esmshard.embed.store.embedding_store import EmbeddingStore as open
     from esmshard.errors import InputError, UsageError
-    from esmshard.launch.process_group import world
+    from esmshard.launch.process_group import World, world
     from esmshard.model.config import ModelConfig
     from esmshard.model.contacts import predict_contacts
     from esmshard.model.families.family_registry import FAMILIES, SIZES, build
     from esmshard.model.trunk import Trunk
     from esmshard.model.weights.export import write_transformers
-    from esmshard.model.weights.open_weights import load_model
+    from esmshard.model.weights.open_weights import Weights, load_model
     from esmshard.model.weights.open_weights import read as read_weights
     from esmshard.sharding.layout import Layout
     from esmshard.sharding.load import materialise

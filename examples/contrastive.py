@@ -45,29 +45,31 @@ def main(fasta, name, out, steps):
             model = Encoder(es.build(found.config))
         for part, parameter in model.trunk.named_parameters():
             parameter.requires_grad_(not part.startswith(("lm_head.", *model.trunk.never_learns)))
-        es.shard(model, layout := es.Layout(world_size=ranks.size, group=ranks.size), ranks)
+        es.shard(model, layout := es.Layout(world_size=ranks.size), ranks)
         rows = {f"head.{key}": value.__getitem__ for key, value in head.items()}
         es.materialise(model, lambda n, r: rows[n](r) if n in rows else found.rows(n[6:], r), layout, ranks)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         state, first = es.state_tensors(model, optimizer), 0
-        if start := es.newest_checkpoint(out, print):
-            es.load_checkpoint(start, state)
-            first = es.step_of(start)
+        if newest := es.newest_checkpoint(out, print):
+            es.load_checkpoint(newest, state)
+            first = es.step_of(newest)
         for step in range(first, int(steps)):
             drawn = random.Random(step).sample(range(len(tokens) // 2), PAIRS * GROUPS)
-            for group in range(ranks.rank, GROUPS, ranks.size):
-                pairs = drawn[group * PAIRS : (group + 1) * PAIRS]
+            for begin in range(0, GROUPS, ranks.size):  # All ranks make the same number of passes.
+                group = begin + ranks.rank
+                pairs = drawn[group % GROUPS * PAIRS :][:PAIRS]
                 batch = es.pack([tokens[2 * n + side] for side in (0, 1) for n in pairs]).to(ranks.device)
                 a_ND, b_ND = model(batch).chunk(2)
                 loss = F.cross_entropy(a_ND @ b_ND.T / 0.1, torch.arange(PAIRS, device=ranks.device))
-                (loss / GROUPS).backward()  # The gradients of all ranks are summed.
+                (loss / GROUPS * (group < GROUPS)).backward()  # The gradients of all ranks are summed.
             optimizer.step()
             optimizer.zero_grad()
             if (step + 1) % 50 == 0 or step + 1 == int(steps):
-                es.write_checkpoint(out, step + 1, es.state_tensors(model, optimizer), {"loss": loss.item()}, keep=2)
+                state = es.state_tensors(model, optimizer)
+                newest = es.write_checkpoint(out, step + 1, state, {"loss": loss.item()}, keep=2)
         if ranks.is_first:
             whole = {f"model.trunk.{name}": torch.empty(reader.shape) for name, reader in found.read.items()}
-            es.load_checkpoint(es.newest_checkpoint(out, print), whole, alone=True)
+            es.load_checkpoint(newest, whole, alone=True)
             (out / "model").mkdir(exist_ok=True)
             sizes = {name: reader.shape for name, reader in found.read.items()}
             es.write_transformers(

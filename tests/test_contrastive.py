@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import esmshard
+from esmshard.checkpoint.consolidate import consolidate
 from esmshard.vocab import STANDARD
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "contrastive.py"
@@ -37,10 +38,10 @@ def train(pairs: Path, out: Path, steps: int, ranks: int) -> dict[str, torch.Ten
 
 
 @pytest.mark.filterwarnings("ignore:.*has no contact_head")
-def test_two_ranks_that_go_on_from_a_checkpoint_end_as_one_process_does(pairs: Path, tmp_path: Path) -> None:
+def test_three_ranks_that_go_on_from_a_checkpoint_end_as_one_process_does(pairs: Path, tmp_path: Path) -> None:
     alone = train(pairs, tmp_path / "one", 3, ranks=1)
-    train(pairs, tmp_path / "two", 1, ranks=2)
-    together = train(pairs, tmp_path / "two", 3, ranks=2)
+    train(pairs, tmp_path / "many", 1, ranks=3)  # They divide four groups of pairs.
+    together = train(pairs, tmp_path / "many", 3, ranks=3)
     base = esmshard.load_model("demo", torch.device("cpu")).state_dict()
     trained = esmshard.load_model(str(tmp_path / "one" / "model"), torch.device("cpu")).state_dict()
     assert max(float((alone[name] - together[name]).abs().max()) for name in alone) < 1e-6
@@ -48,7 +49,8 @@ def test_two_ranks_that_go_on_from_a_checkpoint_end_as_one_process_does(pairs: P
     assert moved["layers.0.fc1.weight"] > 1e-4
     # What the loss does not reach stays as it was, although the optimizer has weight decay.
     assert max(change for name, change in moved.items() if name.startswith(("lm_head.dense", "contact_head"))) == 0
-    assert (tmp_path / "two" / "step_000003").is_dir()
+    with pytest.raises(esmshard.InputError, match="write_transformers"):
+        consolidate(tmp_path / "many" / "step_000003", tmp_path / "model")
 
 
 def test_the_example_is_short() -> None:

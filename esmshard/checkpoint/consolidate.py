@@ -272,6 +272,11 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trus
         return {name: wanted.pop(entries[name][0]) for name in names}
 
     state = sharded.read_state(checkpoint)
+    if missing := [key for key in ("config", "recipe", "facts") if key not in state]:
+        raise InputError(
+            f"{checkpoint}: has no {', '.join(missing)}, so it is of a training loop of your own; write its model with "
+            "esmshard.write_transformers, as examples/contrastive.py does at its end"
+        )
     tied = open_weights.tied(recorded_config(state["config"]))
     sizes = {name: entry.size for name, (_, entry) in entries.items() if name not in tied}
     return _Checkpoint(checkpoint, state, sizes, read)

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.manifest import Entry, read_json
-from esmshard.errors import InputError, reading
+from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import replace_text
 from esmshard.model.families.family_registry import recorded_config
 
@@ -103,6 +103,32 @@ def write(
         except OSError:  # an old checkpoint only takes room; the next prune tries again
             pass
     return final
+
+
+def newest(directory: Path, warn: Callable[[str], None], *, trust: bool = False) -> Path | None:
+    """Return the newest checkpoint whose files are unchanged, on every rank; None if there never was one.
+
+    All ranks call this together. The first one reads and hashes the files.
+
+    Args:
+        directory: the directory that was given to `write`.
+        warn: called on the first rank with a sentence for each damaged checkpoint that is skipped.
+        trust: take a checkpoint that another user wrote.
+
+    Raises:
+        InputError: on all ranks, if every checkpoint is damaged.
+        UsageError: on all ranks, if another user wrote it.
+    """
+    found: Path | InputError | UsageError | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            found = manifest.newest_good(directory, warn, trust=trust)
+        except (InputError, UsageError) as error:
+            error.shared, found = True, error
+    found = _gather(found, None)[0]
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def load(

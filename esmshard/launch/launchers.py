@@ -1,4 +1,4 @@
-"""The conversion of the variables of srun and mpirun to those of torch, and a check that none is missing.
+"""The conversion of the variables of srun to those of torch, and a check that none is missing.
 
 torchrun and `accelerate launch` set torch's variables themselves. This module does not import torch.
 """
@@ -12,46 +12,24 @@ from esmshard.errors import InputError, UsageError
 PORTS = range(20000, 28000)
 """The ports from which the port of rank 0 is chosen, by the numbers of the job and its step."""
 
-_MPI = {
-    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-}
-"""The variables of each process: rank and number of processes in all, then both on the process's machine."""
-
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for a task of srun or mpirun.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for a task of srun.
 
     The result is empty if another launcher has already set RANK, or if this process is alone. A batch script and the
     shell of salloc also have SLURM_NTASKS and SLURM_PROCID, but no SLURM_STEP_NUM_TASKS above 1.
 
     Raises:
-        UsageError: if a variable of the launcher is missing.
+        UsageError: if a variable of srun is missing, or mpirun started several processes.
     """
     if "RANK" in environ:
         return {}
     # mpirun is checked first: in a job of Slurm it starts its daemons by srun, so its processes inherit srun's
-    # variables.
-    return _of_mpirun(environ) or _of_srun(environ)
-
-
-def _of_mpirun(environ: Mapping[str, str]) -> dict[str, str]:
-    for names in _MPI.values():
-        values = [environ.get(name, "") for name in names]
-        if not all(value.isdecimal() for value in values) or int(values[1]) < 2:
-            continue
-        rank, size, local_rank, local_size = values
-        host = environ.get("MASTER_ADDR") or ("127.0.0.1" if size == local_size else None)
-        if host is None:
-            raise UsageError(
-                f"mpirun started {size} processes on several machines, and MASTER_ADDR does not say where the first "
-                'one is; add `-x MASTER_ADDR="$(hostname)" -x MASTER_PORT=29500` (MPICH: -genv NAME VALUE) on the '
-                "machine of rank 0"
-            )
-        # On one machine all processes have the same parent. Its process id gives each call of mpirun a port.
-        port = environ.get("MASTER_PORT") or str(29500 if size != local_size else PORTS[os.getppid() % len(PORTS)])
-        return _torch(rank, size, local_rank, local_size, host, port)
-    return {}
+    # variables. srun sets PMI_SIZE, too, and not MPI_LOCALNRANKS.
+    size = environ.get("OMPI_COMM_WORLD_SIZE") or (environ.get("PMI_SIZE") if "MPI_LOCALNRANKS" in environ else None)
+    if size not in (None, "1"):
+        raise UsageError(f"mpirun started {size} processes, and each would be alone; start them with torchrun or srun")
+    return _of_srun(environ)
 
 
 def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +65,7 @@ def _torch(rank: str, size: str, local_rank: str, local_size: str, host: str, po
 
 
 def join() -> None:
-    """Set torch's variables in this process if srun or mpirun started it. They stay set.
+    """Set torch's variables in this process if srun started it. They stay set.
 
     Raises:
         UsageError: if a variable of the launcher is missing.

@@ -53,7 +53,7 @@ def leaving_code(unsaved: int = 0) -> int:
 
     It is 75 for a process that is alone, or that esmshard's own launcher started.
 
-    srun and mpirun return the highest code of all ranks. When a rank fails, they end the others by SIGTERM. So rank 0,
+    srun returns the highest code of all ranks. When a rank fails, it ends the others by SIGTERM. So rank 0,
     which leaves last, has 75, and the other ranks have 0. A rank 0 that has nothing to save yet cannot know whether the
     SIGTERM means that another rank has failed. With 75 a mistake of that rank would be started again forever. So rank 0
     leaves with 143 in this case, as if the signal had ended it.

@@ -76,7 +76,7 @@ def follow_launcher() -> None:
 def wait_for_first(code: int) -> None:
     """Wait at most `FIRST_LEAVES` seconds for the launcher to end this process, which then leaves with `code`.
 
-    A wrong recipe is wrong on every rank, and rank 0 prints the message. srun, mpirun and torchrun end all ranks as
+    A wrong recipe is wrong on every rank, and rank 0 prints the message. srun and torchrun end all ranks as
     soon as one of them has failed, so rank 0 must be the first to leave. esmshard's own launcher waits for all ranks.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))

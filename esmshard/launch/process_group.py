@@ -108,14 +108,17 @@ class World:
 def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False, wanted: DeviceName = None) -> Iterator[World]:
     """Join the process group of the processes that a launcher started, and leave it at the end of the block.
 
+    The launcher is torchrun, `accelerate launch` or srun. A process without a launcher is a world of one.
+
     Args:
         start_timeout: the seconds that a collective waits for a rank.
         alone_too: make a process group for a single process, too. FSDP needs one to keep weights outside the GPU.
         wanted: see `own_device`.
 
     Raises:
-        UsageError: if only some variables of a launcher are set, or `wanted` does not suit all processes.
+        UsageError: if only some variables of a launcher are set or readable, or `wanted` does not suit all processes.
     """
+    launchers.join()
     launchers.check()
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _DEFAULTS.items()) if is_launched() else (0, 1, 0)
     device = own_device(local_rank, size, wanted)
@@ -156,17 +159,17 @@ def _rendezvous_variables(rank: int) -> dict[str, str]:
 
     By default gloo uses the address of the machine's own name, which Debian maps to a loopback address.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) == int(os.environ["WORLD_SIZE"]):
-        return {}
     if (
         rank == 0
         and process_environment.restarts_allowed()
         and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ):
         say(
-            "torchrun can start the processes of several machines again only if each machine has "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without it the new processes wait forever for the old ones"
+            "torchrun can start processes again only if each machine has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without "
+            "it the new processes may wait forever for the old ones"
         )
+    if int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) == int(os.environ["WORLD_SIZE"]):
+        return {}
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     own = address.own(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

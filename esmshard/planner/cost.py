@@ -181,7 +181,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
         last = micro_batch == m - 1
         sent = (reduce if last or syncs == m else 0.0) + (copies if last else 0.0)
         shown += root.gather_again() + (n - 1) * max(0.0, gather_again + sent - backward - again)
-        shown += gather_again if layout.free_last is True else 0.0
+        shown += gather_again if layout.frees_layers else 0.0
         shown += sent + (root.reduce() if last or syncs == m else 0.0) + (root.all_reduce() if last else 0.0)
     exchange = m * exchanged(numbers, layout, machines, work.tokens)[1]
 
@@ -258,9 +258,9 @@ def traffic(
     syncs = 1 if layout.accumulate == "unsharded" else micro_batches
     again, outside = 0, 0
     for group in (layers, root):
-        if group.freed is not False:
-            again += micro_batches * _received(group.bytes, group.kept_over)
-            outside += micro_batches * round(group.bytes * machines_outside(group.kept_over, machines))
+        if group.freed:
+            again += micro_batches * group.gathered
+            outside += micro_batches * round(group.bytes * machines_outside(layout.group, machines))
         outside += round(group.all_reduced_outside()[1]) if layout.replicas > 1 else 0
     moved = micro_batches * (layers.bytes + root.bytes) + syncs * (layers.reduce_bytes + root.reduce_bytes)
     return Traffic(
@@ -289,10 +289,10 @@ def _received(whole: int, ranks: int) -> int:
 def _groups(numbers: ModelNumbers, layout: Layout, machines: Machines, layers: int = 1) -> tuple["_Group", "_Group"]:
     """Return so many layers, and the root, as FSDP sees them: of `tensor` neighbours it sees one."""
     own, seen = numbers.of_rank(layout.tensor), replace(machines, per_machine=machines.per_machine // layout.tensor)
-    freed = own.layer_trained > 0 and layout.free_layers
+    freed = own.layer_trained > 0 and layout.frees_layers
     return (
         _Group(layers * own.layer_in_full, layers * own.layer_trained, freed, layout, seen),
-        _Group(own.root_parameters, own.root_trained, layout.free_root, layout, seen),
+        _Group(own.root_parameters, own.root_trained, False, layout, seen),
     )
 
 
@@ -303,8 +303,8 @@ class _Group:
     parameters: int
     trained: int
     """The number of parameters that have gradients."""
-    freed: bool | int
-    """See `Layout.free_layers`. It is False if the backward pass does not reach these parameters."""
+    freed: bool
+    """See `Layout.frees_layers`. It is False if the backward pass does not reach these parameters."""
     layout: Layout
     machines: Machines
     """The machines with one rank for each GPU that FSDP sees."""
@@ -329,13 +329,8 @@ class _Group:
     def all_reduced(self) -> int:
         return 2 * _received(self.reduce_bytes // self.layout.group, self.layout.replicas)
 
-    @property
-    def kept_over(self) -> int:
-        """Return the number of ranks from which freed weights are gathered again."""
-        return self.layout.group if self.freed is True else int(self.freed)
-
-    def gather(self, ranks: int | None = None) -> float:
-        """Return the seconds of an all-gather, from the ranks that share a copy or from fewer.
+    def gather(self) -> float:
+        """Return the seconds of an all-gather from the ranks that share a copy.
 
         They include fetching this rank's part from the host if it is kept there, the collective, and the copy out of
         its buffer. A group of one rank has the copy only.
@@ -344,11 +339,11 @@ class _Group:
             return 0.0
         fetched = self.parameters * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
         copied = 2 * self.bytes / (HBM_SHARE * self.machines.gpu.hbm)
-        return fetched + self._seconds(self.bytes, ranks or self.layout.group) + copied
+        return fetched + self._seconds(self.bytes, self.layout.group) + copied
 
     def gather_again(self) -> float:
         """Return the seconds of gathering freed weights for the backward pass."""
-        return 0.0 if self.freed is False else self.gather(self.kept_over)
+        return self.gather() if self.freed else 0.0
 
     def reduce(self) -> float:
         """Return the seconds of a reduce-scatter, and of moving this rank's part to the host."""

@@ -168,8 +168,7 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
         padding: for attention's blocks on a padded device, tokens with padding over tokens without.
     """
     d, size, tensor, together = numbers.dim, BYTES[layout.precision], layout.tensor, layout.together
-    # Autocast keeps the sum of all layers in fp32; FSDP casts it.
-    stream = (FP32 if not layout.sharded else size) * d // together
+    stream = size * d // together
     own, whole, wide = d * size // together, d * size // layout.context, numbers.ffn_width * size // together
     blocks = padding if device == "cuda-padded" else 1.0
     inputs = numbers.inputs
@@ -254,12 +253,11 @@ class _Step:
         """Yield the moments of the step at which the peak can be. Between them all sums grow or fall linearly."""
         layout, n, gradients = self.layout, self.numbers.n_layers, self._gradients()
         layer = layer_bytes(self.whole, layout, self.device, self.padding)
-        k = max(1, n - layout.prefetch_forward)
         yield self._at(
-            f"forward pass of layer {k} of {n}",
+            f"forward pass of layer {n} of {n}",
             gradients.before,
-            self._gathered_forward(k),
-            k * layer.kept + layer.again,
+            self._gathered_forward(n),
+            n * layer.kept + layer.again,
         )
         held = gradients.before + (0 if self.numbers.layer_trained else gradients.root)
         head = "backward pass of the head"
@@ -267,7 +265,7 @@ class _Step:
         yield self._at("optimizer step", gradients.share)
         if not self.numbers.layer_trained:  # the backward pass ends at the head
             return
-        for done in sorted({0, min(1, n - 1), max(0, n - 1 - layout.prefetch_backward), n - 1}):
+        for done in sorted({0, min(1, n - 1), max(0, n - 2), n - 1}):
             yield from self._backward(done, gradients, layer)
 
     def _backward(self, done: int, gradients: "_Gradients", layer: LayerBytes) -> Iterator[Memory]:
@@ -296,7 +294,7 @@ class _Step:
         """Return the memory of one moment. `kept` is the bytes of activations of a token, without those outside layers,
         or None if there are no activations; the other numbers are bytes.
         """
-        number = BYTES[self.layout.precision] if self.layout.sharded else FP32
+        number = BYTES[self.layout.precision]
         ends = 2 * self.numbers.dim * number  # the embedding and the last LayerNorm
         if self.numbers.layer_trained and self.layout.activation_checkpointing == "none":
             ends += self.numbers.track_kept * number
@@ -346,6 +344,19 @@ class _Step:
         wide = numbers.dim * numbers.ffn_width * (size if numbers.quantization == "nf4" else 2 * FP32)
         return max(8 * numbers.dim**2 * size, wide)
 
+    def _copies(self, layers: int, at_work: bool) -> int:
+        """Return the bytes of the copies in half precision that one device without FSDP computes with: those of the
+        root, and of layers between their forward and their backward pass.
+
+        The copy of a layer that is recomputed is made again. A compiled layer takes its copy as an argument.
+        """
+        numbers, layout = self.numbers, self.layout
+        if layout.precision == "fp32":
+            return 0
+        stay = numbers.layer_trained and (layout.activation_checkpointing == "none" or layout.compile)
+        copied = numbers.root_parameters + (layers if stay else int(at_work)) * numbers.layer_in_full
+        return BYTES[layout.precision] * copied
+
     def _gathered_forward(self, k: int) -> int:
         """Return the bytes of gathered weights in the forward pass of layer k, counted from 1.
 
@@ -355,9 +366,9 @@ class _Step:
         layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_in_full, numbers.root_parameters))
         unpacked = self._unpacked
         if not layout.sharded:
-            return unpacked + (0 if layout.precision == "fp32" else k * layer * 3 // 4)
-        buffers = 1 + min(layout.prefetch_forward, numbers.n_layers - k) if layout.group > 1 else 0
-        behind = 0 if layout.free_layers is True else (k - 1) * layer // (int(layout.free_layers) or 1)
+            return self._copies(k, at_work=True) + unpacked
+        buffers = 1 if layout.group > 1 else 0
+        behind = 0 if layout.frees_layers else (k - 1) * layer
         return unpacked + root + (1 + buffers) * layer + behind
 
     def _gathered(self, to_do: int, at_work: bool) -> int:
@@ -371,18 +382,12 @@ class _Step:
         layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_in_full, numbers.root_parameters))
         unpacked = self._unpacked if at_work else 0
         if not layout.sharded:
-            # Autocast keeps a copy of each matrix that it cast until the forward pass ends. Copies of layers that are
-            # not recomputed stay until their backward pass. q, k, v are not cast separately.
-            half = 0 if layout.precision == "fp32" else layer * 3 // 4
-            kept = layout.activation_checkpointing == "none" or (to_do == numbers.n_layers and not at_work)
-            return unpacked + half * (to_do if kept else int(at_work))
-        if layout.free_layers is False:
+            return self._copies(to_do, at_work) + unpacked
+        if not layout.frees_layers:
             return unpacked + root + to_do * layer
-        waiting = to_do - int(at_work)
-        # A group of one rank copies each weight when it is needed, and gathers nothing in advance.
-        ahead = min(layout.prefetch_backward, waiting) if layout.group > 1 else 0
-        resting = 0 if layout.free_layers is True else (waiting - ahead) * layer // layout.free_layers
-        return unpacked + root + (int(at_work) + ahead) * layer + resting
+        # One layer is gathered in advance. A group of one rank copies each weight when it is needed.
+        ahead = min(1, to_do - int(at_work)) if layout.group > 1 else 0
+        return unpacked + root + (int(at_work) + ahead) * layer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,12 +238,12 @@ def head_bytes(
     Args:
         task: the task, which gives the bytes in fp32.
         tokens_N: the tokens of each training record.
-        layout: the layout of the model. FSDP runs the head in the precision of the arithmetic, too.
+        layout: the layout of the model. The head computes in the precision of the arithmetic, too.
         n_logits: the columns of the logits of the model.
     """
     lengths, counts = np.unique(tokens_N, return_counts=True)
     each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
-    size = BYTES[layout.precision] / 4 if layout.sharded else 1.0
+    size = BYTES[layout.precision] / 4
     longest, per_token = int(lengths[-1]), float((each * counts).sum() / (lengths * counts).sum())
     return lambda tokens: round(size * (each[-1] + max(0, tokens - longest) * per_token))
 

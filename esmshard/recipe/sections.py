@@ -154,7 +154,7 @@ class OptimSettings(Settings):
     warmup: float = Field(0.05, ge=0, le=1)
     """Share of all steps during which the learning rate rises from 0."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls to 0 after the warm-up."""
+    """How the learning rate falls after the warm-up. It would reach 0 one step after the last."""
     clip: float = Field(1.0, gt=0, le=10**9)
     """Largest norm of the gradient; a larger gradient is scaled to this norm."""
 
@@ -185,11 +185,6 @@ class TrainSettings(Settings):
     """
 
 
-After = Annotated[
-    Literal["full_shard", "shard_grad_op"] | Annotated[int, Field(ge=2, le=MOST_PROCESSES)] | None, Field()
-]
-
-
 class ParallelSettings(Settings):
     """How the work is divided over processes. No key here changes what is computed (docs/sharding.md)."""
 
@@ -209,15 +204,6 @@ class ParallelSettings(Settings):
     """Neighbouring processes of one machine that divide the tokens of each micro-batch, attention included, for single
     proteins that are too long for one GPU. Weights are divided by the strategy alone.
     """
-    layers: After = None
-    """The treatment of the layers' gathered weights after the forward pass, if it differs from the strategy:
-    `full_shard` frees them, `shard_grad_op` keeps them, a number N keeps them sharded over groups of N processes
-    (ZeRO++).
-    """
-    last_layer: After = None
-    """The same for the last layer, which the backward pass needs first. By default as in `layers`."""
-    root: After = None
-    """The same for embedding, LM head and task head, which are one group. Kept by default."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the arithmetic; weights, optimizer state and gradient sums stay fp32. `auto`: bf16 on NVIDIA GPUs
     from compute capability 8.0 on, fp16 with a loss scale from 7.0 on, else fp32.
@@ -231,10 +217,6 @@ class ParallelSettings(Settings):
     """
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in the machine's memory, and gather each layer from there."""
-    prefetch_forward: int = Field(0, ge=0, le=8)
-    """Layers whose weights are requested early in the forward pass, in addition to the automatic overlap."""
-    prefetch_backward: int = Field(1, ge=1, le=8)
-    """The same in the backward pass."""
     accumulate: Literal["sharded", "unsharded"] = "sharded"
     """Gradients between the micro-batches of a step. `sharded` adds them over processes after each micro-batch;
     `unsharded` keeps all of them in every process and adds them once: less traffic, as much memory as the whole model.

@@ -64,6 +64,7 @@ class Layout:
     """The division of a model over `world_size` ranks. The defaults are one plain process in fp32."""
 
     strategy: str = "full_shard"
+    """A name in STRATEGIES."""
     world_size: int = 1
     tensor: int = 1
     """The number of neighbouring ranks that compute each layer together (`esmshard.sharding.tensor_parallel`). They see
@@ -73,23 +74,34 @@ class Layout:
     """The number of neighbouring ranks that divide the tokens of each pack (`esmshard.sharding.context_parallel`). They
     see the same records, too.
     """
-    group: int = 1
+    group: int = 0
     """The number of ranks over which FSDP divides one copy. With `tensor`, these are every N-th rank, and each holds
-    1 / group of its own part of every tensor.
+    1 / group of its own part of every tensor. It follows from the strategy; only `hybrid_shard` needs it.
     """
-    free_layers: bool | int = True
-    """Whether a layer's gathered weights are freed after its forward pass; a number N keeps them divided over N ranks.
-    """
-    free_last: bool | int = True
-    free_root: bool | int = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     cpu_offload: bool = False
-    prefetch_forward: int = 0
-    prefetch_backward: int = 1
     accumulate: Literal["sharded", "unsharded"] = "sharded"
     compile: bool = False
+
+    def __post_init__(self) -> None:
+        """Set `group`. `UsageError` if there is no such strategy, or the group is not what the strategy means."""
+        if self.strategy not in STRATEGIES:
+            raise UsageError(f"Layout: there is no strategy {self.strategy!r}; choose {', '.join(STRATEGIES)}")
+        ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy].copies
+        group = 1 if ranks == 1 else {"one": ranks, "one a rank": 1}.get(copies, self.group)
+        if not group or ranks % group or self.group not in (0, group):
+            fix = (
+                f"pass group={group}, or leave it out" if copies != "one a group" else "pass a group that divides them"
+            )
+            raise UsageError(f"Layout: {self.strategy} on {ranks} ranks cannot have group={self.group}; {fix}")
+        object.__setattr__(self, "group", group)
+
+    @property
+    def frees_layers(self) -> bool:
+        """Whether a layer's gathered weights are freed after its forward pass. Those of the root are kept."""
+        return STRATEGIES[self.strategy].free
 
     @property
     def sharded(self) -> bool:
@@ -134,24 +146,16 @@ def layout(
             "parallel.accumulate: unsharded keeps all gradients on the device, and parallel.cpu_offload moves them "
             "away from it; choose accumulate: sharded, or no offload"
         )
-    free = STRATEGIES[settings.strategy].free
-    layers = _after("layers", settings.layers, group, fsdp_size, free)
-    last = layers if settings.last_layer is None else _after("last_layer", settings.last_layer, group, fsdp_size, free)
     return Layout(
         strategy=settings.strategy,
         world_size=world_size,
         tensor=settings.tensor,
         context=settings.context,
         group=group,
-        free_layers=layers,
-        free_last=last,
-        free_root=_after("root", settings.root, group, fsdp_size, False),
         precision=precision,
         reduce_dtype=settings.reduce_dtype,
         activation_checkpointing=settings.activation_checkpointing,
         cpu_offload=settings.cpu_offload,
-        prefetch_forward=settings.prefetch_forward,
-        prefetch_backward=settings.prefetch_backward,
         accumulate=settings.accumulate,
         compile=settings.compile,
     )
@@ -219,21 +223,3 @@ def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int
             same = f"{world_size} copies of the model, which is no_shard"
         raise UsageError(f"strategy hybrid_shard: {said} make {same}; take that strategy, or set parallel.group_size")
     return group
-
-
-def _after(key: str, wanted: str | int | None, group: int, world_size: int, default: bool) -> bool | int:
-    """Return one of `free_layers`, `free_last`, `free_root`."""
-    if wanted is None or world_size == 1:
-        return default
-    if group == 1:
-        raise UsageError(
-            f"parallel.{key}: no_shard keeps every weight in every process, so nothing is gathered or freed; remove it"
-        )
-    if isinstance(wanted, str):
-        return STRATEGIES[wanted].free
-    if group % wanted or wanted == group:
-        raise UsageError(
-            f"parallel.{key}: {wanted} does not divide the {group} processes that share a copy into smaller groups; "
-            "choose a number that does, full_shard or shard_grad_op"
-        )
-    return wanted

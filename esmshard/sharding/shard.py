@@ -20,9 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from esmshard.errors import UsageError
 from esmshard.launch.process_group import World
+from esmshard.model.trunk import Trunk
 from esmshard.sharding import context_parallel, shared_tokens, tensor_parallel
 from esmshard.sharding.layout import Layout, kept_products
 from esmshard.sharding.tensor_parallel import Wrapper
@@ -35,20 +38,42 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     """Set up activation checkpointing, compilation and precision, and FSDP2 where there is a process group.
 
     On one device nothing is sharded, because FSDP would change no result and cost time. Parameters stay plain tensors.
-    The compute dtype is that of autocast around the model's own `forward`, so that training and validation share it.
+    The precision means the same with and without FSDP: layers and root compute with copies of their fp32 parameters in
+    `layout.precision`, the residual stream has this type, too, and gradients are added up in fp32. Autocast on one
+    device would keep an fp32 residual stream, and give other losses than several ranks.
 
     Args:
         model: the model, best on the meta device; `materialise` then loads only each rank's slices.
         layout: the layout of the recipe for this number of ranks.
         world: the ranks.
+
+    Raises:
+        UsageError: if the model has no `layers`, the layout is for another number of ranks, or it needs a process group
+            that a single process has not, or layers of esmshard's own models.
     """
-    layers, shared = model.layers, ties(model)
-    assert isinstance(layers, nn.ModuleList), "a model to shard promises `layers`"
-    assert layout.world_size == world.size, "a layout for another number of ranks"
+    layers, shared = getattr(model, "layers", None), ties(model)
+    if not isinstance(layers, nn.ModuleList):
+        raise UsageError(
+            f"{type(model).__name__} has no ModuleList `layers`; add it as a property, as docs/python.md does"
+        )
+    if layout.world_size != world.size:
+        raise UsageError(
+            f"Layout: is for {layout.world_size} ranks, and {world.size} are here; pass world_size={world.size}"
+        )
+    if layout.cpu_offload and world.mesh is None:
+        raise UsageError("Layout: cpu_offload in one process needs a process group; call world(alone_too=True)")
+    known = any(isinstance(module, Trunk) for module in model.modules())
+    if not known and (layout.together > 1 or layout.activation_checkpointing == "selective"):
+        raise UsageError(
+            "Layout: tensor, context and activation_checkpointing='selective' are for esmshard's own models; leave "
+            "them out, or take activation_checkpointing='full'"
+        )
     mesh = None if world.mesh is None else _mesh(world.mesh, layout)
     with_own_parts: list[Wrapper] = [lambda forward: forward] * len(layers)
     if mesh is not None and layout.tensor > 1:
         with_own_parts = tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
+    if mesh is None and layout.precision != "fp32":
+        with_own_parts = [partial(_in_precision, layer, layout) for layer in layers]
     if mesh is not None and layout.context > 1:
         context_parallel.split(model, _mesh_of_context(mesh, layout))
     checkpointed = _checkpointing(model, layout)
@@ -66,8 +91,24 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if mesh is not None:
         _fully_shard(model, layers, layout, mesh if layout.tensor == 1 else mesh[*_data_dimensions(layout)])
     elif layout.precision != "fp32":
-        model.forward = torch.autocast(world.device.type, DTYPES[layout.precision])(model.forward)
+        model.forward = _in_precision(model, layout, model.forward)
     check_ties(model, shared)
+
+
+def _in_precision(module: nn.Module, layout: Layout, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same `forward` of a layer or of the model, which computes with copies of parameters in the precision
+    of the arithmetic. The parameters of layers are left out where the module holds `layers`.
+    """
+    callee = nn.Module()  # `functional_call` calls a module, and that of the layer would call this function again
+    callee.module, callee.forward = module, forward  # type: ignore[method-assign]
+
+    def run(*args: Any, **options: Any) -> Any:
+        of_layers = {id(p) for p in getattr(module, "layers", nn.ModuleList()).parameters()}
+        kept = {name: p for name, p in callee.named_parameters() if id(p) not in of_layers}
+        copies = {name: p.to(DTYPES[layout.precision]) for name, p in kept.items()}
+        return functional_call(callee, copies, args, options)
+
+    return run
 
 
 def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
@@ -91,9 +132,9 @@ def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor])
     even the ids in a batch), or the function is compiled again. Values that only `again` reads need not be the same.
     """
 
-    def run(x_TD: torch.Tensor, *others: Any) -> torch.Tensor:
+    def run(x_TD: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         def again(x_TD: torch.Tensor) -> torch.Tensor:
-            return forward(x_TD, *others)
+            return forward(x_TD, *others, **options)
 
         found: torch.Tensor = checkpoint(again, x_TD, use_reentrant=False, **context)
         return found
@@ -131,12 +172,10 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
     pinned = mesh.device_type == "cuda"  # without a GPU, pinning memory raises an error
     offload = CPUOffloadPolicy(pin_memory=pinned) if layout.cpu_offload else OffloadPolicy()
     group = partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload)
-    for layer in layers[:-1]:
-        group(layer, reshard_after_forward=layout.free_layers)
-    group(layers[-1], reshard_after_forward=layout.free_last)
+    for layer in layers:
+        group(layer, reshard_after_forward=layout.frees_layers)
     model.forward = _without_views(model.forward)
-    group(model, reshard_after_forward=layout.free_root)
-    _prefetch(model, layers, layout)
+    group(model, reshard_after_forward=False)  # the root is needed at the beginning and at the end of a pass
     for module in groups(model):
         # Gradients are summed over ranks and not averaged, because the loss is divided once, by its global count.
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -158,24 +197,6 @@ def _without_views(forward: Callable[..., Any]) -> Callable[..., Any]:
         return [one.clone() if one.requires_grad and one._is_view() else one for one in found]
 
     return run
-
-
-def _prefetch(model: nn.Module, layers: nn.ModuleList, layout: Layout) -> None:
-    """Gather weights further ahead than FSDP's default (forward: as the host runs ahead; backward: one layer).
-
-    Each layer ahead costs the memory of one gathered layer. This helps where the host launches slowly, or layers are
-    uneven.
-    """
-    blocks: list[Any] = list(layers)
-    assert isinstance(model, FSDPModule)
-    if ahead := layout.prefetch_forward:
-        model.set_modules_to_forward_prefetch(blocks[:ahead])
-        for n, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
-    if (ahead := layout.prefetch_backward) > 1:
-        model.set_modules_to_backward_prefetch(blocks[: -ahead - 1 : -1])
-        for n, block in enumerate(blocks):
-            block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
 
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}

@@ -43,18 +43,19 @@ def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
 
 
 def schedule(step: int, steps: int, warmup: float, kind: Literal["cosine", "linear", "constant"]) -> float:
-    """Return the share of the peak learning rate at a step, counted from 0: linear warm-up, then decay to 0 or
-    constant.
+    """Return the share of the peak learning rate at a step, counted from 0: linear warm-up, then decay or constant.
+
+    The decay would reach 0 one step after the last, so that the last step trains, too.
 
     >>> [round(schedule(s, 10, 0.2, "linear"), 2) for s in range(10)]
-    [0.5, 1.0, 0.88, 0.75, 0.62, 0.5, 0.38, 0.25, 0.12, 0.0]
+    [0.5, 1.0, 1.0, 0.88, 0.75, 0.62, 0.5, 0.38, 0.25, 0.12]
     """
     rising = math.ceil(steps * warmup)
     if step < rising:
         return (step + 1) / rising
     if kind == "constant":
         return 1.0
-    share = (step + 1 - rising) / max(1, steps - rising)
+    share = (step - rising) / (steps - rising)
     return 1 - share if kind == "linear" else (1 + math.cos(math.pi * share)) / 2
 
 

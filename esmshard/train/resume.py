@@ -31,8 +31,7 @@ NOTICES_PRINTED = "ESMSHARD_DATA_NOTICES_PRINTED"
 _FREE = (
     *("out", "data.test", "checkpoint.", "train.eval_every", "train.early_stop", "batch.tokens_per_rank", "track"),
     *("parallel.strategy", "parallel.start_timeout", "parallel.step_timeout", "parallel.accumulate"),
-    *("parallel.group_size", "parallel.layers", "parallel.last_layer", "parallel.root", "parallel.prefetch"),
-    *("parallel.activation_checkpointing", "parallel.cpu_offload"),
+    *("parallel.group_size", "parallel.activation_checkpointing", "parallel.cpu_offload"),
     *("parallel.tensor", "parallel.context"),
 )
 

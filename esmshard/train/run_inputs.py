@@ -70,10 +70,11 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     check_installed(recipe.track)
     if recipe.model.quantize is not None:
         quantized.check_quantization(device)
-    laid_out = layout(recipe.parallel, processes, per_machine, precision_on(device, recipe.parallel.precision))
+    probe = recipe.adapt.method == "probe"
+    precision = "fp32" if probe else precision_on(device, recipe.parallel.precision)  # scikit-learn fits fp32 numbers
+    laid_out = layout(recipe.parallel, processes, per_machine, precision)
     as_written = recipe
     recipe, task, (train, valid, test) = _open_splits(as_written, laid_out.data_size)
-    probe = recipe.adapt.method == "probe"
     if probe and (processes > 1 or recipe.parallel.cpu_offload):
         raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
     found = initial_weights(recipe)  # after all that can be wrong with the data, since it may be a long download

@@ -33,7 +33,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("head on int8", {}),
     ],
     2: [
-        ("lora", {"activation_checkpointing": "full", "prefetch_backward": 2}),
+        ("lora", {"activation_checkpointing": "full"}),
         ("lora", {"cpu_offload": True, "activation_checkpointing": "selective"}),
         ("lora of some", {"strategy": "shard_grad_op", "accumulate": "unsharded"}),
         ("head", {"strategy": "shard_grad_op", "accumulate": "unsharded"}),
@@ -42,7 +42,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
     ],
     4: [
         ("lora", {"strategy": "hybrid_shard"}),
-        ("head", {"prefetch_forward": 1, "last_layer": "shard_grad_op"}),
+        ("head", {"strategy": "shard_grad_op"}),
     ],
 }
 """By number of ranks. A frozen layer is a group without gradients, and the first one's input has none either."""

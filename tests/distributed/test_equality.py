@@ -27,10 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointing full": {"activation_checkpointing": "full"},
     "checkpointing selective": {"activation_checkpointing": "selective"},
     "offload": {"cpu_offload": True},
-    "prefetch": {"prefetch_forward": 2, "prefetch_backward": 3},
     "unsharded": {"accumulate": "unsharded"},
-    "last layer kept, root freed": {"last_layer": "shard_grad_op", "root": "full_shard"},
-    "layers spread": {"layers": 2},
     "compiled": {"compile": True},
     "compiled, selective": {"compile": True, "activation_checkpointing": "selective"},
     "reduced in bf16": {"reduce_dtype": "bf16"},
@@ -46,12 +43,12 @@ MATRIX: dict[int, dict[str, list[str]]] = {
         ]
     },
     2: {
-        "full_shard": [*[*OPTIONS][:7], "wrong"],
+        "full_shard": [*[*OPTIONS][:5], "wrong"],
         "shard_grad_op": ["plain", "unsharded"],
         "no_shard": ["plain", "offload", "unsharded"],
     },
     4: {
-        "full_shard": ["plain", "layers spread", "wrong"],
+        "full_shard": ["plain", "wrong"],
         "shard_grad_op": ["plain"],
         "hybrid_shard": ["plain", "checkpointing selective", "offload", "unsharded"],
         "no_shard": ["plain"],
@@ -188,16 +185,13 @@ def test_heads_over_attention_maps(recipe: Path, head: str) -> None:
 def test_everything_with_everything(
     recipe: Path, reference: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole cross, without what `layout` refuses."""
-    refused = {(s, "layers spread") for s in ("no_shard", "hybrid_shard")}
-    refused.add(("no_shard", "last layer kept, root freed"))
+    """The whole cross."""
     strategies = [s for s in STRATEGIES if size == 4 or s != "hybrid_shard"]
-    options = [o for o in OPTIONS if o != "wrong" and (size == 4 or o != "layers spread")]
-    matrix = {s: [o for o in options if size == 1 or (s, o) not in refused] for s in strategies}
+    matrix = {s: [o for o in OPTIONS if o != "wrong"] for s in strategies}
     wanted = named(size, matrix)
     monkeypatch.setattr(ranks, "TIMEOUT", 1700)
     results = run_ranks("equality:cases", size, recipe.parent, str(recipe), wanted)
-    assert len(wanted) >= {1: 30, 2: 30, 4: 42}[size]
+    assert len(wanted) >= {1: 27, 2: 27, 4: 36}[size]
     for strategy, some in matrix.items():
         for option in some:
             compare([found[f"{strategy}, {option}"] for found in results], reference, option)
@@ -283,6 +277,11 @@ def test_bf16_keeps_fp32_weights_and_follows_the_fp32_curve(tiny_recipe: Path, t
     assert half["losses"] != exact["losses"]
     assert np.allclose(half["losses"], exact["losses"], rtol=0.02)
     assert not any("_checkpoint" in name for name in half["names"])
+    # One process computes in bf16 what two compute. An fp32 residual stream on one of the sides is 2e-4 and 4e-3 apart.
+    alone = run_ranks("work:curve", 1, tmp_path, str(tiny_recipe), 6)[0]
+    assert alone["losses"][0] == pytest.approx(half["losses"][0], abs=2e-5)
+    assert alone["norms"][0] == pytest.approx(half["norms"][0], rel=5e-4)
+    assert np.allclose(alone["losses"], half["losses"], rtol=0, atol=1e-3)
 
 
 def test_a_nan_on_one_rank_leaves_all_ranks_as_they_were(tiny_recipe: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from esmshard.errors import UsageError
-from esmshard.launch import launchers
+from esmshard.launch import launchers, process_group
 
 STEP = {
     "SLURM_JOB_ID": "812",
@@ -101,42 +101,34 @@ def test_two_tasks_of_a_step_train_together(tiny_recipe: Path) -> None:
     assert not any("trains alone" in error for error in errors)
 
 
+def test_restarts_of_torchrun_on_one_machine_need_a_store_for_each_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
+        monkeypatch.setenv(name, "2")
+    for shared in ("False", "True"):
+        assert "RDZV_TCP_STORE" not in capsys.readouterr().err
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+        assert process_group._rendezvous_variables(0) == {}
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err
+
+
 def test_a_mistake_that_only_a_later_rank_sees_is_said_by_it(tiny_recipe: Path) -> None:
     alone = start(tiny_recipe, "optim.nonsense=1", **STEP)
     err = alone.communicate(timeout=600)[1]
     assert (alone.returncode, err) == (2, "error: optim.nonsense=1: optim.nonsense: unknown key\n")
 
 
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
 @pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA, STEP | OPEN_MPI, STEP | HYDRA])
-def test_mpirun_in_the_words_of_torch(environ: dict[str, str]) -> None:
-    """Within a job of Slurm its processes have srun's variables, too: those of the daemon that started them."""
-    found = launchers.variables(environ)
-    assert int(found.pop("MASTER_PORT")) in launchers.PORTS
-    assert found == {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-    }
+def test_processes_of_mpirun_do_not_train_alone(environ: dict[str, str]) -> None:
+    """Within a job of Slurm they have srun's variables, too: those of the daemon that started them."""
+    with pytest.raises(UsageError, match="torchrun"):
+        launchers.variables(environ)
 
 
 def test_srun_with_pmi_is_srun() -> None:
     assert launchers.variables(STEP | {"PMI_RANK": "3", "PMI_SIZE": "6"})["MASTER_ADDR"] == "gpu007"
-
-
-def test_mpirun_on_several_machines_needs_the_first_one() -> None:
-    several = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}
-    with pytest.raises(UsageError, match=r'add `-x MASTER_ADDR="\$\(hostname\)" -x MASTER_PORT=29500`'):
-        launchers.variables(several)
-    found = launchers.variables(several | {"MASTER_ADDR": "node1"})
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["WORLD_SIZE"]) == ("node1", "29500", "4")

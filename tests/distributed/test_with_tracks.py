@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 CASES: dict[str, dict[str, Any]] = {
     "full_shard": {"strategy": "full_shard"},
-    "root freed": {"strategy": "full_shard", "root": "full_shard"},
+    "layers kept": {"strategy": "shard_grad_op"},
     "no_shard": {"strategy": "no_shard"},
     "checkpointing full": {"activation_checkpointing": "full"},
     "checkpointing selective": {"activation_checkpointing": "selective"},

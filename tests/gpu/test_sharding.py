@@ -76,14 +76,11 @@ def plain(recipe: Recipe, device: torch.device) -> Found:
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     **{name: {"strategy": name} for name in STRATEGIES},
-    "layers kept": {"free_layers": False, "free_last": False, "free_root": False},
-    "root freed": {"free_root": True, "free_last": False},
     "full checkpointing": {"activation_checkpointing": "full"},
     "selective checkpointing": {"activation_checkpointing": "selective"},
     "offload": {"cpu_offload": True},
     "offload, checkpointing": {"cpu_offload": True, "activation_checkpointing": "full"},
     "unsharded accumulation": {"accumulate": "unsharded"},
-    "prefetch": {"prefetch_forward": 2, "prefetch_backward": 2},
     "bf16": {"precision": "bf16"},
     "bf16, reduced in bf16": {"precision": "bf16", "reduce_dtype": "bf16"},
     "bf16, selective checkpointing": {"precision": "bf16", "activation_checkpointing": "selective"},

@@ -362,7 +362,7 @@ def test_without_our_launcher_nobody_is_followed(monkeypatch: pytest.MonkeyPatch
         ({"RANK": "0"}, 0, 75),
         ({"RANK": "0"}, signal.SIGUSR1, 75),
         ({"RANK": "0"}, signal.SIGTERM, 143),  # of srun, perhaps, because another rank has failed
-        ({"RANK": "3"}, 0, 0),  # of srun or mpirun, which end all when one of them fails
+        ({"RANK": "3"}, 0, 0),  # of srun, which ends all when one of them fails
         ({"RANK": "3"}, signal.SIGTERM, 0),
         ({"RANK": "3", process_environment.LAUNCHER: "1"}, signal.SIGTERM, 75),
         ({"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, signal.SIGTERM, 0),

@@ -42,9 +42,7 @@ def test_bytes_of_the_options() -> None:
     def found(micro_batches: int = 1, **options: Any) -> costs.Traffic:
         return traffic(MODEL, bf16(world_size=4, group=4, **options), FOUR, micro_batches)
 
-    assert found(free_layers=False, free_last=False).gather_backward == 0
-    assert found(free_layers=2, free_last=2).gather_backward == 240 * MB // 2
-    assert found(free_root=True).gather_backward == 256 * MB * 3 // 4
+    assert found(strategy="shard_grad_op").gather_backward == 0
     assert found(reduce_dtype="bf16").reduce_scatter == 256 * MB * 3 // 4
     assert found(3).total == 3 * found().total
     unsharded = found(3, accumulate="unsharded")
@@ -59,15 +57,15 @@ def test_bytes_between_copies_and_machines() -> None:
     assert one_copy.between_machines == (256 + 240 + 512) * MB // 2 // 4
     twice = traffic(MODEL, bf16(world_size=8, group=8), TWO_BY_FOUR, micro_batches=2)
     assert twice.between_machines == 2 * one_copy.between_machines
-    hybrid = traffic(MODEL, bf16(world_size=8, group=4), TWO_BY_FOUR, micro_batches=2)
+    hybrid = traffic(MODEL, bf16(world_size=8, strategy="hybrid_shard", group=4), TWO_BY_FOUR, micro_batches=2)
     assert hybrid.gather_forward == 2 * 256 * MB * 3 // 4
     assert hybrid.all_reduce == 512 * MB // 4  # 2 x a quarter x one half, once a step
     assert hybrid.between_machines == 512 * MB // 4
-    alone = traffic(MODEL, bf16(world_size=8, group=1), TWO_BY_FOUR)
+    alone = traffic(MODEL, bf16(world_size=8, strategy="no_shard"), TWO_BY_FOUR)
     assert (alone.gather_forward, alone.gather_backward, alone.reduce_scatter) == (0, 0, 0)
     assert alone.all_reduce == 2 * 512 * MB * 7 // 8
     assert alone.between_machines == 512 * MB // 4
-    wide = traffic(MODEL, bf16(world_size=16, group=8), Machines(ROUND, 4, 4, network=10e9))
+    wide = traffic(MODEL, bf16(world_size=16, strategy="hybrid_shard", group=8), Machines(ROUND, 4, 4, network=10e9))
     assert wide.all_reduce == 2 * (512 * MB // 8) // 2
     assert wide.between_machines == (256 + 240 + 512) * MB // 2 // 4 + 512 * MB // 8
     assert traffic(MODEL, bf16(), Machines(ROUND, 1)).total == 0
@@ -127,7 +125,6 @@ def test_tokens_and_mfu() -> None:
 
 
 def four(work: Work, machines: Machines = FOUR, **options: Any) -> Cost:
-    options.setdefault("group", machines.world_size)
     return cost(MODEL, bf16(world_size=machines.world_size, **options), work, machines)
 
 
@@ -146,8 +143,7 @@ def test_what_a_long_layer_hides() -> None:
     assert found.communication == pytest.approx(10 * (2 * GATHER + REDUCE) + ROOT_GATHER + ROOT_REDUCE)
     ends = ROOT_GATHER + ROOT_REDUCE + GATHER + REDUCE
     assert found.exposed == pytest.approx(ends + GATHER)
-    assert four(LONG, free_last=False).exposed == pytest.approx(ends)
-    assert four(LONG, free_layers=False, free_last=False).exposed == pytest.approx(ends)
+    assert four(LONG, strategy="shard_grad_op").exposed == pytest.approx(ends)
     assert four(replace(LONG, micro_batches=2)).exposed == pytest.approx(2 * found.exposed)
     once = four(replace(LONG, micro_batches=2), accumulate="unsharded")
     assert once.exposed == pytest.approx(2 * found.exposed - REDUCE - ROOT_REDUCE)
@@ -172,13 +168,13 @@ def test_machines_share_a_network() -> None:
     reduce = 30e-6 + 5e-6 + 48e6 / 2 / 4 / 7.5e9
     root = 70e-6 + (16e6 + 32e6) / 2 / 4 / 7.5e9 + 2 * 16e6 / 0.8e12
     assert found.communication == pytest.approx(10 * (2 * gather + reduce) + root)
-    hybrid = four(LONG, TWO_BY_FOUR, group=4)
+    hybrid = four(LONG, TWO_BY_FOUR, strategy="hybrid_shard", group=4)
     # A quarter of the layer twice, half of it from the other machine, over this rank's own port.
     layer, whole = (30e-6 + 5e-6 + 2 * size / 4 / 2 / 7.5e9 for size in (48e6, 32e6))
     assert hybrid.communication == pytest.approx(four(LONG).communication + 10 * layer + whole)
-    again = four(replace(LONG, micro_batches=2), TWO_BY_FOUR, group=4)
+    again = four(replace(LONG, micro_batches=2), TWO_BY_FOUR, strategy="hybrid_shard", group=4)
     assert again.exposed == pytest.approx(2 * four(LONG).exposed + layer + whole)  # copies are added up once a step
-    copies = four(LONG, TWO_BY_FOUR, group=1)
+    copies = four(LONG, TWO_BY_FOUR, strategy="no_shard")
     inside, outside = 2 * 48e6 * 3 / 4 / 75e9, 48e6 / 4 / 7.5e9
     root_inside, root_outside = 2 * 32e6 * 3 / 4 / 75e9, 32e6 / 4 / 7.5e9
     copied = 10 * 2 * (2 * 24e6 / 0.8e12) + 2 * 16e6 / 0.8e12
@@ -223,7 +219,7 @@ def test_ranks_of_a_layer_cross_no_network() -> None:
     found = traffic(MODEL, bf16(world_size=8, group=4, tensor=2), TWO_BY_FOUR, 1, 10_000)
     assert found.gather_forward == (120 + 16) * MB * 3 // 4
     assert found.between_machines == (120 + 16 + 120 + 240 + 32) * MB // 2 // 2
-    hybrid = traffic(MODEL, bf16(world_size=8, group=2, tensor=2), TWO_BY_FOUR, 1, 10_000)
+    hybrid = traffic(MODEL, bf16(world_size=8, strategy="hybrid_shard", group=2, tensor=2), TWO_BY_FOUR, 1, 10_000)
     assert hybrid.all_reduce == hybrid.between_machines == (240 + 32) * MB // 2  # 2 x a half x one half
 
 

@@ -58,7 +58,7 @@ def test_few_tokens_peak_at_the_end_of_the_backward_pass() -> None:
     # Eight layers' shards, its own gradients in bf16, those of the layer before on their way in fp32, the root's.
     assert found.gradients == 8 * 6_000_000 + 24_000_000 + 48_000_000 + 16_000_000
     assert found.gathered == 16_000_000 + 2 * 24_000_000  # the root, this layer, and the last one that is to come
-    alone = memory(MODEL, bf16(world_size=8, group=1), 10, 0, "cuda")
+    alone = memory(MODEL, bf16(world_size=8, strategy="no_shard"), 10, 0, "cuda")
     assert alone.when == "reduction of the gradients of layer 1 of 10"
     # Nine layers and its own, which is as large as a whole.
     assert alone.gradients == 10 * 48_000_000 + 24_000_000 + 48_000_000 + 16_000_000
@@ -83,34 +83,29 @@ def test_what_each_strategy_gathers() -> None:
 
     root, layer = 16_000_000, 24_000_000
     assert gathered(group=8) == root + layer
-    assert gathered(group=8, prefetch_backward=3) == root + 3 * layer
-    assert gathered(group=8, free_layers=False, free_last=False) == root + 10 * layer
-    assert gathered(group=8, free_layers=4, free_last=4) == root + layer + 9 * layer // 4
-    assert gathered(group=1) == root  # copied when wanted, not before
-    assert gathered(group=4) == root + layer
+    assert gathered(strategy="shard_grad_op") == root + 10 * layer
+    assert gathered(strategy="no_shard") == root  # copied when wanted, not before
+    assert gathered(strategy="hybrid_shard", group=4) == root + layer
 
 
 def test_what_the_forward_pass_gathers() -> None:
-    """Of a frozen model, whose backward pass needs nothing else: the layer, its buffer, and what is asked for ahead."""
+    """Of a frozen model, whose backward pass needs nothing else: the layer and its buffer."""
     frozen = replace(MODEL, layer_trained=0, root_trained=0)
 
     def found(**options: Any) -> Memory:
         return memory(frozen, bf16(world_size=8, **options), 10, 0, "cuda")
 
     root, layer = 16_000_000, 24_000_000
-    ahead = found(group=8, prefetch_forward=3)
-    assert ahead.when == "forward pass of layer 7 of 10"
-    assert ahead.gathered == root + 5 * layer
-    kept = found(group=8, free_layers=False, free_last=False)
+    assert found().gathered == root + 2 * layer
+    kept = found(strategy="shard_grad_op")
     assert kept.when == "forward pass of layer 10 of 10"
     assert kept.gathered == root + 11 * layer
-    assert found(group=8, prefetch_forward=1, free_layers=2, free_last=2).gathered == root + 3 * layer + 8 * layer // 2
-    assert found(group=1, prefetch_forward=3).gathered == root + layer
+    assert found(strategy="no_shard").gathered == root + layer
 
 
 def test_ranks_that_compute_each_layer_together() -> None:
     """Four ranks: two with half of each layer, and two that FSDP divides each half over. The root is not halved."""
-    found = memory(MODEL, bf16(world_size=4, group=2, tensor=2), 100_000, 0, "cuda")
+    found = memory(MODEL, bf16(world_size=4, tensor=2), 100_000, 0, "cuda")
     assert found.parameters == (60_000_000 + 8_000_000) * 4 // 2
     assert found.optimizer == 2 * found.parameters
     assert found.when == "backward pass of layer 10 of 10"
@@ -125,12 +120,12 @@ def test_ranks_that_compute_each_layer_together() -> None:
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_what_selective_checkpointing_keeps_of_divided_layers(tensor: int) -> None:
     """Input, q, k, v, attention's output, fc1's (4), and two sums, each this rank's part."""
-    layout = bf16(world_size=tensor, group=1, tensor=tensor, activation_checkpointing="selective")
+    layout = bf16(world_size=tensor, strategy="no_shard", tensor=tensor, activation_checkpointing="selective")
     assert layer_bytes(MODEL, layout, "cuda").kept == 11 * 2000 // tensor + 40 // tensor
 
 
 def test_full_checkpointing_of_divided_layers_keeps_this_ranks_tokens_of_the_input() -> None:
-    layout = bf16(world_size=2, group=1, tensor=2, activation_checkpointing="full")
+    layout = bf16(world_size=2, strategy="no_shard", tensor=2, activation_checkpointing="full")
     assert layer_bytes(replace(MODEL, qk_norm=True, gated=True), layout, "cuda").kept == 2000 // 2
 
 
@@ -138,12 +133,12 @@ def test_gloo_copies_what_it_reduces() -> None:
     found = memory(MODEL, Layout(world_size=2, group=2), 500, 0, "cpu")
     assert found.when == "reduction of the gradients of layer 10 of 10"
     assert found.workspace == 12 * MIB + 48_000_000
-    alone = memory(MODEL, Layout(world_size=2, group=1), 10, 0, "cpu")  # one rank has nothing to scatter
+    alone = memory(MODEL, Layout(world_size=2, strategy="no_shard"), 10, 0, "cpu")  # one rank has nothing to scatter
     assert alone.workspace == 12 * MIB
 
 
 def test_kept_layers_go_as_the_backward_pass_comes_by() -> None:
-    kept = bf16(world_size=8, group=8, free_layers=False, free_last=False)
+    kept = bf16(world_size=8, strategy="shard_grad_op")
     found = memory(MODEL, kept, 10, 0, "cuda")
     assert found.when == "reduction of the gradients of layer 10 of 10"
     assert found.gathered == 16_000_000 + 9 * 24_000_000
@@ -193,7 +188,10 @@ def test_reducing_in_bf16_is_smaller_and_with_copies_stays() -> None:
 
     assert gradients(group=8) == 8 * 6_000_000 + 24_000_000 + 24_000_000 + 16_000_000
     # Shards twice as large, and of each of eight layers the sum over the two copies, a quarter of it in bf16.
-    assert gradients(group=4) == 8 * 12_000_000 + 24_000_000 + 24_000_000 + 16_000_000 + 8 * 6_000_000
+    assert (
+        gradients(strategy="hybrid_shard", group=4)
+        == 8 * 12_000_000 + 24_000_000 + 24_000_000 + 16_000_000 + 8 * 6_000_000
+    )
 
 
 def test_offloading_moves_the_state_to_the_host() -> None:
@@ -215,18 +213,14 @@ def test_a_frozen_trunk_has_no_gradients_and_no_optimizer_state() -> None:
 
 
 def test_one_process_in_half_precision() -> None:
-    """Autocast: sums of layers in fp32, two vectors of 16; a cast copy of each matrix but q, k, v."""
+    """The vectors of any number of ranks. The root is copied, and each layer until its backward pass."""
     found = memory(MODEL, bf16(), 100_000, 10**11, "cuda")
-    assert found.activations == 100_000 * (10 * (BF16_TOKEN + 2 * 2000) + 2 * 4000)
-    assert found.gathered == 10 * 24_000_000 * 3 // 4
+    assert found.activations == 100_000 * (10 * BF16_TOKEN + 2 * 2000)
+    assert found.gathered == 16_000_000 + 10 * 24_000_000
     assert memory(MODEL, Layout(), 1000, 0, "cuda").gathered == 0
-    checkpointed = bf16(activation_checkpointing="full")
-    assert memory(MODEL, checkpointed, 1000, 10**11, "cuda").gathered == 10 * 18_000_000  # until the forward pass ends
-    assert memory(MODEL, checkpointed, 13_000, 0, "cuda").when == "forward pass of layer 10 of 10"
-    assert memory(MODEL, checkpointed, 13_000, 0, "cuda").gathered == 10 * 18_000_000
-    later = memory(MODEL, checkpointed, 10_000, 0, "cuda")
-    assert later.when == "backward pass of layer 1 of 10"
-    assert later.gathered == 18_000_000  # cast again, one layer at a time
+    checkpointed = memory(MODEL, bf16(activation_checkpointing="full"), 10_000, 0, "cuda")
+    assert checkpointed.when == "backward pass of layer 1 of 10"
+    assert checkpointed.gathered == 16_000_000 + 24_000_000, "copied again, one layer at a time"
 
 
 def test_checkpointing() -> None:

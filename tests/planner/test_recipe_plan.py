@@ -268,7 +268,7 @@ class Squares:
 
 
 @pytest.mark.parametrize(
-    ("layout", "share"), [(Layout(), 1), (Layout(precision="bf16"), 1), (Layout(world_size=2, precision="bf16"), 0.5)]
+    ("layout", "share"), [(Layout(), 1), (Layout(precision="bf16"), 0.5), (Layout(world_size=2, precision="bf16"), 0.5)]
 )
 def test_head_bytes_are_the_longest_record_and_the_usual_mix(layout: Layout, share: float) -> None:
     tokens_N = np.array([10, 10, 20, 40], dtype=np.int32)

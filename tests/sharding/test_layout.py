@@ -16,7 +16,7 @@ def laid(world_size: int, per_machine: int = 4, **settings: Any) -> Layout:
 
 
 @pytest.mark.parametrize(
-    ("settings", "world_size", "group", "free_layers"),
+    ("settings", "world_size", "group", "frees"),
     [
         ({}, 8, 8, True),
         ({"strategy": "full_shard"}, 3, 3, True),
@@ -24,9 +24,6 @@ def laid(world_size: int, per_machine: int = 4, **settings: Any) -> Layout:
         ({"strategy": "no_shard"}, 8, 1, True),
         ({"strategy": "hybrid_shard"}, 8, 4, True),
         ({"strategy": "hybrid_shard", "group_size": 2}, 8, 2, True),
-        ({"strategy": "hybrid_shard", "layers": "shard_grad_op"}, 8, 4, False),
-        ({"strategy": "full_shard", "layers": 2}, 8, 8, 2),
-        ({"strategy": "hybrid_shard", "layers": 2}, 8, 4, 2),
         *(
             ({"strategy": name, "group_size": 3 if name == "hybrid_shard" else None}, 1, 1, True)
             for name in STRATEGIES
@@ -34,19 +31,22 @@ def laid(world_size: int, per_machine: int = 4, **settings: Any) -> Layout:
         ),
     ],
 )
-def test_groups(settings: dict[str, Any], world_size: int, group: int, free_layers: bool | int) -> None:
+def test_groups(settings: dict[str, Any], world_size: int, group: int, frees: bool) -> None:
     found = laid(world_size, **settings)
     assert (found.world_size, found.group, found.replicas) == (world_size, group, world_size // group)
-    assert (found.free_layers, found.free_last, found.free_root) == (free_layers, free_layers, False)
+    assert found.frees_layers == frees
 
 
-def test_parts() -> None:
-    found = laid(4, last_layer="shard_grad_op", root="full_shard")
-    assert (found.free_layers, found.free_last, found.free_root) == (True, False, True)
-    found = laid(4, strategy="shard_grad_op", layers="full_shard", last_layer=2)
-    assert (found.free_layers, found.free_last, found.free_root) == (True, 2, False)
-    # The same recipe goes on in one process, where nothing is gathered.
-    assert laid(1, layers=2, root="full_shard").free_root is False
+def test_a_layout_has_the_group_that_its_strategy_means() -> None:
+    """A library's user writes `Layout` without the recipe's section. A strategy that is ignored would cost the memory
+    of a whole copy on each rank.
+    """
+    known = ("full_shard", "shard_grad_op", "no_shard")
+    assert [Layout(strategy=name, world_size=8).group for name in known] == [8, 8, 1]
+    assert Layout(world_size=8, tensor=2).group == Layout(strategy="hybrid_shard", world_size=8, group=4).group == 4
+    for strategy, group in (("full_shard", 1), ("no_shard", 8), ("hybrid_shard", 0), ("hybrid_shard", 3), ("ddp", 0)):
+        with pytest.raises(UsageError, match=strategy):
+            Layout(strategy=strategy, world_size=8, group=group)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,6 @@ def test_options_are_handed_on() -> None:
         "reduce_dtype": "bf16",
         "activation_checkpointing": "selective",
         "cpu_offload": True,
-        "prefetch_forward": 2,
-        "prefetch_backward": 3,
         "compile": True,
     }
     found = laid(2, **options)
@@ -118,23 +116,6 @@ def test_options_are_handed_on() -> None:
             4,
             "parallel.group_size is for strategy hybrid_shard, and the recipe has full_shard; remove it, or change the "
             "strategy",
-        ),
-        (
-            {"strategy": "no_shard", "layers": "shard_grad_op"},
-            4,
-            "parallel.layers: no_shard keeps every weight in every process, so nothing is gathered or freed; remove it",
-        ),
-        (
-            {"root": 3},
-            4,
-            "parallel.root: 3 does not divide the 4 processes that share a copy into smaller groups; choose a number "
-            "that does, full_shard or shard_grad_op",
-        ),
-        (
-            {"last_layer": 4},
-            4,
-            "parallel.last_layer: 4 does not divide the 4 processes that share a copy into smaller groups; choose a "
-            "number that does, full_shard or shard_grad_op",
         ),
         (
             {"tensor": 3},

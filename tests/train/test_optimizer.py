@@ -53,7 +53,7 @@ def test_schedules_rise_and_fall() -> None:
         assert shares[9] == 1.0 == max(shares)
         assert shares[9:] == sorted(shares[9:], reverse=True)
         assert shares[0] > 0
-        assert abs(shares[-1]) < 1e-12
+        assert 1e-4 < shares[-1] < 0.02, "the last step trains, too"
     assert {schedule(s, 100, 0.1, "constant") for s in range(10, 100)} == {1.0}
     assert schedule(0, 1, 0.0, "cosine") >= 0
     assert torch.isfinite(torch.tensor(schedule(0, 1, 1.0, "linear")))

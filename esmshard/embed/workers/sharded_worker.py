@@ -44,10 +44,6 @@ from esmshard.sharding.load import materialise
 from esmshard.sharding.shard import shard
 from esmshard.vocab import encode
 
-PREFETCH = 2
-"""Layers whose weights are gathered while one layer computes. Gathered weights take the memory of about three layers,
-and of one more layer for each layer here (measured on the CPU: 3.0 and 4.8 layers).
-"""
 DUMMY = encode("A")
 _COURTESY = 2.0
 """Seconds that a rank waits before it reports the loss of another rank, because that rank or the launcher knows the
@@ -73,13 +69,7 @@ def sharded(found: Weights, spec: Spec, ranks: World) -> Trunk:
     highest = max(n_layers if one.layer is None else one.layer for one in spec.outputs)
     esm.layers = esm.layers[: max(1, highest)]
     del esm.contact_head
-    laid = Layout(
-        world_size=ranks.size,
-        tensor=ranks.together,
-        group=ranks.data_size,
-        precision=spec.compute,
-        prefetch_forward=PREFETCH,
-    )
+    laid = Layout(world_size=ranks.size, tensor=ranks.together, precision=spec.compute)
     shard(esm, laid, ranks)
     materialise(esm, found.rows, laid, ranks)
     head = ContactRegression(found.config.n_maps)
