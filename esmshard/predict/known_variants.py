@@ -34,6 +34,8 @@ class Known:
     """The measured value of the first target, as text."""
     out_of_fold: Mapping[str, Sequence[float]]
     """The predictions of the T targets by the models that were not trained on the variant."""
+    fold: Mapping[str, int]
+    """The fold of each variant with such a prediction."""
     baselines: Mapping[str, Mapping[str, float]]
     """The predictions of the first target by each baseline, by the baseline's name."""
     seen: frozenset[str] | None
@@ -61,15 +63,16 @@ def read(run: Path, models: Sequence[Path], targets: Sequence[str]) -> Known:
         seen = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
     rows = _rows(run / OUT_OF_FOLD)
     of = [f" {name}" for name in targets] if len(targets) > 1 else [""]
-    out_of_fold, baselines = {}, {method: dict[str, float]() for method in methods}
+    out_of_fold, fold, baselines = {}, {}, {method: dict[str, float]() for method in methods}
     for row in rows:
         if any(row.get(f"predicted{one}") for one in of):
             out_of_fold[row[VARIANT]] = [float(row[f"predicted{one}"] or "nan") for one in of]
+            fold[row[VARIANT]] = int(row["fold"])
         for method in methods:
             if cell := row.get(f"{method}{of[0]}"):
                 baselines[method][row[VARIANT]] = float(cell)
     measured = {row[VARIANT]: row["measured"] for row in rows if row["measured"]}
-    return Known(measured, out_of_fold, baselines, seen, summary.get("verdict"))
+    return Known(measured, out_of_fold, fold, baselines, seen, summary.get("verdict"))
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

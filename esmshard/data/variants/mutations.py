@@ -50,6 +50,9 @@ expects.
 """
 Synonymous = Literal["error", "drop", "keep"]
 
+FEW_SITES, COMBINED = 10, 0.1
+"""The most sites of a combinatorial library, and the least share of its variants with several changes."""
+
 _SMALL = re.compile("[a-z]")
 
 
@@ -156,6 +159,17 @@ def read_variants(
         offset=shift,
         left_out=reading.left_out,
     )
+
+
+def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
+    """Whether variants are a combinatorial library: combinations of changes at few sites.
+
+    >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
+    >>> is_library([(a,), (b,), (a, b)]), is_library([(a,), (b,)])
+    (True, False)
+    """
+    sites = {mutation.position for one in variants for mutation in one}
+    return len(sites) <= FEW_SITES and sum(len(one) > 1 for one in variants) > COMBINED * len(variants)
 
 
 @dataclass(frozen=True)
