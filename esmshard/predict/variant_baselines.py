@@ -28,7 +28,8 @@ def baseline_of(name: str) -> str:
 
 
 def better_baseline(summary: Mapping[str, Any]) -> str | None:
-    """Return the short name of the best baseline that was clearly better than the fine-tuned model; None if none was.
+    """Return the short name of the best baseline that was better than the fine-tuned model; None if none was. Without
+    intervals, the difference in the sample decides.
 
     Args:
         summary: the content of `summary.json` of a cross-validation.
@@ -37,7 +38,8 @@ def better_baseline(summary: Mapping[str, Any]) -> str | None:
     better = {
         short: scores["metrics"][name]["value"]
         for short, name in SHORT.items()
-        if (gain := scores.get("differences", {}).get(name)) and gain["high"] is not None and gain["high"] < 0
+        if (gain := scores.get("differences", {}).get(name))
+        and ((gain["value"] if gain["high"] is None else gain["high"]) or 0.0) < 0
     }
     return max(better, key=better.__getitem__, default=None)
 

@@ -307,7 +307,14 @@ def test_several_targets_and_seeds(tmp_path: Path, drawn: dict[str, Any]) -> Non
     rows = [["M1A", "M1A", "0", "1e-7", "2e-7", "", "", "7", "", "1e-7"]]
     rows += [["K2A", "K2A", "0", "4e-7", "1e-7", "", "6", "8", "", "4e-7"]]
     write(run / "variants.csv", [["mutant", *ours, "measured"], *rows])
-    ranking = [["mutant", "measured", "prediction Kd", "sd Kd", "prediction kcat", "sd kcat", "rank"]]
+    ranking = [
+        [
+            "mutant",
+            "measured",
+            *(f"{c} {t}" for t in ("Kd", "kcat") for c in ("prediction", "disagreement of models")),
+            "rank",
+        ]
+    ]
     write(run / "ranked.csv", [*ranking, ["M1A", "1e-7", "2e-7", "3e-8", "7", "0.5", "1"]])
     found = page(run)
     assert {"against0", "against1", "Measured0", "Predicted0", "Measured1", "Predicted1"} <= drawn.keys()
