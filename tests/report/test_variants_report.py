@@ -394,6 +394,17 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, why: str)
     assert not (run / "report.html").exists()
 
 
+def test_the_baseline_that_was_better_is_named_with_its_command(tmp_path: Path) -> None:
+    run = cross_validated(tmp_path / "v")
+    summary = json.loads((run / "summary.json").read_text())
+    scores = summary.get("joint") or summary["pooled"]
+    scores["metrics"]["one-hot ridge"] = {"value": 0.9, "low": 0.8, "high": 0.95}
+    for high, named in ((-0.1, True), (0.1, False)):
+        scores["differences"]["one-hot ridge"] = {"value": -0.2, "low": -0.3, "high": high}
+        (run / "summary.json").write_text(json.dumps(summary | {"joint": scores, "pooled": scores}))
+        assert ("--all-singles --with one-hot -o" in page(run).text["ranked"]) is named
+
+
 def test_what_users_named_is_text(tmp_path: Path) -> None:
     evil = "<b>x</b>$a^$"
     run = cross_validated(tmp_path / "v", verdict=evil)

@@ -211,7 +211,8 @@ def ranked(found: CrossValidated) -> Section:
     ]
     if (better := better_baseline(found.raw)) is not None:
         run = shlex.quote(str(found.path))
-        texts.append(f"A baseline was better. It ranks with `esmshard predict {run} --all-singles --with {better}`.")
+        command = f"esmshard predict {run} --all-singles --with {better} -o better.csv"
+        texts.append(f"A baseline was better. It ranks with `{command}`.")
     if found.given is not None and found.given.offset:
         texts.append(variant_maps.numbering(found))
     if found.pooled is not None:
