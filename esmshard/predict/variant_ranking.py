@@ -433,9 +433,9 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
             used = 0  # A column of mutated sequences has no numbering to shift.
             variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
     except Misnumbered as error:
-        note = f"; {own:+d} is what was added to the positions of the run's own table" if used == own else ""
-        if used and _fits_unshifted(task, path, mutant):
-            note += ", and this one fits as it is: pass --offset 0 if it counts as the wild type does"
+        note = ""
+        if used == own and own:
+            note = f"; the positions of the run's own table were shifted by {own:+d}: --offset 0 shifts none"
         raise InputError(f"{error.spelled('--offset ')}{note}") from None
     notices = list(variants.notices)
     if own is None and offset is None:
@@ -475,14 +475,6 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     if target in variants.table.columns:
         values_N = variants.table.numbers(target)[rows]
     return RankingRequest(columns, mutations, [why[row] for row in left], values_N, variants.offset, notices)
-
-
-def _fits_unshifted(task: VariantTask, path: Path, mutant: str | None) -> bool:
-    try:
-        variant_tables.read(path, str(task.facts["protein"]), mutant=mutant, offset=0)
-    except Misnumbered:
-        return False
-    return True
 
 
 def _proposed(
