@@ -159,7 +159,7 @@ def _authors_word(about: Mapping[str, Any]) -> str:
 def _citation(about: Mapping[str, Any]) -> str:
     base, family = _released(about["recipe"]), _family(about)
     name, paper = (base, RELEASED[base].paper) if base else (family.title, family.paper)
-    return f"## Citation\n\n{name}:\n\n```bibtex\n{paper.bibtex}\n```"
+    return f"## Citation\n\n{name}:\n\n```bibtex\n{paper}\n```"
 
 
 def _use(directory: Path, about: Mapping[str, Any], authors_file: bool) -> str:

@@ -243,7 +243,7 @@ def predict(
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity, "device": device, "sites": sites, "baseline": baseline}
         how |= {"all_singles": all_singles}
-        print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} variants")
+        print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} rows")
         return
 
     from esmshard.predict import predictions

@@ -19,7 +19,7 @@ from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
 from esmshard.files import read_json
 from esmshard.tasks import metrics
-from esmshard.tasks.intervals import LEAST, Interval, block_draws, interval
+from esmshard.tasks.intervals import LEAST, Interval, variant_spearman
 
 SUMMARY, VARIANT = "summary.json", "variant"
 
@@ -56,7 +56,7 @@ def read(run: Path, models: Sequence[Path], targets: Sequence[str]) -> Known:
         InputError: a file is damaged.
     """
     summary = json_of(run / SUMMARY) or {}
-    methods = list(summary.get("pooled", {}).get("differences", ()))
+    methods = list(summary.get("joint", {}).get("differences", ()))
     files = [model / SEEN for model in models]
     seen = None
     if all(file.is_file() for file in files):
@@ -140,19 +140,24 @@ def compared(
         )
         return {"target": target, "rows_with_values": rows, "seen_in_training": None, "unseen": None, "why": why}, [why]
     seen_N = np.array([name in known.seen for name in names], dtype=bool)
-    block_N = np.array([_first_position(name) for name in names])
     facts: dict[str, Any] = {"target": target, "rows_with_values": rows, "seen_in_training": None, "unseen": None}
     messages = []
     if (mine_N := seen_N & has_N).any():
-        facts["seen_in_training"], sentence = _seen(known, names, mine_N, measured_N, block_N, target)
+        facts["seen_in_training"], sentence = _seen(known, names, mine_N, measured_N, target)
         messages.append(sentence)
     if (others_N := ~seen_N & has_N).any():
-        places = {_first_position(name) for name in known.seen}
-        found, count = _spearman(said_N, measured_N, block_N, others_N), int(others_N.sum())
-        same = int(np.isin(block_N[others_N], sorted(places)).sum())
-        facts["unseen"] = {"rows": count, "at_positions_seen_in_training": same, "spearman": _finite(found)}
-        where = f"; {same:,} of them change a position that training has seen" if same else ""
-        messages.append(f"{_sentence(found, target)} over {counted(count, 'row')} that no model was trained on{where}")
+        others = [parse_variant(name) for name, is_other in zip(names, others_N, strict=True) if is_other]
+        trained = {mutation.position for name in known.seen for mutation in parse_variant(name)}
+        sites = [{mutation.position for mutation in one} for one in others]
+        varied, new = sum(one <= trained for one in sites), sum(not one & trained and bool(one) for one in sites)
+        of_sites = {"all": varied, "some": len(others) - varied - new, "none": new}
+        found, unit = variant_spearman(said_N[others_N], measured_N[others_N], others)
+        facts["unseen"] = {"rows": len(others), "sites_varied_in_training": of_sites, "spearman": _finite(found)}
+        messages.append(
+            f"{spearman_sentence(found, target, unit)} over {counted(len(others), 'row')} that no model was trained "
+            f"on; {varied:,} of them change only sites that training has varied, {of_sites['some']:,} also other "
+            f"sites, and {new:,} only other sites"
+        )
     return facts, messages
 
 
@@ -161,11 +166,10 @@ def _seen(
     names: Sequence[str],
     mine_N: npt.NDArray[np.bool_],
     measured_N: Array,
-    block_N: npt.NDArray[np.int64],
     target: str,
 ) -> tuple[dict[str, Any], str]:
     """Compare rows of variants that training has seen: their out-of-fold predictions, beside those of the best
-    baseline.
+    baseline. Each fold is predicted by models of its own, so that variants are compared within their fold.
     """
     count = int(mine_N.sum())
     apart_N = np.array([known.out_of_fold.get(name, [np.nan])[0] for name in names])
@@ -179,42 +183,40 @@ def _seen(
             f"Spearman with {target}: not given for {trained}, as there are no predictions of them by models that had "
             "not seen them"
         )
-    found = _spearman(apart_N, measured_N, block_N, tested_N)
+    tested_names = [name for name, is_tested in zip(names, tested_N, strict=True) if is_tested]
+    variants = [parse_variant(name) for name in tested_names]
+    fold_M, measured_M = np.array([known.fold[name] for name in tested_names]), measured_N[tested_N]
+    found, unit = variant_spearman(apart_N[tested_N], measured_M, variants, fold_M)
     facts["spearman_out_of_fold"] = _finite(found)
     each = "each predicted by the models that had not seen it"
     of = trained if tested == count else f"{tested:,} of {trained}"
-    said = f"{_sentence(found, target)} out of fold over {of}, {each}"
-    others: dict[str, float] = {}
-    for method, values in known.baselines.items():
-        theirs_N = np.array([values.get(name, np.nan) for name in names])
-        if not np.isnan(theirs_N[tested_N]).any():
-            others[method] = metrics.spearman(theirs_N[tested_N], measured_N[tested_N])
-    if best := max((method for method in others if not np.isnan(others[method])), key=others.__getitem__, default=""):
-        theirs_N = np.array([known.baselines[best].get(name, np.nan) for name in names])
-        theirs = _spearman(theirs_N, measured_N, block_N, tested_N)
+    within = "within folds, " if len(set(fold_M.tolist())) > 1 else ""
+    said = f"{spearman_sentence(found, target, unit)} out of fold over {of}, {within}{each}"
+    baselines = {
+        method: np.array([values[name] for name in tested_names])
+        for method, values in known.baselines.items()
+        if values.keys() >= set(tested_names)
+    }
+    rho = {method: metrics.spearman_within(x_M, measured_M, fold_M) for method, x_M in baselines.items()}
+    if best := max((method for method in rho if not np.isnan(rho[method])), key=rho.__getitem__, default=""):
+        theirs, _ = variant_spearman(baselines[best], measured_M, variants, fold_M)
         facts["best_baseline"] = {"name": best, "spearman_out_of_fold": _finite(theirs)}
         said += f"; the best baseline there, {best}, has {theirs}"
     return facts, said
 
 
-def _sentence(found: Interval, target: str) -> str:
+def spearman_sentence(found: Interval, target: str, unit: str) -> str:
+    """Say a correlation with measured values, and over what its interval is; or why there is none.
+
+    Args:
+        found: the correlation.
+        target: the column of the measured values.
+        unit: the noun for what was resampled (`variant_spearman`).
+    """
     if np.isnan(found.value):
-        return f"Spearman with {target} undefined, as all values or all predictions are equal"
-    of = f"no interval, for an interval takes {LEAST} positions" if np.isnan(found.low) else "95% over positions"
+        return f"Spearman with {target} undefined: it takes two different values and two different predictions"
+    of = f"no interval, for an interval takes {LEAST} {unit}s" if np.isnan(found.low) else f"95% over {unit}s"
     return f"Spearman with {target} {found} ({of})"
-
-
-def _spearman(
-    said_N: Array, measured_N: Array, block_N: npt.NDArray[np.int64], rows_N: npt.NDArray[np.bool_]
-) -> Interval:
-    """Return Spearman's correlation over some rows, with its 95% interval over positions."""
-    x_N, y_N, blocks = said_N[rows_N], measured_N[rows_N], block_N[rows_N]
-    values = [metrics.spearman(x_N[draw], y_N[draw]) for draw in block_draws(len(blocks), blocks)]
-    return interval([metrics.spearman(x_N, y_N), *values])
-
-
-def _first_position(name: str) -> int:
-    return min((one.position for one in parse_variant(name)), default=-1)
 
 
 def _finite(found: Interval) -> dict[str, float | None]:

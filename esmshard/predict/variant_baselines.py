@@ -34,7 +34,7 @@ def better_baseline(summary: Mapping[str, Any]) -> str | None:
     Args:
         summary: the content of `summary.json` of a cross-validation.
     """
-    scores = summary.get("joint") or summary.get("pooled") or {}
+    scores = summary.get("joint", {})
     better = {
         short: scores["metrics"][name]["value"]
         for short, name in SHORT.items()

@@ -24,11 +24,13 @@ from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights
 from esmshard.predict import variant_tables
+from esmshard.predict.known_variants import spearman_sentence
 from esmshard.predict.language_models import mean_and_sd, read_models
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import check
 from esmshard.progress import say
 from esmshard.tasks.finetuner import without_tracks
+from esmshard.tasks.intervals import variant_spearman
 from esmshard.tasks.variants.marginals import Tracks, log_probabilities, pseudo_log_likelihoods, scored_residues
 from esmshard.vocab import RESIDUES, STANDARD, TOKENS, encode
 
@@ -59,9 +61,9 @@ def score_table(
     `METHOD_sd`, its standard deviation over them. Return a message for the user.
 
     Rows that cannot be scored (a stop codon, a blank cell, a residue that is none of the 20 amino acids) keep their
-    place with an empty score. If the table has measured values, the message has Spearman's correlation with them, or
-    why it is undefined. A JSON file beside the table records how the table was made: method, numbering, and what was
-    left out.
+    place with an empty score. If the table has measured values, the message has Spearman's correlation with them over
+    the variants that have one, and its interval, or why it is undefined. A JSON file beside the table records how the
+    table was made: method, numbering, and what was left out.
 
     Args:
         model: see `open_weights.read`.
@@ -106,7 +108,7 @@ def score_table(
         say(notices[-1])
     why_not, rows = request.left_out | without, request.rows
     new = {column: request.cells(score_N)} | ({} if sd_N is None else {f"{column}_sd": request.cells(sd_N)})
-    message = "" if request.values_N is None else variant_tables.spearman(score_N, request.values_N, request.measured)
+    message = "" if request.values_N is None else _agreement(request, score_N, request.values_N)
     new[NOT_SCORED] = [why_not.get(row, "") for row in range(rows)]
     variant_tables.write(out, request.columns, new)
     scored = len(request.places) - len(without)
@@ -115,7 +117,23 @@ def score_table(
     facts |= {"tracks": dict(tracks)} if tracks else {}
     facts |= {"method": method, "window": models.window, "offset": request.offset, "rows": rows, "scored": scored}
     variant_tables.write_facts(out, facts | {"notices": notices, "compared": message or None})
-    return f"{out}: {scored:,} variants" + (f"; {message}" if message else "")
+    variants = len({one for one in request.mutations if not unscored(one)})
+    rows_of = "" if scored == variants else f"{counted(scored, 'row')} of "
+    return f"{out}: {rows_of}{counted(variants, 'variant')}" + (f"; {message}" if message else "")
+
+
+def _agreement(request: "_ScoringRequest", score_N: npt.NDArray[np.float64], values_N: npt.NDArray[np.float64]) -> str:
+    """Say how the scores of variants agree with their measured values. The values of a variant in several rows are
+    averaged.
+    """
+    values: dict[tuple[Mutation, ...], list[float]] = {}
+    for one, score, value in zip(request.mutations, score_N, values_N, strict=True):
+        if not np.isnan(score) and not np.isnan(value):
+            values.setdefault(one, [float(score)]).append(float(value))
+    score_V = np.array([score for score, *_ in values.values()])
+    value_V = np.array([np.mean(measured) for _, *measured in values.values()])
+    found, unit = variant_spearman(score_V, value_V, list(values))
+    return f"{spearman_sentence(found, request.measured, unit)} over {counted(len(values), 'variant')}"
 
 
 def _with_tracks(model: str, wild_type: Path, tracks: Mapping[str, str]) -> tuple[Path, ProteinTracks]:

@@ -133,11 +133,6 @@ class Task(ABC):
         return BASELINE_RECORDS
 
     @property
-    def in_common(self) -> str:
-        """What the records of one block (`Examples.blocks`) have in common, so that they are resampled together."""
-        return "position"
-
-    @property
     def of_base(self) -> tuple[str, ...]:
         """Names of the baselines that use the model before the first step."""
         return ()
@@ -242,6 +237,12 @@ class Task(ABC):
             known: of `baselines`.
         """
         return ""
+
+    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
+        """Return what an interval over a split resamples: the block of each record, int64 [N], or None for single
+        records; and the noun for one of them.
+        """
+        return data.blocks(), "record"
 
     def look_ahead(self, data: Examples, base: "FineTuner") -> None:
         """Prepare the outputs of the baselines for a split. Called before `baseline_outputs` is called for each of its

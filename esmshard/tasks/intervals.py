@@ -8,6 +8,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.splits.variant_records import site_blocks
+from esmshard.data.variants.substitutions import Mutation, name_of
+from esmshard.tasks import metrics
+
 RESAMPLES = 2000
 """The number of resamples of the records, with replacement."""
 LEAST = 10
@@ -119,3 +123,43 @@ def _limits(values: Sequence[float], *, reflected: bool) -> Interval:
     if reflected or not low <= value <= high:
         low, high = min(2 * value - high, value), max(2 * value - low, value)
     return Interval(value, low, high)
+
+
+def variant_units(variants: Sequence[tuple[Mutation, ...]]) -> tuple[npt.NDArray[np.int64], str]:
+    """Decide what intervals over variants resample: blocks of variants that change the same sites, or single variants.
+
+    Variants of the same sites are not independent, so that they are resampled together. This needs LEAST blocks, of
+    which none has more than half of the variants. A library of few sites has not, and its variants are resampled.
+
+    Returns:
+        The unit of each variant, int64 [N], and the noun for a unit: `position`, `site combination` or `variant`. The
+        rows of a variant with replicates are one unit.
+    """
+    block_N = site_blocks(variants)
+    if count_units(len(variants), block_N) >= LEAST and np.bincount(block_N + 1).max() <= len(variants) / 2:
+        return block_N, "position" if all(len(one) < 2 for one in variants) else "site combination"
+    names = [name_of(one) for one in variants]
+    return np.unique(names, return_inverse=True)[1].astype(np.int64), "variant"
+
+
+def variant_spearman(
+    predicted_N: npt.NDArray[np.float64],
+    measured_N: npt.NDArray[np.float64],
+    variants: Sequence[tuple[Mutation, ...]],
+    fold_N: npt.NDArray[np.int64] | None = None,
+) -> tuple[Interval, str]:
+    """Compute Spearman's correlation within folds (`metrics.spearman_within`) with its interval, and the noun for what
+    was resampled.
+
+    Args:
+        predicted_N: predictions.
+        measured_N: measured values.
+        variants: the mutations of each row.
+        fold_N: the fold of each row; by default all rows are of one.
+    """
+    fold_N = np.zeros(len(variants), dtype=np.int64) if fold_N is None else fold_N
+    block_N, unit = variant_units(variants)
+    values = [metrics.spearman_within(predicted_N, measured_N, fold_N)]
+    for draw in block_draws(len(variants), block_N):
+        values.append(metrics.spearman_within(predicted_N[draw], measured_N[draw], fold_N[draw]))
+    return interval(values), unit

@@ -16,6 +16,8 @@ CALIBRATION_BINS = 15
 """The number of bins of equal width in confidence, as in Guo et al. 2017 (arXiv:1706.04599)."""
 THRESHOLDS = np.arange(101) / 100
 """The thresholds of Fmax: 0, .01, ..., 1."""
+BEST_SHARE = 0.01
+"""The share of the measured variants of a fold that are its best ones."""
 
 
 def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
@@ -93,6 +95,65 @@ def spearman(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> floa
     if np.isnan(a_N).any() or np.isnan(b_N).any():
         return np.nan
     return pearson(mean_ranks(a_N), mean_ranks(b_N))
+
+
+def spearman_within(
+    predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64], fold_N: npt.NDArray[np.int64]
+) -> float:
+    """Compute `spearman` in each fold, and the mean over the folds that have it, weighted by their measured values.
+
+    Each fold is predicted by a model of its own, and the predictions of two models may differ by an offset. One
+    correlation over all folds would compare these offsets, too.
+
+    Args:
+        predicted_N: predictions.
+        measured_N: measured values; NaN for none.
+        fold_N: the fold of each variant.
+    """
+    rho, weight = 0.0, 0
+    for fold in np.unique(fold_N):
+        members_N = (fold_N == fold) & ~np.isnan(measured_N)
+        of_fold = spearman(predicted_N[members_N], measured_N[members_N])
+        if not np.isnan(of_fold):
+            rho, weight = rho + of_fold * int(members_N.sum()), weight + int(members_N.sum())
+    return rho / weight if weight else np.nan
+
+
+def best_count(measured_N: npt.NDArray[np.float64]) -> int:
+    """Count the best variants of a fold: BEST_SHARE of those with a measured value, and one at least; 0 without any."""
+    known = int((~np.isnan(measured_N)).sum())
+    return min(known, max(1, round(BEST_SHARE * known)))
+
+
+def top_of_list(
+    predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64], fold_N: npt.NDArray[np.int64]
+) -> tuple[float, float]:
+    """Measure the variants with the highest predictions, `best_count` of each fold (see `spearman_within`).
+
+    Of variants with the same prediction at the limit, each counts with the chance that it is chosen.
+
+    Args:
+        predicted_N: predictions; higher is better.
+        measured_N: measured values; NaN for none. Higher is better.
+        fold_N: the fold of each variant.
+
+    Returns:
+        The recall, which is the share of the chosen variants that are among as many best measured ones of their fold;
+        and the mean of the measured values of the chosen. NaN if nothing is measured or a prediction is NaN.
+    """
+    hits, total, chosen = 0.0, 0.0, 0
+    for fold in np.unique(fold_N):
+        members_N = (fold_N == fold) & ~np.isnan(measured_N)
+        x_M, y_M = predicted_N[members_N], measured_N[members_N]
+        if np.isnan(x_M).any():
+            return np.nan, np.nan
+        if k := best_count(y_M):
+            limit = np.partition(x_M, -k)[-k]
+            above_M, tied_M = x_M > limit, x_M == limit
+            chance_M = above_M + tied_M * ((k - above_M.sum()) / tied_M.sum())
+            hits += float(chance_M[y_M >= np.partition(y_M, -k)[-k]].sum())
+            total, chosen = total + float(chance_M @ y_M), chosen + k
+    return (hits / chosen, total / chosen) if chosen else (np.nan, np.nan)
 
 
 def mean_ranks(x_N: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:

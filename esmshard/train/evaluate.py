@@ -220,8 +220,7 @@ def write(
         about: more entries for `evaluation.json`.
         groups: of each record (`Task.group`); empty for no groups.
     """
-    block_N, columns = data.blocks(), task.columns_of(table[MAIN])
-    unit = "record" if block_N is None else task.in_common
+    (block_N, unit), columns = task.units(data), task.columns_of(table[MAIN])
     samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
     intervals = {name: {m: interval(values, m) for m, values in found.items()} for name, found in samples.items()}
     differences = {
@@ -361,7 +360,9 @@ def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | No
 
 
 def _method(unit: str, found: Mapping[str, Interval]) -> str:
-    """Describe in a phrase how the intervals were computed."""
+    """Describe in a phrase how the intervals were computed, if there are any."""
+    if all(math.isnan(one.low) for one in found.values()):
+        return "none"
     biased = [metric for metric in found if metric in BIASED]
     of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
     return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"

@@ -203,7 +203,24 @@ def test_records_are_made_from_the_wild_type(table: Table) -> None:
     assert (test.length(n), int(test.tokens[n]), test.beside) == (24, 26, 26)
     blocks = test.blocks()
     assert blocks is not None
-    assert blocks.tolist() == [*range(0, 22, 2), 0, 1], "the first changed position"
+    sites = [frozenset(m.position for m in parse_variant(name)) for name in names(test)]
+    same = [[a == b for b in sites] for a in sites]
+    assert (blocks[:, None] == blocks).tolist() == same, "a block is a set of sites"
+
+
+@pytest.mark.parametrize(
+    ("best", "given", "warned"),
+    [(2, {}, True), (3, {}, False), (2, {"lower_is_better": ["score"]}, False), (2, {"transform": "log"}, False)],
+)
+def test_a_target_at_its_floor_is_told_once(table: Table, best: int, given: dict[str, Any], warned: bool) -> None:
+    """Of 24 values 92% or 88% lie in the worst tenth of the range, unless the other end is the worst."""
+    values = [10.0] * best + [0.01 * 2 ** (n % 6) for n in range(24 - best)]
+    rows = [f"{name},{value}" for name, value in zip(SINGLES, values, strict=False)]
+    table.path.write_text("mutant,score\n" + "\n".join(rows) + "\n")
+    split = table.split(**given)
+    notices = [notice for one in split.values() for notice in one.notices if "worst tenth" in notice]
+    assert len(notices) == warned
+    assert not warned or "92% of the values of 'score'" in notices[0]
 
 
 def test_of_the_wild_type_alone_a_variant_takes_little_room(table: Table) -> None:

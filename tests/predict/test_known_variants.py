@@ -38,13 +38,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs whose tables count as the wild type does, and otherwise; and one that does not know what it has seen."""
     found = tmp_path_factory.mktemp("runs")
     said = dict(zip(SEEN, np.random.default_rng(1).normal(size=len(SEEN)).tolist(), strict=True))
-    pooled = {"differences": {"one-hot ridge": {}, "zero-shot": {}}}
+    joint = {"differences": {"one-hot ridge": {}, "zero-shot": {}}}
     for name, offset, seen in (("plain", 0, [*SEEN, "WT"]), ("shifted", AHEAD, [*SEEN, "WT"]), ("unknown", 0, None)):
         run = write_run(found / name, 3, facts(offset=offset), seen)
         (run / "variants.csv").write_text(variants_csv(said))
         summary = json.loads((run / "summary.json").read_text())
         (run / "summary.json").write_text(
-            json.dumps({**summary, "pooled": pooled, "verdict": "It was worse than chance."})
+            json.dumps({**summary, "joint": joint, "verdict": "It was worse than chance."})
         )
     return found
 
@@ -82,7 +82,7 @@ def test_variants_of_training_are_compared_out_of_fold(runs: Path, capsys: pytes
     assert seen["best_baseline"]["spearman_out_of_fold"]["value"] == pytest.approx(-apart, abs=1e-9)
     plain = spearmanr([float(rows[n]["prediction"]) for n in new], list(new.values())).statistic
     assert unseen["spearman"]["value"] == pytest.approx(plain, abs=1e-9)
-    assert unseen["at_positions_seen_in_training"] == 0
+    assert unseen["sites_varied_in_training"] == {"all": 0, "some": 0, "none": 4}
     assert {rows[n]["seen in training"] for n in SEEN} == {"yes"}
     assert {rows[n]["seen in training"] for n in new} == {"no"}
     assert all(rows[n]["out-of-fold prediction"] == own[n]["predicted"] for n in SEEN)
@@ -90,7 +90,7 @@ def test_variants_of_training_are_compared_out_of_fold(runs: Path, capsys: pytes
     assert f"Spearman with y {apart:.3f} [" in said
     assert "out of fold over 20 rows that the models were trained on, each predicted by the models that had not" in said
     assert f"the best baseline there, zero-shot, has {-apart:.3f} [" in said
-    assert f"Spearman with y {plain:.3f} (no interval, for an interval takes 10 positions) over 4 rows" in said
+    assert f"Spearman with y {plain:.3f} (no interval, for an interval takes 10 variants) over 4 rows" in said
     assert "over 4 rows that no model was trained on" in said
     together = spearmanr([float(rows[n]["prediction"]) for n in measured], list(measured.values())).statistic
     assert f"{together:.3f}" not in said
@@ -98,8 +98,8 @@ def test_variants_of_training_are_compared_out_of_fold(runs: Path, capsys: pytes
 
 def test_new_variants_of_known_positions_are_counted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, told = rank(runs / "plain", "mutant,y\nM1A,1\nK2A,2\nF14A,3\n")
-    assert told["compared"]["unseen"]["at_positions_seen_in_training"] == 2
-    assert "2 of them change a position that training has seen" in capsys.readouterr().err
+    assert told["compared"]["unseen"]["sites_varied_in_training"]["all"] == 2
+    assert "2 of them change only sites" in capsys.readouterr().err
 
 
 def test_of_models_that_do_not_know_there_is_no_correlation(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

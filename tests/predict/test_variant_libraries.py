@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     better = {"differences": {"one-hot ridge": {"value": -0.3, "low": -0.4, "high": -0.2}}}
     better |= {"metrics": {"one-hot ridge": {"value": 0.6}}}
     summary = json.loads((directory / "summary.json").read_text())
-    (directory / "summary.json").write_text(json.dumps(summary | dict.fromkeys(("pooled", "joint"), better)))
+    (directory / "summary.json").write_text(json.dumps(summary | {"joint": better}))
     return directory
 
 

@@ -126,7 +126,7 @@ def test_a_recipe_of_variants_runs(name: str, data: Path, tmp_path: Path, monkey
     assert evaluation["metrics"]["fine-tuned"]["Spearman"]["value"] is not None
     assert evaluation["metrics"]["one-hot ridge"]["Spearman"]["value"] is None, "the same for all unseen positions"
     assert len(evaluation["differences"]) == 2
-    assert evaluation["interval"].startswith("95% percentile bootstrap over positions")
+    assert evaluation["interval"].startswith("95% percentile bootstrap over site combinations")
     assert report(out).stat().st_size > 10_000
     assert rank(str(out / "model"), None, tmp_path / "x.csv") == singles
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:

@@ -212,7 +212,8 @@ def test_perplexity_before_and_after_and_lower_is_better(tmp_path: Path) -> None
         (-0.03, -0.01, True, "better than"),
         (-0.03, -0.01, False, "worse than"),
         (-0.01, 0.03, False, "not clearly apart from"),
-        (None, None, False, "not clearly apart from"),
+        (None, None, False, "no interval, better in this sample than"),
+        (None, None, True, "no interval, worse in this sample than"),
     ],
 )
 def test_whether_it_beats_the_best_baseline(

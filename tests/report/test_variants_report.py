@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from run_directories import Page, page
-from variant_run_directories import METRICS, PROTEIN, RANKED, RECIPE, cross_validated, variants, write
+from run_directories import Page, interval, page
+from variant_run_directories import CURVE, METRICS, PROTEIN, RANKED, cross_validated, variants, write
 
 from esmshard.errors import InputError
 from esmshard.report.draw import charts
-from esmshard.report.read.variant_run_directory import read_variants
-from esmshard.report.text import methods_text, variant_maps
+from esmshard.report.read.run_directory import intervals
+from esmshard.report.text import variant_maps
 from esmshard.report.text.html_report import report
 from esmshard.tasks.intervals import Interval
+from esmshard.train.records.verdict import verdict
 
 SECTIONS = [
     *(
@@ -27,7 +28,6 @@ SECTIONS = [
         "curve",
         "positions",
         "ranked",
-        "methods",
         "runs",
         "recipe",
         "reproduce",
@@ -86,8 +86,10 @@ def test_the_top_says_whether_it_was_worth_it(done: Page) -> None:
 
 
 def test_methods_beside_each_other(done: Page) -> None:
-    assert done.row("compared", "zero-shot", 4) == ["0.300\n[0.100, 0.500]", "+0.500*\n[0.300, 0.700]", "0.300"]
-    assert done.row("compared", "one-hot ridge", 4) == ["undefined"] * 3
+    assert done.row("compared", "zero-shot", 6) == [
+        *("0.300\n[0.100, 0.500]", "+0.500*\n[0.300, 0.700]", "0.500\n[0.250, 1.000]", "12.5\n[8, 16]", "0.300")
+    ]
+    assert done.row("compared", "one-hot ridge", 3) == ["undefined"] * 2
     assert done.row("compared", "frozen embedding ridge", 3)[1] == "+0.150\n[-0.050, 0.400]"  # no star
     of_runs = done.cells["compared"][done.cells["compared"].index("mean over runs") :]
     assert of_runs[3:] == ["fine-tuned", *["0.550\n[0.200, 0.900]"] * 2, "one-hot ridge", "undefined", "undefined"]
@@ -97,8 +99,8 @@ def test_each_variant_is_drawn_once(tmp_path: Path, drawn: dict[str, Any]) -> No
     found = page(cross_validated(tmp_path / "v"))
     dots = sorted(map(tuple, np.asarray(drawn["against0"].collections[0].get_offsets()).tolist()))
     assert dots == [(0.5, 0.5), (1, 1.5), (2, 1.5), (3, 5), (4, 4.25)]
-    # Ranks 1 2 3 4 5 against 1 2.5 2.5 5 4.
-    assert "score: one dot a variant, 5 of them; Spearman 0.872." in found.text["predictions"]
+    # Three variants of one fold are in order; the other folds have one each.
+    assert "score: one dot a variant, 5 of them; Spearman within folds 1.000." in found.text["predictions"]
     assert "2 of 8 rows of the table could not be used, or were in no test set." in found.text["predictions"]
 
 
@@ -189,77 +191,6 @@ def test_the_head_of_the_ranked_list(done: Page, tmp_path: Path) -> None:
     assert page(run).cells["ranked"][5:7] == ["1", "K2A"]
 
 
-def test_the_methods_paragraph(done: Page) -> None:
-    text = words(done, "methods")
-    for said in (
-        "a protein of 8 residues (score) were predicted by fine-tuning ESM-2 (esm2_t6_8M_UR50D; Lin et al. 2023).",
-        "LoRA (Hu et al. 2021) of rank 4 and alpha 1 in the layers q, k, v, out, fc1 and fc2 of each block",
-        "and all biases were trained.",
-        "AdamW (betas 0.9 and 0.98, weight decay 0.01) minimised the mean squared error",
-        "peak learning rates of 2e-05 (language model) and 0.0002 (head)",
-        # 40 and 51 steps of 32 of 320 training variants, whatever the recipe planned
-        "in 40 to 51 of the planned 50 to 51 steps of up to 32 variants, 4 to 5.1 passes over the training variants.",
-        "training was to end when 5 validations in a row brought no better one, which 1 of 2 runs did,",
-        "and the model of the best validation was taken (step 40 to 41).",
-        "Positions in the table were shifted by -23, so that they count the residues of this protein from 1.",
-        "1 of 8 rows of the table could not be used. The values of 1 variant in several rows were averaged.",
-        "5 variants were divided into three folds at random, so that all variants of a position are in one fold;",
-        "; left out: 1 variant with changes in several folds.",
-        "The random seed was 3.",
-        "zero-shot score before fine-tuning (masked marginals; Meier et al. 2021)",
-        "over all 5 test variants, each",
-        "bootstrap of 2,000 resamples of positions",
-        "Computed with esmshard 0.1.0, PyTorch 2.13.0 and Python 3.11.7.",
-        "doi:10.1126/science.ade2574",
-        "arXiv:2106.09685",
-        "doi:10.1101/2021.07.09.450648",
-    ):
-        assert said in text
-    assert "Hsu" not in text  # no such baseline here
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said", "unsaid"),
-    [
-        ("esm2_t6_8M_UR50D", "starter", "the starter model that comes with esmshard", "Lin et al."),
-        (
-            "model:",
-            "init: random\nmodel:",
-            "a model of the shape of esm2_t6_8M_UR50D, from random weights",
-            "Lin et al.",
-        ),
-        ("{name: variant}", "{name: variant, loss: ranking}", "normal scores of their ranks", "squared error"),
-        (
-            "{name: variant}",
-            "{name: variant, pool: sites}",
-            "The head takes at each changed residue the difference",
-            "tokens",
-        ),
-        ("{name: variant}", "{name: variant, zero_shot: false}", "the mutant letter; these vectors", "log odds"),
-        ("method: lora", "method: head", "The language model itself was frozen.", "Hu et al."),
-        ("method: lora", "method: full, freeze: [embedding]", "but those of embedding were trained", "LoRA"),
-        (", early_stop: 5", "", "in 40 to 51 of the planned 50 to 51 steps", "validation set was computed"),
-        ("fold: 0", "fold: 0, split: random", "whatever positions they change", "are in one fold"),
-        ("fold: 0", "fold: 0, transform: log", "log-transformed and standardised", "normal scores"),
-        (
-            "fold: 0",
-            "fold: 0, tracks: {3di: w.3di.fasta}",
-            "the model read structure letters (3Di) of the wild type, which were taken to hold for all variants",
-            "coordinates",
-        ),
-    ],
-)
-def test_the_paragraph_follows_the_recipe(
-    tmp_path: Path, drawn: dict[str, Any], old: str, new: str, said: str, unsaid: str
-) -> None:
-    found = read_variants(cross_validated(tmp_path / "v", RECIPE.replace(old, new)))
-    assert found.recipe is not None
-    text = " ".join(methods_text.paragraph(found, found.recipe))
-    assert said in text
-    assert unsaid not in text
-    assert not drawn
-
-
 def test_what_was_done_to_the_table(done: Page, tmp_path: Path, drawn: dict[str, Any]) -> None:
     text = words(done, "table")
     assert "t.csv: 8 rows, of which 1 could not be used; variants.csv has them all, with the reason for each." in text
@@ -271,15 +202,6 @@ def test_what_was_done_to_the_table(done: Page, tmp_path: Path, drawn: dict[str,
     write(run / "ranked.csv", ranking)
     assert page(run).row("ranked", "1", 6) == ["K2A", "M24A", "5", "0.25", "3"]
     assert "How far to trust them: Fine-tuning was not clearly apart" in words(done, "ranked")
-
-
-def test_a_split_without_folds(tmp_path: Path) -> None:
-    recipe = RECIPE.replace("folds: 3, fold: 0", "split: mutations, train_max: 2")
-    found = read_variants(cross_validated(tmp_path / "v", recipe, folds=None))
-    assert found.recipe is not None
-    text, _ = methods_text.paragraph(found, found.recipe)
-    assert "learned from variants with up to 2 changes (320 variants), a part of which was kept for validation" in text
-    assert "folds" not in text
 
 
 def test_runs_recipe_and_command(done: Page) -> None:
@@ -296,7 +218,7 @@ def test_runs_recipe_and_command(done: Page) -> None:
 def test_several_targets_and_seeds(tmp_path: Path, drawn: dict[str, Any]) -> None:
     run = cross_validated(tmp_path / "v")
     summary = json.loads((run / "summary.json").read_text())
-    summary["pooled"] |= {"seeds": [3, 4], "of_each_seed": {name: [0.25, None] for name in METRICS}}
+    summary["joint"] |= {"seeds": [3, 4], "of_each_seed": {name: [0.25, None] for name in METRICS}}
     (run / "summary.json").write_text(json.dumps(summary))
     for n in range(2):
         path = run / f"seed-3-fold-{n}" / "evaluation.json"
@@ -324,9 +246,7 @@ def test_several_targets_and_seeds(tmp_path: Path, drawn: dict[str, Any]) -> Non
     assert found.row("positions", "K2", 5) == ["3e-07", "1", "4e-07", "1e-07"]
     assert found.row("ranked", "1", 7) == ["M1A", "2e-07", "3e-08", "7", "0.5", "1e-07"]
     assert "by Kd: lower is better." in found.text["ranked"]
-    assert found.row("compared", "zero-shot", 5)[2:] == ["0.250", "undefined"]
-    assert "from two random seeds (3 and 4)" in found.text["methods"]
-    assert "variants, averaged over the targets, each" in found.text["methods"]
+    assert found.row("compared", "zero-shot", 7)[4:] == ["0.250", "undefined"]
     assert found.text["reproduce"].rstrip().endswith("--folds 3 --seeds 2")
 
 
@@ -342,22 +262,56 @@ def test_parts_that_are_missing(tmp_path: Path, drawn: dict[str, Any]) -> None:
     for name in ("learning_curve.json", "variants.csv", "ranked.csv", "seed-3-fold-0/recipe.yaml"):
         (run / name).unlink()
     summary = json.loads((run / "summary.json").read_text())
-    del summary["pooled"], summary["table"], summary["verdict"]
+    del summary["joint"], summary["table"], summary["verdict"]
     summary["recipe"]["data"]["folded"] = 1  # of a later version
     (run / "summary.json").write_text(json.dumps(summary))
     found = page(run)
     assert list(found.text)[1:] == SECTIONS
     assert "The runs have not been taken together" in found.text[""]
-    assert "has no pooled results" in found.text["compared"]
+    assert "has no joint results" in found.text["compared"]
     assert "does not say what was done to it" in found.text["table"]
     assert "learning_curve.json is missing" in found.text["curve"]
     for section in ("predictions", "map", "positions"):
         assert "variants.csv" in found.text[section]
     assert "ranked.csv is missing" in found.text["ranked"]
-    assert "cannot use the recipe" in found.text["methods"]
     assert "folded" in found.text["recipe"]
     assert "recipe.yaml of the first run is missing" in found.text["reproduce"]
     assert not drawn
+
+
+def test_a_sentence_that_begins_with_a_path_is_shown_whole(tmp_path: Path, drawn: dict[str, Any]) -> None:
+    run = cross_validated(tmp_path / "v")
+    summary = json.loads((run / "summary.json").read_text())
+    notice = f"{tmp_path}/t.csv: left out 2 rows with another residue than {tmp_path}/gb1_wt.fasta has: line 19 W9A"
+    summary["table"]["notices"] = [notice]
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert notice.replace(f"{tmp_path}/", "") in words(page(run), "table")
+
+
+def test_multiple_mutants_without_intervals_promise_neither_map_nor_interval(
+    tmp_path: Path, drawn: dict[str, Any]
+) -> None:
+    """The box on top says of the best baseline what the verdict says."""
+    run = cross_validated(tmp_path / "v")
+    write(run / "variants.csv", variants([["M1A:K2C", "M1A:K2C", "0", "1", "2"]]))
+    summary = json.loads((run / "summary.json").read_text())
+    scores = {name: interval(0.5 + n / 10, None, None) for n, name in enumerate(METRICS)}
+    summary["joint"] |= {"metrics": scores, "interval": "none: of 5 variants, and an interval takes 10"}
+    summary["joint"]["differences"] = {
+        name: interval(0.5 - one["value"], None, None) for name, one in scores.items() if name != "fine-tuned"
+    }
+    summary["verdict"] = verdict(
+        "Spearman", *(intervals(summary["joint"][key]) for key in ("metrics", "differences")), "paired over 5 variants"
+    )
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "learning_curve.json").write_text(json.dumps({**CURVE, "points": [{"variants": 5, "metrics": scores}]}))
+    found = page(run)
+    assert "Measured0" not in drawn
+    assert "0 substitutions" not in found.text["map"]
+    for section in ("compared", "curve"):
+        assert "95%" not in found.text[section].replace("95% interval of the mean over runs", "")
+    assert found.text[""].count("worse in this sample than the best baseline") == 2
+    assert "not clearly apart" not in found.text[""]
 
 
 def test_a_map_without_a_ranking(tmp_path: Path, drawn: dict[str, Any]) -> None:
@@ -373,11 +327,11 @@ def test_a_map_without_a_ranking(tmp_path: Path, drawn: dict[str, Any]) -> None:
     [
         ("summary.json", '{"task": "variant"', "not a JSON object"),
         ("summary.json", '{"task": "variant"}', "it names no runs, or has no recipe"),
-        ("summary.json", '{"task": "variant", "runs": [], "recipe": {}, "pooled": {}}', "not whole"),
+        ("summary.json", '{"task": "variant", "runs": [], "recipe": {}, "joint": {}}', "not whole"),
         ("variants.csv", "mutant,variant\nM1A\n", "row 1 has not as many cells"),
         ("variants.csv", "mutant,score\nM1A,1\n", "no column 'variant'"),
-        ("variants.csv", "variant,fold,measured\nM1A,0,1\n", "no columns 'measured' and 'predicted'"),
-        ("variants.csv", "variant,measured,predicted\nM1,1,1\n", "'M1'"),
+        ("variants.csv", "variant,fold,measured\nM1A,0,1\n", "no columns 'fold', 'measured' and 'predicted'"),
+        ("variants.csv", "variant,fold,measured,predicted\nM1,0,1,1\n", "'M1'"),
         ("ranked.csv", "mutant,prediction,rank\nM1A,1,\n", "a row has no rank"),
         ("ranked.csv", "mutant,prediction,rank\nM1A:K2A,1,1\n", "no single substitution"),
         ("learning_curve.json", '{"points": [{"variants": 3}]}', "not whole"),
@@ -397,11 +351,11 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, why: str)
 def test_the_baseline_that_was_better_is_named_with_its_command(tmp_path: Path) -> None:
     run = cross_validated(tmp_path / "v")
     summary = json.loads((run / "summary.json").read_text())
-    scores = summary.get("joint") or summary["pooled"]
+    scores = summary["joint"]
     scores["metrics"]["one-hot ridge"] = {"value": 0.9, "low": 0.8, "high": 0.95}
     for high, named in ((-0.1, True), (0.1, False)):
         scores["differences"]["one-hot ridge"] = {"value": -0.2, "low": -0.3, "high": high}
-        (run / "summary.json").write_text(json.dumps(summary | {"joint": scores, "pooled": scores}))
+        (run / "summary.json").write_text(json.dumps(summary | {"joint": scores}))
         assert ("--all-singles --with one-hot -o" in page(run).text["ranked"]) is named
 
 

@@ -166,3 +166,18 @@ def test_means_and_totals() -> None:
     assert found["a"] == 1
     assert np.isnan(found["b"])
     assert metrics.total(rows, "c").tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_the_best_are_chosen_within_folds_and_ties_count_by_their_chance() -> None:
+    fold_N = np.repeat([0, 1], [200, 50])
+    y_N = np.concatenate([np.arange(200.0), 1000 + np.arange(50.0)])
+    x_N = y_N.copy()
+    x_N[fold_N == 0] += 5000  # an offset of the model of a fold
+    assert [metrics.best_count(y_N[fold_N == fold]) for fold in (0, 1)] == [2, 1]
+    assert metrics.top_of_list(x_N, y_N, fold_N) == (1, (199 + 198 + 1049) / 3)
+    x_N[199] = 0  # the best of fold 0 is missed, and the third takes its place
+    assert metrics.top_of_list(x_N, y_N, fold_N) == pytest.approx((2 / 3, (198 + 197 + 1049) / 3))
+    recall, mean = metrics.top_of_list(np.zeros(250), y_N, fold_N)
+    assert (recall, mean) == pytest.approx(((2 * 2 / 200 + 1 / 50) / 3, (2 * 99.5 + 1024.5) / 3)), "by chance"
+    assert np.isnan(metrics.top_of_list(np.full(250, np.nan), y_N, fold_N)).all()
+    assert np.isnan(metrics.top_of_list(x_N, np.full(250, np.nan), fold_N)).all()

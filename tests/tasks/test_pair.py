@@ -130,7 +130,9 @@ def test_labels_are_those_of_the_sequence_task_and_a_block_is_the_commonest_sequ
     block = train.blocks()
     assert block is not None
     assert block[0] == block[1] == block[3] != block[2]
-    assert found.in_common == "sequence"
+    units_N, noun = found.units(train)
+    assert units_N is not None
+    assert (units_N.tolist(), noun) == (block.tolist(), "sequence")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from esmshard.tasks.intervals import Interval, bootstrap, difference, draws, interval
+from esmshard.data.variants.substitutions import parse_variant
+from esmshard.tasks.intervals import Interval, bootstrap, difference, draws, interval, variant_units
 from esmshard.tasks.metrics import calibration, calibration_error
 
 NAN = math.nan
@@ -112,6 +113,24 @@ def test_blocks_count_and_not_their_records() -> None:
         block_N = np.append(-1, np.arange(39) % blocks)
         found = interval(bootstrap(mean, values, block_N=block_N)["mean"])
         assert math.isnan(found.low) is not known
+
+
+def units(names: Sequence[str]) -> tuple[list[int], str]:
+    block_N, noun = variant_units([parse_variant(name) for name in names])
+    return block_N.tolist(), noun
+
+
+def test_variants_of_the_same_sites_are_resampled_together_unless_the_sites_are_few() -> None:
+    singles = [f"A{site}{letter}" for site in range(1, 11) for letter in "CW"]
+    assert units(["WT", *singles]) == ([-1, *np.arange(10).repeat(2).tolist()], "position")
+    doubles = [f"A{site}{letter}:A50C" for site in range(1, 11) for letter in "CW"]
+    assert units(doubles) == (np.arange(10).repeat(2).tolist(), "site combination")
+    assert units(doubles[:18])[1] == "variant", "nine combinations"
+    whole = [f"A1{a}:A2{b}" for a in "CDEFGH" for b in "CDEFGH"]
+    assert units([*whole, *singles])[1] == "variant", "one combination has more than half of them"
+    blocks, noun = units(["A1C", "WT", "A2C", "A1C"])
+    assert noun == "variant"
+    assert [blocks.count(one) for one in blocks] == [2, 1, 1, 2], "the rows of a variant are one unit"
 
 
 def ece(rows: Sequence[tuple[float, bool]]) -> dict[str, float]:

@@ -38,9 +38,15 @@ def of(metric: str, ours: float, theirs: float, limits: tuple[float, float], **h
         (of("MCC", 0.527, 0.657, (-0.2, 0.05)), "was not clearly apart from the best baseline, best: MCC 0.527 "),
         (of("ppl", 8.0, 9.0, (-1.5, -0.5), lower_is_better=True), "Fine-tuning beat the best baseline"),
         (of("ppl", 9.0, 8.0, (0.5, 1.5), lower_is_better=True), "Fine-tuning was worse than the best baseline"),
-        (of("MCC", 0.7, 0.6, NO_INTERVAL), "was better than the best baseline, best: MCC 0.700 against 0.600"),
-        (of("ppl", 9.0, 8.0, NO_INTERVAL, lower_is_better=True), "Fine-tuning was worse than the best baseline"),
-        (of("MCC", 0.7, 0.7, NO_INTERVAL), "Fine-tuning was equal to the best baseline"),
+        (
+            of("MCC", 0.7, 0.6, NO_INTERVAL),
+            "was better in this sample than the best baseline, best: MCC 0.700 against 0.600",
+        ),
+        (
+            of("ppl", 9.0, 8.0, NO_INTERVAL, lower_is_better=True),
+            "Fine-tuning was worse in this sample than the best baseline",
+        ),
+        (of("MCC", 0.7, 0.7, NO_INTERVAL), "Fine-tuning was equal in this sample to the best baseline"),
         (of("MCC", NAN, 0.7, NO_INTERVAL), "MCC is undefined for the model or for every baseline"),
     ],
 )
@@ -74,6 +80,7 @@ TASK: Any = SimpleNamespace(
     names=(),
     columns_of=lambda _rows: COLUMNS,
     settings=SimpleNamespace(pairs=False),
+    units=lambda _data: (None, "record"),
 )
 
 
@@ -123,6 +130,7 @@ def test_two_proteins_have_neither_interval_nor_star(tmp_path: Path) -> None:
         "P@L": "2 records with a value; an interval takes 10",
         "rare": "0 records with a value; an interval takes 10",
     }
+    assert found["interval"] == "none"
     assert "No interval for P@L: 2 records with a value; an interval takes 10." in text
     assert text.splitlines()[-1] == found["verdict"]
     assert "cannot be said" in found["verdict"]

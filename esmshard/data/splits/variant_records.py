@@ -28,6 +28,8 @@ from esmshard.vocab import encode_residues
 
 FOLDS = 5
 """Number of folds of a table if the recipe does not say."""
+FLOOR = 0.9
+"""The share of the values of a target in the worst tenth of their range from which on there is a notice."""
 OUT_OF_FOLD = "variants.csv"
 """File in which a cross-validation writes one row for every variant of its table."""
 LEFT_OUT_WHY = "left out because"
@@ -85,6 +87,20 @@ def _token(letter: str) -> int:
     return int(encode_residues(letter)[0])
 
 
+def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
+    """Number the set of changed sites of each variant, int64 [N]; -1 for the wild type, which changes none.
+
+    Variants that change the same sites have the same number.
+
+    >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
+    >>> site_blocks([(a,), (a, b), (), (b, a), (b,)])
+    array([ 0,  1, -1,  1,  2])
+    """
+    sites = [tuple(sorted({mutation.position for mutation in one})) for one in variants]
+    numbers = {one: n for n, one in enumerate(sorted({*sites} - {()}))}
+    return np.array([numbers.get(one, -1) for one in sites], dtype=np.int64)
+
+
 class VariantLabels:
     """Measured values of variants, and the blocks that resamples of a test set keep together."""
 
@@ -96,8 +112,7 @@ class VariantLabels:
         self.offset = variants.offset
         self.transform, self.lower_is_better = data.transform or "none", tuple(data.lower_is_better or ())
         self.target_NT = variants.target_NT.astype(np.float32)
-        self.block_N = np.array([min(m.position for m in one) if one else -1 for one in variants.mutations], np.int64)
-        """The first changed position of each variant, int64 [N]; -1 for the wild type."""
+        self.block_N = site_blocks(variants.mutations)
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
         return {"target": self.target_NT[n]}
@@ -208,11 +223,11 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
             library, keys = _library(variants, data)
             said = f"{library}, which data.split={data.split} does not suit ({said}); set {keys}"
         raise InputError(f"{variants.table.path}: {said}") from None
+    notices = _floor_notices(variants, data)
     left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
-    notices = []
     if is_library(variants.mutations) and (data.split, data.transform) != ("random", "rank"):
         library, keys = _library(variants, data)
-        notices = [f"{variants.table.path}: {library}; {keys} suits it"]
+        notices.append(f"{variants.table.path}: {library}; {keys} suits it")
     if not left:
         return number_N, notices
     why = "without a set" if data.split == "given" else "that change positions of several folds"
@@ -232,6 +247,23 @@ def _library(variants: Variants, data: DataSettings) -> tuple[str, str]:
     keys = ["data.split=random"] * (data.split != "random") + ["task.pool=sites"]
     keys += ["data.transform=rank"] * (data.transform != "rank")
     return f"is a combinatorial library, {counted(len(variants), 'variant')} of {sites} sites", " ".join(keys)
+
+
+def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
+    """Return a notice for each target of which nearly all values are at the floor."""
+    notices = []
+    target_NT = np.log(variants.target_NT) if data.transform == "log" else variants.target_NT
+    for name, y_N in zip(variants.target_names, target_NT.T, strict=True):
+        better_N = y_N[~np.isnan(y_N)] * (-1 if name in (data.lower_is_better or ()) else 1)
+        worst, best = better_N.min(initial=np.inf), better_N.max(initial=-np.inf)
+        share = float((better_N <= worst + 0.1 * (best - worst)).mean()) if best > worst else 0.0
+        if share >= FLOOR:
+            notices.append(
+                f"{variants.table.path}: {share:.0%} of the values of {name!r} lie in the worst tenth of their range, "
+                "so that a correlation over all variants says little about the best ones; look at the recall of the "
+                "best 1% and at the mean of the chosen"
+            )
+    return notices
 
 
 def _number(variants: Variants, names: list[str], data: DataSettings) -> Numbers:

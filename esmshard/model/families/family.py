@@ -18,29 +18,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Paper:
-    """The publication of a model."""
-
-    short: str
-    """Authors and year, as in a text."""
-    line: str
-    """One line for a list of references, with DOI."""
-    bibtex: str
-
-
-@dataclass(frozen=True)
 class Released:
     """A model that its authors published."""
 
-    title: str
-    """What its authors call the model."""
     repository: str
     """OWNER/NAME on the Hugging Face hub."""
     licence: str
     """Licence of the weights, by its SPDX name in lower case, as the hub writes it."""
     holder: str
     """Who has the copyright."""
-    paper: Paper
+    paper: str
+    """The publication of the model, as BibTeX."""
 
 
 class Piece(NamedTuple):
@@ -134,8 +122,8 @@ class Family:
     """Architectures by name, released or not."""
     released: Mapping[str, Released]
     """Released models by name. Their architectures are in `sizes`."""
-    paper: Paper
-    """The publication of the architecture."""
+    paper: str
+    """The publication of the architecture, as BibTeX."""
     window: int
     """Residues that the models saw at once in training, unless their configuration says another number. Longer proteins
     are scored and embedded in such windows."""

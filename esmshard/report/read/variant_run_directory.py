@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from esmshard import spreadsheet
@@ -32,10 +33,23 @@ Intervals = Annotated[dict[str, Interval], BeforeValidator(intervals)]
 
 
 @dataclass(frozen=True)
-class Pooled:
+class Best:
+    """How good the variants with the highest predictions are, chosen within folds."""
+
+    target: str
+    count: int
+    """The number of chosen variants of all folds."""
+    recall: Intervals
+    mean_of_chosen: Intervals
+    mean_of_all: Number
+
+
+@dataclass(frozen=True)
+class Joint:
     """The joint scores of all test variants. Undefined values are NaN."""
 
     statistic: str
+    targets: str
     interval: str
     variants: int
     positions: int
@@ -45,16 +59,15 @@ class Pooled:
     differences: Intervals
     """The differences fine-tuned minus each baseline."""
     of_each_seed: dict[str, list[Number]]
+    best: Best
     verdict: str
-    resamples: int
-    """The number of bootstrap resamples."""
 
     def __post_init__(self) -> None:
         if not {MAIN, *self.differences} <= self.metrics.keys():
             raise ValueError("a method has a difference and no value")
 
     @property
-    def best(self) -> str | None:
+    def strongest(self) -> str | None:
         """Return the baseline with the highest Spearman correlation."""
         return strongest(self.metrics, self.differences, lower_is_better=False)
 
@@ -67,6 +80,7 @@ class Tested:
     targets: Sequence[str]
     measured_NT: Values
     predicted_NT: Values
+    fold_N: npt.NDArray[np.int64]
     rows: int
     """The number of rows of the user's table."""
     rows_tested: int
@@ -101,9 +115,6 @@ class GivenTable:
     path: str
     rows: int
     rows_left_out: int
-    variants_averaged: int
-    """The number of variants with several rows, whose values were averaged."""
-    variants_in_no_set: int
     offset: int
     """The number that was added to the table's positions to get those of the wild type."""
     notices: list[str]
@@ -120,8 +131,8 @@ class CrossValidated:
     recipe: Recipe | None
     """The recipe; None if this version cannot use it."""
     given: GivenTable | None
-    """The user's table; None until the runs are taken together, like `pooled`."""
-    pooled: Pooled | None
+    """The user's table; None until the runs are taken together, like `joint`."""
+    joint: Joint | None
     runs: Mapping[str, RunFiles | None]
     tested: Tested | None
     ranked: Ranked | None
@@ -174,19 +185,19 @@ def read_variants(run: Path) -> CrossValidated:
     except ValidationError:  # a recipe of another version; the results are still readable
         recipe = None
     runs = {str(name): read(run / str(name)) if (run / str(name)).is_dir() else None for name in names}
-    given, pooled = None, None
+    given, joint = None, None
     if "table" in raw:
         with _checked(run / SUMMARY, "what it says of the table is not whole"):
             given = TypeAdapter(GivenTable).validate_python(raw["table"])
-    if "pooled" in raw:
-        with _checked(run / SUMMARY, "its pooled results are not whole"):
-            pooled = TypeAdapter(Pooled).validate_python(raw["pooled"] | {"verdict": raw["verdict"]})
+    if "joint" in raw:
+        with _checked(run / SUMMARY, "its joint results are not whole"):
+            joint = TypeAdapter(Joint).validate_python(raw["joint"] | {"verdict": raw["verdict"]})
     return CrossValidated(
         path=run,
         raw=raw,
         recipe=recipe,
         given=given,
-        pooled=pooled,
+        joint=joint,
         runs=runs,
         tested=_tested(run / OUT_OF_FOLD),
         ranked=_ranked(run / RANKED),
@@ -251,8 +262,8 @@ def _tested(path: Path) -> Tested | None:
     keys = (
         [("measured", "predicted")] if "predicted" in place else [(f"measured {n}", f"predicted {n}") for n in several]
     )
-    if not keys or not {key for pair in keys for key in pair} <= place.keys():
-        raise _damaged(path, "no columns 'measured' and 'predicted'")
+    if not keys or not {"fold", *(key for pair in keys for key in pair)} <= place.keys():
+        raise _damaged(path, "no columns 'fold', 'measured' and 'predicted'")
     has_one = [row for row in body if any(row[place[said]] for _, said in keys)]
     # a variant that was measured in several rows has the same values in each
     once = {row[first]: row for row in has_one}
@@ -261,7 +272,9 @@ def _tested(path: Path) -> Tested | None:
         for k in (0, 1)
     )
     mutations = _mutations(path, list(once))
-    return Tested(mutations, several, measured_NT, predicted_NT, len(body), len(has_one))
+    with _checked(path, "a predicted variant has no fold"):
+        fold_N = np.array([int(row[place["fold"]]) for row in once.values()], dtype=np.int64)
+    return Tested(mutations, several, measured_NT, predicted_NT, fold_N, len(body), len(has_one))
 
 
 def _ranked(path: Path) -> Ranked | None:

@@ -22,6 +22,9 @@ from esmshard.report.text.path_hiding import Places
 from esmshard.train.records import goodput
 from esmshard.train.records.verdict import comparison
 
+SENTENCES = ("notices", "left_out", "leakage", "verdict", "message")
+"""The keys of a run's files that hold sentences for the user."""
+
 
 def report(run: Path, out: Path | None = None) -> Path:
     """Write a page about a run, whether it is done, running, preempted or failed. The file appears complete.
@@ -95,7 +98,8 @@ def _paths(found: object) -> Iterator[str]:
     if isinstance(found, str) and found.startswith("/"):
         yield found
     elif isinstance(found, dict | list | tuple):
-        for part in found.values() if isinstance(found, dict) else found:
+        # A sentence may begin with a path, and is no path itself.
+        for part in [one for key, one in found.items() if key not in SENTENCES] if isinstance(found, dict) else found:
             yield from _paths(part)
 
 

@@ -1,7 +1,7 @@
 """The parts of a page, and the format of its numbers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from esmshard.tasks.intervals import Interval
@@ -70,6 +70,15 @@ def range_text(found: Interval) -> str:
     if not math.isfinite(found.low) or not math.isfinite(found.high):
         return "no interval"
     return f"[{value_text(found.low)}, {value_text(found.high)}]"
+
+
+def if_intervals(found: Iterable[Interval], text: str) -> str:
+    """Return a text about intervals if there are any; else nothing.
+
+    >>> if_intervals([Interval(0.1, math.nan, math.nan)], ", with 95% intervals")
+    ''
+    """
+    return text if any(math.isfinite(one.low) for one in found) else ""
 
 
 def cell(found: Interval | None, sign: str = "") -> str:

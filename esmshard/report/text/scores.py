@@ -17,10 +17,10 @@ from esmshard.model.families.family_registry import family_of
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, intervals, number
-from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, range_text, value_text
+from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, if_intervals, range_text, value_text
 from esmshard.tasks.base import BEFORE
 from esmshard.tasks.finetuner import load_finetuned, tracks_of
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.intervals import LEAST, Interval
 from esmshard.tasks.registry import traits
 from esmshard.train.evaluate import without_interval
 from esmshard.train.records import verdict as verdicts
@@ -50,7 +50,8 @@ def metrics(run: RunFiles) -> Section:
     if few := without_interval(raw.get("without_interval", {})):
         texts.append(f"{' '.join(few)} Without one there is no star either.")
     rows = [[name, *(cell(row.get(c)) for c in columns)] for name, row in found.metrics.items()]
-    tables = [PageTable(["", *columns], rows, "Each metric, and its 95% interval below it.")]
+    note = if_intervals(found.metrics[main].values(), ", and its 95% interval below it")
+    tables = [PageTable(["", *columns], rows, f"Each metric{note}.")]
     if groups := raw.get("groups"):
         rows = [
             [f"{name} ({one['records']:,}): {method}", *(cell(found.get(c)) for c in columns)]
@@ -61,11 +62,12 @@ def metrics(run: RunFiles) -> Section:
             tables.append(PageTable(["", *columns], rows, "The same on each group of records, with their number."))
     if found.differences:
         rows = [[f"minus {n}", *(cell(row.get(c), "+") for c in columns)] for n, row in found.differences.items()]
-        note = (
-            f"{main} minus each baseline, paired: of both on the same resampled records. * marks intervals without 0: "
-            "the two differ by more than the choice of these records explains."
+        note = if_intervals(
+            (one for row in found.differences.values() for one in row.values()),
+            ", paired: of both on the same resampled records. * marks intervals without 0: the two differ by more than "
+            "the choice of these records explains",
         )
-        tables.append(PageTable(["", *columns], rows, note))
+        tables.append(PageTable(["", *columns], rows, f"{main} minus each baseline{note}."))
     else:
         texts.append("There are no baselines to compare with.")
     return Section(*section, texts, [methods_figure(head.name, _headlines(found, head)[0], main)], tables)
@@ -78,7 +80,8 @@ def methods_figure(metric: str, of: Mapping[str, Interval], main: str) -> Figure
         charts.intervals(axes, of, main)
         axes.set_xlabel(metric)
 
-    caption = f"{metric} of {main} (blue) and of the baselines (grey), with 95% intervals."
+    note = if_intervals(of.values(), ", with 95% intervals")
+    caption = f"{metric} of {main} (blue) and of the baselines (grey){note}."
     return Figure(caption, charts.chart("methods", draw, 0.9 + 0.3 * len(of)))
 
 
@@ -275,10 +278,11 @@ def lengths(run: RunFiles) -> Section:
         charts.histogram(axes, score_N)
         charts.name_axes(axes, name, "proteins")
 
+    note = ", with 95% bootstrap intervals" if len(score_N) >= LEAST else ""
     figures = [
         Figure(
             f"{name} by length: one dot a protein. Orange: means of about as many proteins each, over the lengths that "
-            "the bar spans, with 95% bootstrap intervals.",
+            f"the bar spans{note}.",
             charts.chart("length", draw),
         ),
     ]

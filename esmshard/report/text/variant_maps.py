@@ -88,6 +88,9 @@ def substitutions(found: CrossValidated) -> Section:
 
             lines = -(-grid_AP.shape[1] // 100)
             count = int(np.isfinite(grid_AP).sum())
+            if not count:  # a library of multiple mutants, for example
+                texts.append(f"No single substitution has a {what.lower()} {name}.")
+                continue
             picture = charts.chart(f"{what}{t}", draw, height=0.3 + 2.3 * lines, width=10)
             figures.append(Figure(f"{what} {name} of {count_text(count, 'substitution')}.", picture, wide=True))
     for name, there in ((OUT_OF_FOLD, tested), (RANKED, ranked)):

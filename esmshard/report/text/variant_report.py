@@ -13,13 +13,14 @@ from esmshard.recipe import recipe_file
 from esmshard.report.draw import charts
 from esmshard.report.read.run_directory import RunFiles, Values, number
 from esmshard.report.read.variant_run_directory import AGAIN, RANKED, CrossValidated
-from esmshard.report.text import methods_text, variant_maps
+from esmshard.report.text import variant_maps
 from esmshard.report.text.page_parts import (
     Figure,
     PageTable,
     Section,
     cell,
     count_text,
+    if_intervals,
     range_text,
     unit_text,
     value_text,
@@ -49,61 +50,75 @@ def about(found: CrossValidated) -> str:
 
 def verdict(found: CrossValidated) -> str:
     """Return a sentence: whether fine-tuning was worth it."""
-    if found.pooled is None:
-        return f"The runs have not been taken together: {SUMMARY} has no pooled results; {AGAIN}."
-    return found.pooled.verdict
+    if found.joint is None:
+        return f"The runs have not been taken together: {SUMMARY} has no joint results; {AGAIN}."
+    return found.joint.verdict
 
 
 def facts(found: CrossValidated) -> list[tuple[str, str, str]]:
     """Return the numbers on top of the page: name, value and explanation."""
-    pooled = found.pooled
-    if pooled is None:
+    joint = found.joint
+    if joint is None:
         return []
-    ours, positions = pooled.metrics[MAIN], _positions(found)
-    figures = [("Spearman", value_text(ours.value), f"{range_text(ours)}, over all test variants")]
-    if (best := pooled.best) is not None:
-        gain = pooled.differences[best]
+    ours = joint.metrics[MAIN]
+    figures = [("Spearman", value_text(ours.value), f"{range_text(ours)}, {joint.statistic}")]
+    if (name := joint.strongest) is not None:
+        gain = joint.differences[name]
         how = comparison(gain, lower_is_better=False)
-        figures.append((f"against {best}", value_text(gain.value, "+"), f"{range_text(gain)}, {how} the best baseline"))
-    figures.append(("variants", f"{pooled.variants:,}", f"tested, at {count_text(positions, 'position')}"))
-    folds, seeds = found.raw.get("folds"), len(pooled.seeds)
+        figures.append((f"against {name}", value_text(gain.value, "+"), f"{range_text(gain)}, {how} the best baseline"))
+    recall = joint.best.recall[MAIN]
+    chosen = f"{range_text(recall)}, of {count_text(joint.best.count, 'chosen variant')}"
+    figures.append(("recall of the best 1%", value_text(recall.value), chosen))
+    figures.append(("variants", f"{joint.variants:,}", f"tested, at {count_text(joint.positions, 'position')}"))
+    folds, seeds = found.raw.get("folds"), len(joint.seeds)
     made = f"{folds} x {seeds}" if folds else f"{seeds}"
-    figures.append(("folds x seeds" if folds else "seeds", made, f"split {pooled.split}"))
+    figures.append(("folds x seeds" if folds else "seeds", made, f"split {joint.split}"))
     return figures
-
-
-def _positions(found: CrossValidated) -> int:
-    """Count the changed positions. The wild type, which changes none, counts as one where positions are resampled."""
-    if found.tested is not None:
-        return len({m.position for one in found.tested.mutations for m in one})
-    return found.pooled.positions if found.pooled else 0
 
 
 def compared(found: CrossValidated) -> Section:
     """Return every method's scores over all test variants, and in the single runs."""
     section = ("compared", "Fine-tuned model and baselines")
-    pooled, raw = found.pooled, found.raw
+    joint, raw = found.joint, found.raw
     texts, figures, tables = [], [], []
-    if pooled is None:
-        texts.append(f"Over all test variants together: missing, as {SUMMARY} has no pooled results.")
+    if joint is None:
+        texts.append(f"Over all test variants together: missing, as {SUMMARY} has no joint results.")
     else:
-        texts.append(f"{pooled.statistic}. Intervals: {pooled.interval}.")
+        best = joint.best
+        texts.append(f"{joint.statistic} ({joint.targets}). Intervals: {joint.interval}.")
+        texts.append(
+            f"The best 1%: of each fold, the 1% of its measured variants with the best predicted {best.target} were "
+            f"chosen, and one at least, together {best.count:,}. Recall is the share of them that are among as many "
+            f"best measured ones. The mean {best.target} of all variants is {unit_text(best.mean_of_all)}."
+        )
         rows = []
-        for name, one in pooled.metrics.items():
-            seeds = map(value_text, pooled.of_each_seed.get(name, ()))
-            rows.append([name, cell(one), cell(pooled.differences.get(name), "+"), *seeds])
-        head = ["", "Spearman", f"{MAIN} minus it", *(f"seed {seed}" for seed in pooled.seeds)]
-        note = "* marks intervals without 0: the two differ by more than the choice of these positions explains."
-        tables.append(PageTable(head, rows, f"Of predictions averaged over seeds, then of each seed. {note}"))
-        if any(not math.isfinite(one.value) for one in pooled.metrics.values()):
+        for name, one in joint.metrics.items():
+            chosen = best.mean_of_chosen.get(name)
+            top = [cell(best.recall.get(name)), "-" if chosen is None else _unit_cell(chosen)]
+            seeds = map(value_text, joint.of_each_seed.get(name, ()))
+            rows.append([name, cell(one), cell(joint.differences.get(name), "+"), *top, *seeds])
+        head = ["", "Spearman", f"{MAIN} minus it", "recall of the best 1%", "mean of the chosen"]
+        note = if_intervals(
+            joint.differences.values(),
+            " * marks intervals without 0: the two differ by more than the choice of these variants explains.",
+        )
+        caption = f"Of predictions averaged over seeds, then Spearman of each seed.{note}"
+        tables.append(PageTable([*head, *(f"seed {seed}" for seed in joint.seeds)], rows, caption))
+        if any(not math.isfinite(one.value) for one in joint.metrics.values()):
             texts.append("Undefined: a method that says the same of all variants puts them in no order.")
-        figures.append(methods_figure("Spearman", pooled.metrics, MAIN))
+        figures.append(methods_figure("Spearman", joint.metrics, MAIN))
     columns = [str(name) for name in raw.get("columns", ())]
     rows = [[name, *(_over_runs(row.get(column)) for column in columns)] for name, row in _methods(found)]
     if rows and columns:
         note = f"Of the {count_text(len(found.runs), 'run')}, each with its own test set. {raw.get('interval', '')}."
         tables.append(PageTable(["mean over runs", *columns], rows, note))
     return Section(*section, texts, figures, tables)
+
+
+def _unit_cell(found: Interval) -> str:
+    """Format a value of any unit with its interval below."""
+    limits = f"[{unit_text(found.low)}, {unit_text(found.high)}]" if math.isfinite(found.low) else "no interval"
+    return f"{unit_text(found.value)}\n{limits}"
 
 
 def _methods(found: CrossValidated) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -139,14 +154,23 @@ def predictions(found: CrossValidated) -> Section:
     if tested is None:
         return Section(*section, missing=f"{OUT_OF_FOLD} is missing; {AGAIN}.")
 
-    def caption(name: str, x_N: Values, y_N: Values) -> str:
-        return f"{name}: one dot a variant, {len(x_N):,} of them; Spearman {value_text(metrics.spearman(y_N, x_N))}."
+    columns = list(zip(found.targets, tested.measured_NT.T, tested.predicted_NT.T, strict=False))
+    rho = {name: metrics.spearman_within(x_N, y_N, tested.fold_N) for name, y_N, x_N in columns}
 
-    columns = zip(found.targets, tested.measured_NT.T, tested.predicted_NT.T, strict=False)
-    figures = measured_figures(list(columns), caption)
+    def caption(name: str, x_N: Values, _y_N: Values) -> str:
+        return f"{name}: one dot a variant, {len(x_N):,} of them; Spearman{within} {value_text(rho[name])}."
+
+    several = len(set(tested.fold_N.tolist())) > 1
+    within = " within folds" if several else ""
+    figures = measured_figures(columns, caption)
     if not figures:
         return Section(*section, missing=f"No variant in {OUT_OF_FOLD} has both a measured and a predicted value.")
     texts = ["Out of fold: each variant was predicted by models that had not been trained on it; mean over seeds."]
+    if several:
+        texts.append(
+            "Each fold has models of its own, whose predictions may be higher or lower than those of other folds; the "
+            "correlation within folds does not depend on that."
+        )
     if tested.rows > tested.rows_tested:
         n = tested.rows - tested.rows_tested
         texts.append(
@@ -174,16 +198,17 @@ def curve(found: CrossValidated) -> Section:
     fold = f"fold {data.fold} (counted from 0)" if found.raw.get("folds") else "the test set"
     texts = [f"Every point is tested on the same {data.tested_on:,} variants: {fold}, seed {data.seed}."]
     rows = [[name, *(cell(rows.get(name)) for _, rows in data.points)] for name in methods]
+    points = [one for _, row in data.points for one in row.values()]
     tables = [
         PageTable(
             ["training variants", *(f"{size:,}" for size, _ in data.points)],
             rows,
-            "Spearman, and its 95% interval below it.",
+            f"Spearman{if_intervals(points, ', and its 95% interval below it')}.",
         )
     ]
     if never := [n for n in methods if not any(n in r and math.isfinite(r[n].value) for _, r in data.points)]:
         texts.append(f"Not drawn, as it is undefined for every number of them: {', '.join(never)}.")
-    caption = "Spearman against the number of training variants, with 95% intervals."
+    caption = f"Spearman against the number of training variants{if_intervals(points, ', with 95% intervals')}."
     return Section(
         *section, texts, [Figure(caption, charts.chart("learning", draw, height=3, width=10), wide=True)], tables
     )
@@ -215,18 +240,9 @@ def ranked(found: CrossValidated) -> Section:
         texts.append(f"A baseline was better. It ranks with `{command}`.")
     if found.given is not None and found.given.offset:
         texts.append(variant_maps.numbering(found))
-    if found.pooled is not None:
-        texts.append(f"How far to trust them: {found.pooled.verdict}")
+    if found.joint is not None:
+        texts.append(f"How far to trust them: {found.joint.verdict}")
     return Section(*section, texts, tables=[PageTable(["rank", *named, *keys, "measured"], rows)])
-
-
-def methods(found: CrossValidated) -> Section:
-    """Return a paragraph for a paper."""
-    section = ("methods", "Methods paragraph")
-    if found.recipe is None:
-        return Section(*section, missing="This version of esmshard cannot use the recipe of the runs.")
-    text, references = methods_text.paragraph(found, found.recipe)
-    return Section(*section, [text, *([f"References: {references}."] if references else [])])
 
 
 def runs(found: CrossValidated) -> Section:
@@ -235,7 +251,7 @@ def runs(found: CrossValidated) -> Section:
     rows = [[name, *_run(run, columns)] for name, run in found.runs.items()]
     text = "Each is a directory of its own, of which `esmshard report` makes a page as well."
     head = ["run", "state", "step of the model", "trained on", "tested on", *columns]
-    note = f"Metrics of the {MAIN} model on the test set of the run, and their 95% intervals below them."
+    note = f"Metrics of the {MAIN} model on the test set of the run, with 95% intervals where there are any."
     return Section("runs", "Runs", [text], tables=[PageTable(head, rows, note)])
 
 
@@ -268,11 +284,11 @@ def reproduce(found: CrossValidated) -> Section:
     name, first = next(iter(found.runs.items()), ("", None))
     if first is None or first.recipe_text is None:
         return Section(*section, missing="The recipe.yaml of the first run is missing, so there is none.")
-    run, folds, pooled = Path(found.path.resolve().name), found.raw.get("folds"), found.pooled
+    run, folds, joint = Path(found.path.resolve().name), found.raw.get("folds"), found.joint
     processes = first.versions.get("processes", 1)
     options = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
     options += ["--folds", str(folds)] if folds else []
-    options += ["--seeds", str(len(pooled.seeds))] if pooled and len(pooled.seeds) > 1 else []
+    options += ["--seeds", str(len(joint.seeds))] if joint and len(joint.seeds) > 1 else []
     # The recipe of a run names one fold; without this key the recipe covers all folds.
     changes = ["data.folds=null", "data.fold=0", f"out={run}-again"]
     texts = [
@@ -302,7 +318,6 @@ SECTIONS: Sequence[Callable[[CrossValidated], Section]] = (
     curve,
     variant_maps.positions,
     ranked,
-    methods,
     runs,
     recipe,
     reproduce,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from esmshard.batch import piece
-from esmshard.data.batching.loader import Example
+from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.protein_labels import ProteinLabels
 from esmshard.data.splits.pair_overlap import CLASSES, key, two_chains
 from esmshard.data.store.token_store import TokenStore
@@ -65,7 +65,6 @@ class PairTask(SequenceTask):
     fitted = ("length", "composition", *of_base)
     head_class: ClassVar[type[SequenceHead]] = PairHead
     baseline_records = MOST_PAIRS
-    in_common = "sequence"
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> PairLabels:
         """Read labels as `SequenceTask` does, of records that all have two chains."""
@@ -79,6 +78,10 @@ class PairTask(SequenceTask):
         more_N = count[number_N2].argmax(1)
         block_N = number_N2[np.arange(len(store)), more_N]
         return PairLabels(**{one.name: getattr(found, one.name) for one in fields(found)}, block_N=block_N)
+
+    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
+        """Resample the pairs of one sequence together."""
+        return data.blocks(), "sequence"
 
     def inputs(self, example: Example) -> Inputs:
         """Return both chains, and the target of `SequenceTask.inputs`."""

@@ -14,12 +14,14 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
+from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
 from esmshard.model.config import ModelConfig
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.intervals import variant_units
 from esmshard.tasks.linear import fit_numbers, kept
 from esmshard.tasks.variants.frozen_variants import PACKED, frozen, seen_by
 from esmshard.tasks.variants.marginals import log_probabilities
@@ -237,6 +239,10 @@ class VariantTask(Task):
         if base is not None and (model := kept(known, FROZEN)) is not None:
             found[FROZEN] = model(self._frozen([example], base)[0])
         return found
+
+    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
+        """See `variant_units`."""
+        return variant_units([parse_variant(data.id(n)) for n in range(len(data))])
 
     def look_ahead(self, data: Examples, base: "FineTuner") -> None:
         """Compute the frozen model's vectors of all variants of a split, in packs."""

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ import numpy.typing as npt
 from esmshard import spreadsheet
 from esmshard.data.splits.assignment import LEFT_OUT
 from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
-from esmshard.data.variants.substitutions import name_of
+from esmshard.data.tables import counted
+from esmshard.data.variants.substitutions import name_of, parse_variant
 from esmshard.errors import InputError
 from esmshard.files import read_json, replace_json, replacing
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.intervals import LEAST, Interval, block_draws, difference, interval
+from esmshard.tasks.intervals import LEAST, Interval, block_draws, count_units, difference, interval, variant_units
 from esmshard.train.experiments.repeats import SUMMARY, Repeat
 from esmshard.train.records.verdict import aligned, verdict
 
@@ -48,8 +49,12 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     `variants.csv` holds the user's columns, and of each test variant its name, measured value, fold, the prediction of
     the model that was tested on it (mean over seeds), the standard deviation over seeds, and the prediction of every
     baseline. A row that was left out has the reason instead. `summary.json` gets three entries: `table` (what was
-    changed in the user's table), `pooled` (Spearman over all test variants, with intervals) and `verdict`.
-    `learning_curve.json` holds Spearman on the first test set by number of training variants.
+    changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
+    `verdict`. `learning_curve.json` holds Spearman on the first test set by number of training variants.
+
+    Each fold is predicted by a model of its own. Variants are therefore compared within their fold only: Spearman is
+    the mean over folds (`metrics.spearman_within`), and the best variants are chosen within folds
+    (`metrics.top_of_list`). Predictions are averaged over seeds before.
 
     Args:
         recipe: the recipe of all runs.
@@ -63,8 +68,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     seeds = sorted({one.seed for one in found})
     # The variants are in the order of the folds. A test set is the same for every seed.
     ids = [name for one in found if one.seed == seeds[0] for name in one.ids]
-    block = np.concatenate([one.block_N for one in found if one.seed == seeds[0]])
-    fold = np.concatenate([np.full(len(one.ids), one.fold) for one in found if one.seed == seeds[0]])
+    fold_N = np.concatenate([np.full(len(one.ids), one.fold) for one in found if one.seed == seeds[0]])
     measured_NT = np.concatenate([one.measured_NT for one in found if one.seed == seeds[0]])
     predicted = {
         method: np.stack(
@@ -73,33 +77,48 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         for method in methods
     }  # [seeds, N, T]
     mean = {method: predicted_SNT.mean(0) for method, predicted_SNT in predicted.items()}
-    samples = {method: _bootstrap(mean_NT, measured_NT, block) for method, mean_NT in mean.items()}
-    resamples = len(samples[MAIN]) - 1
-    intervals = {method: interval(values) for method, values in samples.items()}
-    gains = {method: difference(samples[MAIN], values) for method, values in samples.items() if method != MAIN}
-    each = {method: [_spearman(one_NT, measured_NT) for one_NT in one_SNT] for method, one_SNT in predicted.items()}
-    positions = len(set(block.tolist()) - {-1})  # the wild type changes no position
-    unseen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
-    basis = f"paired over {positions:,} positions; split {recipe.data.split}{unseen}"
-    said = verdict("Spearman", intervals, gains, basis)
-    pooled = {
-        "statistic": "Spearman over all test variants; of several targets the mean",
-        "interval": "95% percentile bootstrap over positions; of differences, paired"
-        if positions >= LEAST
-        else f"none: of {positions} positions, and an interval takes {LEAST}",
-        "resamples": resamples,
+    variants = [parse_variant(name) for name in ids]
+    block_N, unit = variant_units(variants)
+    lower = names[0] in (recipe.data.lower_is_better or ())
+    samples = {method: _samples(mean_NT, measured_NT, fold_N, block_N, lower) for method, mean_NT in mean.items()}
+    intervals = {method: interval(values) for method, (values, _, _) in samples.items()}
+    recall, chosen = ({method: interval(values[k]) for method, values in samples.items()} for k in (1, 2))
+    gains = {
+        method: difference(samples[MAIN][0], values) for method, (values, _, _) in samples.items() if method != MAIN
+    }
+    each = {method: [_spearman(one, measured_NT, fold_N) for one in one_SNT] for method, one_SNT in predicted.items()}
+    units, resamples = counted(count_units(len(ids), block_N), unit), len(samples[MAIN][0]) - 1
+    seen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
+    metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
+    said = verdict(metric, intervals, gains, f"paired over {units}; split {recipe.data.split}{seen}")
+    best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
+    joint: dict[str, Any] = {
+        "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),
+        "targets": "mean over the targets" if len(names) > 1 else names[0],
+        "interval": f"95% percentile bootstrap of {units}, {resamples:,} resamples; of differences, paired"
+        if resamples
+        else f"none: of {units}, and an interval takes {LEAST}",
+        "unit": unit,
         "variants": len(ids),
-        "positions": positions,
+        "positions": len({mutation.position for one in variants for mutation in one}),
         "split": recipe.data.split,
         "seeds": seeds,
         "metrics": {method: asdict(one) for method, one in intervals.items()},
         "differences": {method: asdict(one) for method, one in gains.items()},
         "of_each_seed": each,
+        "best": {
+            "target": names[0],
+            "lower_is_better": lower,
+            "count": best,
+            "recall": {method: asdict(one) for method, one in recall.items()},
+            "mean_of_chosen": {method: asdict(one) for method, one in chosen.items()},
+            "mean_of_all": metrics.mean(measured_NT[:, 0]),
+        },
     }
     path = out / SUMMARY
     summary = read_json(path)
     table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
-    more = {"recipe": recipe.model_dump(mode="json"), "table": table, "pooled": pooled, "verdict": said}
+    more = {"recipe": recipe.model_dump(mode="json"), "table": table, "joint": joint, "verdict": said}
     replace_json(path, summary | more)
     sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}
@@ -109,10 +128,10 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         columns |= {f"{method}{of}": mean[method][:, t] for method in methods if method != MAIN}
     if len(names) > 1:  # `mean` is the target that variants are ranked by
         columns["measured"] = measured_NT[:, 0]
-    _write_variants(out / OUT_OF_FOLD, recipe, ids, fold, columns)
+    _write_variants(out / OUT_OF_FOLD, recipe, ids, fold_N, columns)
     if curve:
         _write_curve(out / CURVE, [_Run(run.out) for run in [*curve, runs[0]]])
-    return f"{_as_text(intervals, gains, each)}\n{said}"
+    return f"{_as_text(metric, joint['best'], [intervals, gains, recall, chosen], each)}\n{said}"
 
 
 def _table(data: DataSettings) -> dict[str, Any]:
@@ -146,7 +165,6 @@ class _Run:
             self.targets: list[str] = evaluation["facts"]["targets"]
             self.trained: int = versions["data"]["train"]["records"]
             self.ids = [row["id"] for row in rows]
-            self.block_N = np.array([int(row["block"]) for row in rows])
             self.measured_NT = self._columns(rows, "target", "")
             others = [name for name in evaluation["metrics"] if name != MAIN]
             self.predicted = {MAIN: self._columns(rows, "prediction", "")}
@@ -160,36 +178,51 @@ class _Run:
         return np.array([[float(row[key] or "nan") for key in keys] for row in rows])
 
 
-def _spearman(predicted_NT: Array, measured_NT: Array) -> float:
-    """Return the mean Spearman correlation over the targets for which it is defined. A target uses the variants with a
-    value.
+def _spearman(predicted_NT: Array, measured_NT: Array, fold_N: npt.NDArray[np.int64]) -> float:
+    """Return Spearman within folds, the mean over the targets for which it is defined."""
+    targets = zip(predicted_NT.T, measured_NT.T, strict=True)
+    return metrics.mean(np.array([metrics.spearman_within(x_N, y_N, fold_N) for x_N, y_N in targets]))
+
+
+def _samples(
+    predicted_NT: Array,
+    measured_NT: Array,
+    fold_N: npt.NDArray[np.int64],
+    block_N: npt.NDArray[np.int64],
+    lower_is_better: bool,
+) -> tuple[list[float], list[float], list[float]]:
+    """Return Spearman, and of the first target recall and mean of the chosen: of all variants, and of each resample of
+    blocks.
     """
-    each = []
-    for predicted_N, measured_N in zip(predicted_NT.T, measured_NT.T, strict=True):
-        known = ~np.isnan(measured_N)
-        each.append(metrics.spearman(predicted_N[known], measured_N[known]))
-    return metrics.mean(np.array(each))
-
-
-def _bootstrap(predicted_NT: Array, measured_NT: Array, block_N: npt.NDArray[np.int64]) -> list[float]:
-    """Return Spearman over all variants, followed by the values over resamples of positions."""
-    draws = block_draws(len(block_N), block_N)
-    return [
-        _spearman(predicted_NT, measured_NT),
-        *(_spearman(predicted_NT[draw], measured_NT[draw]) for draw in draws),
-    ]
+    sign = -1 if lower_is_better else 1
+    rows = []
+    for draw in (np.arange(len(block_N)), *block_draws(len(block_N), block_N)):
+        x_NT, y_NT, of_fold_N = predicted_NT[draw], measured_NT[draw], fold_N[draw]
+        recall, chosen = metrics.top_of_list(sign * x_NT[:, 0], sign * y_NT[:, 0], of_fold_N)
+        rows.append((_spearman(x_NT, y_NT, of_fold_N), recall, sign * chosen))
+    spearman, recalls, means = zip(*rows, strict=True)
+    return list(spearman), list(recalls), list(means)
 
 
 def _as_text(
-    intervals: Mapping[str, Interval], gains: Mapping[str, Interval], each: Mapping[str, Sequence[float]]
+    metric: str,
+    best: Mapping[str, Any],
+    columns: Sequence[Mapping[str, Interval]],
+    each: Mapping[str, Sequence[float]],
 ) -> str:
-    lines = [["all test variants", "Spearman", "fine-tuned is better by", "of each seed"]]
-    for method, found in intervals.items():
-        value = "undefined (the same for all)" if math.isnan(found.value) else str(found)
-        gain = "" if method not in gains or math.isnan(gains[method].value) else str(gains[method])
-        seeds = "" if math.isnan(found.value) else " ".join(f"{v:.3f}" for v in each[method])
-        lines.append([method, value, gain, seeds])
-    return aligned(lines)
+    """Make the table for the terminal: a line for each method, and one for a choice without any method."""
+    top = [f"recall of the best 1% ({best['count']:,})", f"mean {best['target']} of the chosen"]
+    head = [metric, "fine-tuned is better by", *top, "of each seed"]
+    lines = [["", *head]]
+    for method, seeds in each.items():
+        cells = ["" if method not in column else str(column[method]) for column in columns]
+        value, *limits = astuple(columns[-1][method])  # in any unit
+        cells[-1] = f"{value:.4g}" + ("" if math.isnan(limits[0]) else " [{:.4g}, {:.4g}]".format(*limits))
+        of_seeds = " ".join(f"{value:.3f}" for value in seeds)
+        if math.isnan(columns[0][method].value):
+            cells[:2], of_seeds = ["undefined (the same for all)", ""], ""
+        lines.append([method, *cells, of_seeds])
+    return aligned([*lines, ["mean of all variants", "", "", "", f"{best['mean_of_all']:.4g}", ""]])
 
 
 def _write_variants(
@@ -231,7 +264,12 @@ def _write_variants(
 def _write_curve(path: Path, runs: Sequence[_Run]) -> None:
     points = []
     for run in runs:
-        samples = {m: interval(_bootstrap(p, run.measured_NT, run.block_N)) for m, p in run.predicted.items()}
+        variants = [parse_variant(name) for name in run.ids]
+        block_N, fold_N = variant_units(variants)[0], np.zeros(len(variants), dtype=np.int64)
+        samples = {
+            method: interval(_samples(predicted_NT, run.measured_NT, fold_N, block_N, False)[0])
+            for method, predicted_NT in run.predicted.items()
+        }
         points.append({"variants": run.trained, "metrics": {m: asdict(one) for m, one in samples.items()}})
     first = {"tested_on": len(runs[0].ids), "fold": runs[0].fold, "seed": runs[0].seed}
     replace_json(path, first | {"points": points})

@@ -93,7 +93,7 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
         "folds": folds,
         "columns": first["columns"],
         "lower_is_better": first["lower_is_better"],
-        "interval": "95% interval of the mean over runs (Student's t)",
+        "interval": "95% interval of the mean over runs (Student's t)" if len(runs) > 1 else "no interval of one run",
         "metrics": table,
         "verdict": said,
     }

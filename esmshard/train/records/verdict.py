@@ -31,11 +31,17 @@ def strongest(intervals: Mapping[str, Interval], gains: Mapping[str, Interval], 
 
 
 def comparison(gain: Interval, *, lower_is_better: bool) -> str:
-    """Describe the interval of a difference to a baseline, as `better than`."""
-    worse, better = gain.high < 0, gain.low > 0
-    if lower_is_better:
-        worse, better = better, worse
-    return "better than" if better else "worse than" if worse else "not clearly apart from"
+    """Say whether a difference to a baseline is for the better: `better than`, `worse than` or `not clearly apart
+    from`. Without an interval only the sample is described: `better in this sample than`.
+    """
+    sign = -1 if lower_is_better else 1
+    if math.isnan(gain.value):
+        return "not comparable with"
+    if math.isnan(gain.low):
+        how = "equal" if gain.value == 0 else "better" if sign * gain.value > 0 else "worse"
+        return f"{how} in this sample {'to' if how == 'equal' else 'than'}"
+    low, high = sorted((sign * gain.low, sign * gain.high))
+    return "better than" if low > 0 else "worse than" if high < 0 else "not clearly apart from"
 
 
 def verdict(
@@ -64,10 +70,8 @@ def verdict(
     gain = gains[best]
     name = "the model before fine-tuning" if best == BEFORE else best
     values = f"{metric} {ours:.3f} against {intervals[best].value:.3f}, a difference of {gain.value:+.3f}"
+    how = comparison(gain, lower_is_better=lower_is_better)
     if math.isnan(gain.low):
-        # Without an interval, the sentence gives the difference in the sample and says that this proves nothing.
-        worse = gain.value > 0 if lower_is_better else gain.value < 0
-        how = "equal to" if gain.value == 0 else "worse than" if worse else "better than"
         return (
             f"Fine-tuning was {how} the best baseline, {name}: {values}, but whether that is more than chance cannot "
             f"be said: there is no interval ({basis}; an interval takes {LEAST})."
@@ -79,6 +83,6 @@ def verdict(
             "was not clearly apart from",
             f"; that it was worth it is not shown, as {name} needs none",
         ),
-    }[comparison(gain, lower_is_better=lower_is_better)]
+    }[how]
     interval = f"[{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})"
     return f"Fine-tuning {how} the best baseline, {name}: {values} {interval}{consequence}."

@@ -6,22 +6,18 @@ from typing import TYPE_CHECKING
 
 from esmshard.model.families.amplify import amplify_layouts
 from esmshard.model.families.amplify.amplify_config import SIZES, AmplifyConfig
-from esmshard.model.families.family import Family, Paper, Released, TransformersFiles
+from esmshard.model.families.family import Family, Released, TransformersFiles
 
 if TYPE_CHECKING:
     import torch
 
-_FOURNIER = Paper(
-    "Fournier et al. 2024",
-    "Fournier et al. 2024, Protein Language Models: Is Scaling Necessary? (AMPLIFY), doi:10.1101/2024.09.23.614603",
-    """\
+_FOURNIER = """\
 @article{fournier2024protein,
   title   = {Protein Language Models: Is Scaling Necessary?},
   author  = {Fournier, Quentin and Vernon, Robert M. and {van der Sloot}, Almer and Schulz, Benjamin and
              Chandar, Sarath and Langmead, Christopher James},
   journal = {bioRxiv}, year = {2024}, doi = {10.1101/2024.09.23.614603}
-}""",
-)
+}"""
 
 
 def _initial(config: AmplifyConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -47,7 +43,7 @@ FAMILY = Family(
     config=AmplifyConfig,
     sizes=SIZES,
     released={
-        f"amplify_{size.lower()}": Released("AMPLIFY", f"chandar-lab/AMPLIFY_{size}", "mit", "chandar-lab", _FOURNIER)
+        f"amplify_{size.lower()}": Released(f"chandar-lab/AMPLIFY_{size}", "mit", "chandar-lab", _FOURNIER)
         for size in ("120M", "350M", "120M_base", "350M_base")
     },
     paper=_FOURNIER,

@@ -6,13 +6,10 @@ from functools import partial
 from esmshard.model.families import esm_layouts
 from esmshard.model.families.esm2.esm2_config import SIZES, EsmConfig
 from esmshard.model.families.esm_shapes import initial
-from esmshard.model.families.family import Corruption, Family, Paper, Released, TransformersFiles
+from esmshard.model.families.family import Corruption, Family, Released, TransformersFiles
 from esmshard.vocab import VOCAB_SIZE
 
-_LIN = Paper(
-    "Lin et al. 2023",
-    "Lin et al. 2023, Science 379:1123 (ESM-2), doi:10.1126/science.ade2574",
-    """\
+_LIN = """\
 @article{lin2023evolutionary,
   title   = {Evolutionary-scale prediction of atomic-level protein structure with a language model},
   author  = {Lin, Zeming and Akin, Halil and Rao, Roshan and Hie, Brian and Zhu, Zhongkai and Lu, Wenting and
@@ -20,12 +17,8 @@ _LIN = Paper(
              Fazel-Zarandi, Maryam and Sercu, Tom and Candido, Salvatore and Rives, Alexander},
   journal = {Science}, volume = {379}, number = {6637}, pages = {1123--1130}, year = {2023},
   doi     = {10.1126/science.ade2574}
-}""",
-)
-_RIVES = Paper(
-    "Rives et al. 2021",
-    "Rives et al. 2021, PNAS 118:e2016239118 (ESM-1b), doi:10.1073/pnas.2016239118",
-    """\
+}"""
+_RIVES = """\
 @article{rives2021biological,
   title   = {Biological structure and function emerge from scaling unsupervised learning to 250 million protein
              sequences},
@@ -33,25 +26,19 @@ _RIVES = Paper(
              Guo, Demi and Ott, Myle and Zitnick, C. Lawrence and Ma, Jerry and Fergus, Rob},
   journal = {Proceedings of the National Academy of Sciences}, volume = {118}, number = {15}, pages = {e2016239118},
   year    = {2021}, doi = {10.1073/pnas.2016239118}
-}""",
-)
-_MEIER = Paper(
-    "Meier et al. 2021",
-    "Meier et al. 2021 (ESM-1v, zero-shot scores), doi:10.1101/2021.07.09.450648",
-    """\
+}"""
+_MEIER = """\
 @inproceedings{meier2021language,
   title     = {Language models enable zero-shot prediction of the effects of mutations on protein function},
   author    = {Meier, Joshua and Rao, Roshan and Verkuil, Robert and Liu, Jason and Sercu, Tom and Rives, Alexander},
   booktitle = {Advances in Neural Information Processing Systems}, volume = {34}, year = {2021},
   doi       = {10.1101/2021.07.09.450648}
-}""",
-)
+}"""
 
 
 def _released(name: str) -> Released:
-    papers = {"esm2": ("ESM-2", _LIN), "esm1b": ("ESM-1b", _RIVES), "esm1v": ("ESM-1v", _MEIER)}
-    title, paper = papers[name.partition("_")[0]]
-    return Released(title, f"facebook/{name}", "mit", "Meta Platforms, Inc. and affiliates", paper)
+    paper = {"esm2": _LIN, "esm1b": _RIVES, "esm1v": _MEIER}[name.partition("_")[0]]
+    return Released(f"facebook/{name}", "mit", "Meta Platforms, Inc. and affiliates", paper)
 
 
 FAMILY = Family(

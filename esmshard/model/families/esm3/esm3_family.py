@@ -13,24 +13,20 @@ from esmshard.model.families.esm3.esm3_config import (
     STRUCTURE_TOKENS,
     Esm3Config,
 )
-from esmshard.model.families.family import Family, Paper, Released, TransformersFiles
+from esmshard.model.families.family import Family, Released, TransformersFiles
 from esmshard.vocab import Track
 
 if TYPE_CHECKING:
     import torch
 
-_HAYES = Paper(
-    "Hayes et al. 2025",
-    "Hayes et al. 2025, Science 387:850 (ESM3), doi:10.1126/science.ads0018",
-    """\
+_HAYES = """\
 @article{hayes2025simulating,
   title   = {Simulating 500 million years of evolution with a language model},
   author  = {Hayes, Thomas and Rao, Roshan and Akin, Halil and Sofroniew, Nicholas J. and Oktay, Deniz and Lin, Zeming
              and Verkuil, Robert and Tran, Vincent Q. and Deaton, Jonathan and Wiggert, Marius and others},
   journal = {Science}, volume = {387}, number = {6736}, pages = {850--858}, year = {2025},
   doi     = {10.1126/science.ads0018}
-}""",
-)
+}"""
 
 
 def _initial(config: Esm3Config, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -57,7 +53,6 @@ FAMILY = Family(
     sizes=SIZES,
     released={
         "esm3_sm_open_v1": Released(
-            "ESM3-open",
             "biohub/esm3-sm-open-v1",
             "mit",
             "Chan Zuckerberg Biohub and the ESM3 authors",

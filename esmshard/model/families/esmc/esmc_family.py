@@ -6,23 +6,18 @@ from typing import TYPE_CHECKING
 
 from esmshard.model.families.esmc import esmc_layouts
 from esmshard.model.families.esmc.esmc_config import SIZES, EsmcConfig
-from esmshard.model.families.family import Family, Paper, Released, TransformersFiles
+from esmshard.model.families.family import Family, Released, TransformersFiles
 
 if TYPE_CHECKING:
     import torch
 
-_CANDIDO = Paper(
-    "Candido et al. 2026",
-    "Candido et al. 2026, Language Modeling Materializes a World Model of Protein Biology (ESM-C), preprint, "
-    "https://biohub.ai/papers/esm_protein.pdf",
-    """\
+_CANDIDO = """\
 @misc{candido2026language,
   title  = {Language Modeling Materializes a World Model of Protein Biology},
   author = {Candido, Salvatore and Hayes, Thomas and Derry, Alexander and Rao, Roshan and Lin, Zeming and
             Verkuil, Robert and others},
   year   = {2026}, note = {Preprint}, url = {https://biohub.ai/papers/esm_protein.pdf}
-}""",
-)
+}"""
 _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
 
@@ -49,7 +44,7 @@ FAMILY = Family(
     config=EsmcConfig,
     sizes=SIZES,
     released={
-        f"esmc_{size.lower()}": Released("ESM-C", f"biohub/ESMC-{size}", "mit", _HOLDER, _CANDIDO)
+        f"esmc_{size.lower()}": Released(f"biohub/ESMC-{size}", "mit", _HOLDER, _CANDIDO)
         for size in ("300M", "600M", "6B")
     },
     paper=_CANDIDO,

@@ -4,24 +4,20 @@ from functools import partial
 
 from esmshard.model.families import esm_layouts
 from esmshard.model.families.esm_shapes import initial
-from esmshard.model.families.family import Family, Paper, Released, TransformersFiles
+from esmshard.model.families.family import Family, Released, TransformersFiles
 from esmshard.model.families.saprot.saprot_config import SIZES, STRUCTURE, VOCABULARY, SaprotConfig
 
-_SU = Paper(
-    "Su et al. 2024",
-    "Su et al. 2024, ICLR (SaProt), doi:10.1101/2023.10.01.560349",
-    """\
+_SU = """\
 @inproceedings{su2024saprot,
   title     = {{SaProt}: Protein Language Modeling with Structure-aware Vocabulary},
   author    = {Su, Jin and Han, Chenchen and Zhou, Yuyang and Shan, Junjie and Zhou, Xibin and Yuan, Fajie},
   booktitle = {International Conference on Learning Representations}, year = {2024},
   doi       = {10.1101/2023.10.01.560349}
-}""",
-)
+}"""
 
 
 def _released(size: str) -> Released:
-    return Released(f"SaProt {size.replace('_', ' ')}", f"westlake-repl/SaProt_{size}", "mit", "westlake-repl", _SU)
+    return Released(f"westlake-repl/SaProt_{size}", "mit", "westlake-repl", _SU)
 
 
 FAMILY = Family(
