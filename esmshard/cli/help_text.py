@@ -11,7 +11,7 @@ esmshard fine-tunes protein language models on your own proteins. Five things to
 
   Learn contacts from structures     esmshard finetune contact
   Learn from measured variants       esmshard finetune variants data.table=my.csv data.wild_type=wt.fasta out=runs/mine
-  Predict with what was learned      esmshard predict runs/mine --all-singles --propose 24 -o next.csv
+  Predict with what was learned      esmshard predict runs/mine --propose 24 -o next.csv
   Embed any number of sequences      esmshard embed starter my.fasta -o my.h5
   See what fits on which GPUs        esmshard plan contact model.name=esm2_t36_3B_UR50D --gpus 8xA100-40GB
 
@@ -36,7 +36,7 @@ EXAMPLES = {
     ),
     "predict": (
         "esmshard predict runs/contact/model my.fasta -o my.npz --png maps",
-        "esmshard predict runs/variants --all-singles --propose 24 -o next.csv",
+        "esmshard predict runs/variants --propose 24 -o next.csv",
     ),
     "score": (
         "esmshard score starter wt.fasta variants.csv -o scores.csv",

@@ -195,6 +195,21 @@ def predict(
     diversity: Annotated[
         float, typer.Option(min=0, help="For --propose: cost of a position or residue that was already chosen.")
     ] = 0.15,
+    sites: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="39,40,41",
+            help="For --propose: the positions that may change, or all; by default those varied in training.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        Optional[str],
+        typer.Option(
+            "--with",
+            metavar="BASELINE",
+            help="For variants: rank by a baseline (one-hot, zero-shot, augmented or embedding), not by the models.",
+        ),
+    ] = None,
     mutant: MutantColumn = None,
     offset: Annotated[
         Optional[int],
@@ -219,23 +234,24 @@ def predict(
     if out is None:
         raise UsageError("-o: name the file to write")
     if variant_ranking.models_of(model):
-        if (data is None) != all_singles:
-            raise UsageError("a model of variants needs either a table or --all-singles; pass one of them")
+        if (data is not None and all_singles) or (data is None and not all_singles and not propose):
+            raise UsageError("a model of variants needs either a table, --all-singles or --propose; pass one of them")
         if png or strict or complexes:
             raise UsageError("--png, --strict and --complexes are for proteins, and these are variants; leave them out")
         if tracks:
             raise UsageError("--track: a model of variants keeps the tracks of its wild type; leave it out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
-        how |= {"kappa": kappa, "diversity": diversity, "device": device}
+        how |= {"kappa": kappa, "diversity": diversity, "device": device, "sites": sites, "baseline": baseline}
+        how |= {"all_singles": all_singles}
         print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} rows")
         return
 
     from esmshard.predict import predictions
 
-    if all_singles or propose or mutant or offset is not None:
+    if all_singles or propose or mutant or sites or baseline or offset is not None:
         raise UsageError(
-            f"--all-singles, --propose, --mutant and --offset are for models of variants, and {model} is none; leave "
-            "them out"
+            "--all-singles, --propose, --sites, --with, --mutant and --offset are for models of variants, and "
+            f"{model} is none; leave them out"
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")

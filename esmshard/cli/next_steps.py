@@ -34,7 +34,7 @@ def _finetune(values: Mapping[str, Any]) -> str:
     if values["sweep"] is not None:
         return f"open {near}/report.html; {near}/best.yaml is the recipe of the best trial"
     if recipe.task.reads_table:
-        return f"open {near}/report.html; esmshard predict {near} --all-singles --propose 24 -o next.csv"
+        return f"open {near}/report.html; esmshard predict {near} --propose 24 -o next.csv"
     ending = "npz" if traits(recipe.task.name).predicts_contacts else "csv"
     page = f"open {near}/report.html; " if (out / "report.html").is_file() else f"esmshard report {near}; "
     return f"{page}esmshard predict {near}/model my.fasta -o my.{ending}; esmshard embed {near}/model my.fasta -o my.h5"

@@ -37,6 +37,11 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?", re.ASCII)
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}", re.ASCII)
 _COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
+_VARIANT = re.compile(r"(p\.)?([A-Za-z]{1,3}\d{1,6}|\d{1,6})[A-Z][a-z]{0,2}([:;,/+ ].*)?", re.ASCII)
+_RESIDUES = re.compile("[A-Z]{20,}", re.ASCII)
+_FORMS = ((NUMBER, "label"), (_VARIANT, "mutant"), (_RESIDUES, "sequence"))
+"""Forms of cells that are no name of a column, and a usual name for a column of such cells."""
+_NAMES = frozenset(("id", "name", "protein", "entry", "accession", "mutant", "mutation", "variant", "sequence"))
 _SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 _FOREIGN = (
     (b"PK\x03\x04", "an Excel workbook or another zip archive, not a text table; save it as CSV, or as .xlsx"),
@@ -235,7 +240,29 @@ def read_table(path: Path) -> Table:
         lines.append(line)
     if not cells:
         raise InputError(f"{path}: has a header, but no rows; add rows below the header, or give another table")
-    return Table(path, _named(path, header, [list(column) for column in zip(*cells, strict=True)]), lines)
+    columns = [list(column) for column in zip(*cells, strict=True)]
+    _require_header(path, header, first, columns)
+    return Table(path, _named(path, header, columns), lines)
+
+
+def _require_header(path: Path, header: list[str], line: int, columns: list[list[str]]) -> None:
+    """Refuse a table whose first line has cells like those below it. That row would be lost, and no column found.
+
+    A line with an empty cell or a usual name is a header even so: libraries call columns 0, 1, 2.
+    """
+    if "" in header or not _NAMES.isdisjoint(map(str.lower, header)):
+        return
+    kinds = []
+    for cell, column in zip(header, columns, strict=True):
+        names = [name for form, name in _FORMS if form.fullmatch(cell) and any(map(form.fullmatch, column[:20]))]
+        kinds.append(names[0] if names else "label" if cell in column else "")
+    if any(kinds):
+        others = iter(("id", *(f"column{n}" for n in range(2, len(header) + 1))))
+        names = [kind if kind and kind not in kinds[:n] else next(others) for n, kind in enumerate(kinds)]
+        raise InputError(
+            f"{path}: has no header, as its line {line} looks like data ({first_three(header, shown)}); write the "
+            f"names of the columns in a line above it, such as {','.join(names)}"
+        )
 
 
 def _is_parquet(path: Path) -> bool:

@@ -1,9 +1,9 @@
-"""Ranks variants by the predictions of fine-tuned models, reports how far the models disagree, and proposes variants to
+"""Ranks variants by the predictions of fine-tuned models or of a baseline, with intervals, and proposes variants to
 measure next.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,28 +13,36 @@ import numpy.typing as npt
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.variant_records import VariantRecords
 from esmshard.data.tables import counted, first_three
+from esmshard.data.variants.mutations import is_library
 from esmshard.data.variants.numbering import Misnumbered
-from esmshard.data.variants.substitutions import Mutation, name_of, renumbered
+from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant, renumbered
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.predict import known_variants, proposals, variant_tables
 from esmshard.predict.known_variants import Known
 from esmshard.predict.proposals import DIVERSITY, KAPPA
+from esmshard.predict.variant_baselines import baseline_of, baseline_predictions, better_baseline
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import check
-from esmshard.predict.zero_shot import all_singles, unscored
+from esmshard.predict.zero_shot import all_singles as list_singles
+from esmshard.predict.zero_shot import unscored
 from esmshard.progress import Progress, say
 from esmshard.tasks.finetuner import FineTuned, load_finetuned
 from esmshard.tasks.registry import traits
 from esmshard.tasks.variants.frozen_variants import PACKED
-from esmshard.tasks.variants.variant_task import VariantTask
+from esmshard.tasks.variants.variant_task import FROZEN, SHORT, VariantTask
 
 NOT_RANKED = "not ranked because"
 """The last column of a ranked table: why a row has no rank."""
 IN_TABLE, IN_WILD_TYPE = "mutant in table", "mutant in wild type"
 """The columns of names in the other numbering, if the table of the run and its wild type are numbered differently."""
-OUT_OF_FOLD, SEEN = "out-of-fold prediction", "seen in training"
+OUT_OF_FOLD, SEEN, VARIED = "out-of-fold prediction", "seen in training", "sites varied in training"
+DISAGREEMENT = "disagreement of models"
+"""The standard deviation over the models of folds and seeds, in the unit of the target. It is no error bar."""
+LEVEL, RESIDUALS = 0.9, 50
+"""The share of the values that an interval is to hold, and the least residuals that intervals are made of."""
+LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
 TOGETHER = 2048
 """The number of variants that one pass of the wild type serves."""
 
@@ -54,6 +62,8 @@ class RankingRequest:
     offset: int
     """The number that was added to the positions of the table."""
     notices: list[str]
+    about: str | None = None
+    """What the variants are, if they are candidates that nobody listed."""
 
 
 def models_of(run: str) -> list[Path]:
@@ -89,6 +99,9 @@ def predict(
     propose: int | None = None,
     kappa: float = KAPPA,
     diversity: float = DIVERSITY,
+    sites: str | None = None,
+    baseline: str | None = None,
+    all_singles: bool = True,
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> int:
@@ -97,10 +110,11 @@ def predict(
 
     The first columns are those of `table`, or `mutant` and `measured` of all single substitutions; then the names in
     the other numbering, if table and wild type are numbered differently; then `prediction` (mean over the models, in
-    the unit of the target), `sd` (standard deviation over the models: folds and seeds) and `rank`; then `out-of-fold
-    prediction` (by the models that had not seen the variant) and `seen in training` (yes or no); for a table also `not
-    ranked because`. With several targets, prediction columns carry the target's name, and the rank is that of the first
-    target. Rows of the table that cannot be used are at the end, without these values.
+    the unit of the target), the limits of its interval (see `_Intervals`), the disagreement of the models (standard
+    deviation over folds and seeds) and `rank`; then `out-of-fold prediction` (by the models that had not seen the
+    variant), `seen in training` and `sites varied in training` (yes or no); for a table also `not ranked because`. With
+    several targets, prediction columns carry the target's name, and rank and interval are those of the first target.
+    Rows of the table that cannot be used are at the end, without these values.
 
     If the wild type was measured, a row that is the wild type (`WT`, or a synonymous change) is not predicted, since
     its value is known.
@@ -114,6 +128,11 @@ def predict(
         propose: write only so many rows, chosen by `proposals.choose` among variants that were not measured.
         kappa: see `proposals.choose`.
         diversity: see `proposals.choose`.
+        sites: the sites that proposals may change: positions in the numbering of the table, divided by commas, or
+            `all`; by default those that the training has varied.
+        baseline: rank by this baseline (`variant_baselines.baseline_of`), fitted to all measured variants of the run.
+        all_singles: without a table, rank all single substitutions; otherwise the candidates of
+            `proposals.candidates`.
         device: see `chosen_device`.
         overwrite: replace `out`.
 
@@ -125,44 +144,181 @@ def predict(
         raise UsageError(f"{out}: variants are ranked in a .csv file; give it that ending")
     if table is None and offset is not None:
         raise UsageError("--offset is added to the positions of a table, and all single substitutions have none")
+    if sites is not None and propose is None:
+        raise UsageError("--sites names the sites that proposals may change; pass --propose N as well")
+    method = None if baseline is None else baseline_of(baseline)
     check(out, variant_tables.facts_file(out), overwrite=overwrite)
     paths = models_of(run)
     models = [load_finetuned(str(model), device) for model in paths]
     task = _same_task(run, models)
     known = known_variants.read(Path(run), paths, task.names)
-    request = _singles(task, known) if table is None else _of_table(task, known, table, mutant, offset)
+    own = _OwnVariants(task, known)
+    if table is not None:
+        request = _of_table(task, known, table, mutant, offset)
+    elif all_singles:
+        request = _listed(task, known, list_singles(str(task.facts["protein"])))
+    else:
+        request = _candidates(task, known, own, sites, method)
     for notice in request.notices:
         say(notice)
-    scores = _model_predictions(task, models, request)
-    if propose is None:
-        rows = _every_row(task, known, request, scores, of_table=table is not None)
+    if method is None:
+        scores = _model_predictions(task, models, request)
     else:
-        rows = _proposed(run, task, known, request, scores, propose, kappa, diversity)
+        values_N = baseline_predictions(method, models[0], own.measured, [*request.mutations, ()], device)
+        scores = _Predictions(values_N[None, :-1, None], float(values_N[-1]), _sign(task), 1)
+        baseline_values = known.baselines.get(method, {})
+        known = replace(known, out_of_fold={name: [value] for name, value in baseline_values.items()}, baselines={})
+    intervals = _Intervals(known, own)
+    if propose is None:
+        rows = _every_row(task, known, own, request, scores, intervals, of_table=table is not None)
+    else:
+        allowed = own.allowed(sites, request.offset)
+        rows = _proposed(run, task, known, own, request, scores, intervals, allowed, propose, kappa, diversity, method)
     variants = len(request.mutations)
     places = [*rows.order.tolist(), *range(variants, variants + len(rows.not_ranked))]
     columns = {name: [cells[n] for n in places] for name, cells in request.columns.items()}
     facts = {"run": run, "models": len(models), "target": task.names[0], "lower_is_better": scores.sign < 0}
     facts |= {"table": None if table is None else str(table), "offset": request.offset, "verdict": known.verdict}
-    facts |= {"device": str(models[0].model.device)}
+    facts |= {"device": str(models[0].model.device), "ranked_by": method or "fine-tuned models"}
+    facts |= {"interval": intervals.facts}
     measured = known.measured.get(name_of(()))
     wild_type = {"measured": None if measured is None else float(measured), "predicted": scores.wild_type}
     facts |= rows.facts | {"wild_type": wild_type, "rows": len(places), "ranked": len(rows.order)}
     variant_tables.write(out, columns, rows.new)
     variant_tables.write_facts(out, facts | {"notices": request.notices})
-    for sentence in rows.messages:
+    better = better_baseline(known_variants.json_of(Path(run) / known_variants.SUMMARY) or {})
+    advice = (
+        [f"{SHORT[better]} was better than the fine-tuned models on the test folds: to rank by it, add --with {better}"]
+        if better and method is None
+        else []
+    )
+    for sentence in [*rows.messages, intervals.sentence(), *advice]:
         say(sentence)
     return len(places)
 
 
+class _OwnVariants:
+    """The variants that a run has measured or trained on."""
+
+    def __init__(self, task: VariantTask, known: Known) -> None:
+        self._task = task
+        variants = {name: parse_variant(name) for name in {*known.measured, *(known.seen or ())}}
+        inside = set(_inside(task, list(variants.values())))
+        self.measured = {
+            variants[name]: float(value) for name, value in known.measured.items() if variants[name] in inside
+        }
+        self.variants = list(variants.values())
+        self.sites = frozenset(mutation.position for one in self.variants for mutation in one)
+        """The positions that they change, from 0."""
+        self._most = max(map(len, self.variants), default=0)
+
+    def varied(self, variant: tuple[Mutation, ...]) -> bool:
+        """Whether they change all sites of a variant."""
+        return all(mutation.position in self.sites for mutation in variant)
+
+    def resembled(self, variant: tuple[Mutation, ...]) -> bool:
+        """Whether a variant is like them: of the same sites, and with no more changes than they have."""
+        return self.varied(variant) and len(variant) <= self._most
+
+    def allowed(self, sites: str | None, offset: int) -> Collection[int]:
+        """Return the positions, from 0, that proposals may change; see `predict`."""
+        protein = str(self._task.facts["protein"])
+        if sites == "all" or (sites is None and not self.sites):
+            return range(len(protein))
+        if sites is None:
+            return self.sites
+        try:
+            places = {int(word) - 1 + offset for word in sites.split(",")}
+        except ValueError:
+            raise UsageError(f"--sites {sites}: positions are expected, as 39,40,41, or all") from None
+        if outside := [place + 1 - offset for place in sorted(places) if not 0 <= place < len(protein)]:
+            raise UsageError(
+                f"--sites {sites}: {outside[0]} is outside of the wild type, whose {len(protein):,} residues have the "
+                f"numbers {1 - offset} to {len(protein) - offset}"
+            )
+        return places
+
+
+class _Intervals:
+    """Intervals of predictions of the first target, from the errors of predictions out of fold (split conformal; Vovk
+    et al. 2005, Algorithmic Learning in a Random World).
+
+    An interval reaches from the prediction plus the 5% quantile of these errors to the prediction plus the 95%
+    quantile, with the correction for their number. It is meant for variants like the measured ones. Its coverage is
+    measured: the intervals of each fold are made of the errors of the other folds.
+
+    Args:
+        known: the facts of the run.
+        own: the variants of the run.
+    """
+
+    def __init__(self, known: Known, own: _OwnVariants) -> None:
+        self._own = own
+        names = [name for name in known.out_of_fold if name in known.measured and name in known.fold]
+        error_N = np.array([float(known.measured[name]) - known.out_of_fold[name][0] for name in names])
+        fold_N = np.array([known.fold[name] for name in names])[~np.isnan(error_N)]
+        error_N = error_N[~np.isnan(error_N)]
+        self._limits: tuple[float, float] | None = None
+        self.facts: dict[str, Any] = {"level": LEVEL, "predictions_out_of_fold": len(error_N), "coverage": None}
+        folds = np.unique(fold_N).tolist()
+        if len(folds) < 2 or len(error_N) < RESIDUALS:
+            self.facts["why"] = (
+                f"intervals take {RESIDUALS} measured variants that were predicted out of fold, in two folds or more; "
+                f"there are {counted(len(error_N), 'variant')} in {counted(len(folds), 'fold')}"
+            )
+            return
+        held = {}
+        for fold in folds:
+            low, high = _error_limits(error_N[fold_N != fold])
+            held[fold] = (low <= error_N[fold_N == fold]) & (error_N[fold_N == fold] <= high)
+        self._limits = _error_limits(error_N)
+        self.facts["coverage"] = float(np.concatenate(list(held.values())).mean())
+        self.facts["coverage_of_each_fold"] = {str(fold): float(values.mean()) for fold, values in held.items()}
+        self.facts["covers"] = (
+            "variants that change only sites that the training has varied, and no more of them at once than a measured "
+            "variant does; others have no interval"
+        )
+
+    def columns(self, of: str, mean_N: npt.NDArray[np.floating], variants: Sequence[tuple[Mutation, ...]]) -> Any:
+        """Return the two columns of the limits; empty where a variant is not like the measured ones."""
+        low, high = self._limits or (np.nan, np.nan)
+        like_N = [self._own.resembled(one) for one in variants]
+        return {
+            f"{name}{of}": [text(float(mean) + by) if like else "" for mean, like in zip(mean_N, like_N, strict=True)]
+            for name, by in ((LOW, low), (HIGH, high))
+        }
+
+    def sentence(self) -> str:
+        """Say what the intervals are worth, or why there are none."""
+        if self._limits is None:
+            return f"no {LOW} and {HIGH}: {self.facts['why']}"
+        each = self.facts["coverage_of_each_fold"].values()
+        return (
+            f"{LOW} and {HIGH}: intervals made from the other folds held {self.facts['coverage']:.0%} of the "
+            f"{self.facts['predictions_out_of_fold']:,} measured values ({min(each):.0%} to {max(each):.0%} of a "
+            f"fold); they cover {self.facts['covers']}"
+        )
+
+
+def _error_limits(error_N: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the limits between which LEVEL of further errors lie, if these are exchangeable with N known ones."""
+    count = len(error_N)
+    above = min(int(np.ceil((count + 1) * (1 + LEVEL) / 2)), count)
+    sorted_N = np.sort(error_N)
+    return float(sorted_N[count - above]), float(sorted_N[above - 1])
+
+
 @dataclass(frozen=True)
-class _ModelPredictions:
-    """Predictions of M models for N variants, float32 [M, N, T]."""
+class _Predictions:
+    """Predictions of M models, or of one baseline, for N variants, float32 [M, N, T]."""
 
     values_MNT: npt.NDArray[np.float32]
     wild_type: float
     """The mean over the models of the wild type's first target, for comparison with the variants."""
     sign: float
     """The sign of better values of the first target: -1 if lower values are better, else 1."""
+    targets: int
+    """The number T of targets that are predicted: a baseline predicts the first."""
 
     @property
     def mean_N(self) -> npt.NDArray[np.float32]:
@@ -176,10 +332,13 @@ class _ModelPredictions:
         return np.argsort(-self.sign * self.mean_N, kind="stable")
 
 
-def _model_predictions(task: VariantTask, models: Sequence[FineTuned], request: RankingRequest) -> _ModelPredictions:
+def _model_predictions(task: VariantTask, models: Sequence[FineTuned], request: RankingRequest) -> _Predictions:
     scores_MNT = np.stack([predictions(model, [*request.mutations, ()]) for model in models])
-    sign = -1.0 if task.names[0] in task.facts["lower_is_better"] else 1.0
-    return _ModelPredictions(scores_MNT[:, :-1], float(scores_MNT[:, -1, 0].mean()), sign)
+    return _Predictions(scores_MNT[:, :-1], float(scores_MNT[:, -1, 0].mean()), _sign(task), len(task.names))
+
+
+def _sign(task: VariantTask) -> float:
+    return -1.0 if task.names[0] in task.facts["lower_is_better"] else 1.0
 
 
 @dataclass(frozen=True)
@@ -199,12 +358,18 @@ class _Rows:
 
 
 def _every_row(
-    task: VariantTask, known: Known, request: RankingRequest, scores: _ModelPredictions, of_table: bool
+    task: VariantTask,
+    known: Known,
+    own: _OwnVariants,
+    request: RankingRequest,
+    scores: _Predictions,
+    intervals: _Intervals,
+    of_table: bool,
 ) -> _Rows:
     """Return rows of all variants, best first, and after them rows that cannot be ranked."""
     order, not_ranked, names = scores.order_N, request.not_ranked, [name_of(one) for one in request.mutations]
-    new = _predicted(task, scores, order)
-    new |= _trained_on(task, known, [names[n] for n in order])
+    new = _predicted(task, request, scores, intervals, order)
+    new |= _trained_on(task, known, own, scores, [request.mutations[n] for n in order])
     new = {name: [*cells, *[""] * len(not_ranked)] for name, cells in new.items()}
     if of_table:
         new[NOT_RANKED] = [*[""] * len(order), *not_ranked]
@@ -215,10 +380,24 @@ def _every_row(
     return _Rows(order, not_ranked, new, {"compared": compared}, messages)
 
 
-def _singles(task: VariantTask, known: Known) -> RankingRequest:
-    """Return all single substitutions of the part that the model sees."""
+def _candidates(
+    task: VariantTask, known: Known, own: _OwnVariants, sites: str | None, method: str | None
+) -> RankingRequest:
+    """Return the candidates for proposals of a run; see `proposals.candidates`."""
+    allowed = own.allowed(sites, int(task.facts.get("offset", 0)))
+    if sites == "all" and is_library(own.variants):
+        raise UsageError("--sites all: too many combinations; name the sites, or add --all-singles")
+    passes = method == FROZEN or (method is None and task.settings.pool != "wild_type")
+    most = proposals.MOST_PASSES if passes else proposals.MOST
+    variants, about = proposals.candidates(str(task.facts["protein"]), allowed, own.variants, most)
+    request = _listed(task, known, variants)
+    return replace(request, about=about, notices=[*request.notices, about])
+
+
+def _listed(task: VariantTask, known: Known, variants: Sequence[tuple[Mutation, ...]]) -> RankingRequest:
+    """Return those of some variants that are in the part that the model sees."""
     offset = int(task.facts.get("offset", 0))
-    every = _inside(task, all_singles(str(task.facts["protein"])))
+    every = _inside(task, list(variants))
     mutations = [one for one in every if not unscored(one)]
     notices = []
     if foreign := sorted({f"{one[0].wild}{one[0].position + 1}" for one in every if unscored(one)}):
@@ -254,9 +433,9 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
             used = 0  # A column of mutated sequences has no numbering to shift.
             variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
     except Misnumbered as error:
-        note = f"; {own:+d} is what was added to the positions of the run's own table" if used == own else ""
-        if used and _fits_unshifted(task, path, mutant):
-            note += ", and this one fits as it is: pass --offset 0 if it counts as the wild type does"
+        note = ""
+        if used == own and own:
+            note = f"; the positions of the run's own table were shifted by {own:+d}: --offset 0 shifts none"
         raise InputError(f"{error.spelled('--offset ')}{note}") from None
     notices = list(variants.notices)
     if own is None and offset is None:
@@ -298,65 +477,89 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     return RankingRequest(columns, mutations, [why[row] for row in left], values_N, variants.offset, notices)
 
 
-def _fits_unshifted(task: VariantTask, path: Path, mutant: str | None) -> bool:
-    try:
-        variant_tables.read(path, str(task.facts["protein"]), mutant=mutant, offset=0)
-    except Misnumbered:
-        return False
-    return True
-
-
 def _proposed(
     run: str,
     task: VariantTask,
     known: Known,
+    own: _OwnVariants,
     request: RankingRequest,
-    scores: _ModelPredictions,
+    scores: _Predictions,
+    intervals: _Intervals,
+    allowed: Collection[int],
     count: int,
     kappa: float,
     diversity: float,
+    method: str | None,
 ) -> _Rows:
     """Choose the variants to measure next, in the order of choice."""
     better_MN = scores.sign * scores.values_MNT[:, :, 0]
-    if len(better_MN) < 2:
+    if len(better_MN) < 2 and method is None:
         raise UsageError(f"--propose needs several models, and {run} has one; pass the run of a cross-validation")
     # A table may have a variant in several rows.
     first = {one: n for n, one in reversed(list(enumerate(request.mutations)))}
-    free = sorted(n for one, n in first.items() if one and name_of(one) not in known.measured)
+    new = {one: n for one, n in first.items() if one and name_of(one) not in known.measured}
+    free = sorted(n for one, n in new.items() if all(mutation.position in allowed for mutation in one))
     if len(free) < count:
-        fix = f"pass --propose {len(free)}" if free else "pass other variants, or --all-singles for all"
+        elsewhere = len(new) - len(free)
+        fix = f"pass --propose {len(free)}" if free else "pass other variants, or --propose without --all-singles"
+        if elsewhere:
+            fix = f"{fix}, or --sites all for {elsewhere:,} more at sites that the training has not varied"
         raise UsageError(f"--propose {count}: only {len(free):,} of the variants have not been measured yet; {fix}")
+    if elsewhere := len(new) - len(free):
+        say(f"not proposed: {elsewhere:,} variants at other sites than those varied in training; --sites names others")
     variants = [request.mutations[n] for n in free]
     chosen = proposals.choose(better_MN[:, free], variants, count, kappa, diversity)
     how: dict[str, Any] = {"count": count, "candidates": len(free), "kappa": kappa, "diversity": diversity}
+    how |= {"sites": [place + 1 - request.offset for place in sorted(allowed)], "about_candidates": request.about}
     how |= {"objective": proposals.OBJECTIVE, **proposals.composition([variants[n] for n in chosen])}
     trust = f"how far to trust these proposals: {known.verdict or 'not known, as the run has not been concluded'}"
     order = np.array(free)[chosen]
-    return _Rows(order, [], _predicted(task, scores, order), {"proposed": how}, [trust])
+    new_columns = _predicted(task, request, scores, intervals, order)
+    new_columns[VARIED] = _varied(own, [request.mutations[n] for n in order])
+    messages = [trust]
+    if method is not None:
+        messages.append(f"these proposals are by {method}, a single model, so that --kappa has no effect")
+    return _Rows(order, [], new_columns, {"proposed": how}, messages)
 
 
-def _predicted(task: VariantTask, scores: _ModelPredictions, order: npt.NDArray[np.int64]) -> dict[str, list[str]]:
-    """Make the columns with mean and standard deviation over the models of each target, and with the rank."""
+def _predicted(
+    task: VariantTask,
+    request: RankingRequest,
+    scores: _Predictions,
+    intervals: _Intervals,
+    order: npt.NDArray[np.int64],
+) -> dict[str, list[str]]:
+    """Make the columns with mean, interval and standard deviation over the models of each target, and with the rank."""
     values_MNT = scores.values_MNT[:, order]
     mean_NT = values_MNT.mean(0)
     sd_NT = values_MNT.std(0, ddof=1) if len(values_MNT) > 1 else np.full_like(mean_NT, np.nan)
     new: dict[str, list[str]] = {}
-    for t, of in enumerate(_of(task)):
-        new |= {f"prediction{of}": list(map(text, mean_NT[:, t])), f"sd{of}": list(map(text, sd_NT[:, t]))}
+    for t, of in enumerate(_of(task)[: scores.targets]):
+        new[f"prediction{of}"] = list(map(text, mean_NT[:, t]))
+        if t == 0:
+            new |= intervals.columns(of, mean_NT[:, 0], [request.mutations[n] for n in order])
+        new[f"{DISAGREEMENT}{of}"] = list(map(text, sd_NT[:, t]))
     rank_N = np.empty(len(scores.order_N), np.int64)
     rank_N[scores.order_N] = np.arange(1, len(rank_N) + 1)
     return new | {"rank": list(map(str, rank_N[order].tolist()))}
 
 
-def _trained_on(task: VariantTask, known: Known, names: Sequence[str]) -> Mapping[str, list[str]]:
+def _trained_on(
+    task: VariantTask, known: Known, own: _OwnVariants, scores: _Predictions, variants: Sequence[tuple[Mutation, ...]]
+) -> Mapping[str, list[str]]:
     """Make the columns that separate predictions of variants which training has seen from others."""
-    nothing = [np.nan] * len(task.names)
+    names, nothing = [name_of(one) for one in variants], [np.nan] * len(task.names)
     new = {
         f"{OUT_OF_FOLD}{of}": [text(known.out_of_fold.get(name, nothing)[t]) for name in names]
-        for t, of in enumerate(_of(task))
+        for t, of in enumerate(_of(task)[: scores.targets])
     }
     seen = known.seen
-    return new | {SEEN: ["" if seen is None else "yes" if name in seen else "no" for name in names]}
+    new[SEEN] = ["" if seen is None else "yes" if name in seen else "no" for name in names]
+    return new | {VARIED: _varied(own, variants)}
+
+
+def _varied(own: _OwnVariants, variants: Sequence[tuple[Mutation, ...]]) -> list[str]:
+    return ["" if not own.sites else "yes" if own.varied(one) else "no" for one in variants]
 
 
 def _of(task: VariantTask) -> list[str]:

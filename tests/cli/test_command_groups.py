@@ -82,5 +82,5 @@ def test_what_comes_after_a_run_follows_from_its_recipe(tmp_path: Path, monkeypa
     assert after["contact"].startswith("esmshard report runs/mine; esmshard predict runs/mine/model my.fasta -o my.npz")
     assert after["sequence"] is not None
     assert "-o my.csv; esmshard embed runs/mine/model" in after["sequence"]
-    assert "--all-singles" in str(next_steps.STEPS["finetune"](values | {"recipe": "variants"}))
+    assert "--propose" in str(next_steps.STEPS["finetune"](values | {"recipe": "variants"}))
     assert "without --dry-run" in str(next_steps.STEPS["finetune"](values | {"recipe": "contact", "dry_run": True}))

@@ -156,7 +156,7 @@ def test_the_ranked_list(made: tuple[Path, str, str, list[str]]) -> None:
     assert [int(row["rank"]) for row in rows] == list(range(1, len(rows) + 1))
     values = [float(row["prediction"]) for row in rows]
     assert values == sorted(values, reverse=True)
-    assert max(float(row["sd"]) for row in rows) > 0
+    assert max(float(row["disagreement of models"]) for row in rows) > 0
     singles = {name for name in made[3] if ":" not in name}
     assert {row["mutant"] for row in rows if row["measured"]} == singles
     assert all(row["mutant in table"] == _shifted(row["mutant"]) for row in rows), "what primers are ordered by"
@@ -176,8 +176,9 @@ def test_more_of_the_same_protein_is_predicted_from_a_table(made: tuple[Path, st
     with open(directory / "out.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == [
-        *("id", "mutant", "mutant in wild type", "prediction", "sd", "rank"),
-        *("out-of-fold prediction", "seen in training", "not ranked because"),
+        *("id", "mutant", "mutant in wild type", "prediction", "low 90%", "high 90%"),
+        *("disagreement of models", "rank", "out-of-fold prediction", "seen in training", "sites varied in training"),
+        "not ranked because",
     ]
     assert {row["id"] for row in rows if not row["rank"]} == {"second"}
     with open(directory / "run" / "ranked.csv", newline="") as file:
@@ -223,6 +224,24 @@ def test_a_batch_to_measure_next(made: tuple[Path, str, str, list[str]]) -> None
     assert told["verdict"] in done.stderr
 
 
+def test_baselines_rank_as_they_did_in_the_folds(made: tuple[Path, str, str, list[str]]) -> None:
+    """Fitted to all variants, they agree with the measured values better than those of the folds on their test sets."""
+    directory = made[0]
+    with open(directory / "run" / "variants.csv", newline="", encoding="utf-8") as file:
+        known = {row["variant"]: row for row in csv.DictReader(file) if row["predicted"]}
+    for name, column in (("one-hot", "one-hot ridge"), ("embedding", "frozen embedding ridge")):
+        done = esmshard("predict", "run", "--all-singles", "--with", name, "-o", f"{name}.csv", cwd=directory)
+        assert done.returncode == 0, done.stderr
+        with open(directory / f"{name}.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["mutant"] in known]
+        assert {row["mutant"]: row["out-of-fold prediction"] for row in rows} == {
+            row["mutant"]: known[row["mutant"]][column] for row in rows
+        }
+        measured = [float(row["measured"]) for row in rows]
+        tested = spearmanr([float(row["out-of-fold prediction"]) for row in rows], measured).statistic
+        assert spearmanr([float(row["prediction"]) for row in rows], measured).statistic > max(tested, 0.3)
+
+
 def test_what_is_done_is_not_done_again(made: tuple[Path, str, str, list[str]]) -> None:
     directory = made[0]
     before = (directory / "run" / "seed-0-fold-1" / "metrics.jsonl").read_text()
@@ -240,7 +259,7 @@ def test_what_is_done_is_not_done_again(made: tuple[Path, str, str, list[str]]) 
     [
         (("finetune", "variants", "data.table=messy.csv", "data.wild_type=no.fasta", *SMALL), "no.fasta"),
         (("finetune", "variants", "data.wild_type=wt.fasta", "data.train=a.fasta", *SMALL), "data.train"),
-        (("predict", "run", "-o", "x.csv"), "needs either a table or --all-singles"),
+        (("predict", "run", "-o", "x.csv"), "--all-singles or --propose"),
         (("predict", "run", "--all-singles", "-o", "x.npz"), ".csv"),
         (("predict", "run", "run/ranked.csv", "-o", "x.csv", "--offset", "5"), "pass --offset 0"),
         (("predict", "run", "run/ranked.csv", "-o", "x.csv"), "pass --offset 0"),

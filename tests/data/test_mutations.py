@@ -198,7 +198,7 @@ def test_usual_columns_of_mutations(name: str) -> None:
     assert read(f"{name},sequence,score\nA4G,x,1\n").names() == ["A4G"]
 
 
-@pytest.mark.parametrize("name", ["DMS_score", "score", "fitness", "target", "effect", "Fitness"])
+@pytest.mark.parametrize("name", ["DMS_score", "score", "fitness", "target", "effect", "Fitness", "activity", "ddg"])
 def test_usual_columns_of_values(name: str) -> None:
     variants = read(f"mutant,{name},other\nA4G,7,8\n")
     assert variants.target_names == (name,)
@@ -220,11 +220,7 @@ def test_columns_by_name() -> None:
         "mut) or mutated sequences (mutated_sequence, sequence); its columns are 'name', 'score'; name one: pass "
         "data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
     )
-    assert refused("mutant,activity\nA4G,1\n") == (
-        "v.csv: has no column with a usual name for measured values (DMS_score, score, fitness, target, effect); its "
-        "columns are 'mutant', 'activity'; name one: pass data.target=COLUMN to finetune, or --target COLUMN to score "
-        "and split"
-    )
+    assert "'mutant', 'kd'" in refused("mutant,kd\nA4G,1\n")
     assert refused("mutant,score\nA4G,1\n", mutant="mutent") == (
         "v.csv: has no column 'mutent'; did you mean 'mutant'? its columns are 'mutant', 'score'"
     )
@@ -232,6 +228,15 @@ def test_columns_by_name() -> None:
     assert refused(text, UsageError, mutant="mutant", targets=["score", "score"]) == (
         "data.target: names a column twice: score, score"
     )
+
+
+def test_cells_without_letters_of_the_wild_type() -> None:
+    found = read(scored("4G", "WT", "2S:3V", "13A"))
+    assert found.names() == ["A4G", "WT", "K2S:T3V", "S13A"]
+    assert "no letters of the wild type" in found.notices[0]
+    assert read(scored("1g", "2Ser"), offset=3).names() == ["A4G", "Y5S"]
+    assert "99" in refused(scored("4G", "99A"))
+    assert "'4G' is no substitution" in refused(scored("4G", "K2S")), "cells of two kinds are a mistake"
 
 
 def test_variants_without_values_are_read_if_asked() -> None:
@@ -324,13 +329,13 @@ def test_an_offset_is_proposed() -> None:
     cells = every_site(23)[23:]
     message = refused(scored(*cells), wild_type=Path("wt.fasta"))
     assert message == (
-        "v.csv: 3 of 33 mutations fit wt.fasta as numbered, 33 fit when shifted by +23; pass offset=23, or fix "
+        "v.csv: 3 of 33 rows fit wt.fasta as numbered, 33 fit when shifted by +23; pass offset=23, or fix "
         "line 2 E1W (M is there)"
     )
     assert read(scored(*cells), offset=23).names()[:2] == ["E24W", "E25W"]
     assert "with offset=-2, 33 fit when shifted by +23; pass offset=23" in refused(scored(*cells), offset=-2)
     # rows are counted, not different mutations
-    assert "4 of 35 mutations fit the wild type as numbered, 35 fit" in refused(scored(*cells, cells[0], "Q22A"))
+    assert "4 of 35 rows fit the wild type as numbered, 35 fit" in refused(scored(*cells, cells[0], "Q22A"))
     # the table may be right in most places only
     wrong = [*cells[:20], "W21A", "W22A", "W23A", "W24A"]
     assert "20 fit when shifted by +23; pass offset=23" in refused(scored(*wrong))
@@ -344,7 +349,7 @@ def test_an_offset_is_found() -> None:
     variants = read(scored(*cells), offset="auto")
     assert variants.names()[0] == "E24W"
     assert variants.notices == [
-        "v.csv: 3 of 33 mutations fit the wild type as numbered, 33 fit when shifted by +23, which was done"
+        "v.csv: 3 of 33 rows fit the wild type as numbered, 33 fit when shifted by +23, which was done"
     ]
     assert read(scored(*every_site(-100)), offset="auto").names()[-1] == "Q56W"
     as_numbered = read(scored("A4G"), offset="auto")
@@ -361,16 +366,18 @@ def test_an_offset_that_fits_nearly_all_leaves_errors() -> None:
 
 
 def test_too_little_to_tell_an_offset() -> None:
-    # four sites: letters of any protein fit some shift by chance
-    assert refused(scored("F1W", "V2W", "K3W", "S4W"), offset="auto") == (
-        "v.csv: 4 of 4 mutations do not fit the wild type of 56 residues, and no other shift fits clearly better: line "
-        "2 F1W (M is there), line 3 V2W (K is there), line 4 K3W (T is there), ...; correct them, the wild type or "
-        "offset"
-    )
+    # two sites: letters of any protein fit some shift by chance
+    assert "no other shift fits clearly better" in refused(scored("F1W", "V2W"), offset="auto")
     assert read(scored("F1W", "V2W", "K3W", "S4W", "H5W"), offset="auto").names()[0] == "F14W"
-    # many mutations, but of four sites only
-    many = [f"{site}{to}" for site in ("F1", "V2", "K3", "S4") for to in "ACDE"]
-    assert "no other shift fits clearly better" in refused(scored(*many), offset="auto")
+
+
+def test_few_sites_are_told_their_shift_and_not_shifted() -> None:
+    many = [f"F1{to}:K3{to}" for to in "ACDE"] + [f"V2{to}:S4{to}" for to in "ACDE"]
+    for offset in ("auto", 0, -2):
+        message = refused(scored(*many), offset=offset)
+        assert "0 of 8 rows" in message
+        assert "8 fit when shifted by +13; pass offset=13" in message
+    assert read(scored(*many), offset=13).names()[0] == "F14A:K16A"
 
 
 def test_a_repeat_fits_several_offsets() -> None:

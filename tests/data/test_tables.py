@@ -185,6 +185,33 @@ def test_what_is_no_table(data: str | bytes, message: str) -> None:
     assert refused(data) == message
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("D1K,1.5\nD1W,1.6\nI2T,-1.7\n", "mutant,label"),
+        ("P1,0\nP2,1\n", "id,label"),
+        ("P1,membrane\nP2,soluble\nP3,membrane\n", "id,label"),
+        (f"{'MKTAY' * 5},0.5\n{'MKTAW' * 5},0.7\n", "sequence,label"),
+    ],
+)
+def test_a_table_without_a_header_is_refused(text: str, names: str) -> None:
+    assert f"such as {names}" in refused(text)
+
+
+@pytest.mark.parametrize("header", ["id,0,1", ",0,1", "mutant,1.5,2", "P1,P2,P3"])
+def test_columns_may_be_called_by_numbers(header: str) -> None:
+    assert len(table(f"{header}\nQ1,0.5,2\nQ2,1,3\n").columns) == 3
+
+
+def test_a_workbook_without_a_header_is_refused() -> None:
+    book = pytest.importorskip("openpyxl").Workbook()
+    for row in (["12G", 1.5], ["WT", 2.0], ["13C", -1.0]):
+        book.active.append(row)
+    book.save("t.xlsx")
+    with pytest.raises(InputError, match="no header"):
+        read_table(Path("t.xlsx"))
+
+
 def test_no_such_file() -> None:
     with pytest.raises(InputError, match=r"^none\.csv: no such file$"):
         read_table(Path("none.csv"))

@@ -79,7 +79,7 @@ def test_the_shift_is_found_although_rows_do_not_fit() -> None:
     assert found.names() == GOOD[:38]
     assert found.notices[0].startswith("v.csv: left out 1 row whose 'mutant' names no substitutions: line 41 'K2del'")
     assert found.notices[1] == (
-        "v.csv: 4 of 40 mutations fit the wild type as numbered, 38 fit when shifted by -25, which was done"
+        "v.csv: 4 of 40 rows fit the wild type as numbered, 38 fit when shifted by -25, which was done"
     )
     assert found.notices[2] == (
         "v.csv: left out 2 rows with another residue than the wild type has: line 40 A27G (K is there), line 42 W28A "

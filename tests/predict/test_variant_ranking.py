@@ -20,7 +20,9 @@ from esmshard.tasks.finetuner import load_finetuned
 from esmshard.tasks.variants.variant_task import VariantTask
 from esmshard.vocab import encode
 
-BESIDE = ("rank", "out-of-fold prediction", "seen in training")
+LIMITS = ("low 90%", "high 90%")
+SD = "disagreement of models"
+BESIDE = ("rank", "out-of-fold prediction", "seen in training", "sites varied in training")
 
 # Batches
 
@@ -147,14 +149,14 @@ def numbers(rows: list[dict[str, str]], column: str) -> list[float]:
 def test_variants_stand_in_order_with_the_columns_of_their_table(runs: Path, name: str, sign: int) -> None:
     names = [*NAMES, "WT", "K2C:T3W"]
     rows = rank(runs / name, table(names))
-    assert list(rows[0]) == ["mutant", "note", "prediction", "sd", *BESIDE, "not ranked because"]
+    assert list(rows[0]) == ["mutant", "note", "prediction", *LIMITS, SD, *BESIDE, "not ranked because"]
     values = said(runs / name, names)[:, :, 0]
     mean, sd = values.mean(0), values.std(0, ddof=1)
     order = np.argsort(sign * mean, kind="stable")
     assert [row["mutant"] for row in rows] == [names[n] for n in order]
     assert [row["note"] for row in rows] == [f"of, {n}" for n in order]
     assert numbers(rows, "prediction") == pytest.approx(mean[order], abs=1e-3)
-    assert numbers(rows, "sd") == pytest.approx(sd[order], abs=1e-3)
+    assert numbers(rows, SD) == pytest.approx(sd[order], abs=1e-3)
     assert [row["rank"] for row in rows] == [str(n) for n in range(1, len(names) + 1)]
     assert sd.min() > 0.01
 
@@ -175,11 +177,12 @@ def test_of_several_targets_the_first_is_ranked(runs: Path) -> None:
         "mutant",
         "note",
         "prediction y",
-        "sd y",
+        *(f"{limit} y" for limit in LIMITS),
+        f"{SD} y",
         "prediction kd",
-        "sd kd",
+        f"{SD} kd",
         "rank",
-        *("out-of-fold prediction y", "out-of-fold prediction kd", "seen in training", "not ranked because"),
+        *("out-of-fold prediction y", "out-of-fold prediction kd", *BESIDE[2:], "not ranked because"),
     ]
     mean = said(runs / "two", [row["mutant"] for row in rows]).mean(0)
     assert numbers(rows, "prediction kd") == pytest.approx(mean[:, 1], abs=1e-3)
@@ -190,7 +193,7 @@ def test_rows_that_cannot_be_ranked_stand_at_the_end(runs: Path, capsys: pytest.
     names = ["A4*", *NAMES, "K2del", "A7A", NAMES[0]]
     rows = rank(runs / "higher", table(names))
     assert [row["mutant"] for row in rows[-2:]] == ["A4*", "K2del"]
-    assert all(row[column] == "" for row in rows[-2:] for column in ("prediction", "sd", "rank"))
+    assert all(row[column] == "" for row in rows[-2:] for column in ("prediction", SD, "rank"))
     assert sorted(row["mutant"] for row in rows) == sorted(names)
     both = [row["prediction"] for row in rows if row["mutant"] == NAMES[0]]
     assert len(both) == 2
@@ -222,7 +225,7 @@ def test_all_single_substitutions_have_what_was_measured(runs: Path) -> None:
         "mutant,variant,fold,measured,predicted\nk2c,K2C,0,1.5,9\nT3W,T3W,,,\n"
     )
     rows = rank(runs / "higher", None)
-    assert list(rows[0]) == ["mutant", "measured", "prediction", "sd", *BESIDE]
+    assert list(rows[0]) == ["mutant", "measured", "prediction", *LIMITS, SD, *BESIDE]
     assert len(rows) == len({row["mutant"] for row in rows}) == 19 * 24
     assert [(row["mutant"], row["measured"]) for row in rows if row["measured"]] == [("K2C", "1.5")]
     assert numbers(rows, "prediction") == sorted(numbers(rows, "prediction"), reverse=True)
@@ -235,17 +238,17 @@ def test_proposals_are_a_batch_of_what_was_not_measured(runs: Path) -> None:
         "mutant,variant,esmshard variant,esmshard fold,esmshard measured\n"
         + "".join(f"x,y,{name},0,2.5\n" for name in NAMES[:12])
     )
-    rows = rank(runs / "lower", table(names), propose=5, kappa=1.5, diversity=0)
+    rows = rank(runs / "lower", table(names), propose=5, kappa=1.5, diversity=0, sites="all")
     free = NAMES[12:]
     values_MN = -said(runs / "lower", free)[:, :, 0]  # less is better
     assert [row["mutant"] for row in rows] == [free[n] for n in dense(values_MN, 5, 1.5)]
-    unlike = rank(runs / "lower", table(names), propose=5, kappa=1.5, diversity=9)
+    unlike = rank(runs / "lower", table(names), propose=5, kappa=1.5, diversity=9, sites="all")
     assert len({row["mutant"][1:-1] for row in unlike}) == 5, "no position twice"
     of_all = rank(runs / "lower", table(names))
     ranks = {row["mutant"]: row["rank"] for row in of_all}
     assert [row["rank"] for row in rows] == [ranks[row["mutant"]] for row in rows], "among all that were given"
     with pytest.raises(UsageError, match=r"--propose 13: only 12 of the variants .* yet; pass --propose 12"):
-        rank(runs / "lower", table(names), propose=13)
+        rank(runs / "lower", table(names), propose=13, sites="all")
     path.unlink()
 
 
@@ -259,7 +262,7 @@ def test_one_model_ranks_and_does_not_propose(runs: Path) -> None:
     alone = runs / "higher" / "seed-0-fold-1"
     assert models_of(str(alone)) == models_of(str(alone / "model")) == [alone / "model"]
     rows = rank(alone, table(NAMES))
-    assert {row["sd"] for row in rows} == {""}
+    assert {row[SD] for row in rows} == {""}
     values = said(runs / "higher", [row["mutant"] for row in rows])[1, :, 0]
     assert numbers(rows, "prediction") == pytest.approx(values, abs=1e-3)
     with pytest.raises(
@@ -300,7 +303,7 @@ def test_mistakes(runs: Path) -> None:
         assert not Path("out.csv").exists()
 
     refuse(InputError, "the table has a column 'rank' already; rename it in the input", "mutant,rank\nK2C,1\n")
-    refuse(InputError, "the table has a column 'sd' already", "mutant,sd\nK2C,1\n")
+    refuse(InputError, "the table has a column 'low 90%' already", "mutant,low 90%\nK2C,1\n")
     refuse(InputError, "has no column 'name'", "mutant,rank\nK2C,1\n", mutant="name")
     refuse(InputError, "do not fit", table(["A2C", "A3C"]))
     with pytest.raises(UsageError, match=r"x\.txt: variants are ranked in a \.csv file"):

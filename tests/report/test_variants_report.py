@@ -229,7 +229,14 @@ def test_several_targets_and_seeds(tmp_path: Path, drawn: dict[str, Any]) -> Non
     rows = [["M1A", "M1A", "0", "1e-7", "2e-7", "", "", "7", "", "1e-7"]]
     rows += [["K2A", "K2A", "0", "4e-7", "1e-7", "", "6", "8", "", "4e-7"]]
     write(run / "variants.csv", [["mutant", *ours, "measured"], *rows])
-    ranking = [["mutant", "measured", "prediction Kd", "sd Kd", "prediction kcat", "sd kcat", "rank"]]
+    ranking = [
+        [
+            "mutant",
+            "measured",
+            *(f"{c} {t}" for t in ("Kd", "kcat") for c in ("prediction", "disagreement of models")),
+            "rank",
+        ]
+    ]
     write(run / "ranked.csv", [*ranking, ["M1A", "1e-7", "2e-7", "3e-8", "7", "0.5", "1"]])
     found = page(run)
     assert {"against0", "against1", "Measured0", "Predicted0", "Measured1", "Predicted1"} <= drawn.keys()
@@ -339,6 +346,17 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, why: str)
     assert str(run / name) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (run / "report.html").exists()
+
+
+def test_the_baseline_that_was_better_is_named_with_its_command(tmp_path: Path) -> None:
+    run = cross_validated(tmp_path / "v")
+    summary = json.loads((run / "summary.json").read_text())
+    scores = summary["joint"]
+    scores["metrics"]["one-hot ridge"] = {"value": 0.9, "low": 0.8, "high": 0.95}
+    for high, named in ((-0.1, True), (0.1, False)):
+        scores["differences"]["one-hot ridge"] = {"value": -0.2, "low": -0.3, "high": high}
+        (run / "summary.json").write_text(json.dumps(summary | {"joint": scores}))
+        assert ("--all-singles --with one-hot -o" in page(run).text["ranked"]) is named
 
 
 def test_what_users_named_is_text(tmp_path: Path) -> None:

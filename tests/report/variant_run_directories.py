@@ -63,7 +63,7 @@ def variants(rows: Sequence[Sequence[str]] = VARIANTS, prefix: str = "", user: s
 
 
 RANKED = [
-    ["mutant", "measured", "prediction", "sd", "rank"],
+    ["mutant", "measured", "prediction", "disagreement of models", "rank"],
     ["K2A", "3", "5", "0.25", "1"],
     *([f"T3{letter}", "", str(4 - n / 10), "0.5", str(n + 2)] for n, letter in enumerate("ACDEFGHIKLMNPQRSVWY")),
     ["M1A", "1", "1.25", "0.125", "21"],

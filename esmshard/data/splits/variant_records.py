@@ -17,7 +17,7 @@ from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
 from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.tables import counted, first_three
 from esmshard.data.tracks.track_files import TrackFile, outside, protein_tracks
-from esmshard.data.variants.mutations import Variants, read_variants
+from esmshard.data.variants.mutations import Variants, is_library, read_variants
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
@@ -219,9 +219,15 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
         said = str(error)
         for option, key in _IN_RECIPE.items():
             said = said.replace(option, key)
+        if is_library(variants.mutations):
+            library, keys = _library(variants, data)
+            said = f"{library}, which data.split={data.split} does not suit ({said}); set {keys}"
         raise InputError(f"{variants.table.path}: {said}") from None
     notices = _floor_notices(variants, data)
     left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
+    if is_library(variants.mutations) and (data.split, data.transform) != ("random", "rank"):
+        library, keys = _library(variants, data)
+        notices.append(f"{variants.table.path}: {library}; {keys} suits it")
     if not left:
         return number_N, notices
     why = "without a set" if data.split == "given" else "that change positions of several folds"
@@ -233,6 +239,14 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
         *notices,
         f"{path}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)}){fix}",
     ]
+
+
+def _library(variants: Variants, data: DataSettings) -> tuple[str, str]:
+    """Return what a combinatorial library is, and the keys that suit it and are not set."""
+    sites = len(frozenset().union(*variants.positions()))
+    keys = ["data.split=random"] * (data.split != "random") + ["task.pool=sites"]
+    keys += ["data.transform=rank"] * (data.transform != "rank")
+    return f"is a combinatorial library, {counted(len(variants), 'variant')} of {sites} sites", " ".join(keys)
 
 
 def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:

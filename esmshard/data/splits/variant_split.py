@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +13,9 @@ from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.splits.split_method import Method
 from esmshard.data.tables import counted, first_three
 from esmshard.data.variants.mutations import read_variants
+from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import name_of
-from esmshard.errors import UsageError
+from esmshard.errors import InputError, UsageError
 
 
 class VariantRows:
@@ -38,16 +40,11 @@ class VariantRows:
     def __init__(
         self, source: Path, wild_type: Path, mutant: str | None, targets: Sequence[str] | None, offset: int
     ) -> None:
-        variants = read_variants(
-            source,
-            wild_type=wild_type,
-            mutant=mutant,
-            targets=targets,
-            offset=offset,
-            on_stop="drop",
-            on_synonymous="keep",
-            replicates="keep",
-        )
+        how: dict[str, Any] = {"on_stop": "drop", "on_synonymous": "keep", "replicates": "keep"}
+        try:
+            variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **how)
+        except Misnumbered as error:
+            raise InputError(error.spelled("--offset ")) from None
         self.source, self.notices = source, list(variants.notices)
         self.facts = {"source": str(source.resolve()), "wild_type": str(wild_type.resolve())}
         self._ids, self._table, self._target_NT = variants.names(), variants.table, variants.target_NT

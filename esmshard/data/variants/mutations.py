@@ -26,6 +26,8 @@ from esmshard.data.variants.substitutions import (
     compare,
     name_of,
     parse_variant,
+    parse_with_wild_type,
+    without_wild_type_letters,
 )
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import BETWEEN
@@ -33,7 +35,10 @@ from esmshard.vocab import RESIDUES, encode_residues
 
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
 SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
-TARGET_COLUMNS = ("DMS_score", "score", "fitness", "target", "effect")
+TARGET_COLUMNS = (
+    *("DMS_score", "score", "fitness", "target", "effect", "activity", "value", "label", "y"),
+    *("log_fitness", "enrichment", "ddG", "dms", "y_true"),
+)
 NAME_MUTANT = "pass data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
 NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score and split"
 """Advice for messages: how to name a column."""
@@ -44,6 +49,9 @@ MOST_UNUSABLE = 0.1
 expects.
 """
 Synonymous = Literal["error", "drop", "keep"]
+
+FEW_SITES, COMBINED = 10, 0.1
+"""The most sites of a combinatorial library, and the least share of its variants with several changes."""
 
 _SMALL = re.compile("[a-z]")
 
@@ -153,6 +161,17 @@ def read_variants(
     )
 
 
+def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
+    """Whether variants are a combinatorial library: combinations of changes at few sites.
+
+    >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
+    >>> is_library([(a,), (b,), (a, b)]), is_library([(a,), (b,)])
+    (True, False)
+    """
+    sites = {mutation.position for one in variants for mutation in one}
+    return len(sites) <= FEW_SITES and sum(len(one) > 1 for one in variants) > COMBINED * len(variants)
+
+
 @dataclass(frozen=True)
 class _Policies:
     """The treatment of rows that cannot be used, or that occur twice; see `read_variants`."""
@@ -229,7 +248,16 @@ def _checked(
         compare_cell = functools.partial(compare, wild_type=protein.sequence)
         parsed = _parsed(reading, column, rows, compare_cell, _SMALL, policies.on_unusable)
     else:
-        parsed = _parsed(reading, column, rows, parse_variant, LOWER, policies.on_unusable)
+        read_cell: Callable[[str], tuple[Mutation, ...]] = parse_variant
+        cells = table.column(column)
+        if without_wild_type_letters([cells[row] for row in rows]):
+            offset = 0 if offset == "auto" else offset
+            read_cell = functools.partial(parse_with_wild_type, wild_type=protein.sequence, shift=offset)
+            reading.notices.append(
+                f"{table.path}: column {shown(column)} has no letters of the wild type, so that they were taken from "
+                f"{protein.name}, and the numbering could not be compared with it"
+            )
+        parsed = _parsed(reading, column, rows, read_cell, LOWER, policies.on_unusable)
         most = MOST_UNUSABLE if policies.on_unusable == "drop" else 0.0
         parsed, shift = placed(table, parsed, *protein, offset, reading.notices, reading.left_out, most)
     stops = _having(parsed, lambda mutation: mutation.mutant == STOP)

@@ -5,6 +5,7 @@ of the sequence. A wrong shift of positions would go unnoticed without the wild-
 compared.
 """
 
+import functools
 from collections import Counter
 from itertools import chain
 from typing import Literal
@@ -16,7 +17,8 @@ from esmshard.data.variants.substitutions import Mutation, renumbered
 from esmshard.errors import InputError
 
 _ENOUGH = 0.99  # share of the mutations that must fit a shift of the numbering
-_FEWEST = 5  # sites: fewer often fit some shift by chance (a letter matches one time in 17)
+_FEWEST = 5  # sites for a shift without being asked: fewer fit some shift by chance (a letter matches one time in 17)
+_TOLD = 3  # sites for a shift that the user is told of
 
 
 class Misnumbered(InputError):
@@ -50,7 +52,7 @@ def placed(
         parsed: the variant in each row, in the numbering of the table.
         protein: the wild type.
         protein_name: name of the wild type in messages.
-        offset: number added to the positions of the table. "auto" takes the only shift that fits.
+        offset: number added to the positions of the table. "auto" takes the only shift that fits five sites or more.
         notices: gets a sentence if "auto" shifts, or variants are left out.
         left_out: gets the reason for each row that is left out.
         most_misfits: share of the variants that may have a mutation that does not fit; these variants are left out.
@@ -61,7 +63,7 @@ def placed(
     counts = Counter(chain.from_iterable(parsed.values()))
     shift = 0 if offset == "auto" else offset
 
-    def fits(mutation: Mutation) -> bool:
+    def fits(mutation: Mutation, shift: int) -> bool:
         place = mutation.position + shift
         return 0 <= place < len(protein) and protein[place] == mutation.wild
 
@@ -74,19 +76,26 @@ def placed(
         return f"{table.at(row)} {misfit(mutation)}"
 
     def wrong() -> list[tuple[int, Mutation]]:
-        such = {mutation for mutation in counts if not fits(mutation)}
+        such = {mutation for mutation in counts if not fits(mutation, shift)}
         return [(row, m) for row, mutations in parsed.items() for m in mutations if m in such] if such else []
 
     total, misfits, auto_failed = counts.total(), wrong(), ""
     if misfits:
-        best, fit, clear = _best_shift(counts, protein)
-        now, how = total - len(misfits), "as numbered" if shift == 0 else f"with offset={shift}"
-        fitting = f"{now:,} of {total:,} mutations fit {protein_name} {how}, {fit:,} fit when shifted by {best:+d}"
-        if offset == "auto" and clear and best != shift and fit >= min(_ENOUGH, 1 - most_misfits) * total:
+        best, fit, sites = _best_shift(counts, protein)
+        how = "as numbered" if shift == 0 else f"with offset={shift}"
+        changed = [mutations for mutations in parsed.values() if mutations]
+        now_rows, best_rows = (
+            sum(all(map(functools.partial(fits, shift=by), mutations)) for mutations in changed) for by in (shift, best)
+        )
+        fitting = (
+            f"{now_rows:,} of {counted(len(changed), 'row')} fit {protein_name} {how}, {best_rows:,} fit when shifted "
+            f"by {best:+d}"
+        )
+        if offset == "auto" and sites >= _FEWEST and best != shift and fit >= min(_ENOUGH, 1 - most_misfits) * total:
             notices.append(f"{table.path}: {fitting}, which was done")
             shift = best
             misfits = wrong()
-        elif clear and best != shift and fit > max(now, total / 2):
+        elif sites >= _TOLD and best != shift and fit > max(total - len(misfits), total / 2):
             raise Misnumbered(f"{table.path}: {fitting}", f"pass offset={best}, or fix {named(*misfits[0])}")
         elif offset == "auto" and best != shift:
             auto_failed = ", and no other shift fits clearly better"
@@ -112,11 +121,9 @@ def placed(
     return {row: renumbered(mutations, shift) for row, mutations in parsed.items()}, shift
 
 
-def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, bool]:
-    """Return the shift that the most mutations fit, how many fit, and whether no other shift is nearly as good.
-
-    A shift is clearly the best if at least `_FEWEST` different sites fit it, and no other shift fits more than half as
-    many.
+def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
+    """Return the shift that the most mutations fit, how many fit, and how many different sites these have: 0 if another
+    shift fits more than half as many sites.
     """
     sites: Counter[tuple[int, str]] = Counter()
     for mutation, count in counts.items():
@@ -131,5 +138,4 @@ def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, bool
             sites_S[places[wild] - position + highest] += 1
     best = int(mutations_S.argmax())
     others = np.delete(sites_S, best).max(initial=0)
-    clear = sites_S[best] >= _FEWEST and 2 * others <= sites_S[best]
-    return best - highest, int(mutations_S[best]), bool(clear)
+    return best - highest, int(mutations_S[best]), int(sites_S[best]) if 2 * others <= sites_S[best] else 0

@@ -6,6 +6,7 @@ Everything that is not in this list is refused with a reason.
 |---|---|
 | `A24G`, `p.A24G`, `p.Ala24Gly`, `p.(Ala24Gly)`, `NP_000509.1:p.Ala24Gly` | one substitution |
 | `A24G:V30L`, also with `;`, `,`, `/`, `+` or spaces, `p.[Ala24Gly;Val30Leu]` | several substitutions in one protein |
+| `24G`, `24G:30L` | the same, if no cell of the column has letters of the wild type |
 | `WT`, `_wt`, `wild-type`, `p.=` | the wild type |
 | `A24*`, `p.Ala24Ter` | a stop codon: refused or dropped |
 | `A24A`, `p.Ala24=` | a synonymous change: refused, dropped or kept |
@@ -17,6 +18,7 @@ Enrich2 (Rubin et al. 2017). Lower case is read too.
 import functools
 import itertools
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +38,8 @@ _WILD_TYPE = frozenset({"wt", "_wt", "wildtype", "wild-type", "wild_type", "wild
 _ACCESSION = re.compile(r"([NX]P_\d+|[A-Z][A-Z0-9_]*\d\.\d+):(?=p\.)")
 _JOINED = re.compile(r"\s*[:;,/+]\s*|\s+")
 _SUBSTITUTION = re.compile(r"([A-Z]{3}|[A-Z])(-?\d{1,6})([A-Z]{3}|[A-Z]|\*|=)", re.ASCII | re.IGNORECASE)
+_BARE = re.compile(r"(?<![A-Za-z0-9-])(\d{1,6})(?=([A-Z]{3}|[A-Z]|\*)(?![A-Za-z0-9]))", re.ASCII | re.IGNORECASE)
+"""A position without the letter of the wild type before it."""
 LOWER = re.compile(r"(?<![A-Za-z])[a-z]{1,3}-?\d|\d[a-z]")
 """Finds one-letter and three-letter codes in lower case."""
 _UNSUPPORTED = {
@@ -119,6 +123,27 @@ def parse_variant(cell: str) -> tuple[Mutation, ...]:
         if one.position == other.position:
             raise RefusedVariant(f"{shown(cell)} changes position {one.position + 1} twice", "name each position once")
     return mutations
+
+
+def without_wild_type_letters(cells: Sequence[str]) -> bool:
+    """Whether each cell has only positions and new letters, as in `24G`, or is the wild type."""
+    words = [word for cell in cells if cell.strip().lower() not in _WILD_TYPE for word in _JOINED.split(cell.strip())]
+    return bool(words) and all(_BARE.match(word) for word in words)
+
+
+def parse_with_wild_type(cell: str, wild_type: str, shift: int) -> tuple[Mutation, ...]:
+    """Read a cell such as `24G`, whose letters of the wild type stand at the position plus `shift`; see
+    `parse_variant`.
+
+    >>> name_of(parse_with_wild_type("2T", "MKV", 0))
+    'K2T'
+    """
+
+    def completed(match: re.Match[str]) -> str:
+        place = int(match[1]) - 1 + shift
+        return f"{wild_type[place] if 0 <= place < len(wild_type) else 'X'}{match[1]}"  # X fits no wild type
+
+    return parse_variant(_BARE.sub(completed, cell))
 
 
 @functools.lru_cache(maxsize=1 << 16)

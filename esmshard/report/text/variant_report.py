@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
+from esmshard.predict.variant_baselines import better_baseline
 from esmshard.recipe import recipe_file
 from esmshard.report.draw import charts
 from esmshard.report.read.run_directory import RunFiles, Values, number
@@ -220,7 +221,7 @@ def ranked(found: CrossValidated) -> Section:
     if ranking is None:
         return Section(*section, missing=f"{RANKED} is missing; {AGAIN}.")
     columns = list(ranking.rows[0]) if ranking.rows else []
-    keys = [k for k in columns if k.split(" ")[0] in ("prediction", "sd")]
+    keys = [k for k in columns if k.startswith(("prediction", "low 90%", "high 90%", "disagreement of models"))]
     named = [k for k in ("mutant", "mutant in table") if k in columns]
     rows = [
         [row["rank"], *(row[k] for k in named), *(unit_text(number(row.get(key))) for key in (*keys, "measured"))]
@@ -230,9 +231,13 @@ def ranked(found: CrossValidated) -> Section:
     lower = target in found.facts.get("lower_is_better", ())
     texts = [
         f"The first {len(rows)} of {len(ranking.rows):,} single substitutions, by {target}: "
-        f"{'lower' if lower else 'higher'} is better. Prediction and standard deviation (sd) are over the models of "
-        f"all runs. All are in {RANKED}."
+        f"{'lower' if lower else 'higher'} is better. The prediction is the mean over the models of all runs, and "
+        f"their disagreement is the standard deviation. All are in {RANKED}."
     ]
+    if (better := better_baseline(found.raw)) is not None:
+        run = shlex.quote(str(found.path))
+        command = f"esmshard predict {run} --all-singles --with {better} -o better.csv"
+        texts.append(f"A baseline was better. It ranks with `{command}`.")
     if found.given is not None and found.given.offset:
         texts.append(variant_maps.numbering(found))
     if found.joint is not None:

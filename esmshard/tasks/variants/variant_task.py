@@ -38,6 +38,8 @@ THRESHOLDS, SHARPNESS = 15, 2.0
 at each quantile, in standard deviations of normal scores."""
 ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
 """The baselines."""
+SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedding": FROZEN}
+"""Names of the baselines that are quick to type."""
 LIGHT = 10.0
 """The zero-shot score as a feature beside one-hot letters is scaled up so much that the penalty hardly touches it, as
 in Hsu et al. 2022."""
@@ -180,25 +182,42 @@ class VariantTask(Task):
         """Convert to the unit of the targets, float32 [T]."""
         return np.array([scale.back(z) for scale, z in zip(self._scales, output, strict=True)], dtype=np.float32)
 
-    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
-        """Fit ridge regressions, and compute what the base model expects at every residue of the wild type."""
+    def baselines(
+        self, train: Sequence[Example], base: "FineTuner | None", only: str | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Fit ridge regressions, and compute what the base model expects at every residue of the wild type.
+
+        Args:
+            train: training variants.
+            base: the model before the first step; ONE_HOT alone needs none.
+            only: the baseline that is wanted, if not all are.
+        """
+        wanted = set(SHORT.values()) if only is None else {only}
         scaled_NT = np.stack([self.inputs(example).target[0] for example in train])
-        found: dict[str, npt.NDArray[Any]] = {}
         tokens_NL = np.stack([example.tokens for example in train])
         seen = _letters_seen(tokens_NL)
         one_hot_NF = np.stack([_one_hot(tokens_L, seen) for tokens_L in tokens_NL])
-        found |= {f"{ONE_HOT}.letters": seen} | fit_numbers(one_hot_NF, scaled_NT).arrays(ONE_HOT)
-        if self.settings.zero_shot:
+        found: dict[str, npt.NDArray[Any]] = {f"{ONE_HOT}.letters": seen}
+        if ONE_HOT in wanted:
+            found |= fit_numbers(one_hot_NF, scaled_NT).arrays(ONE_HOT)
+        if base is None:
+            return found
+        if self.settings.zero_shot and wanted & {SCORE, AUGMENTED}:
             sites = [n for n, letter in enumerate(self.wild_type) if letter in RESIDUES]
             log_p_LA = np.zeros((len(self.wild_type), len(RESIDUES)), np.float32)
-            log_p_LA[sites] = log_probabilities(base.trunk, self.wild_type, sites, tracks=train[0].tracks)
+            log_p_LA[sites] = log_probabilities(
+                base.trunk, self.wild_type, sites, tracks=train[0].tracks or self._tracks
+            )
             score_N = np.array([self._zero_shot(example, log_p_LA) for example in train])
             scale = np.array([score_N.mean(), score_N.std() or 1.0])
             found |= {f"{SCORE}.log_p": log_p_LA, f"{SCORE}.scale": scale}
-            both_NF = np.column_stack([one_hot_NF, (score_N - scale[0]) / scale[1]])
-            light_F = np.where(np.arange(both_NF.shape[1]) < one_hot_NF.shape[1], 1.0, LIGHT)
-            found |= fit_numbers(both_NF, scaled_NT, light_F).arrays(AUGMENTED)
-        return found | fit_numbers(self._frozen(train, base), scaled_NT).arrays(FROZEN)
+            if AUGMENTED in wanted:
+                both_NF = np.column_stack([one_hot_NF, (score_N - scale[0]) / scale[1]])
+                light_F = np.where(np.arange(both_NF.shape[1]) < one_hot_NF.shape[1], 1.0, LIGHT)
+                found |= fit_numbers(both_NF, scaled_NT, light_F).arrays(AUGMENTED)
+        if FROZEN in wanted:
+            found |= fit_numbers(self._frozen(train, base), scaled_NT).arrays(FROZEN)
+        return found
 
     def baseline_outputs(
         self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
@@ -256,7 +275,9 @@ class VariantTask(Task):
         vector of pool `sites` without probabilities, which is the best of them for a linear model.
         """
         pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
-        return frozen(base, self._tokens, [example.tokens for example in examples], pool, examples[0].tracks)
+        return frozen(
+            base, self._tokens, [example.tokens for example in examples], pool, examples[0].tracks or self._tracks
+        )
 
 
 def _as_json(values: npt.NDArray[Any]) -> dict[str, Any]:
