@@ -19,6 +19,7 @@ from esmshard.train.experiments.search import (
     Outcome,
     Search,
     SearchTrial,
+    is_sweep,
     optuna,
     trial_directory,
 )
@@ -122,7 +123,7 @@ def check_sweep(out: Path, options: RunOptions) -> None:
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if not (out / JOURNAL).is_file():
+    if not is_sweep(out):
         raise UsageError(f"{out}: exists already, and holds no sweep; choose another directory with out=DIR")
     if not options.resume and not options.overwrite:
         raise UsageError(

@@ -131,6 +131,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     from esmshard.data.splits.variant_records import FOLDS
     from esmshard.devices import chosen_device
     from esmshard.launch.process_group import own_device, processes_of
+    from esmshard.train.experiments import repeats as joint
     from esmshard.train.experiments.cross_validation import curve_runs
     from esmshard.train.experiments.repeats import is_done, repeats
     from esmshard.train.resume import check_start, notices
@@ -149,6 +150,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
         raise UsageError("--seeds and --folds need --resume auto, because a path names a single run")
     to_do: list[tuple[str, ...]] = [()]
     if several:
+        joint.check_out(Path(resolved.out))
         steps, going_on = resolved.train.steps, options.resume == "auto"
         to_do = [run.overrides for run in [*several, *curve] if not going_on or not is_done(run.out, steps)]
     for n, own in enumerate(to_do or [several[-1].overrides]):

@@ -20,7 +20,7 @@ from esmshard.checkpoint import adapted, card, manifest, regression_head, sharde
 from esmshard.checkpoint.compare import ComparedModel, compare
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
-from esmshard.files import found_place, replace_json, settle, shared_place, whole_directory
+from esmshard.files import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family import AuthorsFile
 from esmshard.model.families.family_registry import authors_files, family_of, recorded_config
@@ -52,7 +52,7 @@ class Opened:
     """The shapes by name: our names for the trunk, and `head.*`. Tied tensors are there once."""
     read: Source
     about: dict[str, Any]
-    """The content of `esmshard.json`; empty for a model of another program."""
+    """The content of `esmshard.json`, without a recipe for a model of another program."""
     evaluation: Mapping[str, Any] | None = None
     """The content of `evaluation.json` of the same model, if it exists."""
     beside: Path | None = None
@@ -125,12 +125,11 @@ def consolidate(
         if any(differences.values()):
             what = ", ".join(f"{name} by {100 * share:.2g}%" for name, share in differences.items())
             warn(f"{out}: {dtype} moves {what} of their size")
-        if opened.about:
-            about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
-            replace_json(work / "esmshard.json", about)
-            if "recipe" in about:
-                with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
-                    card.write(work, about, opened.evaluation)
+        about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
+        replace_json(work / recorded.ABOUT, about)
+        if "recipe" in about:
+            with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
+                card.write(work, about, opened.evaluation)
         if opened.beside is not None and kind is None:
             _copy_beside(opened.beside, work)
     return out
@@ -210,9 +209,10 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out}: holds the model to read; choose another directory")
-    ours = ("config.json", "adapter_config.json", "*.pt", "*.pth")
-    if not out.is_dir() or (any(out.iterdir()) and not any(any(out.glob(name)) for name in ours)):
-        raise UsageError(f"{out}: is not a model directory, and is not replaced by one; choose another directory")
+    tokenizer = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
+    weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
+    about = (recorded.ABOUT, "README.md", "config.json", "adapter_config.json")
+    check_replaced(out, [*weights, *about, *tokenizer], marker=recorded.ABOUT)
 
 
 def _is_model(source: Path | str) -> bool:
@@ -237,7 +237,7 @@ def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None])
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
     if not isinstance(about, dict):
         raise InputError(f"{directory / 'esmshard.json'}: damaged (not a JSON object); {_AGAIN}")
-    about |= {"format": FORMAT} if about else {}  # an adapter has another format
+    about |= {"format": FORMAT, "version": VERSION}  # an adapter has another format
     with reading(f"{directory / 'esmshard.json'}", _AGAIN):
         for said, key in ((about.get("recipe", {}).get("model"), "name"), (about.get("base"), "name")):
             if said:  # the name is relative to that directory

@@ -152,7 +152,7 @@ def test_to_makes_a_directory_of_plain_files_and_leaves_the_cache_alone(server: 
     assert (out / NAME).stat().st_mode & 0o777 == 0o777 & ~_umask()
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
 
-    (out / NAME / "mine").touch()
+    (out / NAME / "README.md").touch()
     server.asked.clear()
     again = download(tmp_path, server.url, "esm2_t12_35M_UR50D", NAME, "--to", out)
     assert again.returncode == 2

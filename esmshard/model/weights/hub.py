@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import is_hub_name, read_json, sha256, size_text, whole_directory
+from esmshard.files import check_replaced, is_hub_name, read_json, sha256, size_text, whole_directory
 from esmshard.model.families.family_registry import FAMILIES, RELEASED, transformers_config
 from esmshard.progress import say
 
@@ -59,6 +59,9 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
         problems += [f"{path}: exists already; choose another directory or pass --overwrite" for path in taken]
     if problems:
         raise UsageError(*problems)
+    for name in names if to is not None else ():
+        weights = ("*.safetensors*", "*.bin*", "*.pth")
+        check_replaced(to / name, [_CONFIG, ADAPTER_CONFIG, _CARD, *weights, *_TOKENIZER, *_OWN])
 
 
 def find(name: str) -> Path | None:

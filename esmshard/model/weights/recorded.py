@@ -59,6 +59,18 @@ def compared(files: Sequence[Path], warn: Callable[[str], object]) -> Iterator[N
             warn(sentence)
 
 
+def is_finetuned(folder: Path) -> bool:
+    """Whether a model directory records a recipe, and not only the sha256 of a model that was converted. A damaged
+    record counts as one of a fine-tuned model, whose reader then says what is wrong.
+    """
+    try:
+        return "recipe" in read_json(folder / ABOUT)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError, TypeError):
+        return True
+
+
 def task_of(files: Sequence[Path]) -> tuple[str, dict[str, Any]] | None:
     """Return the name of the task that weight files with a head were trained for, and the facts of its labels.
 

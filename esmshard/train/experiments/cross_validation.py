@@ -21,12 +21,11 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import LEAST, Interval, block_draws, difference, interval
-from esmshard.train.experiments.repeats import SUMMARY, Repeat
+from esmshard.train.experiments.repeats import CURVE, SUMMARY, Repeat
 from esmshard.train.records.verdict import aligned, verdict
 
 SHARES = (0.25, 0.5)
 """The shares of the training variants at the points of a learning curve. All training variants are a further point."""
-CURVE = "learning_curve.json"
 
 Array = npt.NDArray[np.float64]
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from esmshard.errors import InputError, UsageError, reading
+from esmshard.files import parse_json
 from esmshard.launch.preemption import Preemption
 from esmshard.progress import say
 from esmshard.recipe.sweep_file import SearchSpace, SweepSettings
@@ -90,6 +91,15 @@ def storage(out: Path) -> "JournalStorage":
     path = str(out / JOURNAL)
     # The lock is a file that is created exclusively, as leases are: NFS and Lustre guarantee that.
     return JournalStorage(JournalFileBackend(path, lock_obj=JournalFileOpenLock(path)))
+
+
+def is_sweep(out: Path) -> bool:
+    """Whether a directory has the journal of a sweep, whose first line names the study."""
+    try:
+        with open(out / JOURNAL, encoding="utf-8") as file:
+            return bool(parse_json(file.readline())["study_name"] == _STUDY)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def study(out: Path) -> "Study":
