@@ -94,6 +94,8 @@ def _prepared(recipe: str, overrides: Sequence[str], options: RunOptions) -> tup
         overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
         say(f"trials are validated, and the best settings tested, on fold 0 of {FOLDS}: data.folds={FOLDS} data.fold=0")
         resolved = recipe_file.load(path, overrides)
+    if options.dry_run and (far := recipe_file.far_inputs(resolved)):
+        raise UsageError(f"--dry-run sends nothing over a network, and the sweep reads {', '.join(far)}; copy it first")
     processes = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, torch.cuda.device_count()))
     job = prepare(resolved, processes, processes, own_device(0, processes))
     out = Path(resolved.out)

@@ -49,7 +49,7 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
-    with process_environment.environment({**until, **launchers.variables()}):
+    with process_environment.environment({**until, **launchers.variables(), **recipe_file.allowing(options.env)}):
         if options.sweep is not None:
             from esmshard.api import run_sweep
 
@@ -64,6 +64,8 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
             if is_launched():
                 _run_here(resolved, _as_rank(resolved, options))
                 return Path(resolved.out)
+            if options.dry_run and _is_out_of_sight(resolved):
+                return Path(resolved.out)
             runs = _checked(recipe, resolved, overrides, options)
             if options.dry_run:
                 return Path(resolved.out)
@@ -74,6 +76,22 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
         if runs.several:
             _conclude(resolved, options, runs)
     return Path(resolved.out)
+
+
+def _is_out_of_sight(recipe: Recipe) -> bool:
+    """Whether a dry run, which sends nothing over a network, cannot look at all inputs. Say which are not looked at."""
+    from esmshard.model.weights import open_weights
+
+    far = recipe_file.far_inputs(recipe)
+    if not far and open_weights.is_far(recipe.model.name):
+        far = [f"model.name ({recipe.model.name})"]
+    if far:
+        print(f"task      {recipe.task.name}\nmodel     {recipe.model.name}\nout       {recipe.out}")
+        say(
+            f"not looked at, since a dry run sends nothing over a network: {', '.join(far)}; the recipe's keys are "
+            "valid, and its data and model are not checked; copy or download them first to check them, too"
+        )
+    return bool(far)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ at once, each with its line and column, or with the override that caused it.
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -47,6 +47,8 @@ class Tree:
     """The kind of file in messages, such as `a recipe`."""
     overrides: dict[tuple[str, ...], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    written: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """The paths with `${VAR}` as they were before the variables were expanded."""
 
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
         """Return where a key was written, as `my.yaml:4:3`, or the override that set the key."""
@@ -106,16 +108,24 @@ class Tree:
             return [(value, key) for key, one in value.items() if isinstance(one, str)]
         return [(value, n) for n, one in enumerate(value) if isinstance(one, str)] if isinstance(value, list) else []
 
-    def variables(self, text: str, keys: tuple[str, ...], keep: str = "") -> str | None:
-        """Expand `${VAR}` in a value, except names that `keep` matches. If a variable is not set, add a problem and
-        return None.
+    def variables(
+        self, text: str, keys: tuple[str, ...], keep: str = "", allowed: Callable[[str], bool] | None = None
+    ) -> str | None:
+        """Expand `${VAR}` in a value, except names that `keep` matches. If a variable is not set, or not `allowed`, add
+        a problem and return None.
         """
         for name in re.findall(r"\$\{(\w+)\}", text):
             if keep and re.fullmatch(keep, name):
                 continue
+            at = f"{self.where(keys, on_value=True)}: {'.'.join(keys)}:"
+            if allowed is not None and not allowed(name):
+                self.problems.append(
+                    f"{at} {self.called} does not read the environment variable {name} by itself, since it may hold a "
+                    f"secret; pass --env {name} to allow it"
+                )
+                return None
             if name not in os.environ:
-                at = self.where(keys, on_value=True)
-                self.problems.append(f"{at}: {'.'.join(keys)}: the environment variable {name} is not set")
+                self.problems.append(f"{at} the environment variable {name} is not set")
                 return None
             text = text.replace(f"${{{name}}}", os.environ[name])
         return text

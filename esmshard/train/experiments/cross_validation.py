@@ -16,6 +16,7 @@ from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divi
 from esmshard.data.variants.substitutions import name_of
 from esmshard.errors import InputError
 from esmshard.files import read_json, replace_json, replacing
+from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
@@ -98,7 +99,13 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     path = out / SUMMARY
     summary = read_json(path)
     table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
-    more = {"recipe": recipe.model_dump(mode="json"), "table": table, "pooled": pooled, "verdict": said}
+    more = {
+        "recipe": recipe.model_dump(mode="json"),
+        "recipe_yaml": recipe_file.dump(recipe),
+        "table": table,
+        "pooled": pooled,
+        "verdict": said,
+    }
     replace_json(path, summary | more)
     sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}
