@@ -67,5 +67,4 @@ FAMILY = Family(
     ),
     read_pickle=None,
     pickles={},
-    peers={},
 )
