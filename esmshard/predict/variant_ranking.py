@@ -20,6 +20,7 @@ from esmshard.errors import InputError, UsageError, reading
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.predict import known_variants, proposals, variant_tables
 from esmshard.predict.known_variants import Known
+from esmshard.predict.language_models import check_finite
 from esmshard.predict.proposals import DIVERSITY, KAPPA
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import check
@@ -134,6 +135,7 @@ def predict(
     for notice in request.notices:
         say(notice)
     scores = _model_predictions(task, models, request)
+    check_finite(np.moveaxis(scores.values_MNT, 1, -1), run)
     if propose is None:
         rows = _every_row(task, known, request, scores, of_table=table is not None)
     else:
