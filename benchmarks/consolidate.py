@@ -25,7 +25,7 @@ from esmshard.model.families.esm_layouts import TIED
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.registry import head_of
+from esmshard.tasks.registry import new_task
 
 SHORT = {"8M": "esm2_t6_8M_UR50D", "650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D"}
 CASES = (("hf", "fp32"), ("hf", "bf16"), ("fair-esm", "fp32"))
@@ -55,7 +55,8 @@ def write_run(run: Path, name: str) -> None:
     tensors = {f"model.trunk.{key}": part.view(shape) for part, (key, shape) in zip(parts, shapes.items(), strict=True)}
     for key, shape in shapes.items():
         fill(tensors[f"model.trunk.{key}"], key, shape, open_weights.fresh(config, 0))
-    tensors |= {f"model.head.{key}": tensor for key, tensor in head_of(recipe.task, {}, config).state_dict().items()}
+    head = new_task(recipe.task, {}).head(config)
+    tensors |= {f"model.head.{key}": tensor for key, tensor in head.state_dict().items()}
     state = {"recipe": recipe.model_dump(mode="json"), "config": asdict(config), "world_size": 1, "facts": {}}
     sharded.write(run / "checkpoints", 1, tensors, state, keep=1)
     flat.unlink()
@@ -99,7 +100,7 @@ def child(run: str, nano: str, out: str, to: str, dtype: str) -> None:
 
 def make(run: Path, out: Path, to: str, dtype: str) -> None:
     """Measure one case."""
-    consolidate(run, out, to="hf" if to == "hf" else "fair-esm", dtype=dtype, new_head=head_of)
+    consolidate(run, out, to="hf" if to == "hf" else "fair-esm", dtype=dtype)
 
 
 def resident(pid: int) -> int:

@@ -20,7 +20,6 @@ from peers import Variant
 
 from esmshard.model.families.esmc.esmc_config import EsmcConfig
 from esmshard.model.families.esmc.esmc_layouts import pieces, transformers_config
-from esmshard.model.families.peer import fill
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights
 from esmshard.sharding.layout import Layout
@@ -42,7 +41,10 @@ def transformers() -> Any:
 
     model = EsmcForMaskedLM(TheirConfig(**transformers_config(CONFIG), attn_implementation="sdpa"))
     found = open_weights.fresh(CONFIG, 0)
-    fill(model, found, lambda key: tuple(p.name for p in pieces(key, CONFIG)), lacks=("contact_head.",))
+    with torch.no_grad():
+        for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+            for piece in pieces(key, CONFIG)[:1]:
+                tensor.copy_(found[piece.name])
     return model.eval()
 
 

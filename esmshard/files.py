@@ -1,5 +1,6 @@
 """Files and directories: reading within bounds, writing completely or not at all, sha256, sizes, caches. No torch."""
 
+import fnmatch
 import hashlib
 import json
 import math
@@ -8,10 +9,12 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from esmshard.errors import UsageError
 
 MAX_JSON_BYTES = 256 * 2**20
 """The largest JSON file that is read, in bytes. Our longest files, plans of embeddings, have some 10 MiB."""
@@ -177,6 +180,32 @@ def whole_directory(out: Path) -> Iterator[Path]:
         sync_directory(out.parent)
     finally:
         settle(out)
+
+
+def check_replaced(out: Path, written: Collection[str], marker: str | None = None) -> None:
+    """Refuse to replace a directory that holds anything besides an earlier result. A missing or empty one is no error.
+
+    Args:
+        out: the directory that would be removed as a whole.
+        written: patterns of the files that such a result consists of, as for `fnmatch`, relative to `out`.
+        marker: the file that every such result has, beside which alone the other files count as a result's.
+
+    Raises:
+        UsageError: `out` is no directory, or holds other files, which are named.
+    """
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise UsageError(f"{out}: is a file, and a directory would replace it; choose another name")
+    names = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
+    if marker is None or marker in names:
+        names = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in written)]
+    if names:
+        more = f" and {len(names) - 3:,} more files" if len(names) > 3 else ""
+        raise UsageError(
+            f"{out}: holds {', '.join(names[:3])}{more}, which no earlier result of this command has, so it is not "
+            "replaced; move them, or choose another directory"
+        )
 
 
 def settle(out: Path) -> list[str]:

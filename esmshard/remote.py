@@ -394,7 +394,7 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
 
     Args:
         url: the address of the result.
-        overwrite: replace what is there.
+        overwrite: replace what is there. Of a directory only what the function replaces is removed.
         write: the function, which gets a path whose name is that of the address.
 
     Raises:
@@ -406,21 +406,28 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
         raise UsageError(f"{url}: exists already; choose another name or pass --overwrite")
     with scratch() as folder:
         out = folder / url.rpartition("/")[2]
+        for name in before:  # The function sees the names of the objects, and refuses to replace those of others.
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).touch()
+            os.utime(out / name, ns=(1, 1))
         write(out)
+        kept = [name for name in before if (out / name).is_file() and (out / name).stat().st_mtime_ns == 1]
+        for name in kept:
+            (out / name).unlink()
         parent = RemoteDirectory(url.rpartition("/")[0])
         made = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         names = sorted(made, key=lambda name: (_LAST.get(name.rpartition("/")[2], 0), name == out.name, name))
-        old = {f"{out.name}/{name}" for name in before}
+        old = {f"{out.name}/{name}" for name in before if name not in kept}
         try:
             parent.remove(sorted(name for name in old if name.rpartition("/")[2] in _LAST))
             for name in names:
                 parent.upload(made[name], name)
             parent.remove(sorted(old - made.keys()))
         except InputError as error:
-            kept = cache_directory() / "not-uploaded" / folder.name
-            kept.parent.mkdir(exist_ok=True)
-            folder.rename(kept)
-            raise InputError(f"{error}; the result is kept in {kept}, from where you can copy it") from None
+            rescued = cache_directory() / "not-uploaded" / folder.name
+            rescued.parent.mkdir(exist_ok=True)
+            folder.rename(rescued)
+            raise InputError(f"{error}; the result is kept in {rescued}, from where you can copy it") from None
         say(f"{url}: uploaded, {size_text(sum(path.stat().st_size for path in made.values()))} in {len(made)} files")
 
 

@@ -21,6 +21,7 @@ from esmshard.cli import app
 from esmshard.cli.addresses import with_addresses
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
+from esmshard.files import check_replaced
 from esmshard.model.weights import open_weights
 from esmshard.recipe import recipe_file
 
@@ -183,6 +184,17 @@ def test_a_result_that_cannot_be_uploaded_is_kept(server: Buckets, tmp_path: Pat
         remote.write_at(f"s3://{BUCKET}/x.csv", False, write)
     (kept,) = (tmp_path / "cache" / "not-uploaded").iterdir()
     assert (kept / "x.csv").read_text() == "hours of work"
+
+
+def test_a_bucket_keeps_the_objects_that_a_command_does_not_replace(server: Buckets) -> None:
+    server.put("result/thesis.txt", b"years of work")
+    server.put("result/old.safetensors", b"old")
+    url = f"s3://{BUCKET}/result"
+    with pytest.raises(UsageError, match=r"thesis\.txt"):
+        remote.write_at(url, True, lambda out: check_replaced(out, ["*.safetensors"]))
+    remote.write_at(url, True, lambda out: (out / "evaluation.json").write_text("{}") and None)
+    assert server.get("result/thesis.txt") == b"years of work"
+    assert server.get("result/evaluation.json") == b"{}"
 
 
 def test_a_result_is_uploaded_where_strict_leaves_with_an_error(server: Buckets, tmp_path: Path) -> None:

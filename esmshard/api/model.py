@@ -311,7 +311,7 @@ def load(
         InputError: with the file and its problem; UsageError for an unknown device or dtype.
     """
     name, where, precision, chains = str(model), chosen_device(device), _dtype(dtype), join_option(join)
-    if (open_weights.directory(name) / "esmshard.json").is_file():
+    if recorded.is_finetuned(open_weights.directory(name)):
         with torch.random.fork_rng(devices=[]):  # a head gets random values before its weights are read
             tuned = load_finetuned(name, where)
         tuned.model.trunk.to(precision)

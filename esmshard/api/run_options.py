@@ -45,6 +45,8 @@ class RunOptions:
     """Whether figures and report.html are drawn at the end."""
     trust: bool = False
     """Whether a checkpoint that another user wrote may be read."""
+    env: tuple[str, ...] = ()
+    """The environment variables that the recipe may read besides the harmless ones (`recipe_file.may_read`)."""
     started: float | None = None
     """The time at which the command began, in seconds since 1970; None means now."""
 

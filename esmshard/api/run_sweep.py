@@ -21,7 +21,7 @@ from esmshard import spreadsheet
 from esmshard.api.run_options import RunOptions
 from esmshard.api.start_run import RunFailed, last_word
 from esmshard.errors import InputError, UsageError
-from esmshard.files import replace_json, replace_text, replacing
+from esmshard.files import read_json, replace_json, replace_text, replacing
 from esmshard.launch import preemption, process_environment
 from esmshard.progress import say
 from esmshard.recipe import recipe_file, sweep_file
@@ -113,6 +113,10 @@ class _Sweep:
                 "data.fold=0"
             )
             resolved = recipe_file.load(self.path, overrides)
+        if options.dry_run and (far := recipe_file.far_inputs(resolved)):
+            raise UsageError(
+                f"--dry-run sends nothing over a network, and the sweep reads {', '.join(far)}; copy it first"
+            )
         self.overrides, self.options, self.recipe, self.out = overrides, options, resolved, Path(resolved.out)
         self.processes = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, torch.cuda.device_count()))
         job = prepare(resolved, self.processes, self.processes, own_device(0, self.processes))
@@ -143,7 +147,7 @@ class _Sweep:
         """Refuse to write over an earlier run or sweep."""
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return
-        if not any((self.out / name).is_file() for name in (SWEEP, LOCK)):  # another worker may have just begun
+        if not (is_sweep(self.out) or (self.out / LOCK).is_file()):  # another worker may have just begun
             raise UsageError(f"{self.out}: exists already, and holds no sweep; choose another directory with out=DIR")
         if not self.options.resume and not self.options.overwrite:
             raise UsageError(
@@ -176,7 +180,7 @@ class _Sweep:
             grace_period=GRACE,
             heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
         )
-        if self.options.overwrite and (self.out / SWEEP).is_file():
+        if self.options.overwrite and is_sweep(self.out):
             if name in optuna.get_all_study_names(storage):
                 optuna.delete_study(study_name=name, storage=storage)
             for file in (SWEEP, TABLE, BEST, SUMMARY, "report.html"):
@@ -430,6 +434,14 @@ class _Validations:
                     "trials"
                 )
         return bool(self.reason)
+
+
+def is_sweep(out: Path) -> bool:
+    """Whether a directory has the file of a sweep. Its content decides, since a user's file may have that name."""
+    try:
+        return "trials_wanted" in read_json(out / SWEEP)
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def validations(run: Path) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
-    with process_environment.environment({**until, **launchers.variables()}):
+    with process_environment.environment({**until, **launchers.variables(), **recipe_file.allowing(options.env)}):
         if options.sweep is not None:
             from esmshard.api import run_sweep
 
@@ -64,6 +64,8 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
             if is_launched():
                 _run_here(resolved, _as_rank(resolved, options))
                 return Path(resolved.out)
+            if options.dry_run and _is_out_of_sight(resolved):
+                return Path(resolved.out)
             runs = _checked(recipe, resolved, overrides, options)
             if options.dry_run:
                 return Path(resolved.out)
@@ -74,6 +76,22 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
         if runs.several:
             _conclude(resolved, options, runs)
     return Path(resolved.out)
+
+
+def _is_out_of_sight(recipe: Recipe) -> bool:
+    """Whether a dry run, which sends nothing over a network, cannot look at all inputs. Say which are not looked at."""
+    from esmshard.model.weights import open_weights
+
+    far = recipe_file.far_inputs(recipe)
+    if not far and open_weights.is_far(recipe.model.name):
+        far = [f"model.name ({recipe.model.name})"]
+    if far:
+        print(f"task      {recipe.task.name}\nmodel     {recipe.model.name}\nout       {recipe.out}")
+        say(
+            f"not looked at, since a dry run sends nothing over a network: {', '.join(far)}; the recipe's keys are "
+            "valid, and its data and model are not checked; copy or download them first to check them, too"
+        )
+    return bool(far)
 
 
 @dataclass(frozen=True)
@@ -131,6 +149,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     from esmshard.data.splits.variant_records import FOLDS
     from esmshard.devices import chosen_device
     from esmshard.launch.process_group import own_device, processes_of
+    from esmshard.train.experiments import repeats as joint
     from esmshard.train.experiments.cross_validation import curve_runs
     from esmshard.train.experiments.repeats import is_done, repeats
     from esmshard.train.resume import check_start, notices
@@ -149,6 +168,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
         raise UsageError("--seeds and --folds need --resume auto, because a path names a single run")
     to_do: list[tuple[str, ...]] = [()]
     if several:
+        joint.check_out(Path(resolved.out))
         steps, going_on = resolved.train.steps, options.resume == "auto"
         to_do = [run.overrides for run in [*several, *curve] if not going_on or not is_done(run.out, steps)]
     for n, own in enumerate(to_do or [several[-1].overrides]):

@@ -1,8 +1,7 @@
 """The conversion of a sharded checkpoint, or of a model of the other layout, to one model directory: one process, no
 GPU.
 
-Tensors are copied a few at a time, and the written files are read again and compared, layer by layer
-(`esmshard.checkpoint.compare`). So the memory needed is that of a layer and a few tensors, whatever the model's size.
+Tensors are copied a few at a time, so the memory needed is that of a few tensors, whatever the model's size.
 """
 
 import os
@@ -13,30 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from esmshard import __version__
 from esmshard.checkpoint import adapted, card, manifest, regression_head, sharded
-from esmshard.checkpoint.compare import ComparedModel, compare
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
-from esmshard.files import found_place, replace_json, settle, shared_place, whole_directory
+from esmshard.files import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family import AuthorsFile
 from esmshard.model.families.family_registry import authors_files, family_of, recorded_config
 from esmshard.model.weight_reader import read_json
 from esmshard.model.weights import adapted_weights, export, open_weights, recorded
 from esmshard.model.weights.export import DTYPES, MAX_FILE_BYTES, Source
-from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.recipe_file import for_others
-from esmshard.recipe.task_section import TaskSettings
-from esmshard.tasks import registry
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
-NewHead = Callable[[TaskSettings, Mapping[str, Any], ModelConfig], nn.Module]
-"""Creates the head of a task that has learned facts of its labels. It is an argument, since this module knows no tasks.
-"""
 _NO_ROOM = "nothing of it was kept: make room, or choose another place with -o, and consolidate again"
 _AGAIN = "consolidate the run again, or take another checkpoint"
 BASELINES = "baselines.npz"
@@ -52,7 +43,7 @@ class Opened:
     """The shapes by name: our names for the trunk, and `head.*`. Tied tensors are there once."""
     read: Source
     about: dict[str, Any]
-    """The content of `esmshard.json`; empty for a model of another program."""
+    """The content of `esmshard.json`, without a recipe for a model of another program."""
     evaluation: Mapping[str, Any] | None = None
     """The content of `evaluation.json` of the same model, if it exists."""
     beside: Path | None = None
@@ -71,14 +62,10 @@ def consolidate(
     base: str | None = None,
     warn: Callable[[str], None] = lambda message: None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    new_head: NewHead | None = None,
 ) -> Path:
     """Write the model of a run (its newest good checkpoint), of one checkpoint, or of a model file to a directory.
 
     A checkpoint that holds only the trained part is combined with its base model, and a LoRA is added to the weights.
-
-    The written files are read back: every tensor must be equal to the last bit, and the outputs for two proteins must
-    be equal except for the rounding of bf16 and fp16. Only then does the directory appear.
 
     Args:
         source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.open_weights.read`
@@ -93,13 +80,12 @@ def consolidate(
         trust: read a checkpoint that another user wrote.
         base: the path of the base model of a LoRA or a head, if it was moved since the run began.
         warn: called with a sentence for each damaged checkpoint that is skipped, for parts that a model lacks, and for
-            the effect of bf16 or fp16.
+            weights that are not the recorded ones, whose card gets no metrics.
         max_file_bytes: larger weights are split over several files with an index.
-        new_head: creates the task head, so that its output is compared and not only its tensors.
 
     Raises:
-        InputError: if there is no good checkpoint, it does not hold a whole model, its base is missing or different, a
-            weight is not finite or too large for `dtype`, or the written files differ.
+        InputError: if there is no good checkpoint, it does not hold a whole model, its base is missing or different,
+            or a weight is not finite or too large for `dtype`.
         UsageError: if `out` exists, or is the source, or `best` is requested and the run kept no best checkpoint.
     """
     for leftover in settle(out):
@@ -117,20 +103,14 @@ def consolidate(
     sizes = {n: s for n, s in opened.sizes.items() if kind is None or not n.startswith(kind.lacks)}
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         try:
-            digests, written = _write(work, out.name, kind, opened, sizes, DTYPES[dtype], max_file_bytes)
+            digests = _write(work, out.name, kind, opened, sizes, DTYPES[dtype], max_file_bytes)
         except FloatingPointError as error:
             raise InputError(f"{source}: {error}") from None
-        given = ComparedModel(opened.read, frozenset(sizes), _head_of(opened, source, new_head))
-        differences = compare(opened.config, given, _source_of(written), str(out), DTYPES[dtype])
-        if any(differences.values()):
-            what = ", ".join(f"{name} by {100 * share:.2g}%" for name, share in differences.items())
-            warn(f"{out}: {dtype} moves {what} of their size")
-        if opened.about:
-            about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
-            replace_json(work / "esmshard.json", about)
-            if "recipe" in about:
-                with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
-                    card.write(work, about, opened.evaluation)
+        about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
+        replace_json(work / recorded.ABOUT, about)
+        if "recipe" in about:
+            with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
+                card.write(work, about, opened.evaluation)
         if opened.beside is not None and kind is None:
             _copy_beside(opened.beside, work)
     return out
@@ -158,14 +138,12 @@ def _write(
     sizes: Mapping[str, torch.Size],
     dtype: torch.dtype,
     max_file_bytes: int,
-) -> tuple[dict[str, str], Weights]:
-    """Write the files of weights. Return their sha256 by name, and the weights as they are read back."""
+) -> dict[str, str]:
+    """Write the files of weights. Return their sha256 by name."""
     config = opened.config
     if kind is None:
-        digests = export.write_transformers(work, config, sizes, opened.read, dtype, max_file_bytes)
-        return digests, open_weights.read(str(work))
-    file = kind.path(work, name, config)
-    return export.write_pickle(file, kind, config, sizes, opened.read, dtype), open_weights.read(str(file))
+        return export.write_transformers(work, config, sizes, opened.read, dtype, max_file_bytes)
+    return export.write_pickle(kind.path(work, name, config), kind, config, sizes, opened.read, dtype)
 
 
 def consolidate_adapter(
@@ -210,9 +188,10 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out}: holds the model to read; choose another directory")
-    ours = ("config.json", "adapter_config.json", "*.pt", "*.pth")
-    if not out.is_dir() or (any(out.iterdir()) and not any(any(out.glob(name)) for name in ours)):
-        raise UsageError(f"{out}: is not a model directory, and is not replaced by one; choose another directory")
+    tokenizer = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
+    weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
+    about = (recorded.ABOUT, "README.md", "config.json", "adapter_config.json")
+    check_replaced(out, [*weights, *about, *tokenizer], marker=recorded.ABOUT)
 
 
 def _is_model(source: Path | str) -> bool:
@@ -237,13 +216,16 @@ def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None])
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
     if not isinstance(about, dict):
         raise InputError(f"{directory / 'esmshard.json'}: damaged (not a JSON object); {_AGAIN}")
-    about |= {"format": FORMAT} if about else {}  # an adapter has another format
+    about |= {"format": FORMAT, "version": VERSION}  # an adapter has another format
     with reading(f"{directory / 'esmshard.json'}", _AGAIN):
         for said, key in ((about.get("recipe", {}).get("model"), "name"), (about.get("base"), "name")):
             if said:  # the name is relative to that directory
                 said[key] = found_place(said[key], directory)
     evaluation = _evaluation(directory.parent)
-    if evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256"):
+    altered = recorded.altered(found.files)
+    if altered is not None:
+        warn(altered)
+    if altered or (evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256")):
         evaluation = None
     return Opened(found.config, sizes, _source_of(found), about, evaluation, directory)
 
@@ -354,29 +336,6 @@ def _account(checkpoint: Path, config: ModelConfig, sizes: Mapping[str, torch.Si
         "holds in another shape": {n for n in wanted.keys() & trunk.keys() if wanted[n] != trunk[n]},
     }
     adapted.refuse(checkpoint, problems)
-
-
-def _head_of(opened: Opened, source: Path | str, new_head: NewHead | None) -> Callable[[], nn.Module] | None:
-    if new_head is None or "recipe" not in opened.about:
-        return None
-    try:
-        settings = registry.settings_of(opened.about["recipe"]["task"])
-        facts = opened.about["facts"]
-    except registry.UnknownTask as error:
-        raise InputError(f"{source}: {error}") from None
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{source}: the task in its recipe cannot be read; it is of another version") from None
-
-    def make() -> nn.Module:
-        facts_of = f"{source}: what it says of its labels"
-        with reading(facts_of, _AGAIN), torch.random.fork_rng(devices=[]):  # the initial values are never used
-            head = new_head(settings, facts, opened.config)
-        given = {name: size for name, size in opened.sizes.items() if name.startswith("head.")}
-        if given != {f"head.{name}": tensor.shape for name, tensor in head.state_dict().items()}:
-            raise InputError(f"{source}: its head does not fit the task in its recipe; take another checkpoint")
-        return head
-
-    return make
 
 
 def _source_of(found: open_weights.Weights) -> Source:

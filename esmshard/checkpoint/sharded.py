@@ -16,12 +16,14 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -149,6 +151,18 @@ def load(
         if failure is not None:
             failure.shared = not alone  # each rank has this error, and the first rank reports it
             raise failure
+    entries = reader.read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        saved = entries.get(name)
+        if not isinstance(saved, TensorStorageMetadata):
+            continue  # torch's planner says so
+        if (saved.size, saved.properties.dtype) != (tensor.size(), tensor.dtype):
+            mismatch = InputError(
+                f"{path}: does not fit this model: {name} is {list(saved.size)} in {saved.properties.dtype}, not "
+                f"{list(tensor.size())} in {tensor.dtype}; take a checkpoint of this model"
+            )
+            mismatch.shared = not alone
+            raise mismatch
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` intends this
@@ -322,6 +336,8 @@ def _read_index(path: Path) -> Metadata:
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise pickle.UnpicklingError(f"its index says that {name} is no tensor")
+            if not covers(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
+                raise pickle.UnpicklingError(f"its chunks hold numbers of {name} twice or not at all")
         for info in metadata.storage_data.values():
             if info.relative_path != PurePath(info.relative_path).name:
                 raise pickle.UnpicklingError(f"its index names a file outside it ({info.relative_path!r})")
@@ -330,6 +346,28 @@ def _read_index(path: Path) -> Metadata:
         raise InputError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from None
     except Exception as error:  # a damaged pickle may raise any error
         raise InputError(f"{path}: not the index of a checkpoint ({_phrase(error)})") from None
+
+
+def covers(shape: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether chunks, each with its first indices and its shape, hold every number of a tensor exactly once.
+
+    A number that no chunk holds would be whatever the memory held before.
+
+    >>> covers([4, 2], [([0, 0], [3, 2]), ([3, 0], [1, 2])]), covers([4, 2], [([0, 0], [3, 2])])
+    (True, False)
+    """
+    bounds = [[range(a, a + n) for a, n in zip(first, size, strict=True)] for first, size in chunks]
+    if any(len(chunk) != len(shape) for chunk in bounds):
+        return False
+    # Between two neighbouring edges of chunks all numbers are alike, so one count for each such cell is enough.
+    edges = [sorted({0, n, *(e for c in bounds for e in (c[d].start, c[d].stop))}) for d, n in enumerate(shape)]
+    if any(ends[0] < 0 or ends[-1] > n for ends, n in zip(edges, shape, strict=True)):
+        return False
+    count = np.zeros([len(ends) - 1 for ends in edges], dtype=np.int64)
+    for chunk in bounds:
+        cells = [slice(bisect_left(e, r.start), bisect_left(e, r.stop)) for e, r in zip(edges, chunk, strict=True)]
+        count[tuple(cells)] += 1
+    return bool((count == 1).all())
 
 
 def _gather(value: Any, group: Any) -> list[Any]:

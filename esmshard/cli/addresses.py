@@ -24,14 +24,13 @@ READ = {
     "finetune": ("resume",),
 }
 """The arguments of each command that are copied before it runs."""
-UPLOADED = ("ingest", "split", "track", "consolidate", "predict", "score", "evaluate", "verify", "report")
+UPLOADED = ("ingest", "split", "track", "consolidate", "predict", "score", "evaluate", "report")
 """The commands whose `-o` is uploaded when they have ended."""
 OWN = {
     "embed": ("model", "fasta", "reuse", "out"),
     "predict": ("model",),
     "score": ("model", "ensemble"),
     "evaluate": ("model",),
-    "verify": ("model",),
     "push": ("model",),
 }
 """The arguments of which the code of a command knows that they may be addresses."""

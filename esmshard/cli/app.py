@@ -50,7 +50,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         model_commands.consolidate,
         model_commands.download,
         model_commands.push,
-        model_commands.verify,
     ),
     "Clusters": (
         cluster_commands.launch,

@@ -9,6 +9,7 @@ import typer
 from esmshard.cli.shared_options import (
     AsJson,
     Device,
+    Env,
     LocalProcesses,
     Overrides,
     Overwrite,
@@ -78,6 +79,7 @@ def finetune(
         bool, typer.Option("--report/--no-report", help="Write report.html at the end, as esmshard report does later.")
     ] = True,
     trust: Trust = False,
+    env: Env = None,
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
     from esmshard.api import start_run
@@ -102,6 +104,7 @@ def finetune(
             report=page,
             trust=trust,
             started=_STARTED,
+            env=tuple(env or ()),
         )
         start_run.finetune(recipe, overrides or [], options)
     except start_run.RunFailed as failed:  # the processes have printed the reason
@@ -118,6 +121,7 @@ def plan(
         Optional[str], typer.Option(metavar="GB", help="Memory of a GPU, such as 24GB, for a card that is not known.")
     ] = None,
     as_json: AsJson = False,
+    env: Env = None,
 ) -> None:
     """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
     import json

@@ -70,10 +70,6 @@ EXAMPLES = {
         "esmshard push runs/mine/model me/my-model",
         "esmshard push runs/mine/model me/my-model --private",
     ),
-    "verify": (
-        "esmshard verify runs/mine/model",
-        "esmshard verify esm2_t33_650M_UR50D --fasta my.fasta -o certificate.json",
-    ),
     "launch": (
         "esmshard launch my.yaml --target slurm --nodes 2 --gpus-per-node 4 --dry-run",
         "esmshard launch embed --target slurm --array 16 -- runs/mine/model uniref50.store -o emb",

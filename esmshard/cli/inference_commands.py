@@ -129,6 +129,13 @@ def embed(
     how |= {"layers": _integers("--layers", layers), "heads": _integers("--heads", heads)}
     how |= {"dtype": dtype, "precision": precision, "device": device, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
     how |= {"tracks": named_tracks(track or []), "join": join}
+    if dry_run:
+        from esmshard.model.weights import open_weights
+
+        far = [*(["MODEL"] if open_weights.is_far(model) else []), *(["FASTA"] if remote.is_remote(fasta) else [])]
+        if far:
+            inputs = " and ".join(far)
+            raise UsageError(f"--dry-run sends nothing over a network, where {inputs} would come from; copy it first")
     asked = embed_request.request(model, out, **how)
     if dry_run and (shard or offload):
         raise UsageError("--dry-run needs the whole model in each process; leave --shard and --offload out")

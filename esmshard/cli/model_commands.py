@@ -1,12 +1,12 @@
-"""Commands about models as files: consolidate checkpoints, download and upload models, and verify the computation."""
+"""Commands about models as files: consolidate checkpoints, and download and upload models."""
 
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Device, Overwrite, Trust
-from esmshard.errors import InputError, UsageError
+from esmshard.cli.shared_options import Overwrite, Trust
+from esmshard.errors import UsageError
 
 
 def consolidate(
@@ -41,7 +41,6 @@ def consolidate(
     from esmshard.model.families.family_registry import FAMILIES
     from esmshard.model.weights.export import DTYPES
     from esmshard.progress import say
-    from esmshard.tasks.registry import head_of
 
     known = ["hf", *(word for family in FAMILIES.values() for word in family.pickles)]
     if to is not None and to not in known:
@@ -54,7 +53,7 @@ def consolidate(
     if adapter:
         print(consolidation.consolidate_adapter(Path(source), out, **how))
         return
-    print(consolidation.consolidate(source, out, to=to, dtype=dtype, new_head=head_of, **how))
+    print(consolidation.consolidate(source, out, to=to, dtype=dtype, **how))
 
 
 def download(
@@ -89,32 +88,3 @@ def push(
     from esmshard.model.weights.push import push as upload
 
     print(upload(model, name, private=private, overwrite=overwrite))
-
-
-def verify(
-    model: Annotated[
-        str, typer.Argument(help="A model directory or file, a released name, OWNER/NAME on the hub, starter or demo.")
-    ],
-    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="JSON file for the certificate.")] = None,
-    fasta: Annotated[
-        Optional[Path],
-        typer.Option(help="FASTA file whose first 8 records are compared; by default built-in proteins."),
-    ] = None,
-    golden: Annotated[
-        Optional[Path],
-        typer.Option(
-            metavar="FILE",
-            help="File of golden values, some outputs for the built-in proteins: compared if it exists, else written. "
-            "Everything is then computed on the CPU.",
-        ),
-    ] = None,
-    device: Device = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Certify that a model computes the same here as in fair-esm and transformers, alone or in any batch."""
-    from esmshard.verify.certificate import certify
-
-    certificate = certify(model, out, fasta=fasta, golden=golden, device=device, overwrite=overwrite)
-    print(certificate.as_text())
-    if verdict := certificate.verdict():
-        raise InputError(verdict)

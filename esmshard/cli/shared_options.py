@@ -20,6 +20,25 @@ Device = Annotated[
         help="Where to compute: cpu, cuda, cuda:N or mps; by default on the GPU, if there is one.",
     ),
 ]
+
+
+def _allow(ctx: typer.Context, names: list[str] | None) -> list[str] | None:
+    from esmshard.launch.process_environment import environment
+    from esmshard.recipe.recipe_file import allowing
+
+    ctx.with_resource(environment(allowing(names or ())))
+    return names
+
+
+Env = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        "--env",
+        metavar="NAME",
+        callback=_allow,
+        help="Let the recipe read the environment variable NAME as ${NAME}; may be given again.",
+    ),
+]
 Join = Annotated[
     Optional[str],
     typer.Option(

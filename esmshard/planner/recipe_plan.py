@@ -21,6 +21,7 @@ from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory
 from esmshard.planner.parameter_counts import numbers_of
+from esmshard.recipe import recipe_file
 from esmshard.recipe.recipe_file import sample
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
@@ -165,6 +166,11 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
         InputError: if the training data or the model cannot be read, or there are fewer records than GPUs.
         UsageError: if the settings of `parallel` are possible under no strategy.
     """
+    if far := recipe_file.far_inputs(recipe):
+        raise InputError(
+            f"{', '.join(far)}: a plan sends nothing over a network; copy it to this machine, or, to plan without the "
+            "data, pass data.train=sample:contact/train"
+        )
     named = None if recipe.task.reads_table else recipe.data.train
     if named is not None and not sample(named).exists():
         raise InputError(
@@ -279,7 +285,9 @@ def _config(model: Path) -> ModelConfig:
 
     file = model / "config.json"
     if not model.exists() and is_hub_name(str(model)) and hub.find(str(model)) is None:
-        file = hub.fetch_config(str(model)) or file
+        raise InputError(
+            f"{model}: is not on this machine, and a plan sends nothing over a network; run `esmshard download {model}`"
+        )
     if file.is_file():
         try:
             return transformers_config(weight_reader.read_json(file))

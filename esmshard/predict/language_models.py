@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,16 @@ from esmshard.model.weights.open_weights import Weights
 from esmshard.progress import say
 
 T = TypeVar("T")
+
+
+def check_finite(scores: npt.NDArray[Any], model: str) -> None:
+    """Refuse scores, [..., N], that are no finite numbers. `InputError` with their number."""
+    wrong = int((~np.isfinite(scores)).any(tuple(range(scores.ndim - 1))).sum())
+    if wrong:
+        raise InputError(
+            f"{model}: {wrong:,} of {scores.shape[-1]:,} scores are no finite numbers: its weights are damaged, or so "
+            "large that what it computes overflows; take another model or an earlier checkpoint"
+        )
 
 
 @dataclass(frozen=True)

@@ -138,9 +138,10 @@ def predict(
                 record_id, sequence = store.id(n), store.residues(n)
                 each = [end - start for start, end in chain_spans(sequence)]
                 chains |= {record_id: each} if len(each) > 1 else {}
-                if isinstance(values, str):
-                    failed.append(Failure(record_id, sum(each), values))
-                else:
+                reason = values if isinstance(values, str) else "" if np.isfinite(values).all() else _NOT_FINITE
+                if reason:
+                    failed.append(Failure(record_id, sum(each), reason))
+                elif not isinstance(values, str):
                     _add(writer, pictures, record_id, values, sequence)
                 residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
@@ -154,6 +155,9 @@ def predict(
             facts |= {"records": len(store) - len(failed), "failed": len(failed)}
             replace_json(facts_file(out), facts)  # An output is never there without it, either.
         return Predicted(len(store) - len(failed), tuple(failed))
+
+
+_NOT_FINITE = "the predictions are no finite numbers: the weights are damaged, or overflow"
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from esmshard.joined_chains import join_option
 from esmshard.model.families.family_registry import FAMILIES, family_of
 from esmshard.model.trunk import Trunk
 from esmshard.predict import variant_tables
-from esmshard.predict.language_models import LanguageModels, mean_and_sd, read_models
+from esmshard.predict.language_models import LanguageModels, check_finite, mean_and_sd, read_models
 from esmshard.predict.predictions import read_input
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import GROUP_ROWS, check, pyarrow
@@ -147,6 +147,7 @@ def _columns(models: LanguageModels, examples: Examples, methods: Sequence[str])
         return pseudo_log_likelihoods(model, _proteins(examples), scored_N, window=models.window, visible=visible)
 
     sums_MKN = np.stack(models.each(lambda model: [sums(model, method) for method in methods]))
+    check_finite(sums_MKN, ", ".join(models.names))
     columns: dict[str, npt.NDArray[Any]] = {
         "length": length_N,
         "not_scored": length_N - scored_N,

@@ -21,6 +21,7 @@ from esmshard.errors import InputError, UsageError, reading
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.predict import known_variants, proposals, variant_tables
 from esmshard.predict.known_variants import Known
+from esmshard.predict.language_models import check_finite
 from esmshard.predict.proposals import DIVERSITY, KAPPA
 from esmshard.predict.variant_baselines import baseline_of, baseline_predictions, better_baseline
 from esmshard.predict.variant_tables import text
@@ -163,6 +164,7 @@ def predict(
         say(notice)
     if method is None:
         scores = _model_predictions(task, models, request)
+        check_finite(np.moveaxis(scores.values_MNT, 1, -1), run)
     else:
         values_N = baseline_predictions(method, models[0], own.measured, [*request.mutations, ()], device)
         scores = _Predictions(values_N[None, :-1, None], float(values_N[-1]), _sign(task), 1)

@@ -25,7 +25,7 @@ from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights
 from esmshard.predict import variant_tables
 from esmshard.predict.known_variants import spearman_sentence
-from esmshard.predict.language_models import mean_and_sd, read_models
+from esmshard.predict.language_models import check_finite, mean_and_sd, read_models
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import check
 from esmshard.progress import say
@@ -101,6 +101,8 @@ def score_table(
         return score(esm, request.protein, request.mutations, method, models.window, of_protein)
 
     score_N, sd_N = mean_and_sd(np.stack(models.each(scores)))
+    scored_N = np.array([not unscored(one) for one in request.mutations], dtype=np.bool_)
+    check_finite(score_N[scored_N], ", ".join(models.names))
     without, notices = _without_score(request), [*request.notices, *about_tracks]
     if without:
         reasons = list(dict.fromkeys(without.values()))

@@ -7,7 +7,7 @@ at once, each with its line and column, or with the override that caused it.
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -18,20 +18,16 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
 from ruamel.yaml.reader import ReaderError
 
 from esmshard.errors import UsageError
-from esmshard.files import MAX_DIGITS, read_text
+from esmshard.files import read_text
 from esmshard.recipe.section_base import Clash, listed
 
 M = TypeVar("M", bound=BaseModel)
 
-MAX_YAML_BYTES, MAX_YAML_DEPTH, MAX_YAML_VALUES = 2**20, 20, 10_000
-"""Limits of a file: its size, the depth of nested lists and mappings, and the number of values. The shipped files have
-at most 10 kB, four and 100.
-"""
-_LIKE_A_NUMBER = re.compile(r"[-+.0-9][-+.0-9_:xoa-fA-F]*")
+MAX_YAML_BYTES = 2**20
+"""The largest file that is read. The shipped files have at most 10 kB."""
 
 Sections = Mapping[str, type[BaseModel]]
 """The sections that one key may have, by their `name`."""
@@ -47,6 +43,8 @@ class Tree:
     """The kind of file in messages, such as `a recipe`."""
     overrides: dict[tuple[str, ...], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    written: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """The paths with `${VAR}` as they were before the variables were expanded."""
 
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
         """Return where a key was written, as `my.yaml:4:3`, or the override that set the key."""
@@ -106,16 +104,24 @@ class Tree:
             return [(value, key) for key, one in value.items() if isinstance(one, str)]
         return [(value, n) for n, one in enumerate(value) if isinstance(one, str)] if isinstance(value, list) else []
 
-    def variables(self, text: str, keys: tuple[str, ...], keep: str = "") -> str | None:
-        """Expand `${VAR}` in a value, except names that `keep` matches. If a variable is not set, add a problem and
-        return None.
+    def variables(
+        self, text: str, keys: tuple[str, ...], keep: str = "", allowed: Callable[[str], bool] | None = None
+    ) -> str | None:
+        """Expand `${VAR}` in a value, except names that `keep` matches. If a variable is not set, or not `allowed`, add
+        a problem and return None.
         """
         for name in re.findall(r"\$\{(\w+)\}", text):
             if keep and re.fullmatch(keep, name):
                 continue
+            at = f"{self.where(keys, on_value=True)}: {'.'.join(keys)}:"
+            if allowed is not None and not allowed(name):
+                self.problems.append(
+                    f"{at} {self.called} does not read the environment variable {name} by itself, since it may hold a "
+                    f"secret; pass --env {name} to allow it"
+                )
+                return None
             if name not in os.environ:
-                at = self.where(keys, on_value=True)
-                self.problems.append(f"{at}: {'.'.join(keys)}: the environment variable {name} is not set")
+                self.problems.append(f"{at} the environment variable {name} is not set")
                 return None
             text = text.replace(f"${{{name}}}", os.environ[name])
         return text
@@ -168,8 +174,6 @@ def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool =
         raise UsageError(f"{path}: not a text file") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except _Beyond as error:
-        raise UsageError(f"{path}:{error.line}: {error}") from None
     except ValueError as error:
         raise UsageError(f"{path}: cannot be read as YAML: {error}") from None
     if node is None and may_be_empty:
@@ -179,70 +183,19 @@ def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool =
     return Tree(node, str(path), called)
 
 
-class _Beyond(ValueError):
-    """A YAML text exceeds the bounds of `parse_yaml`; `line` is the place, as `4:3`."""
-
-    def __init__(self, mark: Any, reason: str) -> None:
-        super().__init__(reason)
-        self.line = f"{mark.line + 1}:{mark.column + 1}"
-
-
 def parse_yaml(text: str) -> Any:
     """Parse a text of YAML, and return it as `ruamel.yaml` does. YAML is parsed nowhere else.
 
     Raises:
         YAMLError: the text is not YAML.
-        ValueError: the text is larger than a person writes, or has an impossible value, such as a date in a 13th month.
+        ValueError: the text has an impossible value, such as a date in a 13th month.
     """
-    _check_bounds(text)
     try:
         return YAML().load(text)
     except (YAMLError, ValueError):
         raise
     except Exception as error:  # Tags such as !!omap on a value that does not fit may raise any exception.
         raise ValueError(f"a tag does not fit its value ({type(error).__name__}: {error})") from None
-
-
-def _check_bounds(text: str) -> None:
-    """Refuse nesting, sizes and numbers that would take too much memory or time, before any value is built.
-
-    An alias counts as much as its target, so that a few lines cannot stand for billions of values.
-    """
-    total = 0
-    open_at: list[tuple[int, str]] = []  # for each open collection, the number of values before it and its anchor
-    sizes: dict[str, int | None] = {}  # sizes of anchors; None while the collection is open
-    for event in YAML(typ="rt").parse(text):
-        anchor: str = getattr(event, "anchor", None) or ""
-        if isinstance(event, AliasEvent):
-            size = sizes.get(anchor, 1)
-            if size is None:
-                raise _Beyond(event.start_mark, f"*{anchor} stands for what it is a part of; write it out")
-            total += size
-        elif isinstance(event, CollectionStartEvent):
-            total += 1
-            open_at.append((total, anchor))
-            if anchor:
-                sizes[anchor] = None
-            if len(open_at) > MAX_YAML_DEPTH:
-                raise _Beyond(event.start_mark, f"lists or mappings lie in one another more than {MAX_YAML_DEPTH} deep")
-        elif isinstance(event, CollectionEndEvent):
-            began, name = open_at.pop()
-            if name:
-                sizes[name] = total - began + 1
-        elif isinstance(event, ScalarEvent):
-            total += 1
-            if anchor:
-                sizes[anchor] = 1
-            if re.search("[\0\ud800-\udfff]", event.value):
-                raise _Beyond(event.start_mark, "a text holds a NUL or half of a surrogate pair; remove it")
-            if len(event.value) > MAX_DIGITS and _LIKE_A_NUMBER.fullmatch(event.value):
-                raise _Beyond(event.start_mark, f"a number has {len(event.value):,} characters; write a shorter one")
-        if total > MAX_YAML_VALUES:
-            raise _Beyond(
-                event.start_mark,
-                f"there are more than {MAX_YAML_VALUES:,} values, each alias counted as what it stands for; "
-                "write a shorter file",
-            )
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

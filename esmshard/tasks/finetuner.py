@@ -193,6 +193,8 @@ def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
     computing, path = chosen_device(device), open_weights.directory(model) / "esmshard.json"
     try:
         about: dict[str, Any] = read_json(path)
+        if "recipe" not in about:
+            raise FileNotFoundError  # a converted model
         settings = settings_of(about["recipe"]["task"])
         facts = about.get("facts", {})
         if base := about["recipe"].get("model"):

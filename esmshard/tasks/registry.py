@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 from esmshard.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from esmshard.model.config import ModelConfig
     from esmshard.recipe.task_section import TaskSettings
     from esmshard.tasks.base import Facts, Task
 
@@ -108,11 +105,6 @@ def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
     """Make the task of some settings, with the facts of its training labels."""
     made: Task = _load(settings.task)(settings, facts)
     return made
-
-
-def head_of(settings: "TaskSettings", facts: "Facts", config: "ModelConfig") -> "nn.Module":
-    """Make a new head of a task, on a model of these numbers."""
-    return new_task(settings, facts).head(config)
 
 
 def _load(place: str) -> Any:

@@ -22,7 +22,6 @@ from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.cuda_allocator import expandable_segments
 from esmshard.tasks.finetuner import load_base
-from esmshard.tasks.registry import head_of
 from esmshard.train import evaluate
 from esmshard.train.loop import train
 from esmshard.train.records import status
@@ -120,8 +119,7 @@ def _evaluate(job: RunInputs, device: torch.device, trust: bool) -> None:
     evaluate.fit_baselines(job.task, job.train, load_base(recipe, job.task, device), out / evaluate.BASELINES)
     evaluate.keep_seen(job.task, job.train, job.valid, out / SEEN)
     best = recipe.keeps_best and manifest.pointed(out / "checkpoints", "BEST") is not None
-    how: dict[str, Any] = {"best": best, "trust": trust, "new_head": head_of}
-    model = consolidate(out, out / "model", overwrite=True, warn=say, **how)
+    model = consolidate(out, out / "model", overwrite=True, warn=say, best=best, trust=trust)
     say(f"model in {model}")
     shared: dict[str, Any] = {"leakage": leakage_notices(job), "seen": seen_in_training(job)}
     report = evaluate.report(str(model), job.test, out, say, device=device, **shared)

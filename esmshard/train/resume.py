@@ -95,7 +95,8 @@ def _check_same(job: RunInputs, start: Path) -> None:
     state = sharded.read_state(start)
     now = resolved(job, job.recipe.batch.tokens_per_rank)
     with reading(f"{start / 'state.json'}", "take another checkpoint, or start again with --overwrite"):
-        changed = recipe_file.differences(Recipe.model_validate(state["recipe"]), now)
+        then = Recipe.model_validate(state["recipe"])
+        changed = recipe_file.differences(then, Recipe.model_validate(now.as_written(model=False)))
         before = state["data"]["train"]["tokens_sha256"]
     changed = [line for line in changed if not line.startswith(_FREE)]
     if extensions(state, job.steps) != state.get("extended", []):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
 )
@@ -116,6 +117,37 @@ def test_an_index_that_leads_out_of_its_directory_is_refused(checkpoint: Path) -
     (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(InputError, match=r"names a file outside it \('../elsewhere.distcp'\)"):
         sharded.index(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        [([0, 0], [1, 3])],
+        [([0, 0], [2, 3]), ([1, 0], [1, 3])],
+        [([0, 0], [1, 3]), ([0, 0], [1, 3])],
+        [([0, 0], [2, 4])],
+        [([0], [6])],
+    ],
+)
+def test_an_index_that_leaves_numbers_out_is_refused(checkpoint: Path, chunks: list[Any]) -> None:
+    found = FileSystemReader(checkpoint).read_metadata()
+    found.state_dict_metadata["w"].chunks = [ChunkStorageMetadata(torch.Size(a), torch.Size(n)) for a, n in chunks]
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(InputError, match="numbers of w twice or not at all"):
+        sharded.load(checkpoint, {"w": torch.zeros(2, 3)})
+
+
+def test_chunks_in_two_dimensions_cover_a_tensor() -> None:
+    chunks = [([a, b], [2, 3]) for a in (0, 2) for b in (0, 3)]
+    assert sharded.covers([4, 6], [*chunks, ([4, 0], [0, 6])])
+    assert not sharded.covers([4, 6], chunks[1:])
+    assert sharded.covers([], [([], [])])
+
+
+def test_a_tensor_of_another_type_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(InputError, match=r"w is \[2, 3\] in torch.float32"):
+        sharded.load(checkpoint, {"w": torch.zeros(2, 3, dtype=torch.float16)})
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(None)])

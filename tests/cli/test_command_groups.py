@@ -13,7 +13,7 @@ from esmshard import cli
 from esmshard.cli import app, help_text, next_steps, recipe_commands
 
 ORDER = (
-    "finetune plan status report embed predict score evaluate ingest split track consolidate download push verify "
+    "finetune plan status report embed predict score evaluate ingest split track consolidate download push "
     "launch doctor recipes"
 )
 

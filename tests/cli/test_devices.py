@@ -139,7 +139,6 @@ COMMANDS = {
     "predict": ["starter", "x.fasta", "-o", "x.csv"],
     "score": ["starter", "x.fasta", "-o", "x.csv"],
     "evaluate": ["starter", "sample:contact/test", "-o", "x"],
-    "verify": ["starter"],
     "track": ["structure_tokens", "x.pdb", "--weights", "x.pth", "-o", "x.npz"],
 }
 
@@ -156,14 +155,6 @@ def test_every_command_that_computes_refuses_a_device_that_is_not_there(
         found = CliRunner().invoke(app, [name, *arguments, "--device", "cuda:77"])
         assert isinstance(found.exception, UsageError), name
         assert "device cuda:77: this machine has cpu" in str(found.exception), name
-
-
-def test_golden_values_are_of_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from esmshard.verify.certificate import certify
-
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    with pytest.raises(UsageError, match="--golden: golden values are those of the CPU; leave --device mps out"):
-        certify("starter", None, golden=tmp_path / "golden", device="mps")
 
 
 def test_two_processes_compute_on_the_cpu(tmp_path: Path, tiny_recipe: Path) -> None:

@@ -102,3 +102,14 @@ def test_data_of_ones_own_are_taken_when_they_are_whole() -> None:
     assert "mine.fasta: 10 records longer than batch.global_tokens (14): each has a step to itself" in longer
     only_test = ("data.test=test.fasta",)
     assert esmshard("finetune", "mlm", *only_test, *SMALL, "--dry-run").returncode == 0
+
+
+@pytest.mark.parametrize("model", ["starter", "lab/esm2_of_nobody"])
+def test_a_dry_run_sends_nothing_over_a_network(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "HF_ENDPOINT"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where every request fails
+    far = [f"data.{name}=s3://bucket/x.fasta" for name in ("train", "valid", "test")] if model == "starter" else []
+    done = esmshard("finetune", "contact", *far, f"model.name={model}", "data.labels=null", "out=x", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "not looked at" in done.stderr
+    assert not Path("x").exists()

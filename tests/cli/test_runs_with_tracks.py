@@ -72,10 +72,10 @@ def test_paths_are_those_of_the_recipe_or_of_the_shell(recipe: Path, monkeypatch
     here = recipe.parent
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
-    monkeypatch.setenv("LETTERS", "more.fasta")
+    monkeypatch.setenv("WORK", "more.fasta")
     for overrides, expected in (
         ((), here / "3di.fasta"),
-        (("data.tracks.3di=${LETTERS}",), here / "elsewhere" / "more.fasta"),
+        (("data.tracks.3di=${WORK}",), here / "elsewhere" / "more.fasta"),
         (("data.tracks={3di: more.fasta}",), here / "elsewhere" / "more.fasta"),
         (("data.tracks.3di=inside",), "inside"),
     ):

@@ -524,15 +524,15 @@ def test_a_result_is_replaced_when_asked_and_nothing_else_ever(run: Run, tmp_pat
     code, _, err = run(*split, "--seed", 2)
     assert (code, err) == (2, "error: out: exists already; choose another directory or pass --overwrite\n")
     assert (tmp_path / "out" / "splits.tsv").read_text() == before
-    (tmp_path / "out" / "old").write_text("")
+    (tmp_path / "out" / "test.npz").write_text("")
     assert run(*split, "--seed", 2, "--overwrite")[0] == 0
     assert (tmp_path / "out" / "splits.tsv").read_text() != before
-    assert not (tmp_path / "out" / "old").exists()
+    assert not (tmp_path / "out" / "test.npz").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     code, _, err = run("x.fasta", "-o", "mine", "--by", "ratio", "--overwrite")
     assert code == 2
-    assert "mine: holds something else than a split" in err
+    assert "mine: holds thesis.txt" in err
     assert (tmp_path / "mine" / "thesis.txt").exists()
     assert run("x.fasta", "-o", "x.fasta", "--by", "ratio", "--overwrite")[0] == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["clusters.tsv", "mine", "out", "x.fasta"]
@@ -541,7 +541,7 @@ def test_a_result_is_replaced_when_asked_and_nothing_else_ever(run: Run, tmp_pat
 def test_library_users_are_refused_the_same(tmp_path: Path) -> None:
     write_fasta(tmp_path / "x.fasta")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "splits.tsv").write_text("")
+    (tmp_path / "out" / "split.json").write_text("")
     method = chosen(OF_SEQUENCES, "ratio", clusters=[])
     with pytest.raises(UsageError, match="exists already"):
         divide(FastaRecords(tmp_path / "x.fasta"), method, tmp_path / "out")

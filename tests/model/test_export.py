@@ -113,7 +113,11 @@ def test_fair_esm_files_are_named_so_that_it_reads_them(family: str, tmp_path: P
     directory = write_transformers(tmp_path / "given", fair_esm(SMALL[family]), SMALL[family])
     out = consolidate(directory, tmp_path / "mine", to="fair-esm")
     stem = f"{family.lower().replace('-', '')}_mine"
-    assert sorted(p.name for p in out.iterdir()) == [f"{stem}-contact-regression.pt", f"{stem}.pt"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        f"{stem}-contact-regression.pt",
+        f"{stem}.pt",
+        "esmshard.json",
+    ]
     assert type(by_fair_esm(out / f"{stem}.pt")) is type(fair_esm(SMALL[family]))
 
 

@@ -152,7 +152,7 @@ def test_to_makes_a_directory_of_plain_files_and_leaves_the_cache_alone(server: 
     assert (out / NAME).stat().st_mode & 0o777 == 0o777 & ~_umask()
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
 
-    (out / NAME / "mine").touch()
+    (out / NAME / "README.md").touch()
     server.asked.clear()
     again = download(tmp_path, server.url, "esm2_t12_35M_UR50D", NAME, "--to", out)
     assert again.returncode == 2
@@ -495,18 +495,15 @@ def test_the_command_downloads_a_repository(server: Hub, tmp_path: Path) -> None
     assert names(tmp_path / "models" / "lab") == {"esm2_mine"}
 
 
-def test_a_plan_needs_the_configuration_alone(mine: Hub) -> None:
+def test_a_plan_asks_the_hub_for_nothing(mine: Hub) -> None:
     data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
     given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
     recipe = Recipe.model_validate(given)
-    numbers = model_numbers(recipe)
-    assert (numbers.n_layers, numbers.dim) == (TINY.n_layers, TINY.dim)
-    assert mine.asked == ["list", "config.json"]
-    assert hub.find(MINE) is None
-    assert model_numbers(recipe) == numbers
-    assert mine.asked == ["list", "config.json"]
-    # What the plan left in the cache is no model, and is none of the checks of a later download.
-    assert open_weights.read(MINE).config == TINY
+    with pytest.raises(InputError, match="esmshard download"):
+        model_numbers(recipe)
+    assert mine.asked == []
+    hub.fetch(MINE)
+    assert model_numbers(recipe).dim == TINY.dim
 
 
 def test_a_plan_of_a_released_repository_needs_nothing(mine: Hub) -> None:
@@ -549,6 +546,7 @@ def test_a_plan_of_an_adapter_is_that_of_its_base(mine: Hub, model: Path, tmp_pa
     mine.files = adapter_files(tmp_path / "adapter", model)
     data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
     given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
+    hub.fetch(MINE)
     assert model_numbers(Recipe.model_validate(given)).dim == TINY.dim
 
 
@@ -606,20 +604,14 @@ def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> N
     assert "was announced" in refused_model(MINE)
 
 
-def test_a_plan_of_the_older_files_asks_to_download_them(mine: Hub, tmp_path: Path) -> None:
-    """Of one repository that is in no cache; then of its copy."""
+def test_a_plan_of_the_older_files_reads_them(mine: Hub, tmp_path: Path) -> None:
     directory = esmc_files.write(tmp_path / "esmc", "C", esmc_files.random_esmc())
     file = "data/weights/esmc_tiny_2024_12_v0.pth"
     mine.files = {"config.json": b"{}", file: (directory / file).read_bytes()}
     data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
     given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
-    recipe = Recipe.model_validate(given)
-    for files in (mine.files, {file: mine.files[file]}):
-        mine.files = files
-        with pytest.raises(InputError, match=f"only {file} says what model it is.*`esmshard download {MINE}` first"):
-            model_numbers(recipe)
     hub.fetch(MINE)
-    assert model_numbers(recipe).dim == esmc_files.WIDTH
+    assert model_numbers(Recipe.model_validate(given)).dim == esmc_files.WIDTH
 
 
 def test_the_released_names() -> None:

@@ -26,13 +26,11 @@ from esmshard.errors import InputError
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm_layouts import to_transformers
 from esmshard.model.families.family_registry import SIZES, released_name, transformers_config
-from esmshard.model.families.peer import version
 from esmshard.model.families.saprot.saprot_config import SaprotConfig
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import ABSENT, Trunk
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.adapter import adapter_config, write_adapter
-from esmshard.verify.certificate import certify
 from esmshard.vocab import CLS, EOS, MASK, STANDARD, TOKENS, UNK, encode
 
 # The authors' `utils/esm_loader.py` and `utils/constants.py`, commit e91e485.
@@ -298,16 +296,6 @@ def test_the_authors_file_gives_the_numbers_of_fair_esm(tmp_path: Path) -> None:
             assert (layers[layer] - said["representations"][layer][0]).abs().max() < TOLERANCE
         columns = [TOKENS.index(letter) for letter in STANDARD + "X"]
         assert (logits.double().softmax(1)[:, columns] - summed(said["logits"][0])).abs().max() < TOLERANCE
-
-
-def test_a_certificate_compares_with_transformers(saved: Saved, tmp_path: Path) -> None:
-    fasta = tmp_path / "some.fasta"
-    fasta.write_text(">a\nMKTAYIAKQRQISFVK\n>b\nMXBUZOKT\n>c\nM\n")
-    certificate = certify(str(saved.directory), None, fasta=fasta)
-    assert certificate.verdict() is None
-    peer = f"transformers {version('transformers')}"
-    compared = {one.what for one in certificate.comparisons if one.against == peer}
-    assert compared == {"embeddings", "mean embeddings", "logits", "contacts"}
 
 
 def test_names_and_sizes_of_the_released_models() -> None:

@@ -241,18 +241,18 @@ def test_a_missing_file_and_a_directory_are_refused(path: Path) -> None:
 
 
 def test_all_problems_are_reported_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UNSET_HERE", raising=False)
+    monkeypatch.delenv("SLURM_UNSET", raising=False)
     edit(path, "  lr:", "  lrr:")
     edit(path, "steps: 40", "steps: many")
     edit(path, "out:", "outt:")
-    edit(path, "/data/test", "${UNSET_HERE}/test")
+    edit(path, "/data/test", "${SLURM_UNSET}/test")
     assert sorted(problems(path, "train.sed=1", "nonsense")) == sorted(
         [
             f"{path}:9:3: optim.lrr: unknown key; did you mean 'lr'?",
             f"{path}:11:16: train.steps: must be a valid integer, not 'many'",
             f"{path}:12:1: outt: unknown key; did you mean 'out'?",
             f"{path}:1:1: out: this key is required",
-            f"{path}:7:9: data.test: the environment variable UNSET_HERE is not set",
+            f"{path}:7:9: data.test: the environment variable SLURM_UNSET is not set",
             "train.sed=1: train.sed: unknown key; did you mean 'seed'?",
             "nonsense: an override is KEY=VALUE, such as optim.lr=1e-4",
         ]
@@ -288,7 +288,7 @@ def test_overrides_change_values_and_make_sections(path: Path) -> None:
         ("=1", "an override is KEY=VALUE, such as optim.lr=1e-4"),
         ("optim..lr=1", "an override is KEY=VALUE, such as optim.lr=1e-4"),
         ("optim.lr.x=1", "lr has no keys of its own"),
-        ("out=${UNSET_HERE}/x", "out: the environment variable UNSET_HERE is not set"),
+        ("out=${SLURM_UNSET}/x", "out: the environment variable SLURM_UNSET is not set"),
     ],
 )
 def test_a_bad_override_is_refused_as_it_was_typed(path: Path, override: str, expected: str) -> None:
@@ -314,8 +314,8 @@ def test_label_files_are_paths_too(path: Path) -> None:
     assert load(path, ["data.labels=b.csv"]).data.labels == str(Path.cwd() / "b.csv")
     assert load(path, ["data.labels=sample:contact/labels.csv"]).data.labels == "sample:contact/labels.csv"
     assert load(path, ["data.labels=null"]).data.labels is None
-    assert problem(path, "data.mask=${UNSET_HERE}/m") == (
-        "data.mask=${UNSET_HERE}/m: data.mask: the environment variable UNSET_HERE is not set"
+    assert problem(path, "data.mask=${SLURM_UNSET}/m") == (
+        "data.mask=${SLURM_UNSET}/m: data.mask: the environment variable SLURM_UNSET is not set"
     )
 
 
@@ -358,11 +358,11 @@ def test_a_repository_of_the_hub_stays_a_name_unless_a_path_has_it(path: Path) -
 def test_home_and_variables_expand(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("SCRATCH", "/scratch")
-    monkeypatch.setenv("SPLIT", "b")
+    monkeypatch.setenv("USER", "b")
     edit(path, "/data/test.fasta", "~/data/test.fasta")
-    edit(path, "train.fasta", "${SCRATCH}/${SPLIT}/${SPLIT}.fasta")
+    edit(path, "train.fasta", "${SCRATCH}/${USER}/${USER}.fasta")
     edit(path, "runs/x", "${SCRATCH}/runs")
-    recipe = load(path, ["data.valid=~/v/${SPLIT}.fasta"])
+    recipe = load(path, ["data.valid=~/v/${USER}.fasta"])
     assert recipe.data.test == "/home/someone/data/test.fasta"
     assert recipe.data.train == "/scratch/b/b.fasta"
     assert recipe.data.valid == "/home/someone/v/b.fasta"
@@ -370,8 +370,8 @@ def test_home_and_variables_expand(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_unset_variable_is_refused_with_its_line(path: Path) -> None:
-    edit(path, "train.fasta", "${UNSET_HERE}/train.fasta")
-    assert problem(path) == f"{path}:5:10: data.train: the environment variable UNSET_HERE is not set"
+    edit(path, "train.fasta", "${SLURM_UNSET}/train.fasta")
+    assert problem(path) == f"{path}:5:10: data.train: the environment variable SLURM_UNSET is not set"
 
 
 @pytest.mark.parametrize("change", [lambda r: setattr(r, "out", "x"), lambda r: setattr(r.optim, "lr", 1.0)])
@@ -764,8 +764,8 @@ def test_the_sequence_task_takes_proteins_whole(path: Path) -> None:
 def test_an_unset_variable_does_no_harm_where_an_override_stands_in_for_it(path: Path) -> None:
     text = path.read_text()
     line = next(line for line in text.splitlines() if line.strip().startswith("valid:"))
-    path.write_text(text.replace(line, "  valid: ${NOT_SET_ANYWHERE}/x.fasta"))
-    assert "NOT_SET_ANYWHERE" in problem(path)
+    path.write_text(text.replace(line, "  valid: ${SLURM_NOT_SET}/x.fasta"))
+    assert "SLURM_NOT_SET" in problem(path)
     assert load(path, ["data.valid=mine.fasta"]).data.valid == str(Path.cwd() / "mine.fasta")
 
 

@@ -108,6 +108,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         searched = ["--sweep", _absolute(str(options.sweep))]
         reads.append(searched[-1])
         searched += [] if options.trials is None else ["--trials", str(options.trials)]
+    allowed = [part for name in recipe_file.allowed_names() for part in ("--env", name)]
     if options.target == "kubernetes":
         text = None if shipped else path.read_text(encoding="utf-8")
         # The paths in the recipe are relative to the volume.
@@ -116,7 +117,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     return SchedulerJob(
         name=options.name or path.stem,
         kind="finetune",
-        arguments=("finetune", named, *overrides, *searched, "--resume", "auto"),
+        arguments=("finetune", named, *overrides, *searched, *allowed, "--resume", "auto"),
         out=out,
         directory=str(Path.cwd()),
         reads=tuple(sorted(set(reads))),

@@ -27,6 +27,7 @@ from esmshard.data.splits.leakage import MOST
 from esmshard.data.splits.split_method import Method
 from esmshard.data.splits.variant_split import VariantRows
 from esmshard.errors import UsageError
+from esmshard.files import check_replaced
 
 Data = FastaRecords | VariantRows
 
@@ -42,12 +43,10 @@ class Division:
 
 def may_write(out: Path, overwrite: bool) -> None:
     """Refuse to write over anything but an earlier split. Changes nothing."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not overwrite:
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
-    if not (out / "splits.tsv").is_file():
-        raise UsageError(f"{out}: holds something else than a split, and is left alone; choose another directory")
+    sets = [f"{fold}{name}.{ending}" for fold in ("", "fold_*/") for name in SETS for ending in ("fasta", "npz", "csv")]
+    check_replaced(out, ["splits.tsv", "split.json", *sets], marker="split.json")
 
 
 def divide(

@@ -33,10 +33,10 @@ from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.store.duplicates import OnDuplicate, without_duplicates
 from esmshard.data.store.pieces import Piece, piece_directory, read_piece
 from esmshard.data.store.store_index import Shard, write_index
-from esmshard.data.store.token_store import FORMAT, VERSION, TokenStore, header_shard, is_store, token_shard
+from esmshard.data.store.token_store import ARRAYS, FORMAT, VERSION, TokenStore, header_shard, is_store, token_shard
 from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError, unwritable, writing
-from esmshard.files import cache_directory, read_json, state
+from esmshard.files import cache_directory, check_replaced, read_json, state
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
 
@@ -254,8 +254,8 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
 def _check_out(out: Path, overwrite: bool = False) -> None:
     if out.exists() and not overwrite:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
-    if out.exists() and not is_store(out):
-        raise UsageError(f"{out}: is not a token store, so it is not replaced; choose another directory")
+    shards = ("tokens-*.u8", "headers-*.txt")
+    check_replaced(out, ["manifest.json", *shards, *ARRAYS], marker="manifest.json")
 
 
 def _partial(out: Path) -> Path:

@@ -14,6 +14,7 @@ from esmshard.embed.compute.outputs import DTYPES, About, Dtype, Pool, Row
 from esmshard.embed.formats.format_writer import FormatWriter
 from esmshard.embed.formats.hdf5_disk import Disk
 from esmshard.errors import InputError, UsageError
+from esmshard.files import check_replaced
 
 _BLOCK = 1 << 24
 """Bytes that are moved at once."""
@@ -220,10 +221,7 @@ class FairEsmFormat(FormatWriter):
         """Refuse to replace any directory that this format did not write."""
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return
-        if not out.is_dir():
-            raise UsageError(f"{out}: is a file, and --format fair-esm-pt writes a directory; choose another name")
-        if not (out / cls.ABOUT).is_file():
-            raise UsageError(f"{out}: holds files that embed did not write; choose another name, or an empty directory")
+        check_replaced(out, [cls.ABOUT, "*.pt"], marker=cls.ABOUT)
         if not overwrite:
             raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
 

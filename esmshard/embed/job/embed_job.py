@@ -30,7 +30,7 @@ from esmshard.embed.workers.embed_worker import make_embedder, work
 from esmshard.embed.workers.local_workers import run_local
 from esmshard.embed.workers.remote_claims import worker_of
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory
+from esmshard.files import cache_directory, check_replaced
 from esmshard.launch.process_group import is_launched, own_device, processes_of, processes_per_machine
 from esmshard.model.weights import recorded
 from esmshard.progress import Progress, rate, say
@@ -173,6 +173,7 @@ def _prepare(job: EmbedJob) -> EmbedReport | dict[str, Any]:
             )
         if not job.overwrite:
             raise UsageError(f"{directory}: left by an interrupted run; --resume goes on, --overwrite starts over")
+        check_replaced(directory, ["plan.json", "manifest.json", "failed.tsv", "index/*", "parts/*", "work/*", ".*"])
         remove(directory)
     if job.reuse is not None:
         Reuse(job.reuse, asked.spec)

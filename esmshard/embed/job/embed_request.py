@@ -14,6 +14,7 @@ from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
+from esmshard.files import check_replaced
 from esmshard.joined_chains import join_option
 from esmshard.launch.process_group import precision_on
 from esmshard.model.families.family_registry import family_of
@@ -128,8 +129,7 @@ def check_output(asked: EmbedRequest, *, overwrite: bool) -> None:
     elif out.exists():
         if not overwrite:
             raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
-        if not (out / "manifest.json").is_file():
-            raise UsageError(f"{out}: is no directory of embeddings, so it is not replaced; choose another name")
+        check_replaced(out, ["manifest.json", "failed.tsv", "index/*", "parts/*"], marker="manifest.json")
 
 
 def file_bytes(fmt: str, spec: Spec, index: RowIndex) -> int:

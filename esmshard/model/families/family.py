@@ -142,8 +142,6 @@ class Family:
     pickles: Mapping[str, str]
     """The `AuthorsFile` objects of the files that can be written, as `module:name`, by their word in
     `consolidate --to`."""
-    peers: Mapping[str, str]
-    """Functions that make other libraries' models for `esmshard verify`, as `module:function`, by library."""
     computed: Callable[[str], bool] = lambda name: name.endswith("inv_freq")
     """Whether a tensor follows from the architecture, so that a file may lack it. Rotary frequencies do."""
     tracks: tuple[Track, ...] = ()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from esmshard.model.families.peer import MakePeer
     from esmshard.model.trunk import Trunk
     from esmshard.model.weight_reader import WeightReader
 
@@ -136,11 +135,6 @@ def encoder_of(track: str) -> "Callable[[Path, npt.NDArray[np.float32], torch.de
     if track not in known:
         raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(known)}")
     return _imported(known[track])  # type: ignore[no-any-return]
-
-
-def peers_of(config: ModelConfig) -> dict[str, "MakePeer"]:
-    """Return the functions that make other libraries' models of an architecture, by library."""
-    return {library: _imported(place) for library, place in family_of(config).peers.items()}
 
 
 @cache

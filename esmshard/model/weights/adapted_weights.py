@@ -246,16 +246,24 @@ def _account(
 
 
 def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of B A: alpha / rank, with rsLoRA alpha / sqrt(rank). Patterns match modules as in PEFT."""
-    try:
-        patterns = (settings.get("alpha_pattern") or {}).items()
-        matching = [alpha for key, alpha in patterns if re.match(rf"(.*\.)?({key})$", module)]
-        alpha = float((matching or [settings["lora_alpha"]])[0])
-    except (KeyError, TypeError, ValueError, re.error):
-        raise InputError(
-            f"{directory / CONFIG}: lora_alpha or alpha_pattern cannot be read; save the adapter again"
-        ) from None
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    """Return the factor of B A: alpha / rank, with rsLoRA alpha / sqrt(rank).
+
+    PEFT matches the keys of `alpha_pattern` as regular expressions, and the first one counts. Here they are names, with
+    or without a backslash before each dot, since an expression of somebody else may take for ever.
+    """
+    where, found = directory / CONFIG, settings.get("lora_alpha")
+    for key, alpha in reversed((settings.get("alpha_pattern") or {}).items()):
+        name = str(key).removeprefix("^").removesuffix("$").replace("\\.", ".")
+        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+            raise InputError(f"{where}: alpha_pattern: {key!r} is no name of layers, and nothing else is read; {_FIX}")
+        if module == name or (module.endswith(f".{name}") and not str(key).startswith("^")):
+            found = alpha
+    given_rank = settings.get("r", rank)
+    if rank < 1 or not isinstance(given_rank, int) or given_rank < 1:
+        raise InputError(f"{where}: the rank of a LoRA must be a whole number from 1 on; save the adapter again")
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+        raise InputError(f"{where}: lora_alpha or alpha_pattern is {found!r}, no positive number; save it again")
+    return found / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, scale: float) -> WeightReader:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from esmshard.errors import InputError
 from esmshard.files import replace_json, sha256
 from esmshard.joined_chains import Chains
 from esmshard.model.config import ModelConfig
@@ -65,8 +66,12 @@ def write_transformers(
     files = ["model.safetensors"]
     if len(parts) > 1:
         files = [f"model-{n + 1:05d}-of-{len(parts):05d}.safetensors" for n in range(len(parts))]
-    for file, part in zip(files, parts, strict=True):
-        _write_safetensors(directory / file, part, sizes, source, dtype)
+    digests = {
+        file: _write_safetensors(directory / file, part, sizes, source, dtype)
+        for file, part in zip(files, parts, strict=True)
+    }
+    if wrong := [file for file, digest in digests.items() if sha256(directory / file) != digest]:
+        raise InputError(f"{directory / wrong[0]}: does not read back as it was written; check the disk, and try again")
     if len(parts) > 1:
         weight_map = {key: file for file, part in zip(files, parts, strict=True) for key in part}
         index = {"metadata": {"total_size": sum(stored.values())}, "weight_map": weight_map}
@@ -78,7 +83,7 @@ def write_transformers(
         about[CHAINS] = config.chains.text
     replace_json(directory / "config.json", about)
     theirs.write_tokenizer(directory)
-    return {file: sha256(directory / file) for file in files}
+    return digests
 
 
 def write_pickle(
@@ -135,11 +140,6 @@ def few(sizes: Mapping[str, torch.Size]) -> Iterator[list[str]]:
     return _cut(numbers, max(numbers.values()))
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """Return the sha256 of the bytes of a tensor."""
-    return hashlib.sha256(_bytes(tensor)).hexdigest()
-
-
 def _keys(config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
     """Return the keys of a `transformers` directory with the tensors that each of them joins, in their order."""
     files = family_of(config).files
@@ -159,9 +159,9 @@ def _write_safetensors(
     sizes: Mapping[str, torch.Size],
     source: Source,
     dtype: torch.dtype,
-) -> None:
+) -> str:
     """Write the tensors that `keys` names for each key, joined along the rows. The bytes are those of
-    `safetensors.torch.save_file`, which needs all tensors of a file in memory.
+    `safetensors.torch.save_file`, which needs all tensors of a file in memory. Return their sha256.
 
     The format is the header's length (8 bytes, little-endian), a JSON header padded with spaces to a multiple of 8, and
     the tensors, the wider types first so that all are aligned (https://github.com/huggingface/safetensors).
@@ -179,14 +179,19 @@ def _write_safetensors(
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    written = hashlib.sha256(head)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(head)
         for names in few({name: sizes[name] for key in order for name in keys[key]}):
             tensors = dict(source(names))
             for name in names:
                 tensor = tensors.pop(name)
                 assert tensor.shape == sizes[name], f"{name} is {list(tensor.shape)}, {list(sizes[name])} was announced"
-                file.write(_bytes(cast(name, tensor, dtype)))
+                data = _bytes(cast(name, tensor, dtype))
+                file.write(data)
+                written.update(data)
+    return written.hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

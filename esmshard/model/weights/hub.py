@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import is_hub_name, read_json, sha256, size_text, whole_directory
+from esmshard.files import check_replaced, is_hub_name, read_json, sha256, size_text, whole_directory
 from esmshard.model.families.family_registry import FAMILIES, RELEASED, transformers_config
 from esmshard.progress import say
 
@@ -59,6 +59,9 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
         problems += [f"{path}: exists already; choose another directory or pass --overwrite" for path in taken]
     if problems:
         raise UsageError(*problems)
+    written = [_CONFIG, ADAPTER_CONFIG, _CARD, "*.safetensors*", "*.bin*", "*.pth", *_TOKENIZER, *_OWN]
+    for out in [] if to is None else [to / name for name in names]:
+        check_replaced(out, written)
 
 
 def find(name: str) -> Path | None:
@@ -99,36 +102,6 @@ def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
     info = _ask(name, _not_here(name))
     with _alone(name):
         return find(name) or _download(name, info)
-
-
-def fetch_config(name: str) -> Path | None:
-    """Find the `config.json` of a repository in the hub's cache, or download this file alone. Return None for an
-    adapter, whose base has the file.
-
-    Raises:
-        InputError: it is not here and cannot be downloaded, or only the file of the weights says what model it is.
-    """
-    check([name])
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    cached = try_to_load_from_cache(repository(name), _CONFIG)
-    if isinstance(cached, str):
-        return Path(cached)
-    info = _ask(name, _not_here(name))
-    files = [sibling.rfilename for sibling in info.siblings or []]
-    if _adapter(files):
-        return None
-    theirs = authors_weights(files)
-    if theirs and not any(layout in files for layout in LAYOUTS):  # Their `config.json` is empty, or missing.
-        raise InputError(
-            f"{name}: only {theirs} says what model it is, and it is not on this machine; run `esmshard download "
-            f"{name}` first"
-        )
-    _check_has_config(name, files)
-    with _one_sentence(f"{name}: {_CONFIG} did not come whole:", name, _hub_cache()):
-        path = Path(hf_hub_download(repository(name), _CONFIG))
-    _verify(name, path, None, binary=False)
-    return path
 
 
 def _fetch_to(name: str, to: Path) -> Path:

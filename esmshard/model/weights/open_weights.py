@@ -258,6 +258,14 @@ def is_here(model: str) -> bool:
     return place(model).exists() or state_dicts.file_and_size(model) is not None
 
 
+def is_far(model: str) -> bool:
+    """Return whether a model would be read from a bucket or downloaded from the hub. Nothing is asked for."""
+    if remote.address(model) is not None:
+        return True
+    is_named = family_registry.released_name(model) is not None or is_hub_name(model)
+    return is_named and not is_here(model) and hub.find(family_registry.released_name(model) or model) is None
+
+
 def is_model(name: str) -> bool:
     """Return whether a name means a model although no file or directory has it: a size, FILE@SIZE, or OWNER/NAME."""
     return name in SIZES or is_hub_name(name) or state_dicts.file_and_size(name) is not None

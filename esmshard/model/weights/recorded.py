@@ -22,23 +22,21 @@ def entries(digests: Mapping[str, str]) -> dict[str, Any]:
     return {"weights_sha256": together, "files": dict(digests)}
 
 
-def altered(files: Sequence[Path], digest: Callable[[Path], str] = remembered_sha256) -> str | None:
+def altered(files: Sequence[Path]) -> str | None:
     """Describe in one sentence which weight file is not the recorded one; None if all files are.
 
     Files without a record beside them, such as released ones, are not checked.
 
     Args:
         files: files of one model; an adapter and its base lie in two directories.
-        digest: returns the sha256 of a file. The default reads a file once and remembers its sha256 until the file
-            changes.
     """
     for folder in dict.fromkeys(file.parent for file in files):
         here = [file for file in files if file.parent == folder]
         known = _recorded(folder)
         if isinstance(known.get("files"), dict):
-            wrong = [file for file in here if known["files"].get(file.name) != digest(file)]
+            wrong = [file for file in here if known["files"].get(file.name) != remembered_sha256(file)]
         elif isinstance(known.get("weights_sha256"), str):  # A shipped model's record has the hash of its only file.
-            wrong = here[:1] if known["weights_sha256"] != digest(here[0]) else []
+            wrong = here[:1] if known["weights_sha256"] != remembered_sha256(here[0]) else []
         else:
             continue
         if wrong:
@@ -57,6 +55,18 @@ def compared(files: Sequence[Path], warn: Callable[[str], object]) -> Iterator[N
         yield
         if sentence := found.result():
             warn(sentence)
+
+
+def is_finetuned(folder: Path) -> bool:
+    """Whether a model directory records a recipe, and not only the sha256 of a model that was converted. A damaged
+    record counts as one of a fine-tuned model, whose reader then says what is wrong.
+    """
+    try:
+        return "recipe" in read_json(folder / ABOUT)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError, TypeError):
+        return True
 
 
 def task_of(files: Sequence[Path]) -> tuple[str, dict[str, Any]] | None:

@@ -104,7 +104,7 @@ def read(run: Path) -> RunFiles:
     recipe_text, recipe, problem = _text(run / "recipe.yaml"), None, None
     if recipe_text is not None:
         try:
-            recipe = recipe_file.load(run / "recipe.yaml")
+            recipe = recipe_file.load(run / "recipe.yaml", of_run=True)
         except UsageError as error:  # a recipe of another version; the results are still readable
             problem = error.problems[0]
     lines = _lines(run / METRICS)

@@ -20,8 +20,7 @@ from esmshard.report.read.run_directory import RunFiles, Values, intervals, json
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.registry import traits
-from esmshard.train.experiments.cross_validation import CURVE
-from esmshard.train.experiments.repeats import SUMMARY
+from esmshard.train.experiments.repeats import CURVE, SUMMARY
 from esmshard.train.records.verdict import strongest
 
 RANKED = "ranked.csv"

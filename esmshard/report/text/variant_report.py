@@ -29,8 +29,7 @@ from esmshard.report.text.scores import MOST_TARGETS, measured_figures, methods_
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import Interval
-from esmshard.train.experiments.cross_validation import CURVE
-from esmshard.train.experiments.repeats import SUMMARY
+from esmshard.train.experiments.repeats import CURVE, SUMMARY
 from esmshard.train.records.verdict import comparison
 
 BEST = 20
@@ -275,7 +274,7 @@ def recipe(found: CrossValidated) -> Section:
     text = "With every key resolved, as the first run has it; the others differ in train.seed, data.fold and out."
     if len(_steps(found)) > 1:
         text += " Their train.steps differ too, as the sizes of their training sets do."
-    return Section("recipe", "Recipe", [text], code=recipe_file.dump(found.recipe))
+    return Section("recipe", "Recipe", [text], code=found.raw.get("recipe_yaml") or recipe_file.dump(found.recipe))
 
 
 def reproduce(found: CrossValidated) -> Section:

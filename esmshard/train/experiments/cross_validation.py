@@ -17,17 +17,17 @@ from esmshard.data.tables import counted
 from esmshard.data.variants.substitutions import name_of, parse_variant
 from esmshard.errors import InputError
 from esmshard.files import read_json, replace_json, replacing
+from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import LEAST, Interval, block_draws, count_units, difference, interval, variant_units
-from esmshard.train.experiments.repeats import SUMMARY, Repeat
+from esmshard.train.experiments.repeats import CURVE, SUMMARY, Repeat
 from esmshard.train.records.verdict import aligned, verdict
 
 SHARES = (0.25, 0.5)
 """The shares of the training variants at the points of a learning curve. All training variants are a further point."""
-CURVE = "learning_curve.json"
 
 Array = npt.NDArray[np.float64]
 
@@ -118,7 +118,13 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     path = out / SUMMARY
     summary = read_json(path)
     table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
-    more = {"recipe": recipe.model_dump(mode="json"), "table": table, "joint": joint, "verdict": said}
+    more = {
+        "recipe": recipe.model_dump(mode="json"),
+        "recipe_yaml": recipe_file.dump(recipe),
+        "table": table,
+        "joint": joint,
+        "verdict": said,
+    }
     replace_json(path, summary | more)
     sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}

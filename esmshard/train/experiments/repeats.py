@@ -1,6 +1,7 @@
 """Several runs of one recipe, over seeds and cross-validation folds, and their summary."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replace_json
 from esmshard.recipe.sections import Recipe
@@ -17,6 +19,9 @@ from esmshard.train.records import status
 from esmshard.train.records.verdict import aligned, in_sample, verdict
 
 SUMMARY = "summary.json"
+CURVE = "learning_curve.json"
+JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.json", "report.html")
+"""The files that are written beside the directories of several runs when all runs are done."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,20 @@ def is_done(run: Path, steps: int | None = None) -> bool:
     found = status.read(run)
     ended = found is not None and found["state"] == "done" and (run / "evaluation.json").is_file()
     return ended and (steps is None or (found is not None and found["steps"] >= steps))
+
+
+def check_out(out: Path) -> None:
+    """Refuse to write the joint results of several runs over files that no such runs left. Nothing is changed."""
+    names = [name for name in JOINT_FILES if os.path.lexists(out / name)]
+    try:
+        is_left = "verdict" in read_json(out / SUMMARY)
+    except (OSError, ValueError, TypeError):
+        is_left = False
+    if names and not is_left:
+        raise UsageError(
+            f"{out}: holds {', '.join(names)}, which no runs left there, and which their results would replace; "
+            "choose another directory with out=DIR"
+        )
 
 
 def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:

@@ -104,6 +104,14 @@ def mark_failed(out: Path, message: str, exit_code: int = 1) -> None:
         replace_json(out / NAME, {**status, **ended})
 
 
+def is_written(out: Path) -> bool:
+    """Whether a run left its status in a directory. A `status.json` of another program is none."""
+    try:
+        return as_written(out) is not None
+    except InputError:
+        return False
+
+
 def as_written(out: Path) -> Status | None:
     """Read the file without a look at the lease. `InputError` if the file is damaged."""
     try:

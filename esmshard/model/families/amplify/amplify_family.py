@@ -63,5 +63,4 @@ FAMILY = Family(
     ),
     read_pickle=None,
     pickles={},
-    peers={},
 )

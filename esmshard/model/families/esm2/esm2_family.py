@@ -66,8 +66,4 @@ FAMILY = Family(
     ),
     read_pickle="esmshard.model.families.esm2.esm2_pickle:read",
     pickles={"fair-esm": "esmshard.model.families.esm2.esm2_pickle:FAIR_ESM"},
-    peers={
-        "fair-esm": "esmshard.model.families.esm2.esm2_peers:fair_esm",
-        "transformers": "esmshard.model.families.esm_peers:transformers",
-    },
 )

@@ -75,7 +75,6 @@ FAMILY = Family(
     ),
     read_pickle="esmshard.model.families.esm3.esm3_pickle:read",
     pickles={"esm3-pth": "esmshard.model.families.esm3.esm3_pickle:ESM3_PTH"},
-    peers={},
     tracks=(
         Track(COORDINATES, "coordinates of N, CA and C", "coordinates", float("nan")),
         Track(STRUCTURE, "structure tokens", "codes", STRUCTURE_MASK, n_codes=STRUCTURE_TOKENS),

@@ -64,5 +64,4 @@ FAMILY = Family(
     ),
     read_pickle="esmshard.model.families.esmc.esmc_pickle:read",
     pickles={},
-    peers={"transformers": "esmshard.model.families.esmc.esmc_peers:transformers"},
 )

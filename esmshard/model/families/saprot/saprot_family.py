@@ -44,6 +44,5 @@ FAMILY = Family(
     ),
     read_pickle=None,
     pickles={},
-    peers={"transformers": "esmshard.model.families.saprot.saprot_peers:transformers"},
     tracks=(STRUCTURE,),
 )

@@ -1,0 +1,67 @@
+"""`--overwrite` and `--resume` remove what an earlier result of esmshard left, and never a file of the user's own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esmshard.api.run_options import RunOptions
+from esmshard.api.run_sweep import check_sweep
+from esmshard.api.runs import finetune
+from esmshard.checkpoint.consolidate import consolidate
+from esmshard.data.splits.split_files import may_write
+from esmshard.data.store.ingestion import ingest
+from esmshard.errors import UsageError
+from esmshard.model.weights import hub
+from esmshard.train.experiments import repeats
+
+
+@pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": "auto"}])
+def test_a_run_removes_nothing_that_no_run_left(tiny_recipe: Path, tmp_path: Path, how: dict[str, Any]) -> None:
+    out = tmp_path / "project"
+    for name in ("figures/paper.svg", "report.html", "status.json"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("{}")
+    with pytest.raises(UsageError, match=r"status\.json, figures, report\.html"):
+        finetune(tiny_recipe, out=out, report=False, **how)
+    assert (out / "figures/paper.svg").exists()
+    assert (out / "report.html").exists()
+
+
+def test_the_joint_results_of_several_runs_replace_no_table_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "variants.csv").write_text("mutant,score\n")
+    with pytest.raises(UsageError, match=r"variants\.csv"):
+        repeats.check_out(tmp_path)
+    (tmp_path / "summary.json").write_text('{"verdict": ""}')
+    repeats.check_out(tmp_path)
+
+
+def test_trials_beside_a_journal_of_another_program_are_no_sweep(tmp_path: Path) -> None:
+    (tmp_path / "trials").mkdir()
+    (tmp_path / "journal.log").write_text('{"entry": "first day"}\n')
+    with pytest.raises(UsageError, match="no sweep"):
+        check_sweep(tmp_path, RunOptions(overwrite=True))
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
+    "consolidate": ("config.json", lambda out, _: consolidate("starter", out, overwrite=True)),
+    "consolidate beside a model of ours": ("esmshard.json", lambda out, _: consolidate("starter", out, overwrite=True)),
+    "split": ("splits.tsv", lambda out, _: may_write(out, overwrite=True)),
+    "split beside a split of ours": ("split.json", lambda out, _: may_write(out, overwrite=True)),
+    "ingest": ("manifest.json", lambda out, fasta: ingest([fasta], out, overwrite=True)),
+    "download": ("config.json", lambda out, _: hub.check([out.name], out.parent, overwrite=True)),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_directory_with_files_of_the_user_is_not_replaced(writer: str, tmp_path: Path) -> None:
+    name, write = WRITERS[writer]
+    out, fasta = tmp_path / "esm2_t6_8M_UR50D", tmp_path / "x.fasta"
+    out.mkdir()
+    fasta.write_text(">a\nMKV\n")
+    (out / name).write_text("{}")
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match=r"thesis\.txt"):
+        write(out, fasta)
+    assert (out / "thesis.txt").read_text() == "years of work"
