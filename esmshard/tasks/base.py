@@ -160,6 +160,15 @@ class Task(ABC):
         """
         return self
 
+    def learn_from_validation(self, rows: Sequence[Row]) -> Facts:
+        """Return facts that follow from the validation split, such as the temperature of probabilities. They are kept
+        with the model beside those of `learn`.
+
+        Args:
+            rows: of `score`, of all records of the split.
+        """
+        return {}
+
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
         """Make a new head: `head(x_TD, batch)` returns a list of N outputs, one tensor a record, on any device.

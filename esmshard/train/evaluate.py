@@ -28,6 +28,7 @@ from esmshard.tasks.base import MAIN, Row, Task, collate
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, without_tracks
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
+from esmshard.tasks.registry import new_task
 from esmshard.train.records.verdict import aligned, verdict
 from esmshard.vocab import chain_spans
 
@@ -120,6 +121,8 @@ def evaluate(
         base: the model before the first step. Without this model, baselines that need it are left out.
     """
     table: dict[str, list[Row]] = {MAIN: []}
+    # The temperature is of the fine-tuned model alone.
+    of_baselines = new_task(task.settings, {**task.facts, "temperature": None})
     if base is not None and known:
         task.look_ahead(data, base)
     with Progress("evaluate", len(data)) as progress:
@@ -130,7 +133,7 @@ def evaluate(
             table[MAIN] += task.score(model.outputs(inputs), [one.target for one in inputs])
             for example, asked in zip(examples, inputs, strict=True):
                 for name, output in task.baseline_outputs(example, known, base).items():
-                    row = task.score([output], [asked.target])[0] if isinstance(output, np.ndarray) else output
+                    row = of_baselines.score([output], [asked.target])[0] if isinstance(output, np.ndarray) else output
                     table.setdefault(name, []).append(row)
             progress.update(first + len(examples), "")
     return table
@@ -246,6 +249,7 @@ def write(
         lower_is_better=task.lower_is_better,
     )
     numbers = _numbers(table[MAIN])
+    scaling = _scaling(task.facts, intervals[MAIN])
     evaluation = {
         **about,
         "task": about["recipe"]["task"]["name"],
@@ -257,26 +261,27 @@ def write(
         "without_value": {
             c: sum(math.isnan(float(row.get(c, math.nan))) for row in table[MAIN]) for c in columns if c in numbers
         },
-        "interval": _method(unit, intervals[MAIN]),
+        "interval": _method(unit, columns),
         "without_interval": without,
         "verdict": said,
         "metrics": {name: {c: asdict(i) for c, i in row.items()} for name, row in intervals.items()},
         "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
         "facts": task.facts,
         "groups": of_groups,
-        "calibration": _calibration(table[MAIN]),
+        "calibration": _calibration(table[MAIN], scaling),
         "confusion": _confusion(table[MAIN], task),
     }
     replace_json(directory / "evaluation.json", evaluation)
     _write_rows(directory / "per_protein.csv", data, task, table, groups)
-    return "\n".join([as_text(intervals | _lines_of(of_groups), columns), *without_interval(without), said])
+    lines = [as_text(intervals | _lines_of(of_groups), columns), *without_interval(without), *filter(None, [scaling])]
+    return "\n".join([*lines, said])
 
 
 def _write_rows(
     path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
 ) -> None:
     """Write a line for each record: id, lengths, block and group, if there are any, and the numbers of its row."""
-    block_N, numbers = data.blocks(), _numbers(table[MAIN])
+    block_N, numbers, classes = data.blocks(), _numbers(table[MAIN]), task.facts.get("classes")
     # Where records are resampled in blocks the predictions of every baseline are saved, because the folds of a table of
     # variants are tested together.
     others = (
@@ -286,10 +291,14 @@ def _write_rows(
     )
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
     head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
-    lines = [[*head, *numbers, *(f"{key} of {name}" for name, key in others)]]
+    keys = [*numbers, *(f"{key} of {name}" for name, key in others)]
+    lines = [[*head, *keys]]
     for n, row in enumerate(table[MAIN]):
         values = [*(row.get(key, math.nan) for key in numbers), *(table[name][n][key] for name, key in others)]
         cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
+        for place, key in enumerate(keys):
+            if classes and key.split(" of ")[0] in ("target", "prediction"):
+                cells[place] = classes[int(values[place])]
         if task.settings.pairs:
             lengths = [end - start for start, end in chain_spans(data.whole(n))]
             lengths = [sum(lengths), *lengths]
@@ -360,24 +369,36 @@ def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | No
     return count_units(int(with_value_N.sum()), None if block_N is None else block_N[with_value_N])
 
 
-def _method(unit: str, found: Mapping[str, Interval]) -> str:
+def _method(unit: str, columns: Sequence[str]) -> str:
     """Describe in a phrase how the intervals were computed."""
-    biased = [metric for metric in found if metric in BIASED]
+    biased = [metric for metric in columns if metric in BIASED]
     of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
     return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
 
 
-def _calibration(rows: Sequence[Row]) -> dict[str, Any] | None:
+def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | None:
+    """Return a sentence on the temperature of the probabilities; None for a task that fits none."""
+    if "temperature" not in facts:
+        return None
+    records = f"{facts['validation_records']:,} validation records"
+    if facts["temperature"] is None:
+        return f"The probabilities are not calibrated: {records} have labels, and a temperature takes {LEAST}."
+    changes = ", ".join(f"{m} {ours[f'{m} before scaling']} before and {ours[m]} after" for m in ("ECE", "log loss"))
+    return f"The probabilities are scaled by a temperature of {facts['temperature']:.2f}, from {records}: {changes}."
+
+
+def _calibration(rows: Sequence[Row], scaling: str | None) -> dict[str, Any] | None:
     """Sum up the `calibration` [3, bins] of all rows, by bin of confidence.
 
-    The result holds for each bin the number of predictions, their mean confidence, and the share that is correct.
+    The result holds for each bin the number of predictions, their mean confidence, and the share that is correct; and
+    `scaling`, a sentence on the temperature.
     """
     if "calibration" not in rows[0]:
         return None
     count, confidence, right = np.sum([np.asarray(row["calibration"]) for row in rows], axis=0)
     with np.errstate(invalid="ignore"):
         shares = {"confidence": (confidence / count).tolist(), "accuracy": (right / count).tolist()}
-    return {"edges": np.linspace(0, 1, len(count) + 1).tolist(), "count": count.tolist(), **shares}
+    return {"edges": np.linspace(0, 1, len(count) + 1).tolist(), "count": count.tolist(), **shares, "scaling": scaling}
 
 
 def _confusion(rows: Sequence[Row], task: Task) -> dict[str, Any] | None:

@@ -328,7 +328,10 @@ def calibration(run: RunFiles) -> Section:
 
     return Section(
         *section,
-        [f"Expected calibration error: {value_text(error)}, over {total:,.0f} predictions in {int(used.sum())} bins."],
+        [
+            f"Expected calibration error: {value_text(error)}, over {total:,.0f} predictions in {used.sum()} bins.",
+            *filter(None, [found.get("scaling")]),
+        ],
         [
             Figure(
                 "Reliability: of predictions with about one probability, the share that came true; the larger the dot, "
