@@ -15,10 +15,12 @@ from torch import nn
 from esmshard import spreadsheet
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import assign
+from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.files import is_hub_name, replace_json, replace_text, replacing
 from esmshard.launch.process_group import World
+from esmshard.model.config import SHIPPED
 from esmshard.model.weights import hub, open_weights
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
@@ -38,6 +40,9 @@ CHUNK = 4096
 """
 
 BASELINES = "baselines.npz"
+TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
+"""The name of the hashes of the training sequences among the arrays of BASELINES, and the most of them that are kept.
+"""
 
 
 def validate(
@@ -80,11 +85,47 @@ def validate(
 
 
 def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> None:
-    """Fit the task's baselines on training records and save their parameters as `.npz`. One process calls this."""
+    """Fit the task's baselines on training records and save their parameters as `.npz`, with hashes of the training
+    sequences. One process calls this.
+    """
     some = range(0, len(train), -(-len(train) // task.baseline_records))
     known = task.baselines([train.get(n) for n in some], base)
+    if len(train) <= MOST_TRAINED_ON:
+        known = {**known, TRAINED_ON: np.unique(_sequences(train))}
     with replacing(path, binary=True) as file:
         np.savez(file, **known)  # type: ignore[arg-type]
+
+
+def _sequences(data: Examples) -> npt.NDArray[np.uint64]:
+    return hashes(ComparedRecords(len(data), data.whole, data.id))
+
+
+def seen_before(
+    model: str, about: Mapping[str, Any], known: Mapping[str, npt.NDArray[Any]], data: Examples
+) -> list[str]:
+    """Return a sentence on the records of a split that a model was trained on; nothing if its training is unknown.
+
+    Args:
+        model: its name.
+        about: its `esmshard.json`.
+        known: the arrays of its BASELINES.
+        data: the split.
+    """
+    digests = {split: facts.get("tokens_sha256") for split, facts in about.get("data", {}).items()}
+    if data.digest in (digests.get("train"), digests.get("valid")):
+        return [f"leakage: {model} was trained on these records, or chosen by them, so scores on them are no test"]
+    if TRAINED_ON in known:
+        same = int(np.isin(_sequences(data), known[TRAINED_ON]).sum())
+        meaning = "scores on these are no test" if same else "others may be similar to them"
+        return [f"leakage: {same:,} of {len(data):,} records are training records of {model}; {meaning}"]
+    if "train" not in digests or data.digest == digests.get("test"):
+        return []
+    train = about["data"]["train"]
+    name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
+    return [
+        f"leakage: {model} was trained on {count} records of {name}, with which these {len(data):,} were not compared; "
+        "scores on records that are among them are no test"
+    ]
 
 
 def keep_seen(task: Task, train: Examples, valid: Examples, path: Path) -> None:
@@ -161,7 +202,8 @@ def report(
         out: the directory for the results.
         warn: called with a sentence for each thing that is left out.
         device: see `chosen_device`.
-        leakage: sentences on what the split shares with the training records, for `evaluation.json`.
+        leakage: sentences on what the split shares with the training records, for `evaluation.json`; by default those
+            of `seen_before`, which are also given to `warn`.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
         tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
         complexes: which chains of structures were joined, for `evaluation.json`.
@@ -189,7 +231,8 @@ def report(
         left_out.append(
             f"baselines left out of the table: all that learn from training records; no {model}/{BASELINES}"
         )
-    for sentence in left_out:
+    seen = [] if leakage else seen_before(model, found.about, known, data)
+    for sentence in [*left_out, *seen]:
         warn(sentence)
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
@@ -199,7 +242,8 @@ def report(
     if complexes is not None:
         facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
     groups = [found.task.group(data.get(n), known) for n in range(len(data))]
-    return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out}, groups)
+    facts |= {"leakage": [*leakage, *seen], "left_out": left_out}
+    return write(out, data, found.task, table, facts, groups, name=model if model in SHIPPED else MAIN)
 
 
 def write(
@@ -209,6 +253,7 @@ def write(
     table: Mapping[str, Sequence[Row]],
     about: Mapping[str, Any],
     groups: Sequence[str] = (),
+    name: str = MAIN,
 ) -> str:
     """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, what is missing, and the verdict.
 
@@ -222,6 +267,7 @@ def write(
         table: the rows of every method.
         about: more entries for `evaluation.json`.
         groups: of each record (`Task.group`); empty for no groups.
+        name: the name of the model in the results; a shipped model has not been fine-tuned by anybody.
     """
     block_N, columns = data.blocks(), task.columns_of(table[MAIN])
     unit = "record" if block_N is None else task.in_common
@@ -248,8 +294,11 @@ def write(
         f"paired over {count:,} {unit}{'' if count == 1 else 's'}",
         lower_is_better=task.lower_is_better,
     )
+    if name != MAIN:
+        said = said.replace("Fine-tuning", f"The training of {name}").replace("the fine-tuned model", name)
     numbers = _numbers(table[MAIN])
     scaling = _scaling(task.facts, intervals[MAIN])
+    intervals = {name if method == MAIN else method: of_method for method, of_method in intervals.items()}
     evaluation = {
         **about,
         "task": about["recipe"]["task"]["name"],
@@ -264,7 +313,7 @@ def write(
         "interval": _method(unit, columns),
         "without_interval": without,
         "verdict": said,
-        "metrics": {name: {c: asdict(i) for c, i in row.items()} for name, row in intervals.items()},
+        "metrics": {method: {c: asdict(i) for c, i in row.items()} for method, row in intervals.items()},
         "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
         "facts": task.facts,
         "groups": of_groups,

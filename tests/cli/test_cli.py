@@ -532,4 +532,8 @@ def test_an_evaluation_says_what_it_leaves_out(tmp_path: Path) -> None:
     )
     assert left_out in done.stderr
     assert "mlm/model" not in done.stderr
-    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["left_out"] == [left_out]
+    written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert written["left_out"] == [left_out]
+    assert "starter was trained on 9381 records" in written["leakage"][0]
+    assert "starter" in written["metrics"]
+    assert "fine-tun" not in json.dumps([written["verdict"], [*written["metrics"]]]).lower()

@@ -70,7 +70,8 @@ def test_results_name_classes_and_have_both_calibration_errors(tmp_path: Path) -
     assert task.settings.model_dump()["loss"] is None
     outputs, targets = too_sure("class", 40, seed=0)
     rows = task.score(outputs, targets)
-    data: Any = Examples("test", *LabelFiles(tmp_path).split("test", "\n".join(f"{n} MKT" for n in range(40))))
+    text = "\n".join(f"{n} MKT" for n in range(40))
+    data = Examples("test", *LabelFiles(tmp_path).split("test", text), None)
     about = {"recipe": {"task": {"name": "sequence"}}}
     text = evaluate.write(tmp_path, data, task, {"fine-tuned": rows}, about)
     written = json.loads((tmp_path / "evaluation.json").read_text())

@@ -1,13 +1,16 @@
-"""What a run says at its start about records that the sets share."""
+"""What a run says at its start about records that the sets share, and an evaluation about records seen in training."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from esmshard.data.batching.loader import Examples
+from esmshard.data.store.ingestion import ingest
 from esmshard.recipe import recipe_file
-from esmshard.train import run_inputs
+from esmshard.train import evaluate, run_inputs
 from esmshard.train.finetune import run
 
 
@@ -37,3 +40,21 @@ def test_a_check_that_fails_does_not_stop_the_run(tiny_recipe: Path, monkeypatch
     monkeypatch.setattr(run_inputs, "check", fail)
     job = run_inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
     assert run_inputs.leakage_notices(job) == ["leakage: could not be checked (no memory)"]
+
+
+def test_an_evaluation_says_which_records_the_model_was_trained_on(tiny_recipe: Path, tmp_path: Path) -> None:
+    run(recipe_file.load(tiny_recipe, ["train.steps=1"]))
+    model = tiny_recipe.parent / "run" / "model"
+    about, known = json.loads((model / "esmshard.json").read_text()), evaluate.read_baselines(model / "baselines.npz")
+    train = tiny_recipe.with_name("train.fasta")
+    first = tmp_path / "some.fasta"
+    first.write_text("".join(f">{record}" for record in train.read_text().split(">")[1:4]) + ">new\nMKTAYIAKQR\n")
+
+    def seen(path: Path, kept: bool = True) -> str:
+        data = Examples("test", path, ingest([path], tmp_path / f"{path.stem}{kept}"), None)
+        (sentence,) = evaluate.seen_before("M", about, known if kept else {}, data)
+        return sentence
+
+    assert "was trained on these" in seen(train)
+    assert "3 of 4 records are training records of M" in seen(first)
+    assert "trained on 24 records of train.fasta, with which" in seen(first, kept=False)

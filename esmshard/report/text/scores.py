@@ -18,7 +18,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, intervals, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, range_text, value_text
-from esmshard.tasks.base import BEFORE
+from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.finetuner import load_finetuned, tracks_of
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.registry import traits
@@ -102,9 +102,8 @@ def achieved(run: RunFiles) -> list[str]:
     if now is not None and math.isfinite(now.value):
         earlier = f", and was {value_text(before.value)} before" if before is not None else ""
         of = f"{found.raw['records']:,} {found.raw['split']} records"
-        sentences.append(
-            f"After fine-tuning, {head.name} of {of} is {value_text(now.value)} {range_text(now)}{earlier}."
-        )
+        of = f"After fine-tuning, {head.name} of {of}" if found.main == MAIN else f"{head.name} of {found.main} on {of}"
+        sentences.append(f"{of} is {value_text(now.value)} {range_text(now)}{earlier}.")
     return [*sentences, *filter(None, [found.raw.get("verdict")])]
 
 
