@@ -230,6 +230,15 @@ class Task(ABC):
         """Return all rows of a split in the form in which `summary` reads thousands of resamples of them fastest."""
         return rows
 
+    def profile(self, row: Row) -> npt.NDArray[np.float64] | None:
+        """Return observed and predicted values along the sequence of a record, [2, L] with NaN for undefined ones and
+        for classes their numbers, which a report draws; None for tasks without.
+
+        Args:
+            row: of `score`.
+        """
+        return None
+
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Convert the head's output of one record for the user: probabilities, or values in the unit of the labels."""
         return output

@@ -31,7 +31,7 @@ from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, witho
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
 from esmshard.tasks.registry import new_task
-from esmshard.train.records.verdict import aligned, verdict
+from esmshard.train.records.verdict import aligned, comparison, strongest, verdict
 from esmshard.vocab import chain_spans
 
 CHUNK = 4096
@@ -40,6 +40,10 @@ CHUNK = 4096
 """
 
 BASELINES = "baselines.npz"
+LOWER_IS_BETTER = ("RMSE", "log loss")
+"""The metrics besides a headline of which lower values are better."""
+LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
+"""The longest record whose profile a report draws, and the most residues that it draws as dots."""
 TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
 """The name of the hashes of the training sequences among the arrays of BASELINES, and the most of them that are kept.
 """
@@ -294,6 +298,7 @@ def write(
         f"paired over {count:,} {unit}{'' if count == 1 else 's'}",
         lower_is_better=task.lower_is_better,
     )
+    said += _other_metrics(task, columns, intervals, differences)
     if name != MAIN:
         said = said.replace("Fine-tuning", f"The training of {name}").replace("the fine-tuned model", name)
     numbers = _numbers(table[MAIN])
@@ -319,6 +324,7 @@ def write(
         "groups": of_groups,
         "calibration": _calibration(table[MAIN], scaling),
         "confusion": _confusion(table[MAIN], task),
+        **_profiles(table[MAIN], data, task),
     }
     replace_json(directory / "evaluation.json", evaluation)
     _write_rows(directory / "per_protein.csv", data, task, table, groups)
@@ -423,6 +429,60 @@ def _method(unit: str, columns: Sequence[str]) -> str:
     biased = [metric for metric in columns if metric in BIASED]
     of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
     return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
+
+
+def _other_metrics(
+    task: Task,
+    columns: Sequence[str],
+    intervals: Mapping[str, Mapping[str, Interval]],
+    differences: Mapping[str, Mapping[str, Interval]],
+) -> str:
+    """Return a sentence on the other metrics in which the model clearly differs from the best baseline, where the
+    headline does not show it; empty if there are none. ECE is left out: predicting the frequencies has the best one.
+    """
+    clear: dict[str, list[str]] = {"better than": [], "worse than": []}
+    of_headline = ""
+    for metric in columns:
+        lower = task.lower_is_better if metric == columns[0] else metric in LOWER_IS_BETTER
+        values, gains = (
+            {method: row[metric] for method, row in rows.items() if metric in row} for rows in (intervals, differences)
+        )
+        best = strongest(values, gains, lower_is_better=lower)
+        how = "" if best is None else comparison(gains[best], lower_is_better=lower)
+        of_headline = how if metric == columns[0] else of_headline
+        if best is not None and how in clear and how != of_headline and metric != "ECE":
+            gain = gains[best]
+            clear[how].append(f"{metric} ({gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] against {best})")
+    if not any(clear.values()):
+        return ""
+    parts = [f"clearly {how} the best baseline in {listed(metrics)}" for how, metrics in clear.items() if metrics]
+    return f" In other metrics it is {', and '.join(parts)}."
+
+
+def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
+    """Return what a report draws of tasks with a value for each residue: `profiles`, those of the records with the
+    best, the median and the worst score; and of numbers `residues`, observed and predicted values of an even sample.
+    """
+    if task.profile(rows[0]) is None:
+        return {}
+    score = next((column for column in task.columns if column in rows[0]), None)
+    if score is None:
+        return {}
+    value_N = np.array([row[score] for row in rows], dtype=np.float64)
+    usable = np.isfinite(value_N) & (np.array([data.length(n) for n in range(len(data))]) <= LONGEST_PROFILE)
+    order = sorted(np.flatnonzero(usable).tolist(), key=lambda n: -value_N[n])
+    profiles = []
+    for n in dict.fromkeys(order[:1] + order[len(order) // 2 :][:1] + order[-1:]):
+        observed, predicted = np.asarray(task.profile(rows[n])).round(5).tolist()
+        profiles.append(
+            {"id": data.id(n), "score": score, "value": value_N[n], "observed": observed, "predicted": predicted}
+        )
+    if task.one_of_names:
+        return {"profiles": profiles}
+    every_2M = np.concatenate([np.asarray(task.profile(row)) for row in rows], axis=1)
+    every_2M = every_2M[:, ~np.isnan(every_2M[0])]
+    some_2M = every_2M[:, :: max(1, -(-every_2M.shape[1] // MOST_RESIDUES))].round(5)
+    return {"profiles": profiles, "residues": dict(zip(("observed", "predicted"), some_2M.tolist(), strict=True))}
 
 
 def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | None:

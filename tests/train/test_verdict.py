@@ -74,6 +74,7 @@ TASK: Any = SimpleNamespace(
     names=(),
     columns_of=lambda _rows: COLUMNS,
     settings=SimpleNamespace(pairs=False),
+    profile=lambda _row: None,
 )
 
 

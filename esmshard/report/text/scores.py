@@ -122,7 +122,7 @@ def predictions(run: RunFiles) -> Section:
     if run.evaluation is None:
         return Section(*section, missing="There are none before the model is tested.")
     maps, said = _maps(run) if traits(run.task).predicts_contacts else ([], "")
-    figures = [*maps, *_numbers(run)]
+    figures = [*maps, *_numbers(run), *_profiles(run.evaluation.raw)]
     if found := run.evaluation.raw.get("confusion"):
         classes, counts_CC = [str(c) for c in found["classes"]], np.array(found["counts"], dtype=np.float64)
 
@@ -217,6 +217,31 @@ def _numbers(run: RunFiles) -> list[Figure]:
         return f"Predicted against measured {name}, in the unit of the labels: one dot a protein, {len(x_N):,} of them."
 
     return measured_figures(_pairs(run), caption)
+
+
+def _profiles(raw: Mapping[str, Any]) -> list[Figure]:
+    """Draw values along the sequence of single test proteins, and observed against predicted values of residues."""
+    figures = []
+    for n, protein in enumerate(raw.get("profiles", ())):
+        observed_L, predicted_L = (np.array([number(v) for v in protein[key]]) for key in ("observed", "predicted"))
+
+        def draw(axes: Any, observed_L: Values = observed_L, predicted_L: Values = predicted_L) -> None:
+            charts.profile(axes, observed_L, predicted_L, raw["facts"].get("classes", ()))
+            charts.name_axes(axes, "residue", "class" if "classes" in raw["facts"] else "value")
+
+        caption = (
+            f"{protein['id']}: observed and predicted along the sequence, {protein['score']} {protein['value']:.3f}. "
+            "Of the test proteins, those with the best, the median and the worst score are drawn."
+        )
+        figures.append(Figure(caption, charts.chart(f"profile{n}", draw)))
+    if residues := raw.get("residues"):
+        observed_M, predicted_M = (np.array([number(v) for v in residues[key]]) for key in ("observed", "predicted"))
+
+        def caption_of(_name: str, x_M: Values, _y_M: Values) -> str:
+            return f"Predicted against observed values, in the unit of the labels: {len(x_M):,} residues, one dot each."
+
+        figures += measured_figures([("value", observed_M, predicted_M)], caption_of)
+    return figures
 
 
 def measured_figures(

@@ -215,6 +215,15 @@ class ResidueTask(Task):
             return metrics.ranked(rows, "predicted", "truth")
         return metrics.ranked(rows, "score") if len(self.names) == 2 else list(rows)
 
+    def profile(self, row: Row) -> npt.NDArray[np.float64]:
+        """Return true and predicted classes, or numbers in the unit of the labels, [2, L]; NaN without a label."""
+        known_L = np.asarray(row["known"])
+        both_2L = np.full((2, len(known_L)), np.nan)
+        both_2L[:, known_L] = [np.asarray(row["truth"]), np.asarray(row["predicted"])]
+        if self.settings.kind == "class":
+            return both_2L
+        return np.stack([self.predict(values_L[:, None].astype(np.float32)) for values_L in both_2L]).astype(np.float64)
+
     def learn_from_validation(self, rows: Sequence[Row]) -> Facts:
         """Return the temperature of the probabilities; nothing for numbers."""
         return fit_temperature(rows) if self.settings.kind == "class" else {}
@@ -312,9 +321,12 @@ class ResidueTask(Task):
             f"Q{n}": float((predicted_L == target_L).mean()) if len(target_L) else np.nan,
             "confusion": metrics.confusion(target_L, predicted_L, n),
             **probability_row(logits_LC, target_L, self.facts),
+            "known": known_L,
+            "truth": target_L.astype(np.int8),
+            "predicted": predicted_L.astype(np.int8),
         }
         if n == 2:
-            row |= {"score": logits_LC[:, 1] - logits_LC[:, 0], "truth": target_L == 1}
+            row["score"] = logits_LC[:, 1] - logits_LC[:, 0]
         return row
 
     def _number_row(self, output_L1: npt.NDArray[np.float32], target_L: npt.NDArray[np.float32]) -> Row:
@@ -327,6 +339,7 @@ class ResidueTask(Task):
             "Spearman": metrics.spearman(output_M.astype(np.float64), target_M.astype(np.float64)),
             "RMSE": float(((predicted - truth) ** 2).mean() ** 0.5) if len(truth) else np.nan,
             "square": np.array([((predicted - truth) ** 2).sum(), len(truth)]),
+            "known": known_L,
             "predicted": output_M,
             "truth": target_M,
         }
