@@ -94,32 +94,35 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> N
     """
     some = range(0, len(train), -(-len(train) // task.baseline_records))
     known = task.baselines([train.get(n) for n in some], base)
-    if len(train) <= MOST_TRAINED_ON:
-        known = {**known, TRAINED_ON: np.unique(_sequences(train))}
     with replacing(path, binary=True) as file:
-        np.savez(file, **known)  # type: ignore[arg-type]
+        np.savez(file, **known, **trained_on(train))  # type: ignore[arg-type]
 
 
 def _sequences(data: Examples) -> npt.NDArray[np.uint64]:
     return hashes(ComparedRecords(len(data), data.whole, data.id))
 
 
+def trained_on(train: Examples) -> dict[str, npt.NDArray[np.uint64]]:
+    """Return the hashes of the training sequences as an array of BASELINES; none of more than MOST_TRAINED_ON."""
+    return {TRAINED_ON: np.unique(_sequences(train))} if len(train) <= MOST_TRAINED_ON else {}
+
+
 def seen_before(
-    model: str, about: Mapping[str, Any], known: Mapping[str, npt.NDArray[Any]], data: Examples
+    model: str, about: Mapping[str, Any], trained: npt.NDArray[np.uint64] | None, data: Examples
 ) -> list[str]:
     """Return a sentence on the records of a split that a model was trained on; nothing if its training is unknown.
 
     Args:
         model: its name.
         about: its `esmshard.json`.
-        known: the arrays of its BASELINES.
+        trained: the hashes of its training sequences, if they are kept.
         data: the split.
     """
     digests = {split: facts.get("tokens_sha256") for split, facts in about.get("data", {}).items()}
     if data.digest in (digests.get("train"), digests.get("valid")):
         return [f"leakage: {model} was trained on these records, or chosen by them, so scores on them are no test"]
-    if TRAINED_ON in known:
-        same = int(np.isin(_sequences(data), known[TRAINED_ON]).sum())
+    if trained is not None:
+        same = int(np.isin(_sequences(data), trained).sum())
         meaning = "scores on these are no test" if same else "others may be similar to them"
         return [f"leakage: {same:,} of {len(data):,} records are training records of {model}; {meaning}"]
     if "train" not in digests or data.digest == digests.get("test"):
@@ -231,11 +234,12 @@ def report(
     if why and found.task.of_base:
         left_out.append(f"baselines left out of the table: {listed(found.task.of_base)}, because {why}")
     known = read_baselines(open_weights.place(model) / BASELINES)
+    trained = known.pop(TRAINED_ON, None)
     if not (open_weights.place(model) / BASELINES).is_file():
         left_out.append(
             f"baselines left out of the table: all that learn from training records; no {model}/{BASELINES}"
         )
-    seen = [] if leakage else seen_before(model, found.about, known, data)
+    seen = [] if leakage else seen_before(model, found.about, trained, data)
     for sentence in [*left_out, *seen]:
         warn(sentence)
     table = evaluate(found.model, found.task, data, known, base)

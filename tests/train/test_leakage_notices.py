@@ -45,14 +45,15 @@ def test_a_check_that_fails_does_not_stop_the_run(tiny_recipe: Path, monkeypatch
 def test_an_evaluation_says_which_records_the_model_was_trained_on(tiny_recipe: Path, tmp_path: Path) -> None:
     run(recipe_file.load(tiny_recipe, ["train.steps=1"]))
     model = tiny_recipe.parent / "run" / "model"
-    about, known = json.loads((model / "esmshard.json").read_text()), evaluate.read_baselines(model / "baselines.npz")
+    about = json.loads((model / "esmshard.json").read_text())
+    trained = evaluate.read_baselines(model / "baselines.npz")[evaluate.TRAINED_ON]
     train = tiny_recipe.with_name("train.fasta")
     first = tmp_path / "some.fasta"
     first.write_text("".join(f">{record}" for record in train.read_text().split(">")[1:4]) + ">new\nMKTAYIAKQR\n")
 
     def seen(path: Path, kept: bool = True) -> str:
         data = Examples("test", path, ingest([path], tmp_path / f"{path.stem}{kept}"), None)
-        (sentence,) = evaluate.seen_before("M", about, known if kept else {}, data)
+        (sentence,) = evaluate.seen_before("M", about, trained if kept else None, data)
         return sentence
 
     assert "was trained on these" in seen(train)
