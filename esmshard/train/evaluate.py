@@ -319,7 +319,7 @@ def write(
         "without_value": {
             c: sum(math.isnan(float(row.get(c, math.nan))) for row in table[MAIN]) for c in columns if c in numbers
         },
-        "interval": _method(unit, columns),
+        "interval": _method(unit, {column: intervals[name][column] for column in columns}),
         "without_interval": without,
         "verdict": said,
         "metrics": {method: {c: asdict(i) for c, i in row.items()} for method, row in intervals.items()},
@@ -428,9 +428,9 @@ def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | No
     return count_units(int(with_value_N.sum()), None if block_N is None else block_N[with_value_N])
 
 
-def _method(unit: str, columns: Sequence[str]) -> str:
+def _method(unit: str, found: Mapping[str, Interval]) -> str:
     """Describe in a phrase how the intervals were computed."""
-    biased = [metric for metric in columns if metric in BIASED]
+    biased = [metric for metric in found if metric in BIASED]
     of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
     return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
 
