@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from esmshard.checkpoint.stated_licence import forbids_commercial_use, licence_of_base
-from esmshard.files import is_hub_name, replace_text, sync_directory
+from esmshard.files import is_hub_name, replace_json, replace_text, sync_directory
 from esmshard.model.config import SHIPPED
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import (
@@ -30,7 +30,8 @@ from esmshard.tasks.registry import traits
 
 
 def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
-    """Write `README.md` to a model directory. An existing file is replaced in one operation.
+    """Write `README.md` to a model directory, and the metrics of the test set to its `esmshard.json`. An existing file
+    is replaced in one operation.
 
     Args:
         directory: the directory of the model.
@@ -38,6 +39,10 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         evaluation: the content of its `evaluation.json`; without it the card says that the model has not been scored.
     """
     replace_text(directory / "README.md", text(directory, about, evaluation))
+    if evaluation is not None and evaluation["split"] == "test":
+        tested = {"records": evaluation["records"], "interval": evaluation["interval"]}
+        tested["metrics"] = evaluation["metrics"].get(MAIN, {})
+        replace_json(directory / "esmshard.json", {**about, "test": tested})
     sync_directory(directory)
 
 
@@ -100,7 +105,7 @@ def _metrics_for_hub(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any
     return [
         {"type": column, "value": found["value"], "name": f"{column}, {_interval(found)}"}
         for column, found in model.items()
-        if found["value"] is not None
+        if found["value"] is not None and not column.endswith("before scaling")
     ]
 
 

@@ -266,6 +266,7 @@ def _facts(
         "model": model,
         "weights_sha256": found.about.get("weights_sha256"),
         "task": found.about["recipe"]["task"],
+        "test": found.about.get("test"),
         "input": str(examples.path),
         "tracks": dict(tracks),
         "device": str(found.model.device),

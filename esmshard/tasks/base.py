@@ -155,6 +155,15 @@ class Task(ABC):
         """
         return self
 
+    def learn_from_validation(self, rows: Sequence[Row]) -> Facts:
+        """Return facts that follow from the validation split, such as the temperature of probabilities. They are kept
+        with the model beside those of `learn`.
+
+        Args:
+            rows: of `score`, of all records of the split.
+        """
+        return {}
+
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
         """Make a new head: `head(x_TD, batch)` returns a list of N outputs, one tensor a record, on any device.
@@ -215,6 +224,15 @@ class Task(ABC):
     def prepared(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return all rows of a split in the form in which `summary` reads thousands of resamples of them fastest."""
         return rows
+
+    def profile(self, row: Row) -> npt.NDArray[np.float64] | None:
+        """Return observed and predicted values along the sequence of a record, [2, L] with NaN for undefined ones and
+        for classes their numbers, which a report draws; None for tasks without.
+
+        Args:
+            row: of `score`.
+        """
+        return None
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Convert the head's output of one record for the user: probabilities, or values in the unit of the labels."""

@@ -19,7 +19,7 @@ LEAST = 10
 their percentiles are too narrow (Hesterberg 2015, doi:10.1080/00031305.2015.1089789): of two records they may have no
 width at all.
 """
-BIASED = frozenset({"ECE"})
+BIASED = frozenset({"ECE", "ECE before scaling"})
 """Metrics that are 0 at best and that noise only raises, so that a sample's is too high and that of its resamples is
 higher still (Kumar et al. 2019, arXiv:1909.10155). See `interval`."""
 MOST_ROWS = 10_000_000

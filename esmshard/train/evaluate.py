@@ -15,10 +15,12 @@ from torch import nn
 from esmshard import spreadsheet
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import assign
+from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.files import is_hub_name, replace_json, replace_text, replacing
 from esmshard.launch.process_group import World
+from esmshard.model.config import SHIPPED
 from esmshard.model.weights import hub, open_weights
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
@@ -28,7 +30,8 @@ from esmshard.tasks.base import MAIN, Row, Task, collate
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, without_tracks
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
 from esmshard.tasks.metrics import records_with
-from esmshard.train.records.verdict import aligned, in_sample, verdict
+from esmshard.tasks.registry import new_task
+from esmshard.train.records.verdict import aligned, comparison, in_sample, strongest, verdict
 from esmshard.vocab import chain_spans
 
 CHUNK = 4096
@@ -37,6 +40,13 @@ CHUNK = 4096
 """
 
 BASELINES = "baselines.npz"
+LOWER_IS_BETTER = ("RMSE", "log loss")
+"""The metrics besides a headline of which lower values are better."""
+LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
+"""The longest record whose profile a report draws, and the most residues that it draws as dots."""
+TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
+"""The name of the hashes of the training sequences among the arrays of BASELINES, and the most of them that are kept.
+"""
 
 
 def validate(
@@ -79,11 +89,53 @@ def validate(
 
 
 def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> None:
-    """Fit the task's baselines on training records and save their parameters as `.npz`. One process calls this."""
+    """Fit the task's baselines on training records and save their parameters as `.npz`, with hashes of the training
+    sequences. One process calls this.
+    """
     some = range(0, len(train), -(-len(train) // task.baseline_records))
     known = task.baselines([train.get(n) for n in some], base)
     with replacing(path, binary=True) as file:
-        np.savez(file, **known)  # type: ignore[arg-type]
+        np.savez(file, **known, **trained_on(train))  # type: ignore[arg-type]
+
+
+def _sequences(data: Examples) -> npt.NDArray[np.uint64]:
+    return hashes(ComparedRecords(len(data), data.whole, data.id))
+
+
+def trained_on(train: Examples) -> dict[str, npt.NDArray[np.uint64]]:
+    """Return the hashes of the training sequences as an array of BASELINES; none of more than MOST_TRAINED_ON."""
+    return {TRAINED_ON: np.unique(_sequences(train))} if len(train) <= MOST_TRAINED_ON else {}
+
+
+def seen_before(
+    model: str, about: Mapping[str, Any], trained: npt.NDArray[np.uint64] | None, data: Examples
+) -> tuple[list[str], int]:
+    """Return a sentence on the records of a split that a model was trained on, and their number; nothing if its
+    training is unknown.
+
+    Args:
+        model: its name.
+        about: its `esmshard.json`.
+        trained: the hashes of its training sequences, if they are kept.
+        data: the split.
+    """
+    digests = {split: facts.get("tokens_sha256") for split, facts in about.get("data", {}).items()}
+    if data.digest in (digests.get("train"), digests.get("valid")):
+        sentence = f"leakage: {model} was trained on these records, or chosen by them, so scores on them are no test"
+        return [sentence], len(data)
+    if trained is not None:
+        same = int(np.isin(_sequences(data), trained).sum())
+        meaning = "scores on these are no test" if same else "others may be similar to them"
+        return [f"leakage: {same:,} of {len(data):,} records are training records of {model}; {meaning}"], same
+    if "train" not in digests or data.digest == digests.get("test"):
+        return [], 0
+    train = about["data"]["train"]
+    name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
+    sentence = (
+        f"leakage: {model} was trained on {count} records of {name}, with which these {len(data):,} were not compared; "
+        "scores on records that are among them are no test"
+    )
+    return [sentence], 0
 
 
 def keep_seen(task: Task, train: Examples, valid: Examples, path: Path) -> None:
@@ -120,6 +172,8 @@ def evaluate(
         base: the model before the first step. Without this model, baselines that need it are left out.
     """
     table: dict[str, list[Row]] = {MAIN: []}
+    # The temperature is of the fine-tuned model alone.
+    of_baselines = new_task(task.settings, {**task.facts, "temperature": None})
     if base is not None and known:
         task.look_ahead(data, base)
     with Progress("evaluate", len(data)) as progress:
@@ -130,7 +184,7 @@ def evaluate(
             table[MAIN] += task.score(model.outputs(inputs), [one.target for one in inputs])
             for example, asked in zip(examples, inputs, strict=True):
                 for name, output in task.baseline_outputs(example, known, base).items():
-                    row = task.score([output], [asked.target])[0] if isinstance(output, np.ndarray) else output
+                    row = of_baselines.score([output], [asked.target])[0] if isinstance(output, np.ndarray) else output
                     table.setdefault(name, []).append(row)
             progress.update(first + len(examples), "")
     return table
@@ -159,7 +213,8 @@ def report(
         out: the directory for the results.
         warn: called with a sentence for each thing that is left out.
         device: see `chosen_device`.
-        leakage: sentences on what the split shares with the training records, for `evaluation.json`.
+        leakage: sentences on what the split shares with the training records, for `evaluation.json`; by default those
+            of `seen_before`, which are also given to `warn`.
         seen: the number of records of the split that the model was trained on, for the verdict.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
         tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
@@ -184,11 +239,15 @@ def report(
     if why and found.task.of_base:
         left_out.append(f"baselines left out of the table: {listed(found.task.of_base)}, because {why}")
     known = read_baselines(open_weights.place(model) / BASELINES)
+    trained = known.pop(TRAINED_ON, None)
     if not (open_weights.place(model) / BASELINES).is_file():
         left_out.append(
             f"baselines left out of the table: all that learn from training records; no {model}/{BASELINES}"
         )
-    for sentence in left_out:
+    known_before = list[str]()
+    if not leakage:
+        known_before, seen = seen_before(model, found.about, trained, data)
+    for sentence in [*left_out, *known_before]:
         warn(sentence)
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
@@ -198,7 +257,8 @@ def report(
     if complexes is not None:
         facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
     groups = [found.task.group(data.get(n), known) for n in range(len(data))]
-    return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out}, groups)
+    facts |= {"leakage": [*leakage, *known_before], "left_out": left_out}
+    return write(out, data, found.task, table, facts, groups, name=model if model in SHIPPED else MAIN)
 
 
 def write(
@@ -208,6 +268,7 @@ def write(
     table: Mapping[str, Sequence[Row]],
     about: Mapping[str, Any],
     groups: Sequence[str] = (),
+    name: str = MAIN,
 ) -> str:
     """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, what is missing, and the verdict.
 
@@ -221,6 +282,7 @@ def write(
         table: the rows of every method.
         about: more entries for `evaluation.json`.
         groups: of each record (`Task.group`); empty for no groups.
+        name: the name of the model in the results; a shipped model has not been fine-tuned by anybody.
     """
     (block_N, unit), columns = task.units(data), task.columns_of(table[MAIN])
     samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
@@ -246,7 +308,12 @@ def write(
         f"paired over {count:,} {unit}{'' if count == 1 else 's'}",
         lower_is_better=task.lower_is_better,
     )
+    said += _other_metrics(task, columns, intervals, differences)
+    if name != MAIN:
+        said = said.replace("Fine-tuning", f"The training of {name}").replace("the fine-tuned model", name)
     numbers = _numbers(table[MAIN])
+    scaling = _scaling(task.facts, intervals[MAIN])
+    intervals = {name if method == MAIN else method: of_method for method, of_method in intervals.items()}
     evaluation = {
         **about,
         "task": about["recipe"]["task"]["name"],
@@ -258,26 +325,28 @@ def write(
         "without_value": {
             c: sum(math.isnan(float(row.get(c, math.nan))) for row in table[MAIN]) for c in columns if c in numbers
         },
-        "interval": _method(unit, intervals[MAIN]),
+        "interval": _method(unit, {column: intervals[name][column] for column in columns}),
         "without_interval": without,
         "verdict": said,
-        "metrics": {name: {c: asdict(i) for c, i in row.items()} for name, row in intervals.items()},
+        "metrics": {method: {c: asdict(i) for c, i in row.items()} for method, row in intervals.items()},
         "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
         "facts": task.facts,
         "groups": of_groups,
-        "calibration": _calibration(table[MAIN]),
+        "calibration": _calibration(table[MAIN], scaling),
         "confusion": _confusion(table[MAIN], task),
+        **_profiles(table[MAIN], data, task),
     }
     replace_json(directory / "evaluation.json", evaluation)
     _write_rows(directory / "per_protein.csv", data, task, table, groups)
-    return "\n".join([as_text(intervals | _lines_of(of_groups), columns), *without_interval(without), said])
+    lines = [as_text(intervals | _lines_of(of_groups), columns), *without_interval(without), *filter(None, [scaling])]
+    return "\n".join([*lines, said])
 
 
 def _write_rows(
     path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
 ) -> None:
     """Write a line for each record: id, lengths, block and group, if there are any, and the numbers of its row."""
-    block_N, numbers = data.blocks(), _numbers(table[MAIN])
+    block_N, numbers, classes = data.blocks(), _numbers(table[MAIN]), task.facts.get("classes")
     # Where records are resampled in blocks the predictions of every baseline are saved, because the folds of a table of
     # variants are tested together.
     others = (
@@ -287,10 +356,14 @@ def _write_rows(
     )
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
     head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
-    lines = [[*head, *numbers, *(f"{key} of {name}" for name, key in others)]]
+    keys = [*numbers, *(f"{key} of {name}" for name, key in others)]
+    lines = [[*head, *keys]]
     for n, row in enumerate(table[MAIN]):
         values = [*(row.get(key, math.nan) for key in numbers), *(table[name][n][key] for name, key in others)]
         cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
+        for place, key in enumerate(keys):
+            if classes and key.split(" of ")[0] in ("target", "prediction"):
+                cells[place] = classes[int(values[place])]
         if task.settings.pairs:
             lengths = [end - start for start, end in chain_spans(data.whole(n))]
             lengths = [sum(lengths), *lengths]
@@ -370,17 +443,83 @@ def _method(unit: str, found: Mapping[str, Interval]) -> str:
     return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
 
 
-def _calibration(rows: Sequence[Row]) -> dict[str, Any] | None:
+def _other_metrics(
+    task: Task,
+    columns: Sequence[str],
+    intervals: Mapping[str, Mapping[str, Interval]],
+    differences: Mapping[str, Mapping[str, Interval]],
+) -> str:
+    """Return a sentence on the other metrics in which the model clearly differs from the best baseline, where the
+    headline does not show it; empty if there are none. ECE is left out: predicting the frequencies has the best one.
+    """
+    clear: dict[str, list[str]] = {"better than": [], "worse than": []}
+    of_headline = ""
+    for metric in columns:
+        lower = task.lower_is_better if metric == columns[0] else metric in LOWER_IS_BETTER
+        values, gains = (
+            {method: row[metric] for method, row in rows.items() if metric in row} for rows in (intervals, differences)
+        )
+        best = strongest(values, gains, lower_is_better=lower)
+        how = "" if best is None else comparison(gains[best], lower_is_better=lower)
+        of_headline = how if metric == columns[0] else of_headline
+        if best is not None and how in clear and how != of_headline and metric != "ECE":
+            gain = gains[best]
+            clear[how].append(f"{metric} ({gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] against {best})")
+    if not any(clear.values()):
+        return ""
+    parts = [f"clearly {how} the best baseline in {listed(metrics)}" for how, metrics in clear.items() if metrics]
+    return f" In other metrics it is {', and '.join(parts)}."
+
+
+def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
+    """Return what a report draws of tasks with a value for each residue: `profiles`, those of the records with the
+    best, the median and the worst score; and of numbers `residues`, observed and predicted values of an even sample.
+    """
+    if task.profile(rows[0]) is None:
+        return {}
+    score = next((column for column in task.columns if column in rows[0]), None)
+    if score is None:
+        return {}
+    value_N = np.array([row[score] for row in rows], dtype=np.float64)
+    usable = np.isfinite(value_N) & (np.array([data.length(n) for n in range(len(data))]) <= LONGEST_PROFILE)
+    order = sorted(np.flatnonzero(usable).tolist(), key=lambda n: -value_N[n])
+    profiles = []
+    for n in dict.fromkeys(order[:1] + order[len(order) // 2 :][:1] + order[-1:]):
+        observed, predicted = np.asarray(task.profile(rows[n])).round(5).tolist()
+        profiles.append(
+            {"id": data.id(n), "score": score, "value": value_N[n], "observed": observed, "predicted": predicted}
+        )
+    if task.one_of_names:
+        return {"profiles": profiles}
+    every_2M = np.concatenate([np.asarray(task.profile(row)) for row in rows], axis=1)
+    every_2M = every_2M[:, ~np.isnan(every_2M[0])]
+    some_2M = every_2M[:, :: max(1, -(-every_2M.shape[1] // MOST_RESIDUES))].round(5)
+    return {"profiles": profiles, "residues": dict(zip(("observed", "predicted"), some_2M.tolist(), strict=True))}
+
+
+def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | None:
+    """Return a sentence on the temperature of the probabilities; None for a task that fits none."""
+    if "temperature" not in facts:
+        return None
+    records = f"{facts['validation_records']:,} validation records"
+    if facts["temperature"] is None:
+        return f"The probabilities are not calibrated: {records} have labels, and a temperature takes {LEAST}."
+    changes = ", ".join(f"{m} {ours[f'{m} before scaling']} before and {ours[m]} after" for m in ("ECE", "log loss"))
+    return f"The probabilities are scaled by a temperature of {facts['temperature']:.2f}, from {records}: {changes}."
+
+
+def _calibration(rows: Sequence[Row], scaling: str | None) -> dict[str, Any] | None:
     """Sum up the `calibration` [3, bins] of all rows, by bin of confidence.
 
-    The result holds for each bin the number of predictions, their mean confidence, and the share that is correct.
+    The result holds for each bin the number of predictions, their mean confidence, and the share that is correct; and
+    `scaling`, a sentence on the temperature.
     """
     if "calibration" not in rows[0]:
         return None
     count, confidence, right = np.sum([np.asarray(row["calibration"]) for row in rows], axis=0)
     with np.errstate(invalid="ignore"):
         shares = {"confidence": (confidence / count).tolist(), "accuracy": (right / count).tolist()}
-    return {"edges": np.linspace(0, 1, len(count) + 1).tolist(), "count": count.tolist(), **shares}
+    return {"edges": np.linspace(0, 1, len(count) + 1).tolist(), "count": count.tolist(), **shares, "scaling": scaling}
 
 
 def _confusion(rows: Sequence[Row], task: Task) -> dict[str, Any] | None:

@@ -6,9 +6,9 @@ This file is longer than others, so that the state of an attempt and all code th
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,9 @@ class TrainState:
     """The last validation in a few words, for the progress line. It is not part of a checkpoint."""
     asked: int = 0
     """The reason to stop that all ranks agreed on after the last step; 0 if there is none."""
+    of_validation: Mapping[str, Any] = field(default_factory=dict)
+    """The facts of the last validation (`Task.learn_from_validation`). A checkpoint stores them with those of the task.
+    """
 
     def saved(self) -> dict[str, Any]:
         """Return the part that a checkpoint stores."""
@@ -295,7 +298,7 @@ class Training:
         if scored is None:
             return None
         loss, rows = scored
-        metrics = task.summary(rows)
+        metrics, state.of_validation = task.summary(rows), task.learn_from_validation(rows)
         values = {metric: metrics[metric] for metric in task.columns_of(rows)}
         self.attempt.write(step=step, split="valid", loss=loss, **values)
         headline, value = task.columns[0], metrics[task.columns[0]]
@@ -319,7 +322,10 @@ class Training:
         self.attempt.check()
         began = time.perf_counter()
         tensors = state_tensors(self.model, self.optimizer, trained_only=self.job.recipe.adapt.method != "full")
-        self.saver.save(step, tensors, self.facts | self.state.saved() | {"validated": validated}, is_best)
+        facts = {**self.facts["facts"], **self.state.of_validation}
+        self.saver.save(
+            step, tensors, self.facts | self.state.saved() | {"validated": validated, "facts": facts}, is_best
+        )
         self.attempt.write(event="checkpoint", step=step, stall_s=round(time.perf_counter() - began, 4))
         self.attempt.report("running", "training")
 
@@ -361,6 +367,7 @@ def _build(
         sharded.load(start, tensors)
         state.step, state.skipped_in_a_row = int(saved["step"]), saved["skipped_in_a_row"]
         state.best, state.stale = saved["best"], saved["stale"]
+        state.of_validation = {key: value for key, value in saved["facts"].items() if key not in task.facts}
         state.scale = LossScale(**saved["loss_scale"]) if state.scale else None
     full_recipe = resolved(job, tokens_per_rank)
     return Training(

@@ -293,7 +293,7 @@ def test_a_card_is_replaced_in_one_go(model: Path) -> None:
     before = (model / "README.md").stat().st_ino
     assert "0.512" in written(model, about(), EVALUATION)[1]
     assert (model / "README.md").stat().st_ino != before
-    assert sorted(p.name for p in model.iterdir()) == ["README.md", "config.json"]
+    assert sorted(p.name for p in model.iterdir()) == ["README.md", "config.json", "esmshard.json"]
     assert json.dumps(about()), "plain JSON, as in esmshard.json"
 
 

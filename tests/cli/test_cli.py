@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -199,6 +200,31 @@ def test_the_model_loads_in_transformers_and_fair_esm(
     with torch.no_grad():
         result = oracle.eval()(tokens, repr_layers=[2])
     assert torch.allclose(result["representations"][2][0], expected_TD, rtol=0, atol=1e-5)
+
+
+def test_the_code_of_every_card_runs_word_for_word(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """The blocks name MODEL, proteins.fasta, and a file beside the card, so that they run where these are."""
+    run = finished[0] / "run"
+    shutil.copytree(run / "model", tmp_path / "MODEL")
+    shutil.copy(finished[0] / "valid.fasta", tmp_path / "proteins.fasta")
+    done = esmshard("consolidate", run, "-o", tmp_path / "esm2_tiny", "--to", "fair-esm")
+    assert done.returncode == 0, done.stderr
+    command = tmp_path / "bin" / "esmshard"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m esmshard "$@"\n')
+    command.chmod(0o755)
+    shell = ["env", f"PATH={command.parent}:{os.environ['PATH']}", "sh", "-ec"]
+    for model, language, program, place in (
+        (tmp_path / "MODEL", "", shell, tmp_path),
+        (tmp_path / "esm2_tiny", "python", [sys.executable, "-c"], tmp_path / "esm2_tiny"),
+    ):
+        card = (model / "README.md").read_text()
+        (code,) = re.findall(rf"## Use\n[^#]*?```{language}\n(.*?)\n```", card, re.DOTALL)
+        done = subprocess.run([*program, code], cwd=place, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert {"out.npz", "out.h5"} <= files(tmp_path)
 
 
 def test_consolidate_cuts_large_models_and_casts(
@@ -532,4 +558,8 @@ def test_an_evaluation_says_what_it_leaves_out(tmp_path: Path) -> None:
     )
     assert left_out in done.stderr
     assert "mlm/model" not in done.stderr
-    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["left_out"] == [left_out]
+    written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert written["left_out"] == [left_out]
+    assert "starter was trained on 9381 records" in written["leakage"][0]
+    assert "starter" in written["metrics"]
+    assert "fine-tun" not in json.dumps([written["verdict"], [*written["metrics"]]]).lower()

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+import gemmi
 import numpy as np
 import pytest
-from structure_texts import ATOMS, OTHER, SEQ, chain, cif, expected_cb, pdb, three, water, write
+from structure_texts import ATOMS, OTHER, SEQ, Line, chain, cif, expected_cb, pdb, three, water, write
 
 from esmshard.data.structures import structure_files
 from esmshard.data.structures.chains import read_chains
@@ -149,6 +150,48 @@ def test_a_modified_residue_without_a_label_number(tmp_path: Path) -> None:
     lines += [replace(x, number=300, seq=None, het=True) for x in chain("E")] + water("A", "A")
     (found,) = read_chains(write(tmp_path / "x.cif", cif(lines)))
     assert found.sequence == "MKTAYIMKQRGGLV"
+
+
+def alternatives(place: int, *comps: str) -> list[Line]:
+    """A chain with alternative residues at one place, counted on by label_seq_id; the last one is the most frequent."""
+    lines, more = list[Line](), 0
+    for x in chain(SEQ):
+        seq = (x.seq or 0) + more
+        if x.seq != place:
+            lines.append(replace(x, seq=seq))
+            continue
+        for k, comp in enumerate(comps):
+            het = comp == "MSE"
+            of_alternative = {"comp": comp, "alt": "ABC"[k], "occupancy": 0.2 + 0.1 * k, "het": het}
+            lines.append(replace(x, seq=None if het else seq + k, **of_alternative))  # type: ignore[arg-type]
+        more = len(comps) - 1 if x.name == "CB" else 0
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("place", "comps", "letter"),
+    [(4, ("PRO", "SER"), "S"), (4, ("PRO", "SER", "VAL"), "V"), (4, ("LEU", "MSE"), "X"), (14, ("MSE", "LEU"), "L")],
+)
+def test_alternative_residues_at_one_place_are_one_residue(
+    tmp_path: Path, place: int, comps: tuple[str, ...], letter: str
+) -> None:
+    """Without a listed sequence, whichever program wrote the file. `MSE` is written as HETATM, without a number."""
+    lines = alternatives(place, *comps)
+    expected = SEQ[: place - 1] + letter.replace("X", "M") + SEQ[place:]
+    in_pdb = write(tmp_path / "x.pdb", pdb(lines))
+    structure = gemmi.read_structure(str(in_pdb))
+    structure.setup_entities()
+    by_gemmi = structure.make_mmcif_document(gemmi.MmcifOutputGroups(False, atoms=True)).as_string()
+    files = [in_pdb, write(tmp_path / "y.cif", cif(lines)), write(tmp_path / "z.cif", by_gemmi)]
+    for file in files:
+        (read,) = read_chains(file)
+        assert read.sequence == expected, file
+        np.testing.assert_allclose(read.cb_L3, expected_cb(14), atol=2e-3)
+
+
+def test_a_place_whose_first_alternative_is_modified_is_in_the_sequence(tmp_path: Path) -> None:
+    (read,) = read_chains(write(tmp_path / "x.pdb", pdb(alternatives(1, "MSE", "MET"), {"A": three(SEQ)})))
+    np.testing.assert_allclose(read.cb_L3, expected_cb(14), atol=2e-3)
 
 
 def test_water_under_the_label_of_the_chain(tmp_path: Path) -> None:

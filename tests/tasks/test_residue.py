@@ -97,7 +97,7 @@ def test_letters_are_joined_to_classes(files: Files) -> None:
     assert found.facts == {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1]}
     assert [found.inputs(train.get(n)).target.tolist() for n in range(2)] == [[0, 0, -1, 0], [1, 2, 1]]
     assert found.inputs(train.get(0)).target.dtype == np.int64
-    assert found.columns == ("Q3", "Q3 per protein", "MCC", "macro-F1", "ECE")
+    assert found.columns == ("Q3", "Q3 per protein", "MCC", "macro-F1", "ECE", "log loss")
     assert (found.names, found.per_residue, found.one_of_names) == (("HGI", "EB", "STC"), True, True)
 
 

@@ -1,4 +1,4 @@
-"""What a run says at its start about records that the sets share."""
+"""What a run says at its start about records that the sets share, and an evaluation about records seen in training."""
 
 import json
 import shutil
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from esmshard.data.batching.loader import Examples
+from esmshard.data.store.ingestion import ingest
 from esmshard.recipe import recipe_file
-from esmshard.train import run_inputs
+from esmshard.train import evaluate, run_inputs
 from esmshard.train.finetune import run
 
 
@@ -57,3 +59,22 @@ def test_variants_are_compared_by_all_positions_that_they_change(tmp_path: Path)
     of_test = run_inputs.leakage_notices(job)[-1]
     assert of_test.startswith("leakage: of 3 test variants 0 are training variants, 2 change only positions")
     assert "and 3 change at least one" in of_test
+
+
+def test_an_evaluation_says_which_records_the_model_was_trained_on(tiny_recipe: Path, tmp_path: Path) -> None:
+    run(recipe_file.load(tiny_recipe, ["train.steps=1"]))
+    model = tiny_recipe.parent / "run" / "model"
+    about = json.loads((model / "esmshard.json").read_text())
+    trained = evaluate.read_baselines(model / "baselines.npz")[evaluate.TRAINED_ON]
+    train = tiny_recipe.with_name("train.fasta")
+    first = tmp_path / "some.fasta"
+    first.write_text("".join(f">{record}" for record in train.read_text().split(">")[1:4]) + ">new\nMKTAYIAKQR\n")
+
+    def seen(path: Path, kept: bool = True) -> str:
+        data = Examples("test", path, ingest([path], tmp_path / f"{path.stem}{kept}"), None)
+        (sentence,), _ = evaluate.seen_before("M", about, trained if kept else None, data)
+        return sentence
+
+    assert "was trained on these" in seen(train)
+    assert "3 of 4 records are training records of M" in seen(first)
+    assert "trained on 24 records of train.fasta, with which" in seen(first, kept=False)

@@ -81,6 +81,7 @@ TASK: Any = SimpleNamespace(
     columns_of=lambda _rows: COLUMNS,
     settings=SimpleNamespace(pairs=False),
     units=lambda _data: (None, "record"),
+    profile=lambda _row: None,
 )
 
 

@@ -222,10 +222,10 @@ def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -
     """For each set, return the first training record of the same sequence as each record, int64 [N]; -1 if there is
     none.
     """
-    hash_Q = np.concatenate([_hashes(r) for r in others]) if others else np.empty(0, dtype=np.uint64)
+    hash_Q = np.concatenate([hashes(r) for r in others]) if others else np.empty(0, dtype=np.uint64)
     distinct_U, place_Q = np.unique(hash_Q, return_inverse=True)
     partner_U = np.full(len(distinct_U), -1, dtype=np.int64)
-    hash_T = _hashes(train)
+    hash_T = hashes(train)
     if len(distinct_U):
         at_T = np.minimum(np.searchsorted(distinct_U, hash_T), len(distinct_U) - 1)
         found = np.flatnonzero(distinct_U[at_T] == hash_T)[::-1]  # in reverse, so that the first record is written last
@@ -234,7 +234,7 @@ def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -
     return np.split(partner_U[place_Q], ends)
 
 
-def _hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
+def hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
     """Hash each sequence to 64 bits. With ten million times a million pairs, one in two million checks is wrong."""
     digests = (hashlib.blake2b(records.residues(n).tobytes(), digest_size=8).digest() for n in range(records.count))
     return np.frombuffer(b"".join(digests), dtype=np.uint64)

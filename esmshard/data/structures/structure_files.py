@@ -48,12 +48,14 @@ class Residue:
     number: int | None
     """Author's residue number; None where it is no plain number."""
     hetero: bool
-    """HETATM: a modified residue, a ligand or water."""
+    """HETATM in all rows: a modified residue, a ligand or water."""
     place: int | None = None
     """Index into the listed sequence, if the file has one."""
     atoms: list[Atom] = field(default_factory=list)
     twice: int = 0
     """Atoms left out because the same one was there before."""
+    numbered: bool = False
+    """Whether a row has a `label_seq_id`."""
 
     def add(self, atom: Atom) -> None:
         """Add an atom unless it is there already."""
@@ -192,6 +194,7 @@ def _pdb(path: Path, text: str) -> Entry:
             if residue is None:
                 residue = Residue(residue_name, _plain_int(line[22:26].strip()), record == "HETATM")
                 chains[name].residues[key] = residue
+            residue.hetero &= record == "HETATM"
             if atom_name in BACKBONE:
                 texts = line[30:38], line[38:46], line[46:54], line[54:60].strip() or "1", line[60:66].strip() or "0"
                 residue.add(_atom(path, "", number, (atom_name, line[16].strip(), residue_name), texts))
@@ -306,6 +309,7 @@ def _mmcif(path: Path, tables: Tables) -> Entry:
     entities = _entities(path, tables, site)
     listed, first_model = bool(entities.listed), models[0]
     chains: dict[tuple[str, str], FileChain] = {}
+    places: dict[tuple[str, str, str], tuple[str, ...]] = {}  # the first row's key
     last: tuple[str, ...] = ()
     entry = Entry([], _parents(tables), several_models=len(set(models)) > 1)
     for row, model, author, asym, seq, auth_seq, ins, group, comp, atom, alt, x, y, z, occupancy, b in site.rows():
@@ -320,18 +324,24 @@ def _mmcif(path: Path, tables: Tables) -> Entry:
         if (here := (author, asym, seq, auth_seq, ins)) == last and atom not in BACKBONE:
             continue
         last = here
-        key = (seq,) if listed else (seq, auth_seq, ins)
+        key: tuple[str, ...] = (seq,) if listed else (seq, auth_seq, ins)
+        if not listed:
+            # Some programs count alternative residues at one place on: there the author's number decides.
+            first_key = places.setdefault((author, auth_seq or seq, ins), key)
+            key = first_key if alt else key
         residue = chain.residues.get(key)
         if residue is None:
             place = None if chain.listed is None else _place(path, row, seq, len(chain.listed))
             residue = chain.residues[key] = Residue(comp, _plain_int(auth_seq), group == "HETATM", place)
+        residue.hetero &= group == "HETATM"
+        residue.numbered |= bool(seq)
         if atom in BACKBONE and x and y and z:
             texts = x, y, z, occupancy or "1", b or "0"
             residue.add(_atom(path, " _atom_site row ", row, (atom, alt, comp), texts))
     entry.chains = list(chains.values())
     for chain in entry.chains:
         # Without sequences, some programs number no modified residue either; ligands come after the chain's end.
-        while numbered and chain.residues and not next(reversed(chain.residues))[0]:
+        while numbered and chain.residues and not next(reversed(chain.residues.values())).numbered:
             chain.residues.popitem()
     return entry
 

@@ -152,6 +152,17 @@ def against(axes: Any, target_N: Values, prediction_N: Values) -> None:
     axes.plot(ends, ends, color=GREY, linewidth=1, linestyle="--")
 
 
+def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequence[str] = ()) -> None:
+    """Draw observed and predicted values along a sequence; NaN leaves a gap. Classes are drawn by their numbers."""
+    position_L = np.arange(1, len(observed_L) + 1)
+    how = {"drawstyle": "steps-mid"} if classes else {}
+    axes.plot(position_L, observed_L, color=GREY, linewidth=2.2, label="observed", **how)
+    axes.plot(position_L, predicted_L, color=BLUE, linewidth=1, label="predicted", **how)
+    if classes:
+        axes.set_yticks(range(len(classes)), [_short(name) for name in classes])
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
 def reliability(axes: Any, count: Values, confidence: Values, accuracy: Values) -> None:
     """Draw the share of correct predictions by confidence. The area of a dot is the number of predictions."""
     known = (count > 0) & np.isfinite(confidence) & np.isfinite(accuracy)

@@ -18,7 +18,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, intervals, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, if_intervals, range_text, value_text
-from esmshard.tasks.base import BEFORE
+from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.finetuner import load_finetuned, tracks_of
 from esmshard.tasks.intervals import LEAST, Interval
 from esmshard.tasks.registry import traits
@@ -105,9 +105,8 @@ def achieved(run: RunFiles) -> list[str]:
     if now is not None and math.isfinite(now.value):
         earlier = f", and was {value_text(before.value)} before" if before is not None else ""
         of = f"{found.raw['records']:,} {found.raw['split']} records"
-        sentences.append(
-            f"After fine-tuning, {head.name} of {of} is {value_text(now.value)} {range_text(now)}{earlier}."
-        )
+        of = f"After fine-tuning, {head.name} of {of}" if found.main == MAIN else f"{head.name} of {found.main} on {of}"
+        sentences.append(f"{of} is {value_text(now.value)} {range_text(now)}{earlier}.")
     return [*sentences, *filter(None, [found.raw.get("verdict")])]
 
 
@@ -126,7 +125,7 @@ def predictions(run: RunFiles) -> Section:
     if run.evaluation is None:
         return Section(*section, missing="There are none before the model is tested.")
     maps, said = _maps(run) if traits(run.task).predicts_contacts else ([], "")
-    figures = [*maps, *_numbers(run)]
+    figures = [*maps, *_numbers(run), *_profiles(run.evaluation.raw)]
     if found := run.evaluation.raw.get("confusion"):
         classes, counts_CC = [str(c) for c in found["classes"]], np.array(found["counts"], dtype=np.float64)
 
@@ -221,6 +220,31 @@ def _numbers(run: RunFiles) -> list[Figure]:
         return f"Predicted against measured {name}, in the unit of the labels: one dot a protein, {len(x_N):,} of them."
 
     return measured_figures(_pairs(run), caption)
+
+
+def _profiles(raw: Mapping[str, Any]) -> list[Figure]:
+    """Draw values along the sequence of single test proteins, and observed against predicted values of residues."""
+    figures = []
+    for n, protein in enumerate(raw.get("profiles", ())):
+        observed_L, predicted_L = (np.array([number(v) for v in protein[key]]) for key in ("observed", "predicted"))
+
+        def draw(axes: Any, observed_L: Values = observed_L, predicted_L: Values = predicted_L) -> None:
+            charts.profile(axes, observed_L, predicted_L, raw["facts"].get("classes", ()))
+            charts.name_axes(axes, "residue", "class" if "classes" in raw["facts"] else "value")
+
+        caption = (
+            f"{protein['id']}: observed and predicted along the sequence, {protein['score']} {protein['value']:.3f}. "
+            "Of the test proteins, those with the best, the median and the worst score are drawn."
+        )
+        figures.append(Figure(caption, charts.chart(f"profile{n}", draw)))
+    if residues := raw.get("residues"):
+        observed_M, predicted_M = (np.array([number(v) for v in residues[key]]) for key in ("observed", "predicted"))
+
+        def caption_of(_name: str, x_M: Values, _y_M: Values) -> str:
+            return f"Predicted against observed values, in the unit of the labels: {len(x_M):,} residues, one dot each."
+
+        figures += measured_figures([("value", observed_M, predicted_M)], caption_of)
+    return figures
 
 
 def measured_figures(
@@ -332,7 +356,10 @@ def calibration(run: RunFiles) -> Section:
 
     return Section(
         *section,
-        [f"Expected calibration error: {value_text(error)}, over {total:,.0f} predictions in {int(used.sum())} bins."],
+        [
+            f"Expected calibration error: {value_text(error)}, over {total:,.0f} predictions in {used.sum()} bins.",
+            *filter(None, [found.get("scaling")]),
+        ],
         [
             Figure(
                 "Reliability: of predictions with about one probability, the share that came true; the larger the dot, "

@@ -1,11 +1,10 @@
-"""Facts about training labels that are classes: the count of each class, and weights and baselines that follow from
-it.
-"""
+"""What tasks of classes share: counts, weights and priors of the training labels, and calibrated probabilities."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,12 @@ from esmshard.data.labels.protein_labels import ProteinLabels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError, NotANumber
+from esmshard.tasks import metrics
+from esmshard.tasks.base import Row
+from esmshard.tasks.intervals import LEAST
+
+TEMPERATURES = 2.0 ** (np.arange(-16, 41) / 8)
+"""The temperatures that are tried, from 1/4 to 32; each is 9% higher than the one before."""
 
 
 @contextmanager
@@ -103,3 +108,85 @@ def softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the probabilities of the classes, along the last dimension."""
     powers = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
     return np.asarray(powers / powers.sum(-1, keepdims=True), dtype=np.float32)
+
+
+def sigmoid(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the probability of each label."""
+    return np.asarray(0.5 + 0.5 * np.tanh(logits.astype(np.float64) / 2), dtype=np.float32)
+
+
+def temperature_of(facts: Mapping[str, Any]) -> float:
+    """Return the number that logits are divided by before they become probabilities; 1 if none was fitted."""
+    return float(facts.get("temperature") or 1.0)
+
+
+def probability_row(
+    logits_MC: npt.NDArray[np.float32], truth: npt.NDArray[np.integer | np.bool_], facts: Mapping[str, Any]
+) -> dict[str, float | npt.NDArray[Any]]:
+    """Return what M predictions of a record add to ECE, log loss and the fit of the temperature.
+
+    Args:
+        logits_MC: the logits of C classes, or of C labels.
+        truth: the right class of each prediction, integers [M]; or whether each label is right, bool [M, C].
+        facts: of the task. With a fitted temperature the row holds ECE and log loss before the scaling, too.
+    """
+
+    def bins(temperature: float) -> npt.NDArray[np.float64]:
+        if truth.dtype == np.bool_:
+            return metrics.calibration(sigmoid(logits_MC / temperature).ravel(), truth.ravel().astype(np.bool_))
+        probability_MC = softmax(logits_MC / temperature)
+        return metrics.calibration(probability_MC.max(1, initial=0), logits_MC.argmax(1) == truth)
+
+    def log_loss(temperature: float) -> float:
+        z_MC = logits_MC.astype(np.float64) / temperature
+        with np.errstate(invalid="ignore"):  # of a model whose weights are lost
+            if truth.dtype == np.bool_:
+                return float((np.logaddexp(0, z_MC) - z_MC * truth).sum())
+            right_M = z_MC[np.arange(len(z_MC)), truth.astype(np.int64)]
+            return float((np.logaddexp.reduce(z_MC, axis=1) - right_M).sum())
+
+    temperature = temperature_of(facts)
+    row: dict[str, float | npt.NDArray[Any]] = {
+        "log loss": log_loss(temperature) / truth.size if truth.size else np.nan,
+        "calibration": bins(temperature),
+    }
+    if facts.get("temperature") is not None:
+        return row | {"before scaling": np.append(bins(1), [log_loss(1), truth.size])}
+    return row | {"log losses": np.array([log_loss(t) for t in TEMPERATURES])}
+
+
+def of_probabilities(rows: Sequence[Row], predictions: npt.NDArray[np.float64] | None = None) -> dict[str, float]:
+    """Compute ECE and log loss of all predictions, and both before temperature scaling if there was one.
+
+    Args:
+        rows: of `probability_row`.
+        predictions: the number of predictions of each row; by default all rows have the same.
+    """
+    loss_N = np.array([row["log loss"] for row in rows], dtype=np.float64)
+    weight_N = np.ones(len(rows)) if predictions is None else predictions
+    count = weight_N.sum()
+    values = {
+        "ECE": metrics.calibration_error(metrics.total(rows, "calibration")),
+        "log loss": float(loss_N[weight_N > 0] @ weight_N[weight_N > 0] / count) if count else np.nan,
+    }
+    if "before scaling" in rows[0]:
+        *bins, loss, count = metrics.total(rows, "before scaling")
+        values["ECE before scaling"] = metrics.calibration_error(np.reshape(bins, (3, -1)))
+        values["log loss before scaling"] = float(loss / count) if count else np.nan
+    return values
+
+
+def fit_temperature(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the facts `temperature` and `validation_records`.
+
+    The temperature is the one of TEMPERATURES whose probabilities have the highest likelihood (Guo et al. 2017,
+    arXiv:1706.04599); None for fewer than LEAST records, and for outputs that are not finite.
+
+    Args:
+        rows: of the validation split, by a task that has no temperature yet.
+    """
+    labelled = [row for row in rows if not np.isnan(row["log loss"]).all()]
+    facts: dict[str, Any] = {"temperature": None, "validation_records": len(labelled)}
+    if len(labelled) >= LEAST and np.isfinite(loss_T := metrics.total(labelled, "log losses")).all():
+        facts["temperature"] = float(TEMPERATURES[loss_T.argmin()])
+    return facts

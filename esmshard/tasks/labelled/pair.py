@@ -17,9 +17,9 @@ from esmshard.data.splits.pair_overlap import CLASSES, key, two_chains
 from esmshard.data.store.token_store import TokenStore
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks.base import BASELINE_RECORDS, Inputs, Row
-from esmshard.tasks.labelled.classes import softmax
+from esmshard.tasks.labelled.classes import sigmoid, softmax
 from esmshard.tasks.labelled.pair_settings import PARTS, PairSettings
-from esmshard.tasks.labelled.sequence import SequenceHead, SequenceTask, sigmoid
+from esmshard.tasks.labelled.sequence import SequenceHead, SequenceTask
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner

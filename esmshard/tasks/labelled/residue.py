@@ -22,8 +22,18 @@ from esmshard.model.dropout import RecordDropout, of_tokens
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of, regression_loss
-from esmshard.tasks.labelled.classes import check_counts, class_weights, logits_of_shares, softmax, words_are_classes
+from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss
+from esmshard.tasks.labelled.classes import (
+    check_counts,
+    class_weights,
+    fit_temperature,
+    logits_of_shares,
+    of_probabilities,
+    probability_row,
+    softmax,
+    temperature_of,
+    words_are_classes,
+)
 from esmshard.tasks.labelled.residue_settings import KERNEL, ResidueSettings
 from esmshard.tasks.linear import Linear, fit_classes, fit_numbers, kept
 from esmshard.vocab import STANDARD, encode_residues
@@ -71,8 +81,8 @@ class ResidueHead(nn.Module):
 class ResidueTask(Task):
     """A class or a number for each residue. Outputs: logits [L, C], or standardised numbers [L, 1].
 
-    Facts, of `class`: `classes` (letters of each) and `counts` of the training residues; of `number`: `mean` and `std`
-    of the training labels.
+    Facts, of `class`: `classes` (letters of each), `counts` of the training residues, and `temperature` (see
+    `fit_temperature`); of `number`: `mean` and `std` of the training labels.
     """
 
     settings: ResidueSettings
@@ -88,8 +98,8 @@ class ResidueTask(Task):
             return ("Spearman", "Spearman per protein", "RMSE")
         accuracy = f"Q{len(self._classes())}"
         if accuracy == "Q2":
-            return ("MCC", "AUPRC", "AUROC", "macro-F1", "Q2", "Q2 per protein", "ECE")
-        return (accuracy, f"{accuracy} per protein", "MCC", "macro-F1", "ECE")
+            return ("MCC", "AUPRC", "AUROC", "macro-F1", "Q2", "Q2 per protein", "ECE", "log loss")
+        return (accuracy, f"{accuracy} per protein", "MCC", "macro-F1", "ECE", "log loss")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -194,7 +204,7 @@ class ResidueTask(Task):
         found = metrics.of_confusion(metrics.total(rows, "confusion"))
         found = {accuracy: found.pop("accuracy"), **found}
         found[f"{accuracy} per protein"] = metrics.means(rows, [accuracy])[accuracy]
-        found["ECE"] = metrics.calibration_error(metrics.total(rows, "calibration"))
+        found |= of_probabilities(rows, np.array([row["labelled"] for row in rows]))
         if accuracy == "Q2":
             found |= metrics.pooled_ranking(rows, "score", "truth")
         return found
@@ -205,10 +215,23 @@ class ResidueTask(Task):
             return metrics.ranked(rows, "predicted", "truth")
         return metrics.ranked(rows, "score") if len(self.names) == 2 else list(rows)
 
-    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return probabilities, float32 [L, C], or numbers in the unit of the labels, float32 [L]."""
+    def profile(self, row: Row) -> npt.NDArray[np.float64]:
+        """Return true and predicted classes, or numbers in the unit of the labels, [2, L]; NaN without a label."""
+        known_L = np.asarray(row["known"])
+        both_2L = np.full((2, len(known_L)), np.nan)
+        both_2L[:, known_L] = [np.asarray(row["truth"]), np.asarray(row["predicted"])]
         if self.settings.kind == "class":
-            return softmax(output)
+            return both_2L
+        return np.stack([self.predict(values_L[:, None].astype(np.float32)) for values_L in both_2L]).astype(np.float64)
+
+    def learn_from_validation(self, rows: Sequence[Row]) -> Facts:
+        """Return the temperature of the probabilities; nothing for numbers."""
+        return fit_temperature(rows) if self.settings.kind == "class" else {}
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return calibrated probabilities, float32 [L, C], or numbers in the unit of the labels, float32 [L]."""
+        if self.settings.kind == "class":
+            return softmax(output / temperature_of(self.facts))
         return np.asarray(output[:, 0].astype(np.float64) * self.facts["std"] + self.facts["mean"], dtype=np.float32)
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
@@ -291,17 +314,19 @@ class ResidueTask(Task):
 
     def _class_row(self, logits_LC: npt.NDArray[np.float32], target_L: npt.NDArray[np.int64]) -> Row:
         known_L = target_L >= 0
-        target_L, probability_LC, n = target_L[known_L], softmax(logits_LC[known_L]), logits_LC.shape[1]
-        predicted_L = probability_LC.argmax(1)
-        correct_L = predicted_L == target_L
+        target_L, logits_LC, n = target_L[known_L], logits_LC[known_L], logits_LC.shape[1]
+        predicted_L = logits_LC.argmax(1)
         row: dict[str, float | npt.NDArray[Any]] = {
             "labelled": float(len(target_L)),
-            f"Q{n}": float(correct_L.mean()) if len(target_L) else np.nan,
+            f"Q{n}": float((predicted_L == target_L).mean()) if len(target_L) else np.nan,
             "confusion": metrics.confusion(target_L, predicted_L, n),
-            "calibration": metrics.calibration(probability_LC.max(1, initial=0), correct_L),
+            **probability_row(logits_LC, target_L, self.facts),
+            "known": known_L,
+            "truth": target_L.astype(np.int8),
+            "predicted": predicted_L.astype(np.int8),
         }
         if n == 2:
-            row |= {"score": (logits_LC[:, 1] - logits_LC[:, 0])[known_L], "truth": target_L == 1}
+            row["score"] = logits_LC[:, 1] - logits_LC[:, 0]
         return row
 
     def _number_row(self, output_L1: npt.NDArray[np.float32], target_L: npt.NDArray[np.float32]) -> Row:
@@ -314,6 +339,7 @@ class ResidueTask(Task):
             "Spearman": metrics.spearman(output_M.astype(np.float64), target_M.astype(np.float64)),
             "RMSE": float(((predicted - truth) ** 2).mean() ** 0.5) if len(truth) else np.nan,
             "square": np.array([((predicted - truth) ** 2).sum(), len(truth)]),
+            "known": known_L,
             "predicted": output_M,
             "truth": target_M,
         }

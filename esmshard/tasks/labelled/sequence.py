@@ -21,13 +21,18 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.dropout import RecordDropout
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.labelled.classes import (
     check_counts,
     class_weights,
+    fit_temperature,
     known_classes,
     logits_of_shares,
+    of_probabilities,
+    probability_row,
+    sigmoid,
     softmax,
+    temperature_of,
     words_are_classes,
 )
 from esmshard.tasks.labelled.sequence_settings import SequenceSettings
@@ -79,7 +84,7 @@ class SequenceTask(Task):
     """A protein's numbers, class or labels. Outputs: standardised numbers [T], or logits [C].
 
     Facts, of `number`: `targets` (names), `mean` and `std` of the training labels; of `class` and `multilabel`:
-    `classes` (names), `counts` and `records` of the training split.
+    `classes` (names), `counts` and `records` of the training split, and `temperature` (see `fit_temperature`).
     """
 
     settings: SequenceSettings
@@ -94,10 +99,10 @@ class SequenceTask(Task):
         naming the most frequent class does not raise; for several labels Fmax.
         """
         if self.settings.kind == "multilabel":
-            return ("Fmax", "AUPRC", "macro-F1")
+            return ("Fmax", "AUPRC", "macro-F1", "ECE", "log loss")
         if self.settings.kind == "class":
             ranked = ("AUROC", "AUPRC") if len(self.names) == 2 else ()
-            return ("MCC", "accuracy", "macro-F1", *ranked, "ECE")
+            return ("MCC", "accuracy", "macro-F1", *ranked, "ECE", "log loss")
         return metrics.number_columns(self.names)
 
     @property
@@ -192,7 +197,7 @@ class SequenceTask(Task):
         output, settings = torch.stack(list(outputs)), self.settings
         target = on_device_of(torch.stack(list(targets)), output)
         if settings.kind == "number":
-            return regression_loss(output, target, settings.loss)
+            return regression_loss(output, target, settings.loss or "mse")
         weight_C = on_device_of(torch.from_numpy(self._weights()).float(), output)
         if settings.kind == "class":
             return LossSum(F.cross_entropy(output, target, weight_C, reduction="sum"), weight_C[target].sum())
@@ -202,7 +207,7 @@ class SequenceTask(Task):
     def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
         """Return predicted and true values, or what the metrics of classes need of a record."""
         rows: dict[str, Callable[[Any, Any], Row]]
-        rows = {"number": self._number_row, "class": _class_row, "multilabel": _labels_row}
+        rows = {"number": self._number_row, "class": self._class_row, "multilabel": self._labels_row}
         row = rows[self.settings.kind]
         return [row(output, target) for output, target in zip(outputs, targets, strict=True)]
 
@@ -220,12 +225,16 @@ class SequenceTask(Task):
         """Add the ranks from which AUPRC of several labels is computed."""
         return metrics.ranked(rows, "score") if self.settings.kind == "multilabel" else list(rows)
 
+    def learn_from_validation(self, rows: Sequence[Row]) -> Facts:
+        """Return the temperature of the probabilities; nothing for numbers."""
+        return {} if self.settings.kind == "number" else fit_temperature(rows)
+
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return numbers in the unit of the labels, float32 [T], or probabilities, float32 [C]."""
+        """Return numbers in the unit of the labels, float32 [T], or calibrated probabilities, float32 [C]."""
         if self.settings.kind == "number":
             mean_T, std_T = np.array(self.facts["mean"]), np.array(self.facts["std"])
             return np.asarray(output.astype(np.float64) * std_T + mean_T, dtype=np.float32)
-        return softmax(output) if self.settings.kind == "class" else sigmoid(output)
+        return (softmax if self.settings.kind == "class" else sigmoid)(output / temperature_of(self.facts))
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
         """Fit linear models to the features of each baseline of `fitted`."""
@@ -302,33 +311,31 @@ class SequenceTask(Task):
     def _number_row(self, output_T: npt.NDArray[np.float32], target_T: npt.NDArray[np.float32]) -> Row:
         return metrics.number_row(self.predict(output_T), self.predict(target_T), self.names)
 
+    def _class_row(self, logits_C: npt.NDArray[np.float32], target: npt.NDArray[np.int64]) -> Row:
+        predicted, truth = int(logits_C.argmax()), int(target)
+        row: dict[str, float | npt.NDArray[Any]] = {
+            "target": truth,
+            "prediction": predicted,
+            "correct": float(predicted == truth),
+            "confidence": float(self.predict(logits_C)[predicted]),
+        }
+        if len(logits_C) == 2:
+            row["logit"] = float(logits_C[1] - logits_C[0])
+        if len(logits_C) <= MOST_SHOWN:
+            row["confusion"] = metrics.confusion(np.array([truth]), np.array([predicted]), len(logits_C))
+        return row | probability_row(logits_C[None], np.array([truth]), self.facts)
 
-def _class_row(logits_C: npt.NDArray[np.float32], target: npt.NDArray[np.int64]) -> Row:
-    probability_C = softmax(logits_C)
-    predicted, truth = int(probability_C.argmax()), int(target)
-    row: dict[str, float | npt.NDArray[Any]] = {
-        "target": truth,
-        "prediction": predicted,
-        "correct": float(predicted == truth),
-        "confidence": float(probability_C[predicted]),
-    }
-    if len(logits_C) == 2:
-        row["logit"] = float(logits_C[1] - logits_C[0])
-    if len(logits_C) <= MOST_SHOWN:
-        row["confusion"] = metrics.confusion(np.array([truth]), np.array([predicted]), len(logits_C))
-    return row | {"calibration": metrics.calibration(probability_C[[predicted]], np.array([predicted == truth]))}
-
-
-def _labels_row(logits_C: npt.NDArray[np.float32], target_C: npt.NDArray[np.float32]) -> Row:
-    truth_C = target_C > 0
-    return {
-        "labels": float(truth_C.sum()),
-        "predicted": float((logits_C >= 0).sum()),
-        "correct": float((truth_C & (logits_C >= 0)).sum()),
-        "score": logits_C,
-        "truth": truth_C,
-        "Fmax terms": metrics.fmax_terms(sigmoid(logits_C), truth_C),
-    }
+    def _labels_row(self, logits_C: npt.NDArray[np.float32], target_C: npt.NDArray[np.float32]) -> Row:
+        truth_C = target_C > 0
+        return {
+            "labels": float(truth_C.sum()),
+            "predicted": float((logits_C >= 0).sum()),
+            "correct": float((truth_C & (logits_C >= 0)).sum()),
+            "score": logits_C,
+            "truth": truth_C,
+            "Fmax terms": metrics.fmax_terms(self.predict(logits_C), truth_C),
+            **probability_row(logits_C[None], truth_C[None], self.facts),
+        }
 
 
 def _of_labels(rows: Sequence[Row]) -> dict[str, float]:
@@ -340,6 +347,7 @@ def _of_labels(rows: Sequence[Row]) -> dict[str, float]:
         "Fmax": metrics.fmax(metrics.total(rows, "Fmax terms")),
         "AUPRC": metrics.pooled_ranking(rows, "score", "truth")["AUPRC"],
         "macro-F1": metrics.f1(right_C, predicted_C, true_C),
+        **of_probabilities(rows),
     }
 
 
@@ -348,10 +356,4 @@ def _of_classes(rows: Sequence[Row], n_classes: int) -> dict[str, float]:
     found = metrics.of_confusion(metrics.confusion(target_N, predicted_N, n_classes).astype(np.float64))
     if n_classes == 2:
         found |= metrics.of_scores(np.array([row["logit"] for row in rows]), target_N == 1)
-    confidence_N = np.array([row["confidence"] for row in rows])
-    return found | {"ECE": metrics.calibration_error(metrics.calibration(confidence_N, target_N == predicted_N))}
-
-
-def sigmoid(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the probability of each label."""
-    return np.asarray(0.5 + 0.5 * np.tanh(logits.astype(np.float64) / 2), dtype=np.float32)
+    return found | of_probabilities(rows)

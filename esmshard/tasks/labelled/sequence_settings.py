@@ -21,8 +21,9 @@ class SequenceSettings(TaskSettings):
 
     kind: Literal["number", "class", "multilabel"] = "number"
     """`number` is for one or several numbers, `class` for one of several classes, `multilabel` for any of them."""
-    loss: Literal["mse", "huber"] = "mse"
-    """The loss for numbers. `huber` counts errors over one standard deviation linearly, for data with outliers."""
+    loss: Literal["mse", "huber"] | None = Field(None, validate_default=True)
+    """The loss for numbers, by default `mse`. `huber` counts errors over one standard deviation linearly, for data with
+    outliers. Classes have cross-entropy, and no such key."""
     balance: float = Field(0.0, ge=0, le=1)
     """The weight of a class in the loss is its frequency to the power of minus this number. For `multilabel`, the
     weight of the proteins with a label is the odds of this label to the power of minus this number. With 0 all proteins
@@ -34,11 +35,11 @@ class SequenceSettings(TaskSettings):
 
     @field_validator("loss")
     @classmethod
-    def _of_numbers(cls, loss: str, info: ValidationInfo) -> str:
+    def _of_numbers(cls, loss: str | None, info: ValidationInfo) -> str | None:
         kind = info.data.get("kind")
-        if loss == "huber" and kind in ("class", "multilabel"):
-            raise ValueError(f"huber is for kind number, and the recipe has {kind}; remove it")
-        return loss
+        if loss is not None and kind in ("class", "multilabel"):
+            raise ValueError(f"{loss} is for kind number, and the recipe has {kind}; remove it")
+        return loss or ("mse" if kind == "number" else None)
 
     @field_validator("balance")
     @classmethod

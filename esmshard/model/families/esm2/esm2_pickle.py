@@ -65,6 +65,13 @@ def _write(file: Path, config: EsmConfig, tensors: dict[str, torch.Tensor]) -> l
 FAIR_ESM = AuthorsFile(
     path=_path,
     write=_write,
-    use="import esm\nmodel, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)",
+    use="""\
+import argparse
+
+import esm
+import torch
+
+torch.serialization.add_safe_globals([argparse.Namespace])  # the settings in the file, which torch.load refuses else
+model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
     code="[fair-esm](https://github.com/facebookresearch/esm)",
 )
