@@ -15,7 +15,7 @@ from torch import nn
 
 from esmshard import spreadsheet
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.batching.packing import assign
+from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.files import is_hub_name, replace_json, replace_text, replacing
@@ -34,11 +34,6 @@ from esmshard.train.records.verdict import aligned, verdict
 from esmshard.vocab import chain_spans
 
 R = TypeVar("R")
-
-CHUNK = 4096
-"""The number of tokens whose records the model scores at once. Larger records are scored one by one, since pair maps
-[L, L] need the most memory.
-"""
 
 BASELINES = "baselines.npz"
 
@@ -196,7 +191,7 @@ def _of_each_record(
     compute: Callable[[Sequence[Example]], Sequence[R]],
 ) -> list[R]:
     """Compute something for each record of a split, in packs that are the same for every number of ranks."""
-    each = max(1, CHUNK // int(data.tokens.max())) if task.names else 1
+    each = max(1, SCORED_TOKENS // int(data.tokens.max())) if task.names else 1
     firsts = range(0, len(data), each)
     rank, size, shows = (0, 1, True) if ranks is None else (ranks.data_rank, ranks.data_size, ranks.is_first)
     mine: dict[int, Sequence[R]] = {}
@@ -263,12 +258,18 @@ def report(
     for sentence in left_out:
         warn(sentence)
     table = {MAIN: score(found.model, found.task, data), **score_baselines(found.task, data, known, base)}
-    facts = {"device": str(found.model.device), "precision": "fp32", "labels": labels, "left_out": left_out}
+    facts: dict[str, Any] = {
+        "device": str(found.model.device),
+        "precision": "fp32",
+        "labels": labels,
+        "left_out": left_out,
+    }
     facts |= {"tracks": dict(tracks)} if tracks else {}
     if complexes is not None:
         facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
     about = described(model, found.about, data) | facts | {"leakage": list(leakage)}
-    return write(out, data, found.task, table, about, known)
+    groups = [found.task.group(data.get(n), known) for n in range(len(data))]
+    return write(out, data, found.task, table, about, groups)
 
 
 def described(model: str, about: Mapping[str, Any], data: Examples) -> dict[str, Any]:
@@ -289,7 +290,7 @@ def write(
     task: Task,
     table: Mapping[str, Sequence[Row]],
     about: Mapping[str, Any],
-    known: Mapping[str, npt.NDArray[Any]] = {},  # only read
+    groups: Sequence[str] = (),
 ) -> str:
     """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, what is missing, and the verdict.
 
@@ -302,9 +303,8 @@ def write(
         task: the task.
         table: the rows of every method.
         about: more entries for `evaluation.json`.
-        known: what the baselines learned from training records, which decides on groups of records (`Task.group`).
+        groups: of each record (`Task.group`); empty for no groups.
     """
-    groups = [task.group(data.get(n), known) for n in range(len(data))]
     block_N, columns = data.blocks(), task.columns_of(table[MAIN])
     unit = "record" if block_N is None else task.in_common
     samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}

@@ -140,9 +140,11 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
         say(f"model in {directory}")
         about = read_json(directory / "esmshard.json")
         facts = evaluate.described(str(directory), about, job.test)
-        facts |= {"device": str(ranks.device), "precision": layout.precision, "processes": ranks.size}
+        stored = f", matrices of the layers in {kind}" if (kind := recipe.model.quantize) else ""
+        facts |= {"device": str(ranks.device), "precision": layout.precision + stored, "processes": ranks.size}
         facts |= {"labels": None, "left_out": [], "leakage": leakage_notices(job)}
-        print(evaluate.write(out, job.test, task, table, facts, known), flush=True)
+        groups = [task.group(job.test.get(n), known) for n in range(len(job.test))]
+        print(evaluate.write(out, job.test, task, table, facts, groups), flush=True)
         card.write(directory, about, read_json(out / "evaluation.json"))
 
     control.note("consolidating")

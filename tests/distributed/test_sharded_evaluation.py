@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,16 +22,16 @@ def evaluated(path: str, out: str, tensor: int) -> float:
     parallel = recipe.parallel.model_copy(update={"strategy": "shard_grad_op", "tensor": tensor})
     original, shares = finetune._evaluate, [0.0]
 
-    def watched(job: Any, model: nn.Module, *others: Any) -> None:
+    def watched(job: Any, model: Any, *others: Any) -> None:
         def look(*_: Any) -> None:
             sizes = [(p.numel(), isinstance(p, DTensor)) for p in model.parameters()]
             shares.append(sum(n for n, divided in sizes if not divided) / sum(n for n, _ in sizes))
 
-        for layer in model.layers:  # type: ignore[union-attr]
+        for layer in model.layers:
             layer.register_forward_pre_hook(look)  # after FSDP's own, which gathers the layer
         original(job, model, *others)
 
-    finetune._evaluate = watched
+    finetune._evaluate = watched  # type: ignore[assignment]
     finetune.run(recipe.model_copy(update={"out": out, "parallel": parallel}))
     return max(shares)
 
@@ -52,7 +51,9 @@ def test_any_number_of_ranks_writes_the_same_results(tiny_recipe: Path, keep_bes
         if tensor > 1 and keep_best:
             continue
         out = tiny_recipe.parent / f"on-{name}"
-        shares = run_ranks("test_sharded_evaluation:evaluated", size, tiny_recipe.parent, str(tiny_recipe), str(out), tensor)
+        shares = run_ranks(
+            "test_sharded_evaluation:evaluated", size, tiny_recipe.parent, str(tiny_recipe), str(out), tensor
+        )
         if size > 1 and tensor == 1:
             assert 0 < max(shares) < 0.6, "one layer and what lies outside the layers"
         written[name] = (rows_of(out), json.loads((out / "evaluation.json").read_text()))
@@ -64,7 +65,9 @@ def test_any_number_of_ranks_writes_the_same_results(tiny_recipe: Path, keep_bes
         for row, theirs in zip(rows, other_rows, strict=True):
             assert row.keys() == theirs.keys()
             for key in row.keys() - {"id"}:
-                assert float(row[key] or "nan") == pytest.approx(float(theirs[key] or "nan"), abs=1e-5, nan_ok=True), key
+                assert float(row[key] or "nan") == pytest.approx(float(theirs[key] or "nan"), abs=1e-5, nan_ok=True), (
+                    key
+                )
         for method, metrics in evaluation["metrics"].items():
             found = {name: one["value"] for name, one in other["metrics"][method].items()}
             assert found == pytest.approx({name: one["value"] for name, one in metrics.items()}, abs=1e-4), method
