@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from esmshard.errors import LostProcess
 from esmshard.launch import address, cpu_limits
 from esmshard.launch.preemption import Preempted
-from esmshard.launch.process_environment import CRASHED, LAUNCH, LAUNCHER, SHARED_CORES
+from esmshard.launch.process_environment import CRASHED, LAUNCH, LAUNCHER
 from esmshard.progress import say
 
 STOP_TIMEOUT = 600.0
@@ -68,7 +68,7 @@ def run_local(
     """
     shared = {LAUNCHER: str(os.getpid()), LAUNCH: uuid.uuid4().hex}
     if "OMP_NUM_THREADS" not in os.environ:
-        shared |= {"OMP_NUM_THREADS": str(max(1, cpu_limits.cores() // nproc)), SHARED_CORES: "1"}
+        shared |= {"OMP_NUM_THREADS": str(max(1, cpu_limits.cores() // nproc))}
     restarts = 0
     with _listening() as signals:
         while not signals:

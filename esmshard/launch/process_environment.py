@@ -11,8 +11,6 @@ LAUNCHER = "ESMSHARD_LAUNCHER"
 """The environment variable with the process id of esmshard's own launcher, in the processes that it started."""
 LAUNCH = "ESMSHARD_LAUNCH"
 """The environment variable with a random name of one call of esmshard's own launcher. Restarts keep this name."""
-SHARED_CORES = "ESMSHARD_SHARED_CORES"
-"""The environment variable that is set if the launcher, and not the user, has divided the cores among processes."""
 
 TRIAL = "ESMSHARD_TRIAL"
 """The environment variable of a trial of a sweep, which ends with its last validation, without a model and a test."""
@@ -53,11 +51,6 @@ def restarts_allowed() -> int:
 def under_torchrun() -> bool:
     """Return whether torchrun started this process, also by `accelerate launch`. torchrun's exit code is 0 or 1."""
     return "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
-
-
-def on_several_machines_of_torchrun() -> bool:
-    """Return whether torchrun started this process and other processes of the same run on other machines."""
-    return under_torchrun() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
 def follow_launcher() -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -40,6 +40,16 @@ class World:
     """The mesh of all ranks in one dimension; None for a single process that shards nothing."""
     together: int = 1
     """The number of neighbouring ranks that see the same records (`Layout.together`)."""
+    group: Any = None
+    """The process group for numbers and objects; None for the default group."""
+
+    def patient(self) -> "World":
+        """Return the same ranks, which wait for each other for a week. While the first rank fits a regression or writes
+        a model, the others have nothing to do. All ranks call this.
+        """
+        if self.mesh is None:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(weeks=1)))
 
     @property
     def data_rank(self) -> int:
@@ -63,7 +73,7 @@ class World:
         # gloo on the CPU is used even if NCCL is available, since a few numbers need no kernel, and the host reads
         # them.
         rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.size)]
-        dist.all_gather(rows, torch.tensor(values, dtype=torch.float64))
+        dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.group)
         return [row.tolist() for row in rows]
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -79,8 +89,21 @@ class World:
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """Return the picklable values of all ranks on the first rank and on those that see the same records as it.
+        Other ranks get an empty list.
+        """
+        if self.mesh is None:
+            return [value]
+        gathered: list[Any] = []
+        for receiver in range(self.together):
+            values = [None] * self.size if self.rank == receiver else None
+            dist.gather_object(value, values, dst=receiver, group=self.group)
+            gathered = values or gathered
+        return gathered
 
     def agree(self, function: Callable[[], T]) -> T:
         """Call a function on every rank. If it raises `InputError` on any, all ranks raise the error of the first."""

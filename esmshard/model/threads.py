@@ -15,14 +15,17 @@ def packs_at_once(device: torch.device) -> int:
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 
-def side_by_side(function: Callable[[S], T], packs: Sequence[S], device: torch.device) -> list[T]:
+def side_by_side(
+    function: Callable[[S], T], packs: Sequence[S], device: torch.device, *, threads: bool = True
+) -> list[T]:
     """Return `function` of each pack, in order, computed without gradients.
 
     On the CPU each core computes a pack of its own. This is 1.15 times as fast as all cores on one operation after the
     other, since they wait for each other at the end of each operation. If there are too few packs for this, all cores
-    compute one pack after the other.
+    compute one pack after the other. Without `threads` they do so, too: a model that several processes compute together
+    (`Trunk.shared_on`) takes one call at a time.
     """
-    workers = packs_at_once(device)
+    workers = packs_at_once(device) if threads else 1
 
     def alone(one: S) -> T:
         with torch.no_grad():  # no_grad holds for one thread only

@@ -58,6 +58,15 @@ class Trunk(nn.Module, ABC):
     layers: nn.ModuleList
     lm_head: nn.Module
     contact_head: ContactRegression
+    shared_on: torch.device | None = None
+    """The device of this process while several processes compute the model together, or in another precision than that
+    of its weights. Calls then come one after the other. None for a model that this process has for itself.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes, which is that of the weights, unless these are kept elsewhere."""
+        return self.shared_on or self.embed_tokens.weight.device
 
     @abstractmethod
     def embed(self, batch: TokenBatch) -> torch.Tensor:

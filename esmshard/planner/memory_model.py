@@ -234,6 +234,27 @@ def memory(
     return replace(peak, host=host)
 
 
+def scoring_memory(
+    numbers: ModelNumbers, layout: Layout, tokens: int, head_bytes: int, device: Device, *, padding: float = 1.0
+) -> Memory:
+    """Return the bytes of one rank while records of the validation or test set are scored, without gradients. The
+    arguments are those of `memory`.
+
+    The optimizer's state is there during a validation. The final evaluation frees it, and each gathered layer, too.
+    """
+    frozen = replace(numbers, layer_trained=0, root_trained=0)
+    layer = layer_bytes(frozen, layout, device, padding)
+    gathered = _Step(frozen, frozen.of_rank(layout.tensor), layout, tokens, head_bytes, device, 1, padding)
+    step = replace(gathered, whole=numbers, numbers=numbers.of_rank(layout.tensor))
+    return step._at(
+        "validation and evaluation",
+        gradients=0,
+        gathered=gathered._gathered_forward(numbers.n_layers),
+        kept=layer.kept + layer.again,
+        head=head_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class _Step:
     """A training step on one rank. The arguments are those of `memory`."""

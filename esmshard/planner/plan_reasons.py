@@ -40,6 +40,11 @@ def reasons(found: RecipePlan) -> Iterator[str]:
         yield "no other option that fits has a shorter step"
     else:
         yield "no other option fits"
+    if found.lengths.assumed:
+        yield (
+            "the memory of validation and evaluation is that of records as long as those of training, since those sets "
+            f"cannot be read here: {found.lengths.assumed}"
+        )
     if found.numbers.quantization is not None:
         numbers = found.numbers
         packed, before = (numbers.n_layers * size for size in (numbers.layer_packed, 4 * numbers.layer_quantized))
@@ -47,10 +52,6 @@ def reasons(found: RecipePlan) -> Iterator[str]:
             f"model.quantize={numbers.quantization} keeps the frozen matrices of the layers in {packed / GIB:.2f} GiB, "
             f"whole on each GPU, in place of {before / GIB:.2f} GiB over all GPUs that share a copy; unpacking them "
             "takes time, which the times above do not include"
-        )
-        yield (
-            f"the evaluation after the last step needs the consolidated model in fp32 on one GPU, "
-            f"{4 * numbers.parameters / GIB:.1f} GiB, and as much again where a baseline needs the base model"
         )
     total = best.cost.traffic.total
     if total == 0:

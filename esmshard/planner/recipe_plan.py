@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples
+from esmshard.data.batching.packing import SCORED_TOKENS
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.data.tracks.track_files import TrackFile, track_files
 from esmshard.errors import InputError, UsageError
@@ -19,7 +20,7 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES, family_of, released_name, transformers_config
 from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import Machines
-from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory
+from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory, scoring_memory
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe import recipe_file
 from esmshard.recipe.recipe_file import sample
@@ -100,6 +101,24 @@ class MicroBatches:
             padding=self.padding,
         )
 
+    def scoring(self, tokens: int, scored_N: npt.NDArray[np.int32]) -> Memory:
+        """Return the memory of a validation with micro-batches of so many tokens, and of the final evaluation.
+
+        Args:
+            tokens: the tokens of the largest micro-batch of training.
+            scored_N: the tokens of each validation and test record, which are taken whole.
+        """
+        longest = int(scored_N.max())
+        head = head_bytes(self.recipe.task, scored_N, self.layout, self.numbers.n_logits)
+        return scoring_memory(
+            self.numbers,
+            self.layout,
+            max(tokens, longest, SCORED_TOKENS) + self.train.beside,
+            head(max(tokens, longest)),
+            self.device,
+            padding=longest / float(scored_N.mean(dtype=np.float64)),
+        )
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -112,6 +131,10 @@ class Lengths:
     """The tokens that a token attends to, averaged over tokens."""
     beside: int
     """Further tokens that go through the model with every micro-batch."""
+    scored: int
+    """The tokens of the longest validation or test record, which is taken whole."""
+    assumed: str = ""
+    """Why training records stand for those of validation and test; empty where these were read."""
 
 
 @dataclass(frozen=True)
@@ -185,14 +208,27 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
         )
     total = float(tokens_N.sum(dtype=np.int64))
     attended = float(np.square(tokens_N, dtype=np.float64).sum()) / total
-    lengths = Lengths(len(tokens_N), int(tokens_N.max()), total / len(tokens_N), attended, train.beside)
+    scored_N, assumed = _scored(recipe, tokens_N)
+    lengths = Lengths(
+        len(tokens_N),
+        int(tokens_N.max()),
+        total / len(tokens_N),
+        attended,
+        train.beside,
+        scored=int(scored_N.max()),
+        assumed=assumed,
+    )
     precision, room = _precision(recipe, machines), int(machines.room * (1 - RESERVE))
     found = RecipePlan(recipe, machines, model_numbers(recipe), lengths, precision, room, [], None, [])
     asked, *more = _tensors(found)
 
     def options(tensor: int, offload: bool) -> list[Option]:
         strategies = STRATEGIES if machines.world_size > tensor else [recipe.parallel.strategy]
-        return [_option(found, train, strategy, mode, offload, tensor) for strategy in strategies for mode in MODES]
+        return [
+            _option(found, train, scored_N, strategy, mode, offload, tensor)
+            for strategy in strategies
+            for mode in MODES
+        ]
 
     every, divided = options(asked, recipe.parallel.cpu_offload), list[Option]()
     if all(option.impossible for option in every):
@@ -207,6 +243,17 @@ def plan(recipe: Recipe, machines: Machines) -> RecipePlan:
     better = [option for option in divided if option.fits and AS_GOOD * seconds(option) < shortest]
     left_out = [option for option in divided if option not in better]
     return replace(found, options=every + better, best=_best(every + better), left_out=left_out)
+
+
+def _scored(recipe: Recipe, train_N: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], str]:
+    """Return the tokens of each validation and test record. Training records stand for a file that cannot be read: the
+    second result then says why.
+    """
+    try:
+        splits = [open_split(recipe, name, None, planned_tracks(recipe)) for name in ("valid", "test")]
+    except (InputError, UsageError) as error:
+        return train_N, str(error)
+    return np.concatenate([split.tokens for split in splits]), ""
 
 
 def _tensors(found: RecipePlan) -> list[int]:
@@ -316,7 +363,13 @@ def layout_of(found: RecipePlan, strategy: str, mode: str, offload: bool, tensor
 
 
 def _option(
-    found: RecipePlan, train: Examples, strategy: str, mode: Checkpointing, offload: bool, tensor: int
+    found: RecipePlan,
+    train: Examples,
+    scored_N: npt.NDArray[np.int32],
+    strategy: str,
+    mode: Checkpointing,
+    offload: bool,
+    tensor: int,
 ) -> Option:
     recipe, machines, lengths = found.recipe, found.machines, found.lengths
     try:
@@ -330,7 +383,7 @@ def _option(
     parts = -(-share // most)
     # Shares are balanced, so that no micro-batch is much larger than the mean; but the longest record stays whole.
     tokens = max(lengths.longest, -(-share // parts))
-    need = batches.memory(tokens, parts)
+    need = max(batches.memory(tokens, parts), batches.scoring(tokens, scored_N), key=lambda moment: moment.total)
     mean_tokens = -(-share // parts) + lengths.beside
     work = Work(
         tokens=mean_tokens,

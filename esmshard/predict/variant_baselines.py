@@ -85,7 +85,7 @@ def baseline_predictions(
     )
     examples, predicted = _examples(task, variants), list[np.float32]()
     if name == FROZEN and base is not None:
-        task.look_ahead(examples, base)
+        task.look_ahead([examples.get(n) for n in range(len(examples))], base)
     with Progress("predict", len(examples)) as progress:
         for n in range(len(examples)):
             output = task.baseline_outputs(examples.get(n), known, base)[name]

@@ -41,16 +41,16 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
                 module.register_buffer(name, buffer.to(world.device))
     _tie(model, shared)
     doubles = {name for _, *others in shared for name in others}
-    check_same_weights(world, world.agree(lambda: _fill(model, rows_of, doubles)))
+    check_same_weights(world, world.agree(lambda: fill(model, rows_of, doubles)))
     check_ties(model, shared)
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, rows_of: RowsOf, doubles: Set[str]) -> dict[str, int]:
-    """Copy every tensor into the model. Return a checksum of the first row of each, by name."""
+def fill(model: nn.Module, rows_of: RowsOf, left_out: Set[str]) -> dict[str, int]:
+    """Copy tensors into the model, but those of some names. Return a checksum of the first row of each, by name."""
     marks: dict[str, int] = {}
     for name, target in model.state_dict().items():
-        if name in doubles:
+        if name in left_out:
             continue
         first = rows_of(name, slice(0, 1)).float().contiguous()
         marks[name] = zlib.crc32(first.view(torch.uint8).numpy().data)

@@ -262,9 +262,22 @@ class Task(ABC):
         """
         return data.blocks(), "record"
 
-    def look_ahead(self, data: Examples, base: "FineTuner") -> None:
-        """Prepare the outputs of the baselines for a split. Called before `baseline_outputs` is called for each of its
-        examples.
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: "FineTuner") -> None:
+        """Keep in `base.remembered` what `baselines` will ask of the base model about some of the training examples.
+
+        The ranks of a run divide the examples, and `baselines`, which the first rank alone calls, finds what all of
+        them have kept. What is not there it may compute, while the other ranks wait.
+
+        Args:
+            train: the examples that `baselines` will get.
+            mine: which of them are this rank's.
+            base: the model before the first step.
+        """
+        return
+
+    def look_ahead(self, examples: Sequence[Example], base: "FineTuner") -> None:
+        """Keep in `base.remembered` what `baseline_outputs` will ask of the base model about some examples, in packs.
+        Called before `baseline_outputs` is called for each of them.
         """
         return
 

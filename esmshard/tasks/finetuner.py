@@ -1,5 +1,6 @@
 """Trunk and task head as one module: made from a recipe, or opened from a consolidated directory."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -48,16 +49,24 @@ class FineTuner(nn.Module):
         self.trunk = trunk
         self.head = head
         self._drawn: Mapping[str, WeightReader] = {}
-        self.remembered: dict[str, Any] = {}
-        """Outputs of a frozen model that a task keeps, so that they are not computed twice."""
+        self.remembered: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
+        """Outputs of a frozen model that a task keeps, by a name and a key of the task, so that they are not computed
+        twice. Those that ranks have computed for `Task.baselines` are joined here.
+        """
 
     @property
     def layers(self) -> nn.ModuleList:
         """The layers that `esmshard.sharding` shards."""
         return self.trunk.layers
 
-    def forward(self, batch: TokenBatch) -> list[torch.Tensor]:
-        """Return N outputs in fp32, whatever the precision of the arithmetic."""
+    def forward(self, batch: TokenBatch, instead: Callable[[], Any] | None = None) -> Any:
+        """Return N outputs in fp32, whatever the precision of the arithmetic.
+
+        `instead` is called in place of the model, with the parameters that the model computes with: where ranks share
+        a model, these exist only during this call (`esmshard.sharding.shared_calls`).
+        """
+        if instead is not None:
+            return instead()
         attention = attention_reader(self.head, batch)
         on_attention = None if attention is None else attention.add
         layers, logits_PV = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=on_attention)
@@ -83,8 +92,8 @@ class FineTuner(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.trunk.embed_tokens.weight.device
+        """The device that computes."""
+        return self.trunk.device
 
     @property
     def asks_logits(self) -> bool:

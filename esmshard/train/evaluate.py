@@ -3,9 +3,10 @@
 import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 from esmshard import spreadsheet
-from esmshard.data.batching.loader import Examples
-from esmshard.data.batching.packing import assign
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
@@ -26,6 +27,7 @@ from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
+from esmshard.sharding.shared_calls import shared_calls
 from esmshard.tasks.base import MAIN, Row, Task, collate
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, without_tracks
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
@@ -34,10 +36,7 @@ from esmshard.tasks.registry import new_task
 from esmshard.train.records.verdict import aligned, comparison, in_sample, strongest, verdict
 from esmshard.vocab import chain_spans
 
-CHUNK = 4096
-"""The number of tokens whose records the model scores at once. Larger records are scored one by one, since pair maps
-[L, L] need the most memory.
-"""
+R = TypeVar("R")
 
 BASELINES = "baselines.npz"
 LOWER_IS_BETTER = ("RMSE", "log loss")
@@ -88,14 +87,37 @@ def validate(
     return loss / count if count else float("nan"), [everyone[n] for n in range(len(data))]
 
 
-def fit_baselines(task: Task, train: Examples, base: FineTuner, path: Path) -> None:
-    """Fit the task's baselines on training records and save their parameters as `.npz`, with hashes of the training
-    sequences. One process calls this.
+def fit_baselines(
+    task: Task, train: Examples, base: FineTuner, ranks: World | None = None
+) -> dict[str, npt.NDArray[Any]]:
+    """Fit the task's baselines on training records. The ranks divide the passes through the model, and the first rank
+    fits.
+
+    Args:
+        task: the task.
+        train: the training split.
+        base: the model before the first step.
+        ranks: the ranks that share the model, all of which call this; None for a model of this process alone.
+
+    Returns:
+        The arrays that the baselines have learned, by name, on every rank.
     """
-    some = range(0, len(train), -(-len(train) // task.baseline_records))
-    known = task.baselines([train.get(n) for n in some], base)
-    with replacing(path, binary=True) as file:
-        np.savez(file, **known, **trained_on(train))  # type: ignore[arg-type]
+    examples = [train.get(n) for n in range(0, len(train), -(-len(train) // task.baseline_records))]
+    if ranks is None:
+        task.look_ahead_to_fit(examples, range(len(examples)), base)
+        known = task.baselines(examples, base)
+    else:
+        with shared_calls(base, ranks):
+            task.look_ahead_to_fit(examples, range(ranks.data_rank, len(examples), ranks.data_size), base)
+        for remembered in ranks.gather_on_first(base.remembered):
+            for name, outputs in remembered.items():
+                base.remembered[name].update(outputs)
+        patient = ranks.patient()
+        with shared_calls(base, patient):  # Ranks that compute a layer together with the first one must do the same.
+            known = task.baselines(examples, base) if ranks.data_rank == 0 else {}
+        known = patient.gather(known if ranks.is_first else None)[0]
+    base.remembered.clear()
+    return known
 
 
 def _sequences(data: Examples) -> npt.NDArray[np.uint64]:
@@ -144,8 +166,14 @@ def keep_seen(task: Task, train: Examples, valid: Examples, path: Path) -> None:
         replace_text(path, "".join(f"{one.id(n)}\n" for one in (train, valid) for n in range(len(one))))
 
 
+def keep_baselines(path: Path, known: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Save the arrays of `fit_baselines` as `.npz`."""
+    with replacing(path, binary=True) as file:
+        np.savez(file, **known)  # type: ignore[arg-type]
+
+
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays that `fit_baselines` saved. The result is empty if there is no such file."""
+    """Read the arrays that `keep_baselines` saved. The result is empty if there is no such file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
@@ -155,39 +183,80 @@ def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
         raise InputError(f"{path}: damaged ({error}); remove it, and the baselines are left out") from None
 
 
-def evaluate(
-    model: FineTuner,
-    task: Task,
-    data: Examples,
-    known: Mapping[str, npt.NDArray[Any]],
-    base: FineTuner | None,
-) -> dict[str, list[Row]]:
-    """Compute rows of metrics for the model and for each baseline of the task, in one process.
+def score(model: FineTuner, task: Task, data: Examples, ranks: World | None = None) -> list[Row]:
+    """Compute a row of metrics for each record, in the order of the split.
 
     Args:
         model: the fine-tuned model.
         task: the task that the model was trained for.
         data: the split. Its records are taken whole.
+        ranks: see `fit_baselines`. The result is the same on every rank, and for every number of ranks.
+    """
+
+    def rows(examples: Sequence[Example]) -> list[Row]:
+        inputs = [task.inputs(example) for example in examples]
+        return task.score(model.outputs(inputs), [one.target for one in inputs])
+
+    return _of_each_record("evaluate", model, task, data, ranks, rows)
+
+
+def score_baselines(
+    task: Task,
+    data: Examples,
+    known: Mapping[str, npt.NDArray[Any]],
+    base: FineTuner | None,
+    ranks: World | None = None,
+) -> dict[str, list[Row]]:
+    """Compute a row of metrics for each record and each baseline of the task.
+
+    Args:
+        task: the task.
+        data: the split. Its records are taken whole.
         known: the arrays that the baselines learned from the training split (`fit_baselines`).
         base: the model before the first step. Without this model, baselines that need it are left out.
+        ranks: see `score`.
     """
-    table: dict[str, list[Row]] = {MAIN: []}
     # The temperature is of the fine-tuned model alone.
     of_baselines = new_task(task.settings, {**task.facts, "temperature": None})
-    if base is not None and known:
-        task.look_ahead(data, base)
-    with Progress("evaluate", len(data)) as progress:
-        each = max(1, CHUNK // int(data.tokens.max())) if task.names else 1
-        for first in range(0, len(data), each):
+
+    def rows(examples: Sequence[Example]) -> list[dict[str, Row]]:
+        if base is not None and known:
+            task.look_ahead(examples, base)
+        found: list[dict[str, Row]] = []
+        for example in examples:
+            target, of_example = task.inputs(example).target, dict[str, Row]()
+            for name, output in task.baseline_outputs(example, known, base).items():
+                of_example[name] = (
+                    of_baselines.score([output], [target])[0] if isinstance(output, np.ndarray) else output
+                )
+            found.append(of_example)
+        return found
+
+    by_record = _of_each_record("baselines", base, task, data, ranks, rows)
+    return {name: [of_record[name] for of_record in by_record] for name in by_record[0]}
+
+
+def _of_each_record(
+    title: str,
+    model: FineTuner | None,
+    task: Task,
+    data: Examples,
+    ranks: World | None,
+    compute: Callable[[Sequence[Example]], Sequence[R]],
+) -> list[R]:
+    """Compute something for each record of a split, in packs that are the same for every number of ranks."""
+    each = max(1, SCORED_TOKENS // int(data.tokens.max())) if task.names else 1
+    firsts = range(0, len(data), each)
+    rank, size, shows = (0, 1, True) if ranks is None else (ranks.data_rank, ranks.data_size, ranks.is_first)
+    mine: dict[int, Sequence[R]] = {}
+    together = nullcontext() if ranks is None or model is None else shared_calls(model, ranks)
+    with Progress(title, len(data), show=shows) as progress, together:
+        for first in firsts[rank::size]:
             examples = [data.get(n) for n in range(first, min(first + each, len(data)))]
-            inputs = [task.inputs(example) for example in examples]
-            table[MAIN] += task.score(model.outputs(inputs), [one.target for one in inputs])
-            for example, asked in zip(examples, inputs, strict=True):
-                for name, output in task.baseline_outputs(example, known, base).items():
-                    row = of_baselines.score([output], [asked.target])[0] if isinstance(output, np.ndarray) else output
-                    table.setdefault(name, []).append(row)
-            progress.update(first + len(examples), "")
-    return table
+            mine[first] = compute(examples)
+            progress.update(min(first + each * size, len(data)), "")
+    everyone = mine if ranks is None else dict(pair for part in ranks.gather(mine) for pair in part.items())
+    return [of_record for first in firsts for of_record in everyone[first]]
 
 
 def report(
@@ -249,16 +318,32 @@ def report(
         known_before, seen = seen_before(model, found.about, trained, data)
     for sentence in [*left_out, *known_before]:
         warn(sentence)
-    table = evaluate(found.model, found.task, data, known, base)
-    facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
-    facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
-    facts |= {"device": str(found.model.device), "in_sample": seen}
+    table = {MAIN: score(found.model, found.task, data), **score_baselines(found.task, data, known, base)}
+    facts: dict[str, Any] = {
+        "device": str(found.model.device),
+        "precision": "fp32",
+        "labels": labels,
+        "in_sample": seen,
+        "left_out": left_out,
+    }
     facts |= {"tracks": dict(tracks)} if tracks else {}
     if complexes is not None:
         facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
+    about = described(model, found.about, data) | facts | {"leakage": [*leakage, *known_before]}
     groups = [found.task.group(data.get(n), known) for n in range(len(data))]
-    facts |= {"leakage": [*leakage, *known_before], "left_out": left_out}
-    return write(out, data, found.task, table, facts, groups, name=model if model in SHIPPED else MAIN)
+    return write(out, data, found.task, table, about, groups, name=model if model in SHIPPED else MAIN)
+
+
+def described(model: str, about: Mapping[str, Any], data: Examples) -> dict[str, Any]:
+    """Return what `evaluation.json` says of a model and a split, whatever the way in which it was scored.
+
+    Args:
+        model: a directory that `consolidate` wrote.
+        about: its `esmshard.json`.
+        data: the split.
+    """
+    facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
+    return facts | {"model": str(open_weights.place(model).absolute()), "tokens_sha256": data.digest}
 
 
 def write(

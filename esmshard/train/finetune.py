@@ -2,29 +2,30 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from esmshard.checkpoint import card, manifest
+from esmshard.checkpoint import card, manifest, sharded
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.data.batching.loader import SEEN
 from esmshard.devices import DeviceName
 from esmshard.errors import LostProcess
-from esmshard.launch import cpu_limits, process_environment
+from esmshard.launch import process_environment
 from esmshard.launch.preemption import Preempted, Preemption, reason
-from esmshard.launch.process_group import processes_per_machine, world
+from esmshard.launch.process_group import World, processes_per_machine, world
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.weight_reader import read_json
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
 from esmshard.sharding.cuda_allocator import expandable_segments
-from esmshard.tasks.finetuner import load_base
+from esmshard.sharding.shared_calls import free_layers, refill
+from esmshard.tasks.base import MAIN
+from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.registry import new_task
 from esmshard.train import evaluate
 from esmshard.train.loop import train
-from esmshard.train.records import status
+from esmshard.train.optimizer import model_tensors
 from esmshard.train.records.attempt import Attempt
 from esmshard.train.resume import starting_point
 from esmshard.train.run_inputs import RunInputs, check_out, leakage_notices, prepare, seen_in_training
@@ -86,7 +87,11 @@ def run(
                 start = ranks.from_first(lambda: starting_point(job, resume, trust))
                 if is_trial:
                     attempt.ending = "trained and validated, as a trial of a sweep"
-                train(job, start, ranks, control, preemption, attempt, profile)
+                model = train(job, start, ranks, control, preemption, attempt, profile)
+                if not is_trial:
+                    attempt.report("running", "consolidating and evaluating")
+                    with out_of_memory_in_evaluation(recipe, ranks.device):
+                        _evaluate(job, model, replace(ranks, together=job.layout.together), control)
         except (LostProcess, Preempted):
             # A rank that was asked to stop may have left before training began. Once training runs, a rank that is gone
             # was lost, and srun then sends SIGTERM to the other ranks.
@@ -94,34 +99,49 @@ def run(
                 raise Preempted(f"stopped by {reason(asked)}; go on with --resume auto", asked) from None
             raise
         if not ranks.is_first:
-            if process_environment.on_several_machines_of_torchrun():
-                # torchrun leaves a machine 300 s after its last rank has ended, and may end the rendezvous. Without a
-                # rendezvous, the torchrun of rank 0 would end rank 0 in the middle of the evaluation.
-                status.wait_while_running(out)
             return None
-        if is_trial:
-            return out
-        if process_environment.SHARED_CORES in os.environ:  # the other ranks are ending
-            torch.set_num_threads(cpu_limits.cores())
-        attempt.report("running", "consolidating and evaluating")
-        with out_of_memory_in_evaluation(recipe, ranks.device):
-            _evaluate(job, ranks.device, trust)
-    say(attempt.summary())  # the attempt has ended, so its time includes the evaluation, as in the report
+    if not is_trial:
+        say(attempt.summary())  # the attempt has ended, so its time includes the evaluation, as in the report
     return out
 
 
-def _evaluate(job: RunInputs, device: torch.device, trust: bool) -> None:
-    """Fit baselines, write the model as one directory, score it on the test split, and write its card. The first rank
-    only.
+def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) -> None:
+    """Score the trained model and its baselines on the test split, write the model as one directory, and its card.
+
+    All ranks call this. The model stays divided over them: no rank ever holds it whole. The base model, of which some
+    baselines ask outputs, takes its place in the same memory. Only the first rank writes.
     """
-    recipe, out = job.recipe, job.out
-    say(f"fitting the baselines, then scoring {len(job.test)} test records")
-    evaluate.fit_baselines(job.task, job.train, load_base(recipe, job.task, device), out / evaluate.BASELINES)
-    evaluate.keep_seen(job.task, job.train, job.valid, out / SEEN)
-    best = recipe.keeps_best and manifest.pointed(out / "checkpoints", "BEST") is not None
-    model = consolidate(out, out / "model", overwrite=True, warn=say, best=best, trust=trust)
-    say(f"model in {model}")
-    shared: dict[str, Any] = {"leakage": leakage_notices(job), "seen": seen_in_training(job)}
-    report = evaluate.report(str(model), job.test, out, say, device=device, **shared)
-    print(report, flush=True)
-    card.write(model, read_json(model / "esmshard.json"), read_json(out / "evaluation.json"))
+    recipe, out, layout = job.recipe, job.out, job.layout
+    kept = manifest.pointed(out / "checkpoints", "BEST") if recipe.keeps_best else None
+    checkpoint = kept or manifest.pointed(out / "checkpoints", "LATEST")
+    assert checkpoint is not None, "training ends with a checkpoint"
+    sharing = ranks if layout.sharded or layout.precision != "fp32" else None
+    if ranks.is_first:
+        say(f"scoring {len(job.test)} test records with {checkpoint.name}, then the baselines")
+    control.note("scoring the test set")
+    free_layers(model.eval())
+    if kept is not None:
+        sharded.load(kept, model_tensors(model, trained_only=recipe.adapt.method != "full"))
+    task = new_task(recipe.task, sharded.read_state(checkpoint)["facts"])
+    table = {MAIN: evaluate.score(model, task, job.test, sharing)}
+    control.note("scoring the baselines")
+    refill(model, model.rows_of(job.weights, new_head(recipe, task, job.weights)[0]), ranks)
+    known = evaluate.fit_baselines(task, job.train, model, sharing)
+    table |= evaluate.score_baselines(task, job.test, known, model, sharing)
+
+    def write() -> None:
+        evaluate.keep_baselines(out / evaluate.BASELINES, {**known, **evaluate.trained_on(job.train)})
+        evaluate.keep_seen(task, job.train, job.valid, out / SEEN)
+        directory = consolidate(checkpoint, out / "model", overwrite=True, warn=say)
+        say(f"model in {directory}")
+        about = read_json(directory / "esmshard.json")
+        facts = evaluate.described(str(directory), about, job.test)
+        stored = f", matrices of the layers in {kind}" if (kind := recipe.model.quantize) else ""
+        facts |= {"device": str(ranks.device), "precision": layout.precision + stored, "processes": ranks.size}
+        facts |= {"labels": None, "left_out": [], "leakage": leakage_notices(job), "in_sample": seen_in_training(job)}
+        groups = [task.group(job.test.get(n), known) for n in range(len(job.test))]
+        print(evaluate.write(out, job.test, task, table, facts, groups), flush=True)
+        card.write(directory, about, read_json(out / "evaluation.json"))
+
+    control.note("consolidating")
+    ranks.patient().from_first(write)

@@ -58,8 +58,10 @@ def train(
     preemption: Preemption,
     attempt: Attempt,
     profile: int,
-) -> None:
+) -> FineTuner:
     """Train until the last step of the recipe, or until early stopping. All ranks call it together.
+
+    Returns the trained model, without the memory of the optimizer.
 
     Args:
         job: the prepared run.
@@ -99,6 +101,8 @@ def train(
             words = f"loss {line['loss']:.4f}  {rate(speed)} residues/s  {held:.0f} MiB{state.validation}"
             progress.update(step + 1, words)
         training.saver.finish()
+    training.model.zero_grad(set_to_none=True)
+    return training.model
 
 
 @dataclass

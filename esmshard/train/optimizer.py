@@ -65,6 +65,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
         group["lr"] = share * group["peak"]
 
 
+def model_tensors(model: nn.Module, *, trained_only: bool = False) -> dict[str, torch.Tensor]:
+    """Return the part of `state_tensors` that is the model's."""
+    reshard(model)
+    tensors = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad or not trained_only}
+    buffers = {f"model.{name}": b for name, b in model.named_buffers() if name.startswith("head.") or not trained_only}
+    return tensors | buffers
+
+
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
 ) -> dict[str, torch.Tensor]:
@@ -80,10 +88,8 @@ def state_tensors(
         trained_only: leave out frozen parameters, and buffers outside the head, which `esmshard.model.weights.origin`
             can find again.
     """
-    reshard(model)
+    tensors = model_tensors(model, trained_only=trained_only)
     weights = {id(p): name for name, p in model.named_parameters()}
-    tensors = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad or not trained_only}
-    tensors |= {f"model.{name}": b for name, b in model.named_buffers() if name.startswith("head.") or not trained_only}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]

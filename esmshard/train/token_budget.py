@@ -101,13 +101,22 @@ def out_of_memory_of_model(device: torch.device) -> AbstractContextManager[None]
 def choose_tokens_per_rank(
     job: RunInputs, saved: Mapping[str, Any] | None, fitting: Callable[[], int], ranks: World
 ) -> int:
-    """Return the recipe's number; for `auto` the number with which the run began, or else what fits
-    (`largest_fitting`).
+    """Return the recipe's number; for `auto` what fits (`largest_fitting`), or the checkpoint's number where the run
+    goes on in the layout that it had.
+
+    A step has the same records in any micro-batches, but gradients are summed in another order, so that numbers agree
+    up to rounding.
+
+    Args:
+        job: the run.
+        saved: `state.json` of the checkpoint that the run goes on from; None for a new run.
+        fitting: see `largest_fitting`.
+        ranks: all processes of the run.
     """
     asked = job.recipe.batch.tokens_per_rank
     if isinstance(asked, int):
         return asked
-    if saved is not None:  # other micro-batches would sum gradients in another order
+    if saved is not None and _layout_of(saved) == [ranks.size, _gpu(ranks.device), _memory_keys(job.recipe)]:
         return int(saved["recipe"]["batch"]["tokens_per_rank"])
     longest, fits = int(job.train.tokens.max()), fitting()
     if not fits and ranks.is_first:
@@ -116,6 +125,20 @@ def choose_tokens_per_rank(
             "parallel.activation_checkpointing=full, or see `esmshard plan`"
         )
     return max(fits, longest)
+
+
+def _layout_of(saved: Mapping[str, Any]) -> list[Any]:
+    """Return what decided on the memory of each rank of the run that wrote a checkpoint."""
+    return [saved["world_size"], saved["versions"].get("gpu"), _memory_keys(Recipe.model_validate(saved["recipe"]))]
+
+
+def _gpu(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def _memory_keys(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys of `parallel` that decide on memory. Time-outs do not; the precision may not change."""
+    return recipe.parallel.model_dump(exclude={"start_timeout", "step_timeout", "precision"})
 
 
 def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: int, ranks: World) -> int:

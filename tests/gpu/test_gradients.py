@@ -104,8 +104,7 @@ def test_probes_and_baselines_find_the_same_on_both(device: torch.device, tmp_pa
         job, model = training.job, training.model.eval()
         every = [job.train.get(n) for n in range(len(job.train))]
         known = job.task.baselines(every, model)
-        if hasattr(job.task, "look_ahead"):
-            job.task.look_ahead(job.valid, model)
+        job.task.look_ahead([job.valid.get(0)], model)
         said = job.task.baseline_outputs(job.valid.get(0), known, model)
         job.task.probe(model.head, every, model, 0)
         outputs = model.outputs([job.task.inputs(job.valid.get(n)) for n in range(2)])

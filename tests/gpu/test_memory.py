@@ -15,7 +15,7 @@ from esmshard.planner import memory_model
 from esmshard.planner.recipe_plan import model_numbers
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.train import evaluate
+from esmshard.train import finetune
 from esmshard.train.run_inputs import prepare
 from esmshard.train.token_budget import RESERVED, largest_fitting
 
@@ -37,7 +37,7 @@ def only_training(monkeypatch: pytest.MonkeyPatch) -> None:
         raise TrainedError
 
     monkeypatch.setattr(Saver, "save", lambda *rest, **options: None)
-    monkeypatch.setattr(evaluate, "fit_baselines", trained)
+    monkeypatch.setattr(finetune, "_evaluate", trained)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from shared import size, start, steps, texts
 
 import esmshard
 from esmshard.model.families.esm_blocks import TransformerLayer
-from esmshard.train import evaluate, finetune
+from esmshard.train import finetune
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def trained(recipe: Path, out: Path, **overrides: Any) -> list[dict[str, Any]]:
         raise TrainedError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "fit_baselines", enough)
+        patch.setattr(finetune, "_evaluate", enough)
         with pytest.raises(TrainedError):
             run(recipe, out, **overrides)
     return steps(out)
@@ -136,7 +136,7 @@ def test_a_profile_says_where_the_time_of_a_step_goes(
     def enough(*rest: Any) -> None:
         raise TrainedError
 
-    monkeypatch.setattr(evaluate, "fit_baselines", enough)
+    monkeypatch.setattr(finetune, "_evaluate", enough)
     with pytest.raises(TrainedError):
         finetune.run(loaded(tmp_path, "mlm", train={"steps": 5}), profile=2)
     with gzip.open(tmp_path / "run" / "profile" / "rank_0.json.gz", "rt") as file:

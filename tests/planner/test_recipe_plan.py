@@ -448,8 +448,25 @@ def test_quantised_matrices_are_planned_with() -> None:
         text = as_text(found)
         assert f"model.quantize={kind} keeps the frozen matrices of the layers in {size / 2**30:.2f} GiB, whole" in text
         assert "unpacking them takes time, which the times above do not include" in text
-        assert "needs the consolidated model in fp32 on one GPU, 10.6 GiB" in text
     assert "quantize" not in as_text(plain)
+
+
+def test_a_long_test_record_is_planned_with(tmp_path: Path) -> None:
+    """Records are cropped for training only. Without gradients a token takes its layer's widest moment once."""
+    small, peaks = ["data.max_length=128", "batch.global_tokens=4096"], []
+    for residues in (100, 30_000):
+        (tmp_path / "test.fasta").write_text(f">a\n{'A' * residues}\n")
+        found = recipe_plan.plan(
+            recipe_file.load(recipe_file.resolve("mlm"), [*small, f"data.test={tmp_path / 'test.fasta'}"]),
+            parse("2xA100-40GB"),
+        )
+        need = option(found, "full_shard").memory
+        assert need is not None
+        peaks.append(need)
+    assert peaks[0].when != peaks[1].when == "validation and evaluation"
+    numbers = found.numbers
+    widest = 2 * max(numbers.ffn_width * 2, numbers.ffn_width)  # bf16, before and after gelu
+    assert peaks[1].activations == pytest.approx(30_002 * (widest + 3 * 2 * numbers.dim), rel=0.01)
 
 
 def test_frozen_weights_are_planned_with() -> None:

@@ -288,7 +288,7 @@ def run(recipe: Recipe) -> list[Any]:
         patch.setattr(loop, "train_step", step)
         patch.setattr(finetune.evaluate, "validate", validate)
         patch.setattr(loop, "Saver", Recorder)
-        patch.setattr(finetune.evaluate, "fit_baselines", stop)
+        patch.setattr(finetune, "_evaluate", stop)
         with pytest.raises(_EnoughSeenError):
             finetune.run(recipe, overwrite=True)
     return asked

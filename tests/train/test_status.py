@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from esmshard.errors import InputError
 from esmshard.files import replace_text
-from esmshard.train.records import status
 from esmshard.train.records.lease import Lease
 from esmshard.train.records.status import Status, begun_by_this_launch, mark_failed, read, write
 
@@ -72,19 +70,6 @@ def test_running_holds_as_long_as_the_lease(tmp_path: Path) -> None:
     assert found(tmp_path)["state"] == "failed"
     assert found(tmp_path)["message"] == "the run ended without a word after step 200; go on with --resume auto"
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"  # reading writes nothing
-
-
-def test_others_wait_until_the_run_has_ended(tmp_path: Path) -> None:
-    with lease(tmp_path):
-        write(tmp_path, **RUNNING)
-        waiting = threading.Thread(target=status.wait_while_running, args=(tmp_path, 0.01), daemon=True)
-        waiting.start()
-        waiting.join(0.3)
-        assert waiting.is_alive()
-        write(tmp_path, **RUNNING | {"state": "done", "exit_code": 0})
-        waiting.join(600)
-        assert not waiting.is_alive()
-    status.wait_while_running(tmp_path / "nowhere")
 
 
 def test_running_after_a_kill_is_failed(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_after_the_last_step_it_is_the_evaluation(tiny_recipe: Path, monkeypatch
         raise CUDA
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune.evaluate, "report", too_much)
+        patch.setattr(finetune.evaluate, "score", too_much)
         with pytest.raises(InputError) as caught:
             finetune.run(recipe)
     assert str(caught.value) == (

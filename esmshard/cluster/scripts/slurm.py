@@ -172,8 +172,8 @@ def _command(job: SchedulerJob, site: Site) -> list[str]:
     step = ["srun", "--mpi=none", "--cpu-bind=none"]
     if _cores(job, site) is not None:  # from version 22.05 on, srun does not take it from sbatch
         step.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')
-    # Rank 0 ends last, perhaps an hour after the others, whatever the WaitTime of the site is. A doctor's finding on
-    # one node is an exit code, too, and the other nodes must continue.
+    # Workers that embed end hours apart, whatever the WaitTime of the site is. A doctor's finding on one node is an
+    # exit code, too, and the other nodes must continue.
     step += [f"--kill-on-bad-exit={int(job.kind != 'doctor')}", "--wait=0"]
     step += _container(job, site)
     step += ["esmshard"] if site.container.runtime != "none" else [quote(_python(site)), "-m", "esmshard"]

@@ -28,6 +28,11 @@ WINDOW = 64
 larger windows would not fill their steps better.
 """
 
+SCORED_TOKENS = 4096
+"""The number of tokens whose records the model scores at once in the final evaluation. Larger records are scored one by
+one, since pair maps [L, L] need the most memory.
+"""
+
 SLACK = 160
 """One part in SLACK of every step stays free. Otherwise the ranks' shares would fit their budgets only if they were
 exactly equal. With it, of 3,000 steps of 50 proteins and 16,384 tokens, all fit 4 shares of 4,096 and 99.9% fit 8

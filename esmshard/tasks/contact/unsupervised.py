@@ -99,7 +99,7 @@ def pair_features(
     trunk: Trunk, example: Example, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.float32]:
     """Return the features of some pairs of one protein, fp32 [P, C]. Maps of one layer are in memory at a time."""
-    device = trunk.embed_tokens.weight.device
+    device = trunk.device
     rows, columns = torch.from_numpy(i).to(device), torch.from_numpy(j).to(device)
     found: list[npt.NDArray[np.float32]] = []
 
@@ -113,7 +113,7 @@ def pair_features(
 @torch.no_grad()
 def logits(trunk: Trunk, example: Example, weight_C: npt.NDArray[np.float32], bias: float) -> npt.NDArray[np.float32]:
     """Return the logits of the regression for one protein, fp32 [L, L]."""
-    device = trunk.embed_tokens.weight.device
+    device = trunk.device
     sums = ContactAccumulators(1, torch.from_numpy(weight_C)[None].to(device), torch.tensor([bias], device=device))
     trunk(pack([example.tokens], tracks=[example.tracks]).to(device), layers=(), on_attention=sums.add)
     return sums.logits()[0][0].cpu().numpy()

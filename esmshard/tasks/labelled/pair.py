@@ -1,6 +1,5 @@
 """Labels of two proteins together, such as whether or how strongly they bind: numbers, one class, or several labels."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks.base import BASELINE_RECORDS, Inputs, Row
 from esmshard.tasks.labelled.classes import sigmoid, softmax
 from esmshard.tasks.labelled.pair_settings import PARTS, PairSettings
-from esmshard.tasks.labelled.sequence import SequenceHead, SequenceTask
+from esmshard.tasks.labelled.sequence import SequenceHead, SequenceTask, digest
 
 if TYPE_CHECKING:
     from esmshard.tasks.finetuner import FineTuner
@@ -93,7 +92,10 @@ class PairTask(SequenceTask):
 
     def means(self, example: Example, base: "FineTuner") -> npt.NDArray[np.float64]:
         """Return the mean representation of each chain, [2, D]. They are kept: a protein may be in many pairs."""
-        return np.concatenate([self._mean(chain, base) for chain in chains_of(example)])
+        means = [SequenceTask.means(self, chain, base) for chain in chains_of(example)]
+        for chain, mean_1D in zip(chains_of(example), means, strict=True):
+            base.remembered["means"][digest(chain)] = mean_1D
+        return np.concatenate(means)
 
     def features(self, name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.float64]:
         """Return what a baseline sees of both chains: what a linear head would see, or, of `SINGLE`, their sum."""
@@ -106,7 +108,7 @@ class PairTask(SequenceTask):
 
     def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
         """Fit linear models to some pairs, and keep the mean label of the pairs of each training sequence."""
-        found = super().baselines(train[:: -(-len(train) // BASELINE_RECORDS)], base)
+        found = super().baselines(train[:: _step(train)], base)
         prior_O = self._shares(self._prior())
         sums: dict[np.uint64, npt.NDArray[np.float64]] = {}
         for example in train:
@@ -120,6 +122,12 @@ class PairTask(SequenceTask):
         keys = sorted(sums)
         label_SO = np.stack([sums[one][0] / sums[one][1] for one in keys]).astype(np.float32)
         return found | {f"{MEMORY}.key": np.array(keys, np.uint64), f"{MEMORY}.share": label_SO}
+
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: "FineTuner") -> None:
+        """Keep the mean representations of the pairs that the linear models are fitted to."""
+        for n in mine:
+            if n % _step(train) == 0:
+                self.means(train[n], base)
 
     def baseline_outputs(
         self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
@@ -150,20 +158,16 @@ class PairTask(SequenceTask):
         one, other = chains_of(example)
         return Inputs(one.tokens, target, tracks=one.tracks, partner=Inputs(other.tokens, target, tracks=other.tracks))
 
-    def _mean(self, chain: Example, base: "FineTuner") -> npt.NDArray[np.float64]:
-        digest = hashlib.sha256(chain.tokens.tobytes())
-        for name, values in chain.tracks.items():
-            digest.update(name.encode() + values.tobytes())
-        if digest.hexdigest() not in base.remembered:
-            base.remembered[digest.hexdigest()] = super().means(chain, base)
-        found: npt.NDArray[np.float64] = base.remembered[digest.hexdigest()]
-        return found
-
     def _shares(self, output_O: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """Return an output as shares of labels, which can be averaged; of numbers as it is."""
         if self.settings.kind == "number":
             return output_O.astype(np.float64)
         return (softmax if self.settings.kind == "class" else sigmoid)(output_O).astype(np.float64)
+
+
+def _step(train: Sequence[Example]) -> int:
+    """Return which of the training pairs the linear models are fitted to: every N-th."""
+    return -(-len(train) // BASELINE_RECORDS)
 
 
 def chains_of(example: Example) -> tuple[Example, Example]:

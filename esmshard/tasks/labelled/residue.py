@@ -240,10 +240,18 @@ class ResidueTask(Task):
         """
         found: dict[str, npt.NDArray[Any]] = {}
         for name in BASELINES:
-            x_MF, target_M = self._gather(train, partial(_features, name, base=base))
+            x_MF, target_M = self._gather(train, partial(_some_features, name, base=base))
             if len(target_M):
                 found |= self._fit(x_MF, target_M, 0).arrays(name)
         return found
+
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: "FineTuner") -> None:
+        """Keep the representations of the residues that the linear models are fitted to."""
+        taken, _ = self._chosen(train)
+        for n in mine:
+            if len(taken[n]):
+                kept = _some_features("frozen embedding", n, train[n], taken[n], base=base)
+                base.remembered["residues"][n] = np.asarray(kept, dtype=np.float32)
 
     def baseline_outputs(
         self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
@@ -266,9 +274,9 @@ class ResidueTask(Task):
         """Fit ridge or logistic regression to the head's LayerNorm of the representations."""
         assert isinstance(head, ResidueHead)
 
-        def normed(example: Example) -> npt.NDArray[np.floating]:
+        def normed(_: int, example: Example, taken: npt.NDArray[np.intp]) -> npt.NDArray[np.floating]:
             x_LD = torch.from_numpy(_features("frozen embedding", example, base)).to(head.norm.weight)
-            return np.asarray(head.norm(x_LD).cpu().numpy())
+            return np.asarray(head.norm(x_LD).cpu().numpy())[taken]
 
         with torch.no_grad():
             x_MF, target_M = self._gather(train, normed)
@@ -289,23 +297,37 @@ class ResidueTask(Task):
     def _weights(self) -> npt.NDArray[np.float64]:
         return class_weights(np.array(self.facts["counts"]), self.settings.balance)
 
-    def _gather(
-        self, train: Sequence[Example], features: Callable[[Example], npt.NDArray[np.floating]]
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Gather features [M, F] and targets [M] of labelled residues of some examples, evenly spread."""
+    def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], list[npt.NDArray[Any]]]:
+        """Choose at most MOST_RESIDUES labelled residues of some examples, evenly spread. Return the places in each
+        example, and all its targets.
+        """
         targets = [self.inputs(example).target for example in train]
         known = [t >= 0 if self.settings.kind == "class" else ~np.isnan(t) for t in targets]
         step = max(1, -(-sum(int(k.sum()) for k in known) // MOST_RESIDUES))
-        found, passed = [], 0
-        for example, target_L, known_L in zip(train, targets, known, strict=True):
+        taken, passed = list[npt.NDArray[np.intp]](), 0
+        for known_L in known:
             places = np.flatnonzero(known_L)
-            taken = places[-passed % step :: step]
+            taken.append(places[-passed % step :: step])
             passed += len(places)
-            if len(taken):
-                found.append((np.asarray(features(example)[taken], dtype=np.float32), target_L[taken]))
-        if not found:
+        return taken, targets
+
+    def _gather(
+        self,
+        train: Sequence[Example],
+        features: Callable[[int, Example, npt.NDArray[np.intp]], npt.NDArray[np.floating]],
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Gather features [M, F] and targets [M] of the residues of `_chosen`.
+
+        Args:
+            train: the examples.
+            features: returns [P, F] for the number of an example, the example, and P places in it.
+        """
+        taken, targets = self._chosen(train)
+        some = [n for n in range(len(train)) if len(taken[n])]
+        if not some:
             return np.zeros((0, 1)), np.zeros(0)
-        return np.concatenate([x for x, _ in found]), np.concatenate([y for _, y in found])
+        x_MF = np.concatenate([np.asarray(features(n, train[n], taken[n]), dtype=np.float32) for n in some])
+        return x_MF, np.concatenate([targets[n][taken[n]] for n in some])
 
     def _fit(self, x_MF: npt.NDArray[np.floating], target_M: npt.NDArray[Any], seed: int) -> Linear:
         if self.settings.kind == "number":
@@ -348,6 +370,15 @@ class ResidueTask(Task):
 def _class_of(classes: Sequence[str]) -> npt.NDArray[np.int64]:
     """Return the class of each letter, if the letters of all classes stand in a row."""
     return np.repeat(np.arange(len(classes)), [len(letters) for letters in classes])
+
+
+def _some_features(
+    name: str, n: int, example: Example, taken: npt.NDArray[np.intp], *, base: "FineTuner"
+) -> npt.NDArray[np.floating]:
+    """Return what a baseline sees of some residues of training example n, [P, F]."""
+    if name == "frozen embedding" and n in base.remembered["residues"]:
+        return np.asarray(base.remembered["residues"][n])
+    return _features(name, example, base)[taken]
 
 
 def _features(name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.floating]:

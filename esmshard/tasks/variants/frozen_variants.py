@@ -39,7 +39,8 @@ def frozen(
     """Compute the vectors of `VariantHead` without its LayerNorm and without probabilities, float32 [N, F].
 
     They are kept in the cache directory, under what the model says of the wild type, so that the runs of a
-    cross-validation compute them once. (A file that cannot be read is made anew.)
+    cross-validation compute them once, unless several ranks compute the model together. (A file that cannot be read is
+    made anew.)
 
     Args:
         base: the model before the first step.
@@ -48,15 +49,14 @@ def frozen(
         pool: `sites` or `mean`.
         tracks: of the wild type and of each variant, [L + 2, ...] by name.
     """
-    kept = base.remembered.get(pool)
-    if kept is None:
+    known, paths, alone = base.remembered[pool], base.remembered["files"], base.trunk.shared_on is None
+    if alone and pool not in paths:
         with torch.no_grad():
-            alone = pack([wild_type], tracks=[tracks or {}]).to(base.device)
-            x_TD = base.trunk(alone).representations[base.trunk.config.n_layers]
+            batch = pack([wild_type], tracks=[tracks or {}]).to(base.device)
+            x_TD = base.trunk(batch).representations[base.trunk.config.n_layers]
         key = hashlib.sha256(f"1 {pool} ".encode() + wild_type.tobytes() + x_TD.float().cpu().numpy().tobytes())
-        path = cache_directory() / "variants" / f"{key.hexdigest()[:32]}.npz"
-        kept = base.remembered[pool] = (path, _read(path))
-    path, known = kept
+        paths[pool] = cache_directory() / "variants" / f"{key.hexdigest()[:32]}.npz"
+        known |= _read(paths[pool])
     names = [variant.tobytes() for variant in variants]
     new = [n for n, name in enumerate(names) if name not in known]
     head = VariantHead(base.trunk.config.dim, 0, np.ones(1, np.float32), pool, 0.0, zero_shot=False)
@@ -70,14 +70,14 @@ def frozen(
         return x_NF
 
     at_once = max(1, 4 * packs_at_once(base.device))
-    with Progress("frozen model", len(new), show=len(new) >= FEWEST) as progress:
+    with Progress("frozen model", len(new), show=alone and len(new) >= FEWEST) as progress:
         for first in range(0, len(parts), at_once):
             some = parts[first : first + at_once]
-            for part, x_NF in zip(some, side_by_side(one, some, base.device), strict=True):
+            for part, x_NF in zip(some, side_by_side(one, some, base.device, threads=alone), strict=True):
                 known |= {names[n]: x_F for n, x_F in zip(part, x_NF, strict=True)}
             progress.update(min(len(new), (first + at_once) * each), "")
-    if len(new) >= FEWEST:
-        _write(path, known)
+    if alone and len(new) >= FEWEST:
+        _write(paths[pool], known)
     return np.stack([known[name] for name in names])
 
 

@@ -182,7 +182,7 @@ def _predicted(model: Trunk, views: Iterable[View]) -> Iterator[tuple[View, npt.
     """Yield each view with its log p, float32 [P, A], computed in packs of about TOKENS, side by side on a CPU. Views
     are made when their packs are computed, since all views of a long protein would fill the memory.
     """
-    device = next(model.parameters()).device
+    device, threads = model.device, model.shared_on is None
 
     def one(views: Sequence[View]) -> npt.NDArray[np.float32]:
         _, tokens, tracks, places, _ = zip(*views, strict=True)
@@ -190,7 +190,7 @@ def _predicted(model: Trunk, views: Iterable[View]) -> Iterator[tuple[View, npt.
 
     packs = _packs(views)
     while some := list(islice(packs, 8 * packs_at_once(device))):
-        for members, log_p_PA in zip(some, side_by_side(one, some, device), strict=True):
+        for members, log_p_PA in zip(some, side_by_side(one, some, device, threads=threads), strict=True):
             ends = np.cumsum([len(view.places) for view in members])[:-1]
             yield from zip(members, np.split(log_p_PA, ends), strict=True)
 
@@ -214,7 +214,7 @@ def _log_p(
     tracks: Sequence[Tracks],
     places: Sequence[npt.NDArray[np.int64]],
 ) -> npt.NDArray[np.float32]:
-    device = next(model.parameters()).device
+    device = model.device
     batch = pack(tokens, logits_at=[np.asarray(place, np.int64) for place in places], tracks=tracks).to(device)
     logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
     assert logits_PV is not None

@@ -244,9 +244,14 @@ class VariantTask(Task):
         """See `variant_units`."""
         return variant_units([parse_variant(data.id(n)) for n in range(len(data))])
 
-    def look_ahead(self, data: Examples, base: "FineTuner") -> None:
-        """Compute the frozen model's vectors of all variants of a split, in packs."""
-        self._frozen([data.get(n) for n in range(len(data))], base)
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: "FineTuner") -> None:
+        """Keep the frozen model's vectors of variants."""
+        if mine:
+            self._frozen([train[n] for n in mine], base)
+
+    def look_ahead(self, examples: Sequence[Example], base: "FineTuner") -> None:
+        """Compute the frozen model's vectors of variants in packs."""
+        self._frozen(examples, base)
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
         """Fit ridge regression to what a linear head sees of the frozen model, its score included."""

@@ -73,12 +73,6 @@ def read(out: Path) -> Status | None:
     return status
 
 
-def wait_while_running(out: Path, seconds: float = 1.0) -> None:
-    """Wait until the run of a directory has ended in any way. Look again every `seconds`."""
-    while (now := read(out)) is not None and now["state"] == "running":
-        time.sleep(seconds)
-
-
 def without_a_word(status: Status) -> Status:
     """Return the status `failed` for a run that was killed while its file said `running`."""
     message = f"the run ended without a word after step {status['step']}; go on with --resume auto"
