@@ -143,7 +143,7 @@ torch.distributed.is_available = lambda: False
 modules = (
     "sharding.shard sharding.load sharding.shared_tokens sharding.tensor_parallel sharding.context_parallel "
     "monitor.bandwidth monitor.communication monitor.watch "
-    "monitor.stuck_ranks monitor.profiler launch.local_processes"
+    "monitor.stuck_ranks monitor.profiler launch.local_processes sharding.shared_calls"
 )
 beyond = ["esmshard." + name for name in modules.split()]
 beyond = ("esmshard.checkpoint", "esmshard.train", "esmshard.embed.workers.sharded_worker", *beyond)

@@ -3,7 +3,7 @@
 import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,6 @@ from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding.shared_calls import shared_calls
 from esmshard.tasks.base import MAIN, Row, Task, collate
 from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, without_tracks
 from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
@@ -107,13 +106,13 @@ def fit_baselines(
         task.look_ahead_to_fit(examples, range(len(examples)), base)
         known = task.baselines(examples, base)
     else:
-        with shared_calls(base, ranks):
+        with _shared_calls(base, ranks):
             task.look_ahead_to_fit(examples, range(ranks.data_rank, len(examples), ranks.data_size), base)
         for remembered in ranks.gather_on_first(base.remembered):
             for name, outputs in remembered.items():
                 base.remembered[name].update(outputs)
         patient = ranks.patient()
-        with shared_calls(base, patient):  # Ranks that compute a layer together with the first one must do the same.
+        with _shared_calls(base, patient):  # Ranks that compute a layer together with the first one must do the same.
             known = task.baselines(examples, base) if ranks.data_rank == 0 else {}
         known = patient.gather(known if ranks.is_first else None)[0]
     base.remembered.clear()
@@ -236,6 +235,12 @@ def score_baselines(
     return {name: [of_record[name] for of_record in by_record] for name in by_record[0]}
 
 
+def _shared_calls(model: FineTuner, ranks: World) -> AbstractContextManager[None]:
+    from esmshard.sharding.shared_calls import shared_calls  # torch.distributed, which a process alone may lack
+
+    return shared_calls(model, ranks)
+
+
 def _of_each_record(
     title: str,
     model: FineTuner | None,
@@ -249,7 +254,7 @@ def _of_each_record(
     firsts = range(0, len(data), each)
     rank, size, shows = (0, 1, True) if ranks is None else (ranks.data_rank, ranks.data_size, ranks.is_first)
     mine: dict[int, Sequence[R]] = {}
-    together = nullcontext() if ranks is None or model is None else shared_calls(model, ranks)
+    together = nullcontext() if ranks is None or model is None else _shared_calls(model, ranks)
     with Progress(title, len(data), show=shows) as progress, together:
         for first in firsts[rank::size]:
             examples = [data.get(n) for n in range(first, min(first + each, len(data)))]
