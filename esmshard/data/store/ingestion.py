@@ -5,7 +5,7 @@ The sizes of the files alone decide how the input is cut into pieces of SHARD by
 groups of small files, and each compressed file by itself. Every finished piece is put into `STORE.partial`; when all
 pieces are there, they become the store. So one process, many processes (`workers`) and many jobs on a shared file
 system (`ingest_part`, then `merge`) write the same bytes, and after an interruption only the missing pieces are read
-again. Nothing is synced to disk: after a power cut a store may be truncated, and opening such a store fails.
+again. Nothing is synced to disk: a store that a power cut truncated is refused when it is read.
 
 Memory: one block of the input for each process, and at the end the arrays of the index (32 bytes a record).
 """
@@ -245,7 +245,9 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
     with FileLock(locks / f"{digest}.lock"):
         if out.exists():
             try:
-                return TokenStore(out)
+                store = TokenStore(out)
+                store.verify()
+                return store
             except InputError:
                 shutil.rmtree(out)  # This is a damaged copy; the FASTA file still has its records.
         return ingest([source], out, rules)
