@@ -71,7 +71,7 @@ class Spec:
     compute: Dtype
     """The dtype of the arithmetic."""
     long: Long
-    chains: Chains = Chains()  # noqa: RUF009  # frozen
+    chains: Chains
     """How several chains of a record are joined."""
 
     @property
@@ -87,10 +87,8 @@ class Spec:
     def of(cls, plan: Mapping[str, Any]) -> "Spec":
         """Read a spec back from JSON."""
         spec = dict(plan["spec"])
-        # Stores of earlier versions know no heads.
-        spec["outputs"] = tuple(Output(**{**one, "heads": tuple(one.get("heads", ()))}) for one in spec["outputs"])
-        spec["long"] = Long(**spec["long"])
-        spec["chains"] = Chains(**spec.get("chains", {}))  # Stores of earlier versions know one chain.
+        spec["outputs"] = tuple(Output(**{**one, "heads": tuple(one["heads"])}) for one in spec["outputs"])
+        spec["long"], spec["chains"] = Long(**spec["long"]), Chains(**spec["chains"])
         return cls(**spec)
 
     def differs(self, other: "Spec", model: str, other_model: str) -> str | None:
