@@ -256,7 +256,7 @@ def _fetch_wheels(partial: _Partial, wheels: Path, own: str, request: BundleRequ
     for stale in {path.name for path in wheels.iterdir()} - {own, *(package.file for package in partial.packages)}:
         _removed(wheels / stale)
         partial.sums.pop(f"wheels/{stale}", None)
-    with Progress("wheels", len(partial.packages), done=len(partial.packages) - len(wanted)) as progress:
+    with Progress("wheels", len(partial.packages)) as progress:
         for number, package in enumerate(wanted, len(partial.packages) - len(wanted) + 1):
             partial.came(wheelhouse.fetch(package, wheels, request.target, request.index))
             progress.update(number, package.file)

@@ -266,7 +266,7 @@ def compute(job: EmbedJob, plan: dict[str, Any]) -> None:
 
         run_sharded(directory, job.processes, job.tokens, job.asked.named, job.tensor)
         return
-    with Progress("embed", plan["unique"], done=before) as progress:
+    with Progress("embed", plan["unique"]) as progress:
         counter = _Counter(progress, plan["unique"], before)
         if job.processes > 1:
             run_local(directory, device.type, job.processes, job.tokens, counter.add)
