@@ -17,8 +17,8 @@ def embed(
     fasta: Annotated[
         Path,
         typer.Argument(
-            help="FASTA file or table, plain or compressed, - for the standard input, or a token store; or its "
-            "address in a bucket; after status, verify or merge, the output."
+            help="FASTA file or table, plain or compressed, - for the standard input, a token store, or structures "
+            "(PDB, mmCIF); or an address in a bucket; after status, verify or merge, the output."
         ),
     ],
     out: Annotated[

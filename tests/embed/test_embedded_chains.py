@@ -149,7 +149,7 @@ def test_what_does_not_go_together_is_refused(written: Written) -> None:
     assert done.returncode == 2 - 1
     assert done.stderr.strip().endswith(
         "error: x.store: its chains were joined by a linker of 3, and a linker of 25 is asked for; make a store with "
-        "`esmshard ingest --join linker:25`, or ask for linker:3"
+        "`esmshard ingest FASTA -o STORE --join linker:25`, where FASTA is x.fasta, or ask for linker:3"
     )
     with pytest.raises(InputError, match="its chains were joined by a linker of 3, and a linker of 25"):
         esmshard.load(written.model).embed(Path("x.store"))

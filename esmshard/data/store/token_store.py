@@ -101,7 +101,8 @@ class TokenStore:
         if self.linker not in (None, linker):
             raise InputError(
                 f"{path}: its chains were joined by a linker of {self.linker}, and a linker of {linker} is asked for; "
-                f"make a store with `esmshard ingest --join linker:{linker}`, or ask for linker:{self.linker}"
+                f"make a store with `esmshard ingest FASTA -o STORE --join linker:{linker}`, where FASTA is "
+                f"{', '.join(source['path'] for source in self.manifest['sources'])}, or ask for linker:{self.linker}"
             )
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
