@@ -54,7 +54,7 @@ class Progress:
         while len(self._recent) > 2 and now - self._recent[1][0] >= _WINDOW:
             self._recent.popleft()
         if self._status:
-            self._status.update(escape(line))
+            self._status.update(escape(printable(line)))
         if done == self._total or (not self._status and now - self._last_line >= INTERVAL):
             self._last_line = now
             say(line)
@@ -62,7 +62,16 @@ class Progress:
 
 def say(message: str) -> None:
     """Print one line on stderr."""
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+def printable(message: str) -> str:
+    r"""Return a message with every control character escaped, since what it quotes of a file could steer a terminal.
+
+    >>> printable("unknown key '\x1b[31mlr'")
+    "unknown key '\\x1b[31mlr'"
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in message)
 
 
 def duration(seconds: float) -> str:

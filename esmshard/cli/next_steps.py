@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from esmshard.progress import say
+
 
 def with_next_step(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command end with what to type next, where a person reads its messages. A log gets no such line.
@@ -23,10 +25,10 @@ def with_next_step(command: Callable[..., None]) -> Callable[..., None]:
             from esmshard.launch.process_environment import LAUNCHER
 
             if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # else the launcher prints it
-                print(f"interrupted: {_after_interrupt(command.__name__, values)}", file=sys.stderr)
+                say(f"interrupted: {_after_interrupt(command.__name__, values)}")
             raise SystemExit(130) from None
         if sys.stderr.isatty() and command.__name__ in STEPS and (step := STEPS[command.__name__](values)):
-            print(f"next: {step}", file=sys.stderr)
+            say(f"next: {step}")
 
     return run
 

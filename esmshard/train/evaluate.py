@@ -17,7 +17,7 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import assign
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
-from esmshard.files import is_hub_name, replace_json, replace_text, replacing
+from esmshard.files import is_hub_name, replace_json, replace_text, replacing, shared_place
 from esmshard.launch.process_group import World
 from esmshard.model.weights import hub, open_weights
 from esmshard.progress import Progress
@@ -190,11 +190,15 @@ def report(
         warn(sentence)
     table = evaluate(found.model, found.task, data, known, base)
     facts = {key: found.about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
-    facts |= {"model": str(open_weights.place(model).absolute()), "labels": labels, "tokens_sha256": data.digest}
-    facts |= {"device": str(found.model.device)}
-    facts |= {"tracks": dict(tracks)} if tracks else {}
+
+    def place(path: str | Path) -> str:  # from the directory of the evaluation, which may be shared
+        return shared_place(str(Path(path).absolute()), out) if Path(path).exists() else str(path)
+
+    facts |= {"model": place(open_weights.place(model)), "labels": None if labels is None else place(labels)}
+    facts |= {"tokens_sha256": data.digest, "device": str(found.model.device)}
+    facts |= {"tracks": {name: place(path) for name, path in tracks.items()}} if tracks else {}
     if complexes is not None:
-        facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
+        facts["complexes"] = complexes if complexes == EVERY else place(complexes)
     groups = [found.task.group(data.get(n), known) for n in range(len(data))]
     return write(out, data, found.task, table, facts | {"leakage": list(leakage), "left_out": left_out}, groups)
 
@@ -250,7 +254,7 @@ def write(
         **about,
         "task": about["recipe"]["task"]["name"],
         "split": data.name,
-        "data": str(data.path.absolute()),
+        "data": shared_place(str(data.path.absolute()), directory),
         "records": len(data),
         "columns": columns,
         "lower_is_better": task.lower_is_better,

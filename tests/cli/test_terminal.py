@@ -1,15 +1,21 @@
 """What a person sees on the terminal: the time that is left, what Ctrl-C says, choices in the help."""
 
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from structure_texts import SEQ, chain, pdb
+from tracked_model import write_model
 
 from esmshard import progress
 from esmshard.cli import app
 from esmshard.embed.compute.embedder import Embedder
+from esmshard.model.families.family_registry import SIZES
 from esmshard.predict import sequence_scores
+from esmshard.shipped import shipped
 from esmshard.train import loop
 
 Command = Callable[..., tuple[int, str, str]]
@@ -101,3 +107,46 @@ def test_help_and_errors_list_choices(words: str, command: Command, monkeypatch:
     choice = {"ingest": "mask", "score": "one-pass"}.get(name, "fp16" if option == "--dtype" else "truncate")
     assert choice in stderr
     assert f"|{choice}" in command(name, "--help")[1]
+
+
+def test_control_characters_of_a_file_are_escaped(command: Command, tmp_path: Path) -> None:
+    recipe, fasta = tmp_path / "x.yaml", tmp_path / "x.fasta"
+    recipe.write_text('"\\e]0;owned\\aoptim": 1\n')
+    fasta.write_text(">a\x1b[31m\nMK\n>a\x1b[31m\nMMM\n")
+    for words in (("finetune", recipe), ("ingest", fasta, "-o", tmp_path / "x.store")):
+        code, _, stderr = command(*words)
+        assert code in (1, 2)
+        assert "\x1b" not in stderr
+        assert "\\x1b" in stderr
+
+
+@pytest.mark.parametrize("words", ["embed -o out/x.h5", "embed -o out/x", "score -o out/x.csv", "evaluate -o out/x"])
+def test_results_name_files_without_directories(
+    words: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fasta = tmp_path / "x.fasta"
+    fasta.write_text("".join(f">r{k}\nMKTAYIAKQR{'ACDEFGHIKL'[k]}\n" for k in range(3)))
+    shutil.copytree(shipped("data") / "demo" / "model", tmp_path / "model")
+    name, *more = words.split()
+    code, _, stderr = command(name, tmp_path / "model", fasta, *more)
+    assert code == 0, stderr
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert any(b"x.fasta" in path.read_bytes() for path in written)
+    for path in written:
+        assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_structures_are_embedded_with_their_coordinates_inside(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.pdb").write_text(pdb(chain(SEQ, "A")))
+    write_model(Path("model"), SIZES["esm3_nano"])
+    how = ("--track", "coordinates=inside", "-o")
+    assert command("embed", "model", "x.pdb", *how, "inside.npy")[0] == 0
+    assert command("embed", "model", "x.pdb", "-o", "without.npy")[0] == 0
+    inside, without = (np.load(name) for name in ("inside.npy", "without.npy"))
+    assert inside.shape == without.shape == (1, SIZES["esm3_nano"].dim)
+    assert np.abs(inside - without).max() > 1e-3
+    assert command("embed", "model", "x.pdb", "-o", "y.npy", "--precision", "fp16")[2].startswith("error: --precision")

@@ -98,7 +98,7 @@ def test_the_manifest_tells_counts_source_rules_edits_and_true_hashes(store: Tok
         "records": 3,
         "residues": 7,
         "lengths": {"shortest": 1, "longest": 3, "mean": 2.33, "histogram": {"0-31": 3}},
-        "sources": [{"path": str(fasta.resolve()), "bytes": len(FASTA)}],
+        "sources": [{"path": fasta.name, "bytes": len(FASTA)}],
         "rules": {
             "on_unknown": "error",
             "a3m": False,
@@ -349,5 +349,4 @@ def test_what_is_written_today_is_that_store(tmp_path: Path, monkeypatch: pytest
             assert (store.path / name).read_bytes() == (GOLDEN / name).read_bytes(), name
     assert sha256(store.path / "offsets.npy") == store.manifest["sha256"]["offsets.npy"]
     golden = json.loads((GOLDEN / "manifest.json").read_text())
-    golden["sources"][0]["path"] = str((tmp_path / "x.fasta").resolve())
     assert store.manifest | {"manifest_sha256": ""} == golden | {"manifest_sha256": ""}

@@ -379,7 +379,8 @@ def _assemble(work: Path, plan: dict[str, Any], fastas: Sequence[Path], whole: P
             shards.append(Shard(**shard))
     if not any(shard.records for shard in shards):
         raise InputError(f"{', '.join(map(str, fastas))}: no record is left under these rules")
-    sources = [{key: source[key] for key in ("path", "bytes") if key in source} for source in plan["sources"]]
+    sources = [source | {"path": Path(source["path"]).name} for source in plan["sources"]]
+    sources = [{key: source[key] for key in ("path", "bytes") if key in source} for source in sources]
     facts = {"sources": sources, "rules": plan["rules"], "on_duplicate": plan["on_duplicate"]}
     arrays = ([np.load(piece / f"{name}.npy") for name in ("lengths", "headers", "keys")] for piece in pieces)
     write_index(whole, shards, arrays, facts, edits)

@@ -129,7 +129,7 @@ def source_of(fasta: Path) -> dict[str, Any]:
         stat = (fasta / "manifest.json" if is_store(fasta) else fasta).stat()
     except OSError as error:
         raise InputError(f"{fasta}: {(error.strerror or 'cannot be read').lower()}") from None
-    return {"path": str(fasta.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return {"path": fasta.name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 @dataclass(frozen=True)
