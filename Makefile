@@ -4,12 +4,13 @@ VENV ?= .venv
 RUN ?= runs/contact
 # Processes: one for each GPU, or two on the CPU.
 NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ' | sed 's/^0$$/2/')
+TORCH ?= torch
 BIN := $(VENV)/bin
 # Images often set this. Without files of bytecode each process that a test starts compiles the package again.
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 READY := $(VENV)/.ready
 
-.PHONY: finetune gpu test check quick suite lint static docs format clean lock sbom audit image-steps gpu-wheels
+.PHONY: finetune gpu test check quick newest suite lint static docs format clean lock sbom audit image-steps gpu-wheels
 
 finetune: $(READY)
 	$(BIN)/esmshard finetune recipes/contact.yaml out=$(RUN) --nproc $(NPROC) --resume auto $(ARGUMENTS)
@@ -25,6 +26,14 @@ check: $(READY)
 
 quick: $(READY)
 	$(TESTS) -n 2 --dist loadfile -m "not gpu and not slow and not processes and not lengthy"
+
+# Before a release: the quick half with the newest release of every dependency, in an environment of its own. A bare torch
+# brings gigabytes of CUDA libraries; TORCH="torch==2.13.0" takes another release.
+newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[dev]'
+	touch .venv-newest/.ready
+	$(MAKE) quick VENV=.venv-newest
 
 suite: $(READY)
 	$(TESTS) -n 3 --dist loadfile --no-loadscope-reorder
@@ -79,4 +88,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest dist build .pytest_cache .mypy_cache .ruff_cache

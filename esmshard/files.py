@@ -330,6 +330,25 @@ def remembered_sha256(path: Path) -> str:
     return digest
 
 
+ABSOLUTE = re.compile(r"(?<![\w.:/~<&])~?/(?:[^\s/\"'<>,;:()]+/)+(?=[^\s/])")
+"""The directories of a path in a sentence, up to its last part. URLs do not match."""
+
+
+def without_directories(value: Any) -> Any:
+    """Return what a file that is shared holds of a value for JSON: every absolute path in its texts becomes a name.
+
+    >>> without_directories({"model": "/home/me/my runs/model", "notices": ["/data/x.fasta: 3 records"]})
+    {'model': 'model', 'notices': ['x.fasta: 3 records']}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_directories(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_directories(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    return Path(value).name if value.startswith("/") and ": " not in value else ABSOLUTE.sub("", value)
+
+
 def shared_place(path: str, directory: Path) -> str:
     """Return the path of a model for a file that is shared: not absolute, and without anybody's home.
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import deque
 from types import TracebackType
 
 from rich.console import Console
@@ -9,19 +10,21 @@ from rich.markup import escape
 
 INTERVAL = 5.0
 """The seconds between two lines if stderr is no terminal."""
+_WINDOW = 60.0
+"""The seconds of recent work from which the remaining time follows. The first unit is left out: it warms up."""
 
 
 class Progress:
-    """A counter up to `total` that prints the remaining time. With `show=False`, as on all ranks but the first, it
-    prints nothing.
+    """A counter up to `total` that prints the remaining time, from the second update on. With `show=False`, as on all
+    ranks but the first, it prints nothing.
 
     >>> with Progress("embed", total=2, show=False) as progress:
     ...     progress.update(1, "10 residues/s")
     """
 
-    def __init__(self, title: str, total: int, *, done: int = 0, show: bool = True) -> None:
+    def __init__(self, title: str, total: int, *, show: bool = True) -> None:
         self._title, self._total, self._show = title, total, show
-        self._first, self._start = done, time.monotonic()
+        self._recent: deque[tuple[float, int]] = deque()  # times, at least a second apart, and units done by then
         self._last_line = -INTERVAL
         self._console = Console(stderr=True, highlight=False)
         self._status = self._console.status(escape(title)) if show and self._console.is_terminal else None
@@ -42,11 +45,16 @@ class Progress:
         if not self._show:
             return
         now = time.monotonic()
-        finished = done - self._first
-        left = (now - self._start) / finished * (self._total - done) if finished else float("nan")
-        line = f"{self._title} {done}/{self._total}  {text}  {duration(left)} left"
+        line = f"{self._title} {done}/{self._total}  {text}"
+        if self._recent and self._recent[0][1] < done < self._total:
+            since, before = self._recent[0]
+            line += f"  {duration(max(1.0, (now - since) / (done - before) * (self._total - done)))} left"
+        if not self._recent or now - self._recent[-1][0] >= 1:
+            self._recent.append((now, done))
+        while len(self._recent) > 2 and now - self._recent[1][0] >= _WINDOW:
+            self._recent.popleft()
         if self._status:
-            self._status.update(escape(line))
+            self._status.update(escape(printable(line)))
         if done == self._total or (not self._status and now - self._last_line >= INTERVAL):
             self._last_line = now
             say(line)
@@ -54,7 +62,16 @@ class Progress:
 
 def say(message: str) -> None:
     """Print one line on stderr."""
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+def printable(message: str) -> str:
+    r"""Return a message with every control character escaped, since what it quotes of a file could steer a terminal.
+
+    >>> printable("unknown key '\x1b[31mlr'")
+    "unknown key '\\x1b[31mlr'"
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in message)
 
 
 def duration(seconds: float) -> str:

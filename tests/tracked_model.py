@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from esmshard.batch import pack
+from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import export, open_weights
@@ -16,9 +17,9 @@ CONFIG = SIZES["saprot_nano"]
 LETTERS = "pynwrqhgdlvtmfsaeikc"
 
 
-def rough_model() -> Trunk:
-    """A SaProt with every parameter off its initial value, so that a letter makes a difference everywhere."""
-    model = open_weights.build(open_weights.fresh(CONFIG, 0), torch.device("cpu")).eval()
+def rough_model(config: ModelConfig = CONFIG) -> Trunk:
+    """A model with every parameter off its initial value, so that a letter makes a difference everywhere."""
+    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -26,13 +27,13 @@ def rough_model() -> Trunk:
     return model
 
 
-def write_model(directory: Path) -> tuple[str, Trunk]:
+def write_model(directory: Path, config: ModelConfig = CONFIG) -> tuple[str, Trunk]:
     """The model as a directory, and itself."""
-    model = rough_model()
+    model = rough_model(config)
     state = model.state_dict()
     sizes = {name: state[name].shape for name, _ in model.named_parameters()}
     directory.mkdir()
-    export.write_transformers(directory, CONFIG, sizes, lambda some: {name: state[name] for name in some})
+    export.write_transformers(directory, config, sizes, lambda some: {name: state[name] for name in some})
     return str(directory), model
 
 

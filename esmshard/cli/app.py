@@ -27,6 +27,7 @@ from esmshard.cli import (
 from esmshard.cli.addresses import with_addresses
 from esmshard.cli.next_steps import with_next_step
 from esmshard.errors import InputError, UsageError
+from esmshard.progress import say
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Train": (
@@ -111,7 +112,7 @@ def _main() -> None:
         app()
     except preemption.Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
-            print(stop, file=sys.stderr)
+            say(str(stop))
         raise SystemExit(preemption.leaving_code(stop.unsaved)) from None
     except InputError as error:
         # A wrong command or recipe is wrong on every rank. Only rank 0 prints the message.
@@ -122,11 +123,11 @@ def _main() -> None:
             # If rank 0 finds the same mistake, the launcher ends this process while it waits. Otherwise this process
             # prints the message.
             process_environment.wait_for_first(error.exit_code)
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         raise SystemExit(error.exit_code) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{(error.strerror or str(error)).lower()}", file=sys.stderr)
+        say(f"error: {where}{(error.strerror or str(error)).lower()}")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":

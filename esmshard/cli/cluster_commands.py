@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
@@ -23,7 +23,7 @@ def launch(
             metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4; for embed, its own arguments after --."
         ),
     ] = None,
-    target: Annotated[str, typer.Option(help="The scheduler: slurm or kubernetes.")] = "",
+    target: Annotated[Optional[Literal["slurm", "kubernetes"]], typer.Option(help="The scheduler.")] = None,
     nodes: Annotated[
         Optional[str],
         typer.Option(
@@ -69,7 +69,7 @@ def launch(
     from esmshard.progress import say
 
     options = launch_command.Options(
-        target=launch_command.chosen_target(target),
+        target=launch_command.chosen_target(target or ""),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         nproc=nproc,

@@ -1,7 +1,7 @@
 """Commands that prepare data: a token store of FASTA files, and training, validation and test sets."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
@@ -24,23 +24,24 @@ def ingest(
     ] = None,
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="Directory of the store to make.")] = None,
     on_unknown: Annotated[
-        str, typer.Option(help="What to do with symbols that are no residues: error, mask (read as <mask>) or drop.")
+        Literal["error", "mask", "drop"],
+        typer.Option(help="What to do with symbols that are no residues; mask reads them as <mask>."),
     ] = "error",
     on_duplicate: Annotated[
-        str, typer.Option(help="What to do with a repeated id: error (unless the records are equal), first or suffix.")
+        Literal["error", "first", "suffix"],
+        typer.Option(help="What to do with a repeated id; equal records are never an error."),
     ] = "error",
     on_nucleotides: Annotated[
-        str, typer.Option(help="What to do if records look like DNA or RNA: error, or keep if they are proteins.")
+        Literal["error", "keep"],
+        typer.Option(help="What to do if records look like DNA or RNA; keep them if they are proteins."),
     ] = "error",
     max_length: Annotated[
         Optional[int], typer.Option(min=8, max=1_000_000, help="Most residues of a sequence; see --long.")
     ] = None,
     long: Annotated[
-        str,
-        typer.Option(
-            help="What to do with sequences over --max-length: full, crop, window, skip or error.", show_default=False
-        ),
-    ] = "",
+        Optional[Literal["full", "crop", "window", "skip", "error"]],
+        typer.Option(help="What to do with sequences over --max-length."),
+    ] = None,
     sequence_column: SequenceColumn = None,
     id_column: IdColumn = None,
     a3m: Annotated[bool, typer.Option("--a3m", help="Remove lower-case letters, which are insertions.")] = False,
@@ -84,26 +85,17 @@ def ingest(
         raise UsageError(of_merge if merge else "there is no FASTA file; name at least one")
     if merge and part is not None:
         raise UsageError("--part reads one part, --merge makes the store from all parts; pass one of the two")
-    for option, value, known in (
-        ("--on-unknown", on_unknown, ("error", "mask", "drop")),
-        ("--on-duplicate", on_duplicate, ("error", "first", "suffix")),
-        ("--on-nucleotides", on_nucleotides, ("error", "keep")),
-        ("--long", long or "full", ("full", "crop", "window", "skip", "error")),
-    ):
-        if value not in known:
-            raise UsageError(f"{option} {value}: one of {', '.join(known)} is expected")
     if max_length is not None and not long:
         raise UsageError("--max-length needs --long for longer sequences; pass --long crop, window, skip or error")
     chains = join_option(join) or Chains()
     if chains.gap:
         raise UsageError(f"--join {join}: a store keeps no gap; pass the gap to the command that reads the store")
-    symbols = (on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides)
-    rules = Rules(*symbols, chains.tokens, *columns)  # type: ignore[arg-type]
+    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides, chains.tokens, *columns)
     if part is not None:
         number, _, parts = part.partition("/")
         if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
             raise UsageError(f"--part {part}: I/N is expected, as 3/16")
-        mine, pieces = ingestion.ingest_part(files, out, int(number), int(parts), rules, on_duplicate)  # type: ignore[arg-type]
+        mine, pieces = ingestion.ingest_part(files, out, int(number), int(parts), rules, on_duplicate)
         print(
             f"{out}.partial: this part has {mine} of {pieces} pieces; when all parts are done, run "
             f"esmshard ingest --merge -o {out}"
@@ -143,8 +135,9 @@ def split(
     by: Annotated[
         Optional[str],
         typer.Option(
+            metavar="METHOD",
             help="Method for sequences: cluster (the default), ratio, given; for variants: position (the default), "
-            "contiguous, modulo, mutations, low-to-high, ratio, given."
+            "contiguous, modulo, mutations, low-to-high, ratio, given.",
         ),
     ] = None,
     sets: Annotated[

@@ -30,7 +30,8 @@ def finetune(
     nproc: LocalProcesses = None,
     device: Device = None,
     resume: Annotated[
-        Optional[str], typer.Option(help="Continue a run: auto, never, or the path of a run or checkpoint.")
+        Optional[str],
+        typer.Option(metavar="auto|never|PATH", help="Continue a run; PATH is one of a run or a checkpoint."),
     ] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[
@@ -108,6 +109,8 @@ def finetune(
         )
         start_run.finetune(recipe, overrides or [], options)
     except start_run.RunFailed as failed:  # the processes have printed the reason
+        if failed.exit_code == 130:
+            raise KeyboardInterrupt from None
         raise SystemExit(failed.exit_code) from None
 
 

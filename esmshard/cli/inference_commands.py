@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
@@ -17,8 +17,8 @@ def embed(
     fasta: Annotated[
         Path,
         typer.Argument(
-            help="FASTA file or table, plain or compressed, - for the standard input, or a token store; or its "
-            "address in a bucket; after status, verify or merge, the output."
+            help="FASTA file or table, plain or compressed, - for the standard input, a token store, or structures "
+            "(PDB, mmCIF); or an address in a bucket; after status, verify or merge, the output."
         ),
     ],
     out: Annotated[
@@ -33,6 +33,7 @@ def embed(
         Optional[str],
         typer.Option(
             "--format",
+            metavar="FORMAT",
             help="h5, npy, csv, parquet, h5ad, safetensors, fair-esm-pt, biotrainer-h5 or parts; by default from the "
             "ending of OUT.",
         ),
@@ -51,12 +52,13 @@ def embed(
     heads: Annotated[
         str, typer.Option(metavar="N,...", help="Heads of --pool attentions, from 0; by default all.")
     ] = "",
-    dtype: Annotated[str, typer.Option(help="Numbers in the file: fp32, fp16 or bf16.")] = "fp32",
+    dtype: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Numbers in the file.")] = "fp32",
     precision: Annotated[
-        str, typer.Option(help="Arithmetic: fp32, bf16, fp16, or auto for the fastest on the device.")
+        Literal["auto", "fp32", "bf16", "fp16"], typer.Option(help="Arithmetic; auto is the fastest on the device.")
     ] = "auto",
     long: Annotated[
-        str, typer.Option(help="Proteins over --window residues: full, window (overlapping, blended) or truncate.")
+        Literal["full", "window", "truncate"],
+        typer.Option(help="Proteins over --window residues; windows overlap and are blended."),
     ] = "full",
     window: Annotated[
         Optional[int],
@@ -127,7 +129,7 @@ def embed(
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
     how |= {"layers": _integers("--layers", layers), "heads": _integers("--heads", heads)}
-    how |= {"dtype": dtype, "precision": precision, "device": device, "long": Long(long, window or 0, overlap)}  # type: ignore[arg-type]
+    how |= {"dtype": dtype, "precision": precision, "device": device, "long": Long(long, window or 0, overlap)}
     how |= {"tracks": named_tracks(track or []), "join": join}
     if dry_run:
         from esmshard.model.weights import open_weights
@@ -288,7 +290,7 @@ def score(
         bool, typer.Option("--all-singles", help="Score every single substitution, instead of a table.")
     ] = False,
     method: Annotated[
-        Optional[str],
+        Optional[Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass", "both"]],
         typer.Option(
             help="Of variants masked-marginals (the default), wild-type-marginals or pseudo-perplexity; of sequences "
             "pseudo-perplexity (the default), one-pass or both."

@@ -1,7 +1,7 @@
 """Commands about models as files: consolidate checkpoints, and download and upload models."""
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
@@ -18,11 +18,12 @@ def consolidate(
     to: Annotated[
         Optional[str],
         typer.Option(
+            metavar="LAYOUT",
             help="hf (transformers), or the authors' own file: fair-esm (ESM-2), esm3-pth (ESM3). By default a "
-            "directory for all commands here, which transformers reads too if it has such models."
+            "directory for all commands here, which transformers reads too if it has such models.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Numbers in the file.")] = "fp32",
     best: Annotated[
         bool, typer.Option("--best", help="Use the checkpoint with the best validation, if it was kept.")
     ] = False,
@@ -39,14 +40,11 @@ def consolidate(
     """Make one model from a sharded checkpoint, or from a model in another layout, and compare the two."""
     from esmshard.checkpoint import consolidate as consolidation
     from esmshard.model.families.family_registry import FAMILIES
-    from esmshard.model.weights.export import DTYPES
     from esmshard.progress import say
 
     known = ["hf", *(word for family in FAMILIES.values() for word in family.pickles)]
     if to is not None and to not in known:
         raise UsageError(f"--to {to}: {' or '.join(known)} is expected")
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
     how: dict[str, Any] = {"overwrite": overwrite, "best": best, "trust": trust, "base": base, "warn": say}
     if adapter and (to not in (None, "hf") or dtype != "fp32"):
         raise UsageError("--adapter: an adapter is always written in fp32 for PEFT; leave --to and --dtype out")

@@ -1,25 +1,63 @@
-"""The last line of a command on a terminal: what to type next."""
+"""The last line of a command: what to type next, on a terminal, and what Ctrl-C left and how to go on."""
 
 import functools
+import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from esmshard.progress import say
+
 
 def with_next_step(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command end with what to type next, where a person reads its messages. A log gets no such line."""
-    step = STEPS.get(command.__name__)
-    if step is None:
-        return command
+    """Let a command end with what to type next, where a person reads its messages. A log gets no such line.
+
+    Ctrl-C ends every command with one sentence and exit code 130.
+    """
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        command(**values)
-        if sys.stderr.isatty() and (found := step(values)):
-            print(f"next: {found}", file=sys.stderr)
+        try:
+            command(**values)
+        except KeyboardInterrupt:
+            from esmshard.launch.process_environment import LAUNCHER
+
+            if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # else the launcher prints it
+                say(f"interrupted: {_after_interrupt(command.__name__, values)}")
+            raise SystemExit(130) from None
+        if sys.stderr.isatty() and command.__name__ in STEPS and (step := STEPS[command.__name__](values)):
+            say(f"next: {step}")
 
     return run
+
+
+def _after_interrupt(command: str, values: Mapping[str, Any]) -> str:
+    """Return what an interrupted command has kept, and the command to type."""
+    words, more = [word for word in sys.argv[1:] if word != "--overwrite"], ""
+    kept = KEPT_AFTER_INTERRUPT.get(command)
+    if kept is None or values.get("dry_run") or (command == "embed" and values["out"] is None):
+        return f"no result was written; to start again: esmshard {shlex.join(sys.argv[1:])}"
+    if command == "embed":
+        words = [word for word in words if word != "--resume"]
+        more = " --resume"
+    if command == "finetune":
+        if "--resume" in words:
+            at = words.index("--resume")
+            words[at : at + 2] = []
+        more = " --resume auto"
+    return f"{kept}; to go on: esmshard {shlex.join(words)}{more}"
+
+
+KEPT_AFTER_INTERRUPT = {
+    "finetune": "the checkpoints that were written are kept",
+    "embed": "the parts that were finished are kept",
+    "ingest": "the pieces that were finished are kept",
+    "download": "the files that were complete are kept",
+    "bundle": "the files that were complete are kept",
+}
+"""What remains of an interrupted command. The others write nothing before the end."""
 
 
 def _finetune(values: Mapping[str, Any]) -> str:

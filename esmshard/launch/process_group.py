@@ -205,13 +205,13 @@ def processes_per_machine(size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched() else size
 
 
-def precision_on(device: torch.device, wanted: str) -> Precision:
-    """Return the precision that a value of `parallel.precision` means on a device. `UsageError` for fp16 on a CPU."""
+def precision_on(device: torch.device, wanted: str, asked_by: str = "parallel.precision") -> Precision:
+    """Return the precision that a value of `asked_by` means on a device. `UsageError` for fp16 on a CPU."""
     if wanted == "auto":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
     if wanted == "fp16" and device.type == "cpu":
-        raise UsageError("parallel.precision: fp16 is for GPUs, and this is a CPU; choose fp32 or auto")
+        raise UsageError(f"{asked_by}: fp16 is for GPUs, and this is a CPU; choose fp32 or auto")
     return cast(Precision, wanted)
 
 

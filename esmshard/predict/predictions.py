@@ -22,7 +22,7 @@ from esmshard.data.structures.structure_folder import cached_split, holds_struct
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.files import replace_json
+from esmshard.files import replace_json, without_directories
 from esmshard.joined_chains import Chains
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
@@ -260,7 +260,7 @@ def _facts(
     model: str, found: FineTuned, examples: Examples, tracks: Mapping[str, str], sentences: Sequence[str]
 ) -> dict[str, Any]:
     """Return what `OUT.json` says of an output, apart from its numbers of records."""
-    return {
+    facts: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "model": model,
@@ -273,6 +273,8 @@ def _facts(
         "versions": {name: version(name) for name in ("esmshard", "torch", "numpy")},
         "notices": list(sentences),
     }
+    shared: dict[str, Any] = without_directories(facts)
+    return shared
 
 
 def _writer(

@@ -19,7 +19,7 @@ from esmshard.data.store.token_store import linker_of
 from esmshard.data.tables import counted
 from esmshard.devices import DeviceName
 from esmshard.errors import UsageError, writing
-from esmshard.files import replacing
+from esmshard.files import replacing, without_directories
 from esmshard.joined_chains import join_option
 from esmshard.model.families.family_registry import FAMILIES, family_of
 from esmshard.model.trunk import Trunk
@@ -193,7 +193,7 @@ def _write(out: Path, examples: Examples, columns: Mapping[str, npt.NDArray[Any]
                 table.writerow([examples.id(n), *(one if isinstance(one, int) else text(one) for one in numbers)])
         return
     arrow, parquet = pyarrow(out)
-    about = {"facts": json.dumps(facts), "versions": json.dumps({"esmshard": version("esmshard")})}
+    about = {"facts": json.dumps(without_directories(facts)), "versions": json.dumps({"esmshard": version("esmshard")})}
     fields = [("id", arrow.string()), *((name, arrow.from_numpy_dtype(one.dtype)) for name, one in columns.items())]
     schema = arrow.schema(fields, metadata=about)
     with replacing(out, binary=True) as file, parquet.ParquetWriter(file, schema, compression="zstd") as table:

@@ -12,7 +12,7 @@ from esmshard import spreadsheet
 from esmshard.data.tables import counted
 from esmshard.data.variants.mutations import Variants, read_variants
 from esmshard.errors import InputError, writing
-from esmshard.files import replacing
+from esmshard.files import replacing, without_directories
 from esmshard.tasks import metrics
 
 
@@ -64,7 +64,7 @@ def write_facts(out: Path, facts: Mapping[str, Any]) -> None:
     """Write beside a table how it was made, and how far it can be trusted. NaN becomes null."""
     path = facts_file(out)
     with writing(path), replacing(path) as file:
-        file.write(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+        file.write(json.dumps(without_directories(facts), indent=1, allow_nan=False) + "\n")
 
 
 def check_new(out: Path, columns: Iterable[str], new: Iterable[str]) -> None:

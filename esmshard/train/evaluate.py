@@ -19,7 +19,7 @@ from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
-from esmshard.files import is_hub_name, replace_json, replace_text, replacing
+from esmshard.files import is_hub_name, replace_json, replace_text, replacing, shared_place
 from esmshard.launch.process_group import World
 from esmshard.model.config import SHIPPED
 from esmshard.model.weights import hub, open_weights
@@ -327,28 +327,34 @@ def report(
     facts: dict[str, Any] = {
         "device": str(found.model.device),
         "precision": "fp32",
-        "labels": labels,
+        "labels": None if labels is None else _place(labels, out),
         "in_sample": seen,
         "left_out": left_out,
     }
-    facts |= {"tracks": dict(tracks)} if tracks else {}
+    facts |= {"tracks": {track: _place(path, out) for track, path in tracks.items()}} if tracks else {}
     if complexes is not None:
-        facts["complexes"] = complexes if complexes == EVERY else str(Path(complexes).absolute())
-    about = described(model, found.about, data) | facts | {"leakage": [*leakage, *known_before]}
+        facts["complexes"] = complexes if complexes == EVERY else _place(complexes, out)
+    about = described(model, found.about, data, out) | facts | {"leakage": [*leakage, *known_before]}
     groups = [found.task.group(data.get(n), known) for n in range(len(data))]
     return write(out, data, found.task, table, about, groups, name=model if model in SHIPPED else MAIN)
 
 
-def described(model: str, about: Mapping[str, Any], data: Examples) -> dict[str, Any]:
+def _place(path: str | Path, out: Path) -> str:
+    """Return a path from the directory of an evaluation, which may be shared; a name that is no path stays."""
+    return shared_place(str(Path(path).absolute()), out) if Path(path).exists() else str(path)
+
+
+def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -> dict[str, Any]:
     """Return what `evaluation.json` says of a model and a split, whatever the way in which it was scored.
 
     Args:
         model: a directory that `consolidate` wrote.
         about: its `esmshard.json`.
         data: the split.
+        out: the directory of the evaluation.
     """
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
-    return facts | {"model": str(open_weights.place(model).absolute()), "tokens_sha256": data.digest}
+    return facts | {"model": _place(open_weights.place(model), out), "tokens_sha256": data.digest}
 
 
 def write(
@@ -408,7 +414,7 @@ def write(
         **about,
         "task": about["recipe"]["task"]["name"],
         "split": data.name,
-        "data": str(data.path.absolute()),
+        "data": shared_place(str(data.path.absolute()), directory),
         "records": len(data),
         "columns": columns,
         "lower_is_better": task.lower_is_better,

@@ -135,7 +135,7 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
         directory = consolidate(checkpoint, out / "model", overwrite=True, warn=say)
         say(f"model in {directory}")
         about = read_json(directory / "esmshard.json")
-        facts = evaluate.described(str(directory), about, job.test)
+        facts = evaluate.described(str(directory), about, job.test, out)
         stored = f", matrices of the layers in {kind}" if (kind := recipe.model.quantize) else ""
         facts |= {"device": str(ranks.device), "precision": layout.precision + stored, "processes": ranks.size}
         facts |= {"labels": None, "left_out": [], "leakage": leakage_notices(job), "in_sample": seen_in_training(job)}

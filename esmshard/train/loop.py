@@ -87,7 +87,7 @@ def train(
         preemption.noted(),
         training.out_of_memory_advice(),
         training.saver,
-        Progress("step", job.steps, done=state.step, show=ranks.is_first) as progress,
+        Progress("step", job.steps, show=ranks.is_first) as progress,
         Profile(ranks, profile, job.steps - state.step, job.out / "profile") as recording,
     ):
         training.catch_up(start)

@@ -101,7 +101,7 @@ def test_headers_are_kept_and_the_way_is_written_down(run: Run, tmp_path: Path) 
     assert by_id["r5"].description == "r5 SCORE=5 of many"
     assert by_id["r5"].sequence == next(r for r in read_fasta(tmp_path / "x.fasta") if r.id == "r5").sequence
     told = json.loads((tmp_path / "out" / "split.json").read_text())
-    assert told["source"] == str(tmp_path / "x.fasta")
+    assert told["source"] == "x.fasta"
     assert told["clusters"] == "clusters.tsv"
     assert told["method"]["by"] == "cluster"
     assert told["method"]["seed"] == 3
@@ -200,7 +200,7 @@ def test_structures_are_split_with_their_coordinates(run: Run, tmp_path: Path) -
     assert code == 0
     assert out.startswith("out\nset    records  residues\ntrain        3        36\n")
     assert "set: 1 file not read, as the name is not that of a structure (notes.txt)" in err
-    assert json.loads((tmp_path / "out" / "split.json").read_text())["source"] == str(folder)
+    assert json.loads((tmp_path / "out" / "split.json").read_text())["source"] == folder.name
     found = []
     for name in SETS:
         fasta = tmp_path / "out" / f"{name}.fasta"

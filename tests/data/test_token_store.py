@@ -1,10 +1,13 @@
-"""Token stores, version 2: every byte of them, what is read back, and what a damaged one says."""
+"""Token stores, version 3: every byte of them, what is read back, and what a damaged one says."""
 
 import hashlib
 import json
 import multiprocessing
+import pickle
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +26,7 @@ from esmshard.vocab import ALPHABET_HASH, decode
 FASTA = ">b first\nMKT\n>a\nagv*\n>7abc/A\nW\n"
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 FILES = ("tokens-00000.u8", "headers-00000.txt", *ARRAYS)
-GOLDEN = Path(__file__).parent.parent / "golden" / "store_v2"
+GOLDEN = Path(__file__).parent.parent / "golden" / "store_v3"
 GOLDEN_FASTA = (
     "\ufeff>b first one\r\nMKTAAGV\r\n\r\n>a\nagv-J*\n"
     ">sp|P1|LONG_ECOLI of \xe9. coli\nACDEFGHIKLMNPQRSTVWYXBUZO\n>\nW\n>b x\nMKT\nAAGV\n>c\rMMM\n"
@@ -85,17 +88,17 @@ def test_every_byte_is_what_the_format_says(store: TokenStore) -> None:
 
 def test_the_manifest_tells_counts_source_rules_edits_and_true_hashes(store: TokenStore, fasta: Path) -> None:
     manifest = json.loads((store.path / "manifest.json").read_text())
-    hashes, sizes = manifest.pop("sha256"), manifest.pop("bytes")
+    hashes, own_hash = manifest.pop("sha256"), manifest.pop("manifest_sha256")
     star, lower = "a '*' at the end was removed", "lower-case letters were read as upper case"
     notices = [f"{star} in 1 record (a)", f"{lower} in 1 record (a)"]
     assert manifest == {
         "format": "esmshard-tokens",
-        "version": 2,
+        "version": 3,
         "alphabet": ALPHABET_HASH,
         "records": 3,
         "residues": 7,
         "lengths": {"shortest": 1, "longest": 3, "mean": 2.33, "histogram": {"0-31": 3}},
-        "sources": [{"path": str(fasta.resolve()), "bytes": len(FASTA)}],
+        "sources": [{"path": fasta.name, "bytes": len(FASTA)}],
         "rules": {
             "on_unknown": "error",
             "a3m": False,
@@ -112,7 +115,8 @@ def test_the_manifest_tells_counts_source_rules_edits_and_true_hashes(store: Tok
     }
     assert store.notices == notices
     assert sorted(p.name for p in store.path.iterdir()) == sorted([*FILES, "manifest.json"])
-    assert sizes == {name: (store.path / name).stat().st_size for name in FILES}
+    text = json.dumps(manifest | {"sha256": hashes}, sort_keys=True)
+    assert own_hash == hashlib.sha256(text.encode()).hexdigest()
     assert hashes == {name: hashlib.sha256((store.path / name).read_bytes()).hexdigest() for name in FILES}
     assert store.digest == hashlib.sha256(hashes["tokens-00000.u8"].encode()).hexdigest()
 
@@ -209,7 +213,7 @@ def test_the_shards_read_last_stay_mapped(sharded: TokenStore, monkeypatch: pyte
 
 def test_a_store_goes_to_another_process_as_its_path(sharded: TokenStore) -> None:
     ids(sharded)
-    assert len(multiprocessing.reduction.ForkingPickler.dumps(sharded)) < 500
+    assert len(multiprocessing.reduction.ForkingPickler.dumps(sharded)) < 1000
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(TokenStore.description, sharded, 4).result() == "r4 xxxxxxxxxx"
         assert pool.submit(TokenStore.residues, sharded, 2).result().tolist() == [20, 15, 11, 5]
@@ -223,137 +227,65 @@ def test_a_description_is_stripped_of_blanks_only(tmp_path: Path) -> None:
     assert (store.id(0), store.description(0)) == ("\x1ca", "\x1ca b\x85")
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "missing": Path.unlink,
-    "empty": lambda path: path.write_bytes(b""),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_of_another_size_is_seen_when_the_store_is_opened(store: TokenStore, name: str, damage: str) -> None:
-    DAMAGE[damage](store.path / name)
-    message = refusal(lambda: TokenStore(store.path))
-    assert message.startswith(f"{store.path}: the token store is ")
-    assert message.endswith("; delete it and ingest again")
-
-
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
-def test_a_store_without_its_manifest_is_refused(store: TokenStore, damage: str) -> None:
-    DAMAGE[damage](store.path / "manifest.json")
-    assert refusal(lambda: TokenStore(store.path)) == {
-        "missing": f"{store.path}: not a token store (it has no manifest.json)",
-    }.get(damage, f"{store.path}/manifest.json: cannot be read; delete the store and ingest again")
-    assert is_store(store.path) == (damage != "missing")
-
-
-def read_everything(path: Path) -> None:
+def content(path: Path) -> list[object]:
     store = TokenStore(path)
-    for n in range(3):
-        store.residues(n), store.id(n), store.description(n)
-    store.find("b"), store.find("c"), store.lengths.max()
+    records = [(store.id(n), store.description(n), decode(store.residues(n))) for n in range(len(store))]
+    found = [store.find(name) for name in ("r0", "r3", "r4", "none")]
+    return [records, found, store.lengths.tolist(), store.notices, store.linker, store.digest]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_named_by_verify_and_never_a_traceback(store: TokenStore, name: str) -> None:
-    store.verify()
-    whole = (store.path / name).read_bytes()
-    for at in range(len(whole)):
-        data = bytearray(whole)
-        data[at] ^= 1 << at * 3 % 8
-        (store.path / name).write_bytes(data)
-        try:
-            read_everything(store.path)
-        except InputError as error:
-            seen = str(error)
-            assert seen.startswith(f"{store.path}: the token store is ")
-            assert "\n" not in seen
-        assert refusal(store.verify) == f"{store.path}/{name}: has changed since it was written; ingest again"
-    (store.path / name).write_bytes(whole)
-    store.verify()
+def altered(data: bytes, draw: random.Random) -> bytes:
+    """One to three bytes of a file replaced, left out or doubled, or its end cut off."""
+    for _ in range(draw.randint(1, 3)):
+        at = draw.randrange(max(1, len(data)))
+        new = draw.choice([bytes([draw.randrange(256)]), b"", data[at : at + 1] * 2])
+        data = data[:at] + new + data[at + 1 :] if draw.random() < 0.9 else data[:at]
+    return data
 
 
-@pytest.mark.parametrize("offsets", [[0, 5, 4, 10], [0, -4, 8, 10], [0, 4, 80, 10], [0, 0, 8, 10], [0, 4, 11, 10]])
-def test_an_offset_out_of_place_is_seen_when_the_record_is_read(store: TokenStore, offsets: list[int]) -> None:
-    np.save(store.path / "offsets.npy", np.array(offsets))
-    message = refusal(lambda: sequences(TokenStore(store.path)))
-    assert message.startswith(f"{store.path}: the token store is damaged at record ")
+def test_no_altered_byte_of_any_file_is_read_as_a_residue_or_an_id(sharded: TokenStore) -> None:
+    whole, draw, read = content(sharded.path), random.Random(0), 0
+    for path in sorted(sharded.path.iterdir()):
+        data = path.read_bytes()
+        for _ in range(100):
+            path.write_bytes(altered(data, draw))
+            with suppress(InputError):
+                assert content(sharded.path) == whole
+                read += 1  # a byte was put where it was, or blanks of the manifest changed
+        path.unlink()
+        with pytest.raises(InputError, match=path.name):
+            content(sharded.path)
+        path.write_bytes(data)
+    assert read < 100
+    assert content(sharded.path) == whole
 
 
-def test_a_header_that_is_no_text_is_refused(store: TokenStore) -> None:
-    path = store.path / "headers-00000.txt"
-    path.write_bytes(b"b \xff\xff\xff\xff\xff\n" + b" \n" + b"7\xffbc/A\n")
-    damaged = TokenStore(store.path)
-    assert damaged.id(0) == "b"
-    wanted = f"{store.path}: the token store is damaged at record {{}}; delete it and ingest again"
-    assert refusal(lambda: damaged.description(0)) == wanted.format(0)
-    assert refusal(lambda: damaged.id(1)) == wanted.format(1)
-    assert refusal(lambda: damaged.id(2)) == wanted.format(2)
+def test_verify_names_the_altered_file(sharded: TokenStore) -> None:
+    path = sharded.path / "tokens-00003.u8"
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(InputError, match="tokens-00003"):
+        TokenStore(sharded.path).verify()
 
 
-def test_an_index_beyond_the_records_is_refused(store: TokenStore) -> None:
-    np.save(store.path / "rows.npy", np.array([9, 2, 1], np.uint32))
-    assert refusal(lambda: TokenStore(store.path).find("b")).startswith(f"{store.path}: the token store is damaged")
+def test_a_file_is_hashed_once_also_in_other_processes(sharded: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+
+    def counting(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256(path)
+
+    monkeypatch.setattr(token_store, "sha256", counting)
+    store = TokenStore(sharded.path)
+    assert decode(store.residues(2)) == "MKTA"
+    assert decode(pickle.loads(pickle.dumps(store)).residues(2)) == "MKTA"
+    assert hashed == [*ARRAYS, "tokens-00002.u8"]
 
 
-def test_a_shard_that_goes_away_after_opening_is_one_sentence(store: TokenStore) -> None:
-    (store.path / "tokens-00000.u8").unlink()
-    assert refusal(lambda: store.residues(0)).startswith(f"{store.path}/tokens-00000.u8: cannot be read (")
-
-
-@pytest.mark.parametrize(
-    ("name", "array"),
-    [
-        ("offsets.npy", np.array([0, 4, 8, 10], np.uint64)),
-        ("headers.npy", np.array([[0, 8, 10, 17]])),
-        ("ids.npy", np.zeros(3, ">u8")),
-        ("rows.npy", np.zeros(3, np.int64)),
-    ],
-)
-def test_an_array_of_another_kind_is_refused(store: TokenStore, name: str, array: npt.NDArray[np.int64]) -> None:
-    np.save(store.path / name, array)
-    wanted = f"{store.path}: the token store is damaged ({name} is not what was written); delete it and ingest again"
-    assert refusal(lambda: TokenStore(store.path)) == wanted
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"version": 1}, "a token store of another version; delete it and ingest again"),
-        ({"version": 3}, "a token store of another version; delete it and ingest again"),
-        ({"alphabet": "0"}, "a token store of another version; delete it and ingest again"),
-        ({"format": "esmshard-embeddings"}, "not a token store"),
-        ({"records": 2}, "the token store is truncated; delete it and ingest again"),
-        ({"shards": [{"records": 2, "tokens": 10, "headers": 17}]}, "the token store is truncated"),
-        ({"shards": [{"records": 3, "tokens": 9, "headers": 17}]}, "the token store is truncated"),
-        ({"shards": [{"records": 3, "tokens": 10, "headers": 18}]}, "the token store is truncated"),
-        ({"shards": [{"records": 3}]}, "the token store is damaged ("),
-        ({"shards": {}}, "the token store is damaged (its manifest lacks shards or sizes)"),
-        ({"bytes": {}}, "the token store is damaged (its manifest lacks hashes)"),
-        ({"sha256": {}}, "the token store is damaged (its manifest lacks hashes)"),
-        ({"sha256": None}, "the token store is damaged ("),
-    ],
-)
-def test_another_manifest_is_refused(store: TokenStore, change: dict[str, object], sentence: str) -> None:
+@pytest.mark.parametrize("change", [{"version": 2}, {"alphabet": "0"}])
+def test_a_store_of_another_version_is_refused(store: TokenStore, change: dict[str, object]) -> None:
     path = store.path / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert refusal(lambda: TokenStore(store.path)).startswith(f"{store.path}: {sentence}")
-
-
-@pytest.mark.parametrize("text", ["[]", '{"format": "esmshard-tokens"}', "null", "\xff", "{"])
-def test_a_manifest_that_says_little_is_refused(store: TokenStore, text: str) -> None:
-    (store.path / "manifest.json").write_text(text, encoding="latin-1")
-    assert refusal(lambda: TokenStore(store.path)).startswith(str(store.path))
-
-
-@pytest.mark.parametrize("key", ["format", "version", "alphabet", "records", "bytes", "shards", "sha256", "notices"])
-def test_a_manifest_without_a_key_is_refused(store: TokenStore, key: str) -> None:
-    manifest = json.loads((store.path / "manifest.json").read_text())
-    del manifest[key]
-    (store.path / "manifest.json").write_text(json.dumps(manifest))
-    assert refusal(lambda: TokenStore(store.path)).startswith(f"{store.path}: ")
+    assert "another version" in refusal(lambda: TokenStore(store.path))
 
 
 def test_a_directory_that_is_no_store_is_refused(tmp_path: Path, fasta: Path) -> None:
@@ -417,6 +349,4 @@ def test_what_is_written_today_is_that_store(tmp_path: Path, monkeypatch: pytest
             assert (store.path / name).read_bytes() == (GOLDEN / name).read_bytes(), name
     assert sha256(store.path / "offsets.npy") == store.manifest["sha256"]["offsets.npy"]
     golden = json.loads((GOLDEN / "manifest.json").read_text())
-    golden["sources"][0]["path"] = str((tmp_path / "x.fasta").resolve())
-    golden["rules"] |= {"on_nucleotides": "error", "linker": 25}  # came later; where one is not written, it is that
-    assert store.manifest == golden
+    assert store.manifest | {"manifest_sha256": ""} == golden | {"manifest_sha256": ""}

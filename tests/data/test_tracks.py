@@ -23,6 +23,7 @@ from esmshard.data.tracks.track_files import (
     record_tracks,
     track_files,
 )
+from esmshard.data.tracks.track_store import cached_track
 from esmshard.errors import InputError, UsageError
 from esmshard.vocab import Track, decode
 
@@ -265,6 +266,18 @@ def test_a_changed_source_is_read_again_and_has_another_digest(
     assert changed.digest != tracks.digest
     assert 0 not in changed.get(0, slice(None))["turns"]
     assert 0 in tracks.get(0, slice(None))["turns"]
+
+
+@pytest.mark.parametrize("name", ["values.npy", "known.npy"])
+def test_an_altered_copy_in_the_cache_is_read_again(name: str, store: TokenStore, tmp_path: Path) -> None:
+    source = tmp_path / "letters.fasta"
+    source.write_text("".join(f">{store.id(n)}\n{'h' * int(store.lengths[n])}\n" for n in range(len(store))))
+    kept = cached_track(LETTERS, source, store)
+    path = kept.path / name
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    again = cached_track(LETTERS, source, store)
+    assert set(again[len(store) - 1].tolist()) == {0}
+    assert again.known_N.tolist() == store.lengths.tolist()
 
 
 def test_a_source_of_none_of_the_records_is_refused(store: TokenStore, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from esmshard.embed.job.embed_request import request
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.workers.sharded_worker import Lockstep, joined, sharded
 from esmshard.errors import InputError
+from esmshard.joined_chains import Chains
 from esmshard.model.weights import open_weights
 from esmshard.progress import Progress
 from esmshard.sharding.shard import groups, local
@@ -29,7 +30,7 @@ def embedded(model: str, fasta: str, out: str, how: dict[str, Any], part_tokens:
 def lockstep(model: str, pools: list[str], ranks: Any) -> Lockstep:
     found = open_weights.read(model)
     outputs = choose(pools, None, found.config, model)
-    spec = Spec("", outputs, found.config.dim, "fp32", "fp32", Long())
+    spec = Spec("", outputs, found.config.dim, "fp32", "fp32", Long(), Chains())
     esm = sharded(found, spec, ranks)
     return Lockstep(esm, spec, ranks, None, Progress("embed", 1, show=False), 0, 1)
 

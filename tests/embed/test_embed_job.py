@@ -130,7 +130,7 @@ def test_h5_has_a_data_set_per_record_in_input_order(given: Given, pool: str) ->
         assert list(file) == keys
         assert [data.attrs["original_id"] for data in file.values()] == list(IDS)
         assert file.attrs["layer"] == TINY.n_layers
-        assert (file.attrs["model"], file.attrs["pool"]) == (given.model, pool)
+        assert (file.attrs["model"], file.attrs["pool"]) == (Path(given.model).name, pool)
         assert (file.attrs["dtype"], file.attrs["compute"], file.attrs["long"]) == ("float32", "fp32", "full")
         assert len(file.attrs["model_hash"]) == 64
         assert (file.attrs["records"], file.attrs["dim"]) == (len(IDS), TINY.dim)

@@ -149,7 +149,7 @@ def test_what_does_not_go_together_is_refused(written: Written) -> None:
     assert done.returncode == 2 - 1
     assert done.stderr.strip().endswith(
         "error: x.store: its chains were joined by a linker of 3, and a linker of 25 is asked for; make a store with "
-        "`esmshard ingest --join linker:25`, or ask for linker:3"
+        "`esmshard ingest FASTA -o STORE --join linker:25`, where FASTA is x.fasta, or ask for linker:3"
     )
     with pytest.raises(InputError, match="its chains were joined by a linker of 3, and a linker of 25"):
         esmshard.load(written.model).embed(Path("x.store"))
@@ -182,3 +182,12 @@ def test_a_model_that_was_trained_with_a_gap_keeps_it(written: Written, tmp_path
     (copy / "config.json").write_text(json.dumps(config | {"joined_chains": "three"}))
     with pytest.raises(InputError, match="one of linker:25, gap:512, "):
         request(str(copy), Path("x.npy"))
+
+
+def test_rows_are_reused_with_the_same_join_only(written: Written) -> None:
+    earlier = run(written, "x.fasta", "earlier", join="gap:512")
+    with pytest.raises(UsageError, match="gap:512"):
+        embed_job.embed(request(written.model, Path("other")), written.directory / "x.fasta", reuse=earlier)
+    asked = request(written.model, Path("same"), join="gap:512")
+    report = embed_job.embed(asked, written.directory / "x.fasta", reuse=earlier)
+    assert (report.reused, report.computed) == (3, 0)

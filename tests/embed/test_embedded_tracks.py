@@ -113,9 +113,9 @@ def test_values_are_those_of_each_protein_with_its_letters(given: Given) -> None
     manifest = json.loads((given.directory / "out" / "manifest.json").read_text())
     known = sum(len(letters.replace("#", "")) for _, letters in given.pairs.values())
     total = sum(len(sequence) for sequence, _ in given.pairs.values())
-    said = f"structure letters (3Di) of 9 of 10 records, and {known:,} of {total:,} residues, from {given.letters}"
+    said = f"structure letters (3Di) of 9 of 10 records, and {known:,} of {total:,} residues, from {given.letters.name}"
     assert said in manifest["notices"]
-    assert manifest["tracks"]["3di"]["path"] == str(given.letters)
+    assert manifest["tracks"]["3di"]["path"] == given.letters.name
 
 
 def test_letters_between_the_residues(given: Given) -> None:
@@ -138,7 +138,7 @@ def test_one_file_two_processes_and_a_large_input_hold_the_same(given: Given, mo
             found = file[name] if name in file else file["residue_2"][name]
             np.testing.assert_allclose(found[()], last_layer(given.model, sequence, letters), rtol=0, atol=1e-4)
     about = json.loads((given.directory / "x.h5.json").read_text())
-    assert about["tracks"]["3di"]["path"] == str(given.letters)
+    assert about["tracks"]["3di"]["path"] == given.letters.name
     assert any("9 of 10 records" in notice for notice in about["notices"])
     monkeypatch.setattr("esmshard.embed.store.row_index.LARGE", 1)  # another process reads it
     given.embed("large", given.letters)
@@ -209,6 +209,7 @@ def test_a_model_that_was_fine_tuned_with_a_track_says_that_it_gets_none(given: 
         assert "--track 3di=PATH" in notice
         assert request(given.name, given.directory / "x", tracks={"3di": "y"}).notices == []
         given.embed("out", None)
-        assert notice in json.loads((given.directory / "out" / "manifest.json").read_text())["facts"]["notices"]
+        told = json.loads((given.directory / "out" / "manifest.json").read_text())["facts"]["notices"]
+        assert any("was fine-tuned with the track 3di" in sentence for sentence in told)
     finally:
         about.unlink()

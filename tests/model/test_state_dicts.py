@@ -113,6 +113,13 @@ def test_tensors_of_another_size_say_so(state: State, tmp_path: Path) -> None:
     assert f"has 2 layers of width 32, and esm2_t6_8M_UR50D has 6 of 320; give {file}@nano" in said
 
 
+def test_a_tensor_that_all_layers_share_counts_no_layers(state: State, tmp_path: Path) -> None:
+    shared = renamed(state) | {"esm.encoder.layer.*.attention.self.rotary_embeddings.inv_freq": torch.ones(4)}
+    file = saved(shared, tmp_path / "w.pt")
+    assert "has 2 layers of width 32" in refusal(f"{file}@esm2_t6_8M_UR50D", file)
+    assert open_weights.read(f"{file}@nano").config.n_layers == 2
+
+
 def test_tensors_of_another_vocabulary_say_so(state: State, tmp_path: Path) -> None:
     file = saved(state, tmp_path / "w.pt")
     assert "embed_tokens.weight is [33, 32], [446, 32] was expected" in refusal(f"{file}@saprot_nano", file)

@@ -87,7 +87,7 @@ def test_the_commands_take_tracks(tuned: tuple[Path, Trunk], tmp_path: Path) -> 
         done = esmshard_command("evaluate", tuned[0], tmp_path / "x.fasta", "-o", tmp_path / out, *options)
         assert done.returncode == 0, done.stderr
         scores.append(json.loads((tmp_path / out / "evaluation.json").read_text()))
-    assert scores[0]["tracks"] == {"3di": str(tmp_path / "3di.fasta")}
+    assert scores[0]["tracks"] == {"3di": "../3di.fasta"}
     assert not any("which it is not given" in one for one in scores[0]["left_out"])
     assert any("which it is not given" in one for one in scores[1]["left_out"])
     tables = [(tmp_path / out / "per_protein.csv").read_text() for out in ("with", "without")]

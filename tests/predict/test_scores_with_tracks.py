@@ -73,8 +73,8 @@ def test_a_table_with_letters_beside_and_inside(trained: tuple[str, Trunk], tmp_
         found = [float(line.split(",")[1]) for line in out.read_text().splitlines()[1:]]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
         about = json.loads(facts_file(out).read_text())
-        assert about["tracks"] == {"3di": path}
-        assert about["wild_type"] == str(tmp_path / fasta)
+        assert about["tracks"] == {"3di": Path(path).name}
+        assert about["wild_type"] == fasta
         assert "structure letters (3Di) of 40 of 40 residues of the wild type" in about["notices"]
         assert "40 of 40 residues of the wild type" in done.stderr
 

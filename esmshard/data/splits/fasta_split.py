@@ -53,7 +53,7 @@ class FastaRecords:
         found = [*(notices(self._fasta) if structures else []), *self._store.notices]
         self.notices = [f"{source}: {notice}" for notice in found]
         self.ids = [self._store.id(n) for n in range(len(self._store))]
-        self.facts: dict[str, str] = {"source": str(source.resolve())}
+        self.facts: dict[str, str] = {"source": source.resolve().name}
         if sets is not None:
             self.facts["sets"] = str(sets)
         self._length_N = self._store.lengths.astype(np.int64)

@@ -46,7 +46,7 @@ class VariantRows:
         except Misnumbered as error:
             raise InputError(error.spelled("--offset ")) from None
         self.source, self.notices = source, list(variants.notices)
-        self.facts = {"source": str(source.resolve()), "wild_type": str(wild_type.resolve())}
+        self.facts = {"source": source.resolve().name, "wild_type": wild_type.resolve().name}
         self._ids, self._table, self._target_NT = variants.names(), variants.table, variants.target_NT
         self._rows = [rows[0] for rows in variants.rows]
         changes = [tuple(m for m in mutations if m.mutant != m.wild) for mutations in variants.mutations]

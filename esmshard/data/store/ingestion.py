@@ -5,7 +5,7 @@ The sizes of the files alone decide how the input is cut into pieces of SHARD by
 groups of small files, and each compressed file by itself. Every finished piece is put into `STORE.partial`; when all
 pieces are there, they become the store. So one process, many processes (`workers`) and many jobs on a shared file
 system (`ingest_part`, then `merge`) write the same bytes, and after an interruption only the missing pieces are read
-again. Nothing is synced to disk: after a power cut a store may be truncated, and opening such a store fails.
+again. Nothing is synced to disk: a store that a power cut truncated is refused when it is read.
 
 Memory: one block of the input for each process, and at the end the arrays of the index (32 bytes a record).
 """
@@ -245,7 +245,9 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
     with FileLock(locks / f"{digest}.lock"):
         if out.exists():
             try:
-                return TokenStore(out)
+                store = TokenStore(out)
+                store.verify()
+                return store
             except InputError:
                 shutil.rmtree(out)  # This is a damaged copy; the FASTA file still has its records.
         return ingest([source], out, rules)
@@ -377,7 +379,8 @@ def _assemble(work: Path, plan: dict[str, Any], fastas: Sequence[Path], whole: P
             shards.append(Shard(**shard))
     if not any(shard.records for shard in shards):
         raise InputError(f"{', '.join(map(str, fastas))}: no record is left under these rules")
-    sources = [{key: source[key] for key in ("path", "bytes") if key in source} for source in plan["sources"]]
+    sources = [source | {"path": Path(source["path"]).name} for source in plan["sources"]]
+    sources = [{key: source[key] for key in ("path", "bytes") if key in source} for source in sources]
     facts = {"sources": sources, "rules": plan["rules"], "on_duplicate": plan["on_duplicate"]}
     arrays = ([np.load(piece / f"{name}.npy") for name in ("lengths", "headers", "keys")] for piece in pieces)
     write_index(whole, shards, arrays, facts, edits)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.store.token_store import ARRAYS, FORMAT, VERSION, header_shard, token_shard
+from esmshard.data.store.token_store import ARRAYS, FORMAT, VERSION, header_shard, manifest_sha256, token_shard
 from esmshard.files import sha256
 from esmshard.vocab import ALPHABET_HASH
 
@@ -94,9 +94,9 @@ def write_index(
         "edits": {kind: {"records": count, "first": edits.first[kind][:3]} for kind, count in edits.counts.items()},
         "notices": edits.notices(),
         "shards": [{"records": s.records, "tokens": s.tokens, "headers": s.headers} for s in shards],
-        "bytes": {name: (directory / name).stat().st_size for name in hashes},
         "sha256": hashes,
     }
+    manifest["manifest_sha256"] = manifest_sha256(manifest)
     scratch = directory / ".manifest.json"
     scratch.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     scratch.rename(directory / "manifest.json")  # The manifest makes the directory a store.

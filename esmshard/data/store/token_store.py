@@ -1,7 +1,7 @@
 """The token store: FASTA files as uint8 tokens with int64 offsets, memory-mapped. `esmshard.data.store.ingestion`
 writes it.
 
-A store is a directory that is written under another name and renamed when it is complete. Version 2:
+A store is a directory that is written under another name and renamed when it is complete. Version 3:
 
     tokens-00000.u8 ...   residues of all records, one byte each; every record is followed by `<eos>`
     headers-00000.txt ... header lines without `>`, one a line; the first word is the id
@@ -9,16 +9,17 @@ A store is a directory that is written under another name and renamed when it is
     headers.npy           int64 [N + 1]: the same for the header shards
     ids.npy               uint64 [N]: `keys` of the ids, sorted
     rows.npy              uint32 or uint64 [N]: the number of the record of each key
-    manifest.json         version, alphabet, counts, lengths, sources, rules, edits; size and sha256 of each file
+    manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file and of itself
 
-Opening reads the manifest and maps the arrays; memory does not grow with the number of records. A shard is mapped when
-a process first reads it.
+Every file is compared with its sha256 before anything of it is used: the manifest and the arrays when a store is
+opened, a shard when a process first reads it. So no altered byte is ever read as a residue or an id, and a run reads
+each file once more than it needs, at the speed of the disk. Memory does not grow with the number of records.
 """
 
 import bisect
 import functools
 import hashlib
-import tokenize
+import json
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -33,8 +34,8 @@ from esmshard.errors import InputError
 from esmshard.files import read_json, sha256
 from esmshard.vocab import ALPHABET_HASH
 
-FORMAT, VERSION = "esmshard-tokens", 2
-ARRAYS = {"offsets.npy": ["<i8"], "headers.npy": ["<i8"], "ids.npy": ["<u8"], "rows.npy": ["<u4", "<u8"]}
+FORMAT, VERSION = "esmshard-tokens", 3
+ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 _AT_ONCE = 1 << 20
 _OPEN_SHARDS = 256
 """Most shards that stay mapped. Each of them uses a file descriptor."""
@@ -43,38 +44,36 @@ _OPEN_SHARDS = 256
 class TokenStore:
     """A token store opened for reading. Tokens and headers are read from disk when they are used."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, checked: frozenset[str] = frozenset()) -> None:
+        """Open a store.
+
+        Args:
+            path: its directory.
+            checked: names of files that were compared with their sha256 before.
+
+        Raises:
+            InputError: the manifest or an array is missing, or is not as it was written.
+        """
         self.path = path
         self.manifest = _manifest(path)
-        shards, sizes = self.manifest.get("shards"), self.manifest.get("bytes")
-        try:
-            if not isinstance(shards, list) or not isinstance(sizes, dict):
-                raise ValueError("its manifest lacks shards or sizes")
-            if self.manifest["sha256"].keys() != sizes.keys():
-                raise ValueError("its manifest lacks hashes")
-            self.notices: list[str] = self.manifest["notices"]
-            """Sentences about data that were changed when the source was read."""
-            found = {name: (path / name).stat().st_size for name in sizes}
-            self.offsets, self.header_offsets, self.keys, self.rows = (
-                _array(path / name, dtypes) for name, dtypes in ARRAYS.items()
-            )
-            # For each shard, the number of its first record, and its first byte of tokens and of headers.
-            begins = np.cumsum([[0, 0, 0], *([s["records"], s["tokens"], s["headers"]] for s in shards)], axis=0)
-            self._first_records, *self._first_bytes = begins.T.tolist()
-        except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path}: the token store is damaged ({error}); delete it and ingest again") from None
-        records, tokens, headers = begins[-1].tolist()
-        whole = records == self.manifest.get("records") == len(self.offsets) - 1 == len(self.header_offsets) - 1
-        whole = whole and len(self.keys) == len(self.rows) == records and set(ARRAYS) <= set(sizes)
-        if not whole or self.offsets[-1] != tokens or self.header_offsets[-1] != headers or sizes != found:
-            raise InputError(f"{path}: the token store is truncated; delete it and ingest again")
+        self._checked = set(checked)
+        self.notices: list[str] = self.manifest["notices"]
+        """Sentences about data that were changed when the source was read."""
+        for name in ARRAYS:
+            self._check(name)
+        self.offsets, self.header_offsets, self.keys, self.rows = (
+            np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False)) for name in ARRAYS
+        )
+        # For each shard, the number of its first record, and its first byte of tokens and of headers.
+        sizes = [[shard["records"], shard["tokens"], shard["headers"]] for shard in self.manifest["shards"]]
+        self._first_records, *self._first_bytes = np.cumsum([[0, 0, 0], *sizes], axis=0).T.tolist()
         self._maps: OrderedDict[str, npt.NDArray[np.uint8]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
+        return {"path": self.path, "checked": frozenset(self._checked)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"])  # type: ignore[misc]  # Another process maps the files again.
+        self.__init__(**state)  # type: ignore[misc]  # Another process maps the files again.
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -102,7 +101,8 @@ class TokenStore:
         if self.linker not in (None, linker):
             raise InputError(
                 f"{path}: its chains were joined by a linker of {self.linker}, and a linker of {linker} is asked for; "
-                f"make a store with `esmshard ingest --join linker:{linker}`, or ask for linker:{self.linker}"
+                f"make a store with `esmshard ingest FASTA -o STORE --join linker:{linker}`, where FASTA is "
+                f"{', '.join(source['path'] for source in self.manifest['sources'])}, or ask for linker:{self.linker}"
             )
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
@@ -111,18 +111,11 @@ class TokenStore:
 
     def description(self, n: int) -> str:
         """Return the header line of record n without `>`."""
-        try:
-            return self.header(n).strip().decode()
-        except UnicodeDecodeError:
-            raise self._damaged(n) from None
+        return self.header(n).strip().decode()
 
     def id(self, n: int) -> str:
         """Return the id of record n."""
-        words = self.header(n).split(None, 1)
-        try:
-            return words[0].decode()
-        except (IndexError, UnicodeDecodeError):
-            raise self._damaged(n) from None
+        return self.header(n).split(None, 1)[0].decode()
 
     def find(self, record_id: str) -> int | None:
         """Return the number of the record with this id, or None. Reads some pages of the index, not the ids."""
@@ -131,8 +124,6 @@ class TokenStore:
         at = int(self.keys.searchsorted(wanted))
         while at < len(self) and self.keys[at] == wanted:
             n = int(self.rows[at])
-            if n >= len(self):
-                raise self._damaged(n)
             if self.header(n).split(None, 1)[:1] == [name]:
                 return n
             at += 1
@@ -146,12 +137,27 @@ class TokenStore:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def verify(self) -> None:
-        """Compare every file with its sha256, while opening compares sizes only. `InputError` names the first changed
+        """Compare every file with its sha256 now, and not when it is first read. `InputError` names the first altered
         file.
         """
-        for name, wanted in self.manifest["sha256"].items():
-            if sha256(self.path / name) != wanted:
-                raise InputError(f"{self.path}/{name}: has changed since it was written; ingest again")
+        for name in self.manifest["sha256"]:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        """Compare a file with its sha256, unless this was done before."""
+        if name in self._checked:
+            return
+        try:
+            digest = sha256(self.path / name)
+        except OSError as error:
+            raise InputError(
+                f"{self.path}/{name}: cannot be read ({error.strerror}); delete {self.path} and ingest again"
+            ) from None
+        if digest != self.manifest["sha256"][name]:
+            raise InputError(
+                f"{self.path}/{name}: is not as it was written; delete the store {self.path} and ingest again"
+            )
+        self._checked.add(name)
 
     def header(self, n: int) -> bytes:
         """Return the header line of record n without `>`, as written in the file."""
@@ -165,33 +171,15 @@ class TokenStore:
         name = token_shard(shard) if kind == "tokens" else header_shard(shard)
         mapped = self._maps.get(name)
         if mapped is None:
-            try:
-                mapped = np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
-            except (OSError, ValueError) as error:
-                raise InputError(f"{self.path}/{name}: cannot be read ({error}); ingest again") from None
+            self._check(name)
+            mapped = np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
             self._maps[name] = mapped
             if len(self._maps) > _OPEN_SHARDS:
                 self._maps.popitem(last=False)
         else:
             self._maps.move_to_end(name)
         begin = self._first_bytes[column][shard]
-        first, end = int(offsets[n]) - begin, int(offsets[n + 1]) - 1 - begin
-        if not 0 <= first < end < len(mapped):  # Opening has checked the last offset only.
-            raise self._damaged(n)
-        return mapped[first:end]
-
-    def _damaged(self, n: int) -> InputError:
-        return InputError(f"{self.path}: the token store is damaged at record {n}; delete it and ingest again")
-
-
-def _array(path: Path, dtypes: Sequence[str]) -> npt.NDArray[Any]:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (SyntaxError, tokenize.TokenError) as error:  # numpy reads the header of an .npy file as Python code.
-        raise ValueError(str(error)) from None
-    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.str not in dtypes:
-        raise ValueError(f"{path.name} is not what was written")
-    return np.asarray(array)
+        return mapped[int(offsets[n]) - begin : int(offsets[n + 1]) - 1 - begin]
 
 
 def token_shard(k: int) -> str:
@@ -236,4 +224,12 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not a token store")
     if manifest.get("version") != VERSION or manifest.get("alphabet") != ALPHABET_HASH:
         raise InputError(f"{path}: a token store of another version; delete it and ingest again")
+    if manifest.get("manifest_sha256") != manifest_sha256(manifest):
+        raise InputError(f"{path}/manifest.json: is not as it was written; delete the store {path} and ingest again")
     return manifest
+
+
+def manifest_sha256(manifest: Mapping[str, Any]) -> str:
+    """Return the sha256 of the values of a manifest, without its own entry."""
+    values = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -127,7 +127,7 @@ def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
         assert source is not None
         facts = [(name, size, written) for name, _, size, written, _ in states(source)]
         state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        found[one.track.name] = {"path": str(source.resolve()), "state": state}
+        found[one.track.name] = {"path": source.name, "state": state}
     return found
 
 

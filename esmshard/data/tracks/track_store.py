@@ -4,7 +4,7 @@ A directory that is written under another name and renamed when it is complete:
 
     values.npy      [R, ...]: the entries of the R residues of all records end to end
     known.npy       int32 [N]: of how many residues of each record something is known
-    manifest.json   sha256 of the values, and notices
+    manifest.json   sha256 of both, and notices
 
 Memory does not grow with the number of records, and every process reads the same pages.
 """
@@ -28,7 +28,7 @@ from esmshard.errors import InputError
 from esmshard.files import cache_directory, read_json, sha256, state, whole_directory
 from esmshard.vocab import Track
 
-VERSION = 1
+VERSION = 2
 """The version of the rules by which a source becomes a track. After a change, all sources are read again."""
 _AT_ONCE = 1 << 20
 """Residues whose entries are written at once."""
@@ -41,7 +41,8 @@ class TrackStore:
         self.path, self.track, self._offsets = path, track, store.offsets
         try:
             about = read_json(path / "manifest.json")
-            self.digest: str = about["sha256"]
+            self._sha256: dict[str, str] = about["sha256"]
+            self.digest = self._sha256["values.npy"]
             """The sha256 of the values."""
             self.notices: list[str] = about["notices"]
             """Sentences about what the source holds."""
@@ -56,6 +57,12 @@ class TrackStore:
         begin, end = int(self._offsets[n]) - n, int(self._offsets[n + 1]) - n - 1
         values: npt.NDArray[Any] = self._values[begin:end]
         return values
+
+    def verify(self) -> None:
+        """Compare both files with their sha256, which opening does not do. `InputError` names an altered file."""
+        for name, digest in self._sha256.items():
+            if sha256(self.path / name) != digest:
+                raise InputError(f"{self.path}/{name}: is not as it was written; delete {self.path} and start again")
 
     def lengths(self, records_M: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the number of residues of some records, int64 [M]."""
@@ -94,7 +101,8 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
         values.flush()
         del values
         np.save(work / "known.npy", known_N)
-        about = {"sha256": sha256(work / "values.npy"), "notices": edits.notices()}
+        hashes = {name: sha256(work / name) for name in ("values.npy", "known.npy")}
+        about = {"sha256": hashes, "notices": edits.notices()}
         (work / "manifest.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return TrackStore(out, track, store)
 
@@ -124,7 +132,9 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     with FileLock(locks / f"{digest}.lock"):
         if out.is_dir():
             try:
-                return TrackStore(out, track, store)
+                kept = TrackStore(out, track, store)
+                kept.verify()
+                return kept
             except InputError:
                 pass  # This is a damaged copy of what the source still has.
         return write_track(track, source, store, out)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from esmshard import remote
-from esmshard.data.tracks.track_files import outside
 from esmshard.embed.formats.format_registry import suits
 from esmshard.embed.job.embed_output import EmbedReport, check_same, finish, finished, report_of
 from esmshard.embed.job.embed_request import PARTS, EmbedRequest, check_output, file_bytes, rows_bytes
@@ -113,8 +112,8 @@ def embed(
     if tensor > 1:
         _check_tensor(asked, shard, tensor, nproc)
 
-    fasta, tracks = outside(remote.local(fasta), asked.tracks)
-    asked, reuse = replace(asked, tracks=tuple(tracks)), None if reuse is None else remote.local(reuse)
+    asked, fasta = asked.of_input(remote.local(fasta))
+    reuse = None if reuse is None else remote.local(reuse)
     processes = 1 if offload else processes_of(asked.device, nproc)
     if asked.device.type == "cuda" and not together:
         own_device(processes - 1, processes, asked.device)  # raises if there is no GPU for each process
@@ -267,7 +266,7 @@ def compute(job: EmbedJob, plan: dict[str, Any]) -> None:
 
         run_sharded(directory, job.processes, job.tokens, job.asked.named, job.tensor)
         return
-    with Progress("embed", plan["unique"], done=before) as progress:
+    with Progress("embed", plan["unique"]) as progress:
         counter = _Counter(progress, plan["unique"], before)
         if job.processes > 1:
             run_local(directory, device.type, job.processes, job.tokens, counter.add)

@@ -16,7 +16,7 @@ from esmshard.embed.store.parts import DamagedError
 from esmshard.embed.store.row_index import CHAINS
 from esmshard.embed.workers.claims import Worker, workers
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json, replacing
+from esmshard.files import read_json, replacing, without_directories
 from esmshard.predict.writers import ids_file
 from esmshard.progress import Progress, say
 
@@ -140,7 +140,7 @@ def merge(embeddings: EmbeddingStore, out: Path, fmt: str) -> None:
         "notices": [*embeddings.manifest["facts"].get("notices", []), *embeddings.manifest["notices"]],
     }
     with replacing(beside) as file:
-        file.write(json.dumps(said, indent=1) + "\n")
+        file.write(json.dumps(without_directories(said), indent=1) + "\n")
 
 
 def finished(asked: EmbedRequest, fasta: Path, place: Path | str | None = None) -> EmbedReport:
@@ -164,7 +164,7 @@ def finished(asked: EmbedRequest, fasta: Path, place: Path | str | None = None) 
                 f"{out}: exists already, and {_beside(out).name}, which says what it holds, is missing or damaged; "
                 "--overwrite starts over"
             ) from None
-        if difference := asked.spec.differs(spec, asked.model, known["model"]):
+        if difference := asked.spec.differs(spec, without_directories(asked.model), known["model"]):
             raise UsageError(f"{out}: was made {difference}; --overwrite starts over")
         part_plan.same_tracks(out, asked.tracks, known)
         part_plan.same_input(out, fasta, known)
@@ -175,7 +175,8 @@ def finished(asked: EmbedRequest, fasta: Path, place: Path | str | None = None) 
 
 def check_same(asked: EmbedRequest, embeddings: EmbeddingStore, place: Path) -> None:
     """Raise `UsageError` if an embedding store does not match the request."""
-    difference = asked.spec.differs(embeddings.spec, asked.model, embeddings.manifest["facts"]["model"])
+    names = (without_directories(model) for model in (asked.model, embeddings.manifest["facts"]["model"]))
+    difference = asked.spec.differs(embeddings.spec, *names)
     if difference:
         raise UsageError(f"{place}: was made {difference}; --overwrite starts over")
 

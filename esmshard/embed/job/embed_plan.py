@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard import remote
-from esmshard.data.tracks.track_files import outside
 from esmshard.embed.compute.outputs import Output
 from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.job.embed_request import PARTS, EmbedRequest, file_bytes, rows_bytes
@@ -178,10 +177,10 @@ def _scratch(place: Path) -> Iterator[Path]:
 def _planned(directory: Path, asked: EmbedRequest, fasta: Path, reuse: Path | None, processes: int) -> dict[str, Any]:
     if fasta == STDIN:  # the standard input can be read only once
         fasta = read_input(fasta, directory / "stdin", asked.spec.chains.tokens).path
-    fasta, tracks = outside(fasta, asked.tracks)
+    asked, fasta = asked.of_input(fasta)
     device = asked.device.type
     wanted = part_plan.PlanRequest(
-        fasta, asked.spec, asked.facts, asked.longest, device, reuse=reuse, workers=processes, tracks=tracks
+        fasta, asked.spec, asked.facts, asked.longest, device, reuse=reuse, workers=processes, tracks=asked.tracks
     )
     return part_plan.begin(directory, wanted)
 

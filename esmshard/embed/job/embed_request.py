@@ -1,13 +1,14 @@
 """The request of an `embed` job, checked before the input is read."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from esmshard.data.tracks.track_files import TrackFile, track_files
+from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
+from esmshard.data.tracks.track_files import TrackFile, outside, track_files
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
 from esmshard.embed.formats.format_registry import FORMATS, suits
@@ -42,11 +43,27 @@ class EmbedRequest:
     named: DeviceName
     """The device that the user named; None if `device` is the one that is taken by default."""
     tracks: tuple[TrackFile, ...] = ()
+    of_structures: tuple[str, ...] = ()
+    """Sentences about structures whose chains are the input."""
 
     @property
     def notices(self) -> list[str]:
-        """Return sentences about the model, and about tracks that it does not get."""
-        return [*self.found.notices, *without_tracks(self.model, [one.track.name for one in self.tracks])]
+        """Return sentences about the model, about tracks that it does not get, and about structures."""
+        of_tracks = without_tracks(self.model, [one.track.name for one in self.tracks])
+        return [*self.found.notices, *of_tracks, *self.of_structures]
+
+    def of_input(self, path: Path) -> "tuple[EmbedRequest, Path]":
+        """Return the request with a path for each track, and the file of the sequences alone.
+
+        Args:
+            path: the input, which may have tracks inside. Structures are read into a FASTA file of their chains.
+        """
+        fasta, tracks = outside(path, self.tracks)
+        told: tuple[str, ...] = ()
+        if fasta == path and holds_structures(path):
+            fasta = cached_split(path)
+            told = (f"{path}: the sequences of its chains were read", *(f"{path}: {text}" for text in notices(fasta)))
+        return replace(self, tracks=tuple(tracks), of_structures=told), fasta
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -112,7 +129,7 @@ def request(
     computing = chosen_device(device)
     if precision not in ("auto", *DTYPES):
         raise UsageError(f"--precision {precision}: auto, {', '.join(DTYPES)} are expected")
-    compute: Dtype = precision_on(computing, precision)  # type: ignore[arg-type]
+    compute: Dtype = precision_on(computing, precision, "--precision")  # type: ignore[arg-type]
     longest, long = found.config.most_tokens, long.for_model(found.config)
     if longest is not None and long.mode != "full" and long.window > longest - 2:
         raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")

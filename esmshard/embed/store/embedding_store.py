@@ -37,7 +37,7 @@ from esmshard.embed.store.part_plan import FORMAT, VERSION, Spec, digest, read_p
 from esmshard.embed.store.parts import DamagedError, PartLayout, PartReader
 from esmshard.embed.store.row_index import RowIndex, chain_lengths
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json, replacing, sha256
+from esmshard.files import read_json, replacing, sha256, without_directories
 from esmshard.vocab import decode
 
 _OPEN_PARTS = 16
@@ -139,7 +139,7 @@ class EmbeddingStore:
         layers = dict.fromkeys(one.layer for one in self.outputs if one.layer is not None)
         long = spec.long
         found = {
-            "model": facts["model"],
+            "model": without_directories(facts["model"]),
             "model_hash": spec.model_hash,
             "layer": next(iter(layers)) if len(layers) == 1 else ",".join(map(str, layers)),
             "pool": ",".join(dict.fromkeys(one.pool for one in self.outputs)),
@@ -297,7 +297,8 @@ def seal(directory: Path) -> EmbeddingStore:
 
 def manifest_of(embeddings: EmbeddingStore) -> dict[str, Any]:
     """Return the manifest of an embedding store whose parts are all finished."""
-    manifest = {name: value for name, value in embeddings.manifest.items() if name not in ("store", "digest")}
+    plan = {name: value for name, value in embeddings.manifest.items() if name not in ("store", "digest")}
+    manifest: dict[str, Any] = without_directories(plan)
     manifest["index"] = {path.name: sha256(path) for path in sorted((embeddings.path / "index").iterdir())}
     manifest["sha256"] = digest(manifest)
     return manifest

@@ -71,7 +71,7 @@ class Spec:
     compute: Dtype
     """The dtype of the arithmetic."""
     long: Long
-    chains: Chains = Chains()  # noqa: RUF009  # frozen
+    chains: Chains
     """How several chains of a record are joined."""
 
     @property
@@ -87,10 +87,8 @@ class Spec:
     def of(cls, plan: Mapping[str, Any]) -> "Spec":
         """Read a spec back from JSON."""
         spec = dict(plan["spec"])
-        # Stores of earlier versions know no heads.
-        spec["outputs"] = tuple(Output(**{**one, "heads": tuple(one.get("heads", ()))}) for one in spec["outputs"])
-        spec["long"] = Long(**spec["long"])
-        spec["chains"] = Chains(**spec.get("chains", {}))  # Stores of earlier versions know one chain.
+        spec["outputs"] = tuple(Output(**{**one, "heads": tuple(one["heads"])}) for one in spec["outputs"])
+        spec["long"], spec["chains"] = Long(**spec["long"]), Chains(**spec["chains"])
         return cls(**spec)
 
     def differs(self, other: "Spec", model: str, other_model: str) -> str | None:
@@ -131,7 +129,7 @@ def source_of(fasta: Path) -> dict[str, Any]:
         stat = (fasta / "manifest.json" if is_store(fasta) else fasta).stat()
     except OSError as error:
         raise InputError(f"{fasta}: {(error.strerror or 'cannot be read').lower()}") from None
-    return {"path": str(fasta.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return {"path": fasta.name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 @dataclass(frozen=True)

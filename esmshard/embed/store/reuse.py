@@ -1,6 +1,7 @@
 """The reuse of rows: a sequence that an earlier embedding store holds with the same spec is not computed again."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ class Reuse:
         if missing:
             held = ", ".join(sorted(one.title for one in theirs.outputs))
             raise UsageError(f"--reuse {path}: holds {held}, and no {' and '.join(missing)}")
-        alike = Spec(theirs.model_hash, spec.outputs, theirs.dim, theirs.dtype, theirs.compute, theirs.long)
+        alike = replace(theirs, outputs=spec.outputs)  # the earlier store may hold more outputs
         facts = self._product.manifest["facts"]
         if difference := spec.differs(alike, "", str(facts["model"])):
             raise UsageError(f"--reuse {path}: was made {difference}")

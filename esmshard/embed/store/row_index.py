@@ -6,6 +6,7 @@ which has ended, and freed the pages that it mapped, before computing begins.
 """
 
 import bisect
+import copy
 import functools
 import hashlib
 import itertools
@@ -289,7 +290,7 @@ def write_index(index: Path, store: TokenStore, scratch: Path, tracks: Sequence[
         with open(index / "ids.txt", "wb") as ids, _chains_file(index, store) as add_chains:
             for first in range(0, n, _AT_ONCE):
                 rows = range(first, min(first + _AT_ONCE, n))
-                store = TokenStore(store.path)  # opened again, because mapped pages count as memory
+                store = copy.copy(store)  # maps the files again, because mapped pages count as memory
                 tracks = [TrackStore(one.path, one.track, store) for one in tracks]
                 lines = [store.id(k).encode() + b"\n" for k in rows]
                 ids.write(b"".join(lines))

@@ -167,7 +167,7 @@ def work_together(directory: Path, plan: dict[str, Any], ranks: World, tokens: i
     ranks = replace(ranks, together=tensor)
     esm = sharded(ranks.agree(lambda: checked_model(plan)), Spec.of(plan), ranks)
     done = ranks.from_first(lambda: _finished_rows(directory, plan))
-    with Progress("embed", plan["unique"], done=done, show=ranks.is_first) as progress:
+    with Progress("embed", plan["unique"], show=ranks.is_first) as progress:
         embedder = Lockstep(esm, Spec.of(plan), ranks, tokens, progress, done, plan["unique"])
         if embedder.follows:
             embedder.follow()

@@ -129,9 +129,11 @@ def _sizes_told(readers: Mapping[str, WeightReader], config: ModelConfig) -> tup
     """Return the number of layers, the width and the rows of the embedding; 0 for what no tensor tells."""
     layers, width, rows = 0, 0, 0
     for key, reader in readers.items():
-        for piece in _pieces(key, config):
-            if match := _LAYER.match(piece.name):
-                layers = max(layers, int(match[1]) + 1)
+        pieces = _pieces(key, config)
+        numbers = {int(match[1]) for piece in pieces if (match := _LAYER.match(piece.name))}
+        if len(numbers) == 1:  # one tensor for all layers, such as the frequencies of positions, counts none
+            layers = max(layers, min(numbers) + 1)
+        for piece in pieces:
             if piece.name == "embed_tokens.weight" and len(reader.shape) == 2:
                 rows, width = reader.shape
     return layers, width, rows

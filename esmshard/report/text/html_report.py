@@ -195,11 +195,15 @@ def _reproduce(run: RunFiles) -> Section:
     section = ("reproduce", "Command to reproduce")
     if run.recipe_text is None and run.evaluation is not None and run.evaluation.raw.get("model"):
         raw = run.evaluation.raw
-        labels = ["--labels", str(raw["labels"])] if raw.get("labels") else []
-        complexes = ["--complexes", str(raw["complexes"])] if raw.get("complexes") else []
-        out = f"{run.path.absolute()}-again"
-        command = ["esmshard", "evaluate", str(raw["model"]), str(raw["data"]), *labels, *complexes, "-o", out]
-        return Section(*section, ["The test of a model that is there already."], code=shlex.join(command))
+        model, data, labels, complexes = (
+            Path(str(raw.get(key) or "")).name for key in ("model", "data", "labels", "complexes")
+        )
+        more = [*(["--labels", labels] if labels else []), *(["--complexes", complexes] if complexes else [])]
+        command = ["esmshard", "evaluate", model, data, *more, "-o", f"{run.path.resolve().name}-again"]
+        text = (
+            "The test of a model that is there already. Files are named without directories; evaluation.json has them."
+        )
+        return Section(*section, [text], code=shlex.join(command))
     if run.recipe_text is None:
         return Section(*section, missing="recipe.yaml is missing, so there is none.")
     directory = Path(run.path.resolve().name)

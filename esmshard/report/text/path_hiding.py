@@ -1,10 +1,8 @@
 """The removal of directories from the texts of a page, since pages are shared."""
 
-import re
 from pathlib import Path
 
-_ABSOLUTE = re.compile(r"(?<![\w.:/~<&])~?/(?:[^\s/\"'<>,;:()]+/)+(?=[^\s/])")
-"""The directories of a path in a sentence, up to its last part. URLs do not match."""
+from esmshard.files import ABSOLUTE
 
 
 class Places:
@@ -24,7 +22,7 @@ class Places:
         """Shorten each path in a text to its name."""
         for known in self._known:
             text = text.replace(known, "")
-        return _ABSOLUTE.sub("", text)
+        return ABSOLUTE.sub("", text)
 
     def shown(self, value: object) -> object:
         """Return what a page shows of a value. Drawings, which are marked as safe, hold no paths."""

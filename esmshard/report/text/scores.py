@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from esmshard.data.splits.recipe_splits import open_split, open_tested
 from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError
-from esmshard.files import memory_text
+from esmshard.files import found_place, memory_text
 from esmshard.model.families.family_registry import family_of
 from esmshard.recipe.sections import Recipe
 from esmshard.report.draw import charts, plots
@@ -154,7 +154,7 @@ def _maps(run: RunFiles) -> tuple[list[Figure], str]:
     raw: Mapping[str, Any] = run.evaluation.raw if run.evaluation else {}
     model = run.path / "model"
     if not model.is_dir() and raw.get("model"):  # `evaluate` leaves the model where it is
-        model = Path(str(raw["model"]))
+        model = Path(found_place(str(raw["model"]), run.path))
     weights = list(model.glob("*.safetensors"))
     recipe = run.recipe or (_recipe_of(raw["recipe"]) if run.recipe_text is None and raw else None)
     if recipe is None or not weights:
@@ -178,10 +178,13 @@ def _maps(run: RunFiles) -> tuple[list[Figure], str]:
             data = open_split(recipe, "test", found.task.labels, tracks_of(recipe))
         else:
             takes = family_of(found.model.trunk.config).tracks
-            files = track_files(raw.get("tracks", {}), takes, str(model), "--track ")
-            data = open_tested(
-                str(raw["data"]), raw.get("labels"), recipe, found.task.labels, files, raw.get("complexes")
+            tracks = {name: found_place(path, run.path) for name, path in raw.get("tracks", {}).items()}
+            files = track_files(tracks, takes, str(model), "--track ")
+            data_path, labels, complexes = (
+                None if raw.get(key) is None else found_place(str(raw[key]), run.path)
+                for key in ("data", "labels", "complexes")
             )
+            data = open_tested(str(data_path), labels, recipe, found.task.labels, files, complexes)
         recorded = run.versions.get("data", {}).get("test", {}).get("tokens_sha256")
         recorded = recorded or raw.get("tokens_sha256", data.digest)
         places = {data.id(n): n for n in range(len(data))}
