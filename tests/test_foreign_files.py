@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from esmshard.api.run_options import RunOptions
-from esmshard.api.run_sweep import check_sweep
 from esmshard.api.runs import finetune
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.data.splits.split_files import may_write
@@ -37,11 +35,14 @@ def test_the_joint_results_of_several_runs_replace_no_table_of_the_user(tmp_path
     repeats.check_out(tmp_path)
 
 
-def test_trials_beside_a_journal_of_another_program_are_no_sweep(tmp_path: Path) -> None:
-    (tmp_path / "trials").mkdir()
-    (tmp_path / "journal.log").write_text('{"entry": "first day"}\n')
+def test_trials_beside_a_sweep_file_of_another_program_are_no_sweep(tiny_recipe: Path, tmp_path: Path) -> None:
+    out, settings = tmp_path / "project", tmp_path / "sweep.yaml"
+    (out / "trials").mkdir(parents=True)
+    (out / "sweep.json").write_text('{"entry": "first day"}\n')
+    settings.write_text("space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3}\n")
     with pytest.raises(UsageError, match="no sweep"):
-        check_sweep(tmp_path, RunOptions(overwrite=True))
+        finetune(tiny_recipe, out=out, sweep=settings, overwrite=True)
+    assert (out / "trials").is_dir()
 
 
 WRITERS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {

@@ -174,7 +174,7 @@ def test_what_learns_is_what_the_planner_counts(size: str, adapt: AdaptSettings)
 def test_the_file_of_the_authors_is_written_as_it_was(tmp_path: Path) -> None:
     source = published(tmp_path / "source", torch.bfloat16)
     out = consolidate(source, tmp_path / "written", to="esm3-pth", dtype="bf16")
-    assert [path.name for path in out.iterdir()] == ["written.pth"]
+    assert sorted(path.name for path in out.iterdir()) == ["esmshard.json", "written.pth"]
     written = torch.load(out / "written.pth", weights_only=True)
     expected = authors_state(torch.bfloat16)
     assert written.keys() == expected.keys()
@@ -185,7 +185,7 @@ def test_the_file_of_the_authors_is_written_as_it_was(tmp_path: Path) -> None:
 
 def test_a_directory_of_our_own_holds_the_same_model(repository: Path, tmp_path: Path) -> None:
     out = consolidate(repository / FILE, tmp_path / "own")
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "esmshard.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["model_type"] == "esm3"
     again, given = open_weights.read(str(out)), open_weights.read(str(repository))
     assert again.config == NANO
