@@ -470,7 +470,7 @@ def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
     done = esmshard_command("embed", "model", "in.fasta", "-o", "x.npy", *asked, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (
         0,
-        "x.npy: 2 records; 3 sequences computed, 1 duplicates, 0 reused; 2 records failed, see x.npy.failed.tsv\n",
+        "x.npy: 2 records; 3 sequences computed, 1 duplicate, 0 reused; 2 records failed, see x.npy.failed.tsv\n",
     )
     assert (tmp_path / "x.ids.txt").read_text() == "a\nc\n"
     assert np.isfinite(np.load(tmp_path / "x.npy")).all()

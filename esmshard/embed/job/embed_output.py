@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from esmshard.data.fasta.symbols import shown
+from esmshard.data.tables import counted
 from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.job.embed_request import PARTS, EmbedRequest
 from esmshard.embed.store import part_plan
@@ -41,12 +42,14 @@ class EmbedReport:
     failed_file: Path | str
 
     def __str__(self) -> str:
-        said = f"{self.out}: {self.records - self.failed:,} records; {self.computed:,} sequences computed"
-        said += f", {self.duplicates:,} duplicates, {self.reused:,} reused"
+        kept, computed = counted(self.records - self.failed, "record"), counted(self.computed, "sequence")
+        said = (
+            f"{self.out}: {kept}; {computed} computed, {counted(self.duplicates, 'duplicate')}, {self.reused:,} reused"
+        )
         if self.windowed:
             said += f"; {self.windowed:,} in windows, as memory did not suffice for them whole"
         if self.failed:
-            said += f"; {self.failed:,} records failed, see {self.failed_file}"
+            said += f"; {counted(self.failed, 'record')} failed, see {self.failed_file}"
         return said
 
     def check(self) -> None:
