@@ -41,7 +41,7 @@ from esmshard.launch.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune
 from esmshard.train.records import goodput, status
-from esmshard.train.records.lease import is_lease
+from esmshard.train.records.lock import NAME as LOCK
 
 STEPS, EVERY, KEEP = 40, 2, 2
 LEFT, REFUSED, CRASHED = Preempted.exit_code, 1, 99
@@ -198,7 +198,8 @@ def results(out: Path) -> dict[str, Any]:
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1)), "each step has one line"
     assert (found := status.read(out)), "there is a status"
     assert (found["state"], found["step"], found["exit_code"]) == ("done", STEPS, 0), f"status {found}"
-    left = [p.name for p in [*out.iterdir(), *(out / "checkpoints").iterdir()] if p.name.startswith(".") or is_lease(p)]
+    files = [path.name for path in [*out.iterdir(), *(out / "checkpoints").iterdir()]]
+    left = [name for name in files if name.startswith(".") or name == LOCK]
     assert not left, f"left behind: {left}"
     names = [path.name for path in manifest.named(out / "checkpoints")]
     assert len(names) == KEEP, names  # the one before the last may be of any step: SIGTERM saves

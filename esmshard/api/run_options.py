@@ -43,6 +43,8 @@ class RunOptions:
     """The number of trials of a sweep; None means 20, or the whole grid."""
     report: bool = True
     """Whether figures and report.html are drawn at the end."""
+    take_over: bool = False
+    """Whether the lock of a run on another machine is taken, which cannot be seen to have ended."""
     trust: bool = False
     """Whether a checkpoint that another user wrote may be read."""
     env: tuple[str, ...] = ()
@@ -82,4 +84,5 @@ class RunOptions:
         flags += ["--overwrite"] if self.overwrite else []
         flags += ["--profile", str(self.profile)] if self.profile else []
         flags += ["--trust"] if self.trust else []
+        flags += ["--take-over"] if self.take_over else []
         return flags if report else [*flags, "--no-report"]

@@ -28,7 +28,7 @@ from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.sweep_file import SearchSpace, SweepSettings, override, shown, value_text
 from esmshard.train.experiments.repeats import SUMMARY, Repeat, is_done, summarise
-from esmshard.train.records import goodput, lease, status
+from esmshard.train.records import goodput, lock, status
 from esmshard.train.records.attempt import METRICS
 from esmshard.train.records.standing import SWEEP
 from esmshard.train.records.verdict import aligned
@@ -155,8 +155,8 @@ class _Sweep:
                 "again, or out=DIR"
             )
         for run in (*self.out.glob(f"{TRIALS}/*"), *self.out.glob("best-*-seed-*")) if self.options.overwrite else ():
-            if (held := lease.sign(run)) is not None and held.lives is not False:
-                raise UsageError(f"{run}: held by {held.holder}; stop it, or choose another directory with out=DIR")
+            if (held := lock.holder(run)) is not None and held.lives is not False:
+                raise UsageError(f"{run}: held by {held}; stop it, or choose another directory with out=DIR")
 
     def opened(self) -> "Study":
         """Open the study, and make it if this is the first worker. `--overwrite` removes an earlier sweep first."""
@@ -309,8 +309,8 @@ class _Sweep:
         for run in runs:
             if is_done(run.out):
                 continue
-            if (held := lease.watched(run.out)) is not None and held.lives:
-                say(f"{run.out}: {held.holder} trains the best settings")
+            if (held := lock.holder(run.out)) is not None and held.lives is not False:
+                say(f"{run.out}: {held} trains the best settings")
                 return
             say(" ".join(run.overrides))
             arguments = ["-m", "esmshard", "finetune", self.name, *self.overrides, *run.overrides, *self.flags]

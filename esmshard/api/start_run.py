@@ -191,7 +191,12 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
     from esmshard.train import finetune as training
 
     resume, overwrite = options.resume, options.overwrite
-    how: dict[str, Any] = {"trust": options.trust, "started": options.started, "device": options.device}
+    how: dict[str, Any] = {
+        "trust": options.trust,
+        "take_over": options.take_over,
+        "started": options.started,
+        "device": options.device,
+    }
     run = training.run(recipe, resume, overwrite, options.profile, **how)
     if run is not None and options.report:
         _pictures(run, recipe, options.device)

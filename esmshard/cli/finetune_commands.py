@@ -79,6 +79,9 @@ def finetune(
     page: Annotated[
         bool, typer.Option("--report/--no-report", help="Write report.html at the end, as esmshard report does later.")
     ] = True,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the directory of a run of another machine, which has ended.")
+    ] = False,
     trust: Trust = False,
     env: Env = None,
 ) -> None:
@@ -104,6 +107,7 @@ def finetune(
             trials=trials,
             report=page,
             trust=trust,
+            take_over=take_over,
             started=_STARTED,
             env=tuple(env or ()),
         )

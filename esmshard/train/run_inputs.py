@@ -27,8 +27,7 @@ from esmshard.sharding.layout import Layout, check_tensor, layout
 from esmshard.tasks.base import Task
 from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task
-from esmshard.train.records import status
-from esmshard.train.records.lease import is_lease
+from esmshard.train.records import lock, status
 from esmshard.train.records.tracking import TRACKED, check_installed
 
 RUN_FILES = (
@@ -124,17 +123,17 @@ def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Ex
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
     """Refuse to write over an earlier run without `resume` or `overwrite`, and over files that no run left at all.
 
-    A run left its files if `status.json` says so, or the lease that a killed run leaves. Nothing is changed.
+    A run left its files if `status.json` says so, or the lock that a killed run leaves. Nothing is changed.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
     if resume not in (None, "auto") and not Path(str(resume)).is_dir():
         raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
     goes_on = resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(out.resolve()))
-    if not goes_on and not overwrite and out.is_dir() and any(not is_lease(path) for path in out.iterdir()):
+    if not goes_on and not overwrite and out.is_dir() and any(path.name != lock.NAME for path in out.iterdir()):
         raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
     names = [name for name in RUN_FILES if os.path.lexists(out / name)]
-    if names and not any(is_lease(path) for path in out.iterdir()) and not status.is_written(out):
+    if names and lock.holder(out) is None and not status.is_written(out):
         raise UsageError(
             f"{out}: holds {', '.join(names)}, which no run left there, so nothing is removed; choose another "
             "directory with out=DIR"

@@ -22,7 +22,7 @@ from esmshard.recipe import recipe_file
 from esmshard.train import finetune
 from esmshard.train.records import goodput
 from esmshard.train.records.attempt import Attempt
-from esmshard.train.records.lease import Lease
+from esmshard.train.records.lock import Lock
 
 
 def run(recipe: Path, *overrides: str, resume: str | None = "auto") -> None:
@@ -111,11 +111,11 @@ def test_a_run_goes_on_from_a_checkpoint_of_ones_choice(
 
 def test_a_directory_that_another_run_holds_is_left_alone(finished: Path, tmp_path: Path) -> None:
     out = shutil.copytree(finished / "run", tmp_path / "run")
-    with Lease(out, print):
-        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lease" not in path.name}
+    with Lock(out):
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lock" not in path.name}
         with pytest.raises(InputError, match="which is still running; wait for it, stop it, or choose another"):
             run(finished / "tiny.yaml", *OPTIONS, f"out={out}")
-        after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lease" not in path.name}
+        after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lock" not in path.name}
     assert before == after
 
 
@@ -130,7 +130,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert "make room" in status["message"]
-    assert not list((tmp_path / "run").glob("lease*"))
+    assert not list((tmp_path / "run").glob("lock*"))
 
 
 def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from esmshard.errors import InputError
 from esmshard.files import replace_text
-from esmshard.train.records.lease import Lease
+from esmshard.train.records.lock import NAME, Lock
 from esmshard.train.records.status import Status, begun_by_this_launch, mark_failed, read, write
 
 RUNNING: dict[str, Any] = {
@@ -27,10 +27,6 @@ RUNNING: dict[str, Any] = {
 }
 
 
-def lease(out: Path) -> Lease:
-    return Lease(out, lambda message: None, beat=1000.0)
-
-
 def found(out: Path) -> Status:
     status = read(out)
     assert status is not None
@@ -40,7 +36,7 @@ def found(out: Path) -> Status:
 def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESMSHARD_JOB_ID", "17")
     before = time.time()
-    with lease(tmp_path):
+    with Lock(tmp_path):
         write(tmp_path, **RUNNING)
         text = json.loads((tmp_path / "status.json").read_text())
         assert before <= text.pop("updated") <= time.time()
@@ -57,8 +53,8 @@ def test_a_run_that_never_began_has_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_running_holds_as_long_as_the_lease(tmp_path: Path) -> None:
-    with lease(tmp_path):
+def test_running_holds_as_long_as_the_lock(tmp_path: Path) -> None:
+    with Lock(tmp_path):
         write(tmp_path, **RUNNING)
         assert found(tmp_path) | {"updated": 0.0} == RUNNING | {
             "exit_code": None,
@@ -75,7 +71,7 @@ def test_running_holds_as_long_as_the_lease(tmp_path: Path) -> None:
 def test_running_after_a_kill_is_failed(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
-        lease(tmp_path).__enter__()
+        Lock(tmp_path).__enter__()
         write(tmp_path, **RUNNING)
         os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
@@ -83,11 +79,11 @@ def test_running_after_a_kill_is_failed(tmp_path: Path) -> None:
 
 
 def test_running_on_another_machine_is_believed(tmp_path: Path) -> None:
-    with lease(tmp_path):
+    with Lock(tmp_path):
         write(tmp_path, **RUNNING)
-        text = (tmp_path / "lease-1.json").read_text()
+        text = (tmp_path / NAME).read_text()
     fields = json.loads(text) | {"machine": "other", "pid": 2**22}
-    (tmp_path / "lease-1.json").write_text(json.dumps(fields))
+    (tmp_path / NAME).write_text(json.dumps(fields))
     assert found(tmp_path)["state"] == "running"
 
 

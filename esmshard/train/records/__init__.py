@@ -1,1 +1,1 @@
-"""The records of a run: attempts, status, lease, goodput, verdict, and trackers."""
+"""The records of a run: attempts, status, lock, goodput, verdict, and trackers."""

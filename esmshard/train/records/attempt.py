@@ -1,4 +1,4 @@
-"""The records of one attempt at a run: the lease of its directory, its status, its metrics."""
+"""The records of one attempt at a run: the lock of its directory, its status, its metrics."""
 
 import json
 import math
@@ -12,9 +12,8 @@ from esmshard.checkpoint import manifest
 from esmshard.errors import InputError, UsageError
 from esmshard.files import replace_text
 from esmshard.launch.preemption import Preempted
-from esmshard.progress import say
 from esmshard.train.records import goodput, status
-from esmshard.train.records.lease import Lease
+from esmshard.train.records.lock import Lock
 from esmshard.train.records.tracking import Tracking
 
 METRICS = "metrics.jsonl"
@@ -26,7 +25,7 @@ forever.
 
 
 class Attempt:
-    """The lease of the run directory, `metrics.jsonl` and `status.json`, on the first rank. On other ranks nothing is
+    """The lock of the run directory, `metrics.jsonl` and `status.json`, on the first rank. On other ranks nothing is
     written.
 
     Use it as `with Attempt(...) as attempt:` around the whole run. The error that ends the run, if any, becomes the
@@ -41,7 +40,7 @@ class Attempt:
     def __init__(self, out: Path, started: float, trackers: Sequence[str] = ()) -> None:
         self._out, self._steps, self._started = out, 0, started
         self._tracking = Tracking(out, trackers)
-        self._lease: Lease | None = None
+        self._lock: Lock | None = None
         self._step, self._number, self._first_step, self._begun = 0, 0, True, False
         self._idle = 0
         self.ending = "trained and evaluated"
@@ -50,15 +49,15 @@ class Attempt:
     def __enter__(self) -> "Attempt":
         return self
 
-    def open(self, is_first: bool, steps: int) -> None:
-        """Take the lease of the run directory; `steps` is the recipe's number. `InputError` if another run holds the
-        lease.
+    def open(self, is_first: bool, steps: int, *, take_over: bool = False) -> None:
+        """Take the lock of the run directory (see `Lock`); `steps` is the recipe's number. `InputError` if another run
+        holds it.
         """
         self._steps = steps
         if is_first:
-            lease = Lease(self._out, say)
-            lease.__enter__()
-            self._lease = lease
+            lock = Lock(self._out, take_over=take_over)
+            lock.__enter__()
+            self._lock = lock
             if (before := self._before()) is not None:
                 self._step, self._number = before["step"], before["attempt"]
                 self._idle = before["idle"] if before["state"] == "preempted" else 0
@@ -71,8 +70,8 @@ class Attempt:
 
     def check(self) -> None:
         """Raise `InputError` if another run has taken the directory over. This run must then no longer write to it."""
-        if self._lease is not None:
-            self._lease.check()
+        if self._lock is not None:
+            self._lock.check()
 
     def begin(self, done: int, validated: bool = True) -> None:
         """Begin after `done` steps. The lines of later steps leave metrics.jsonl, because those steps are taken again.
@@ -80,7 +79,7 @@ class Attempt:
         The line of the validation after step `done` leaves it too, unless the checkpoint records that this validation
         is done.
         """
-        if self._lease is None:
+        if self._lock is None:
             return
         path = self._out / METRICS
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -95,7 +94,7 @@ class Attempt:
 
     def write(self, **line: Any) -> None:
         """Append a line to metrics.jsonl."""
-        if self._lease is None:
+        if self._lock is None:
             return
         line["time"] = round(time.time(), 3)
         # JSON has no NaN
@@ -114,7 +113,7 @@ class Attempt:
 
     def report(self, state: status.State, message: str, exit_code: int | None = None) -> None:
         """Write status.json."""
-        if self._lease is None:
+        if self._lock is None:
             return
         self._begun = True
         newest = manifest.pointed(self._out / "checkpoints", "LATEST")
@@ -138,7 +137,7 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lease is None:
+        if self._lock is None:
             return
         stopped = error
         if isinstance(error, Preempted) and self._first_step:
@@ -164,7 +163,7 @@ class Attempt:
         # A refused command, such as --resume with another learning rate, leaves the status of the run unchanged.
         refused = isinstance(error, UsageError) and not self._begun and self._before() is not None
         try:
-            self._lease.check()
+            self._lock.check()
             if not refused:
                 self.write(event="end", state=state)
                 self.report(state, message, exit_code)
@@ -174,6 +173,6 @@ class Attempt:
             if error is None:
                 raise
         finally:
-            self._lease.__exit__(kind, error, trace)
+            self._lock.__exit__(kind, error, trace)
         if error is not None and error is not stopped:
             raise error from stopped

@@ -1,19 +1,18 @@
 """The state of runs as seen from outside: `esmshard status`.
 
-`status.json` holds the last state that a run wrote. A run that was killed could not write one, so `running` counts only
-if the lease of the directory (`esmshard.train.records.lease`) shows that its holder is alive.
+`status.json` holds the last state that a run wrote. A run that was killed could not write one, so `running` does not
+count if the process that holds the lock of the directory (`esmshard.train.records.lock`) is gone from this machine.
 """
 
 import json
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from esmshard.errors import UsageError, reading
 from esmshard.files import read_json
-from esmshard.train.records import goodput, lease, status
+from esmshard.train.records import goodput, lock, status
 from esmshard.train.records.attempt import METRICS
 
 EXIT_CODES: Mapping[status.State, int] = {"failed": 1, "running": 3, "preempted": 75, "done": 0}
@@ -39,7 +38,9 @@ class Standing:
     last_step: float | None
     """The time of the last step, by the clock of the machine that took it."""
     last_seen: float | None
-    """The time of the last beat of the lease, by the clock of the file system; None without a lease."""
+    """The time of the last change of metrics.jsonl or status.json, by the clock of the file system; None if nobody
+    holds the directory.
+    """
     holder: str | None
     """The holder of the directory: user, host, process, job."""
     unit: str = "step"
@@ -51,8 +52,6 @@ def standings(out: Path) -> list[Standing]:
 
     Of a sweep only the runs that have not ended count, so that a failed trial does not make the sweep a failed one.
 
-    This may take 25 s: the lease of a run on another machine is watched for a beat. Several leases are watched at once.
-
     Raises:
         UsageError: if no run has begun in the directory.
         InputError: a status.json is damaged.
@@ -62,9 +61,7 @@ def standings(out: Path) -> list[Standing]:
         return _of_sweep(out, runs)
     if not runs:
         raise UsageError(f"{out}: no run has begun there (it has no {status.NAME}); give `out` of a recipe")
-    with ThreadPoolExecutor(len(runs)) as pool:
-        found = [standing for standing in pool.map(_standing, runs) if standing is not None]
-    return found
+    return [standing for standing in map(_standing, runs) if standing is not None]
 
 
 def _of_sweep(out: Path, runs: Sequence[Path]) -> list[Standing]:
@@ -79,8 +76,7 @@ def _of_sweep(out: Path, runs: Sequence[Path]) -> list[Standing]:
         if best is not None:
             message += f"; the best is trial {best['number']}, valid {sweep['metric']} {best['value']:.4g}"
     going_on = [out / "trials" / f"{one['number']:03}" for one in trials if one["state"] == "running"]
-    with ThreadPoolExecutor(8) as pool:
-        others = [one for one in pool.map(_standing, [*going_on, *runs]) if one is not None]
+    others = [one for one in map(_standing, [*going_on, *runs]) if one is not None]
     going = [one for one in others if one.status["state"] in ("running", "preempted")]
     state: status.State = "running" if any(one.status["state"] == "running" for one in going) else "preempted"
     if stage in ("done", "failed"):
@@ -118,15 +114,15 @@ def _standing(run: Path) -> Standing | None:
     said = status.as_written(run)
     if said is None:  # the directory was removed at this moment
         return None
-    seen = lease.watched(run) if said["state"] == "running" else lease.sign(run)
-    said = status.as_written(run) or said  # the run may have ended meanwhile and have written so
-    if said["state"] == "running" and (seen is None or not seen.lives):
+    held = lock.holder(run)
+    if said["state"] == "running" and lock.abandoned(run):
         said = status.without_a_word(said)
     step, last_step = _last_step(run)
     if said["state"] == "running":
         said = {**said, "step": max(step, said["step"])}
-    last_seen, holder = (None, None) if seen is None else (seen.beaten, seen.holder)
-    return Standing(str(run), said, last_step, last_seen, None if holder is None else str(holder))
+    times = [path.stat().st_mtime for path in (run / METRICS, run / status.NAME) if path.is_file()]
+    last_seen = max(times, default=None) if held is not None else None
+    return Standing(str(run), said, last_step, last_seen, None if held is None else str(held))
 
 
 def _last_step(run: Path) -> tuple[int, float | None]:

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict, Unpack  # pydantic does not read that o
 from esmshard.errors import InputError
 from esmshard.files import read_json, replace_json
 from esmshard.launch import process_environment
-from esmshard.train.records.lease import abandoned, job_id
+from esmshard.train.records.lock import abandoned, job_id
 
 NAME = "status.json"
 
@@ -60,9 +60,8 @@ def write(out: Path, **known: Unpack[ReportedState]) -> None:
 def read(out: Path) -> Status | None:
     """Return the state of a run; None if the run never began.
 
-    A killed run could not write its last state. If the file says `running`, but the directory has no lease or the
-    lease's process is gone from this machine, the result is `failed`. For a run on another machine only the lease can
-    show it.
+    A killed run could not write its last state. If the file says `running`, but the directory has no lock or the
+    lock's process is gone from this machine, the result is `failed`. Of a run on another machine this cannot be seen.
 
     Raises:
         InputError: if the file is damaged.
@@ -107,7 +106,7 @@ def is_written(out: Path) -> bool:
 
 
 def as_written(out: Path) -> Status | None:
-    """Read the file without a look at the lease. `InputError` if the file is damaged."""
+    """Read the file without a look at the lock. `InputError` if the file is damaged."""
     try:
         return TypeAdapter(Status).validate_python(read_json(out / NAME), strict=True)
     except FileNotFoundError:

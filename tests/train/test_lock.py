@@ -1,0 +1,160 @@
+"""One run at a time in a directory: refused, taken over, lost; and a race of many processes."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esmshard.errors import InputError
+from esmshard.launch.liveness import machine, process_start
+from esmshard.train.records import lock
+from esmshard.train.records.lock import Lock, abandoned, holder
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ESMSHARD_JOB_ID", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(out: Path, **changes: Any) -> None:
+    """A lock as the run of another machine leaves it, unless changed."""
+    fields = {"nonce": "a" * 32, "user": "ada", "job": "17", "host": "node7", "machine": "node7 boot pid:[1]"}
+    fields |= {"pid": 4242, "process_start": "100", "since": "2025-11-21 10:00:00"}
+    (out / lock.NAME).write_text(json.dumps(fields | changes))
+
+
+def refusal(out: Path) -> str:
+    with pytest.raises(InputError) as caught, Lock(out):
+        pass
+    return str(caught.value)
+
+
+def test_a_lock_lies_in_the_directory_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESMSHARD_JOB_ID", "17")
+    out = tmp_path / "runs" / "one"
+    with Lock(out) as held:
+        text = json.loads((out / lock.NAME).read_text())
+        assert (text["pid"], text["host"], text["job"]) == (os.getpid(), socket.gethostname(), "17")
+        held.check()
+        # The same job, too: twice at once is once too often.
+        assert f"(process {os.getpid()}, job 17)" in refusal(out)
+        assert "which is still running" in refusal(out)
+        assert not abandoned(out)
+    assert list(out.iterdir()) == []
+    assert abandoned(out)
+
+
+def test_a_killed_process_of_this_machine_is_followed_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = os.fork()
+    if not child:
+        Lock(tmp_path).__enter__()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert abandoned(tmp_path)
+    with Lock(tmp_path) as held:
+        held.check()
+        assert not abandoned(tmp_path)
+    assert f"(process {child})" in (said := capsys.readouterr().err)
+    assert "whose process is gone; taken over" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_process_under_the_same_id_is_no_sign_of_life(tmp_path: Path) -> None:
+    write(tmp_path, host=socket.gethostname(), machine=machine(), pid=os.getppid(), process_start="1")
+    assert process_start(os.getppid()) not in (None, "1")
+    with Lock(tmp_path):
+        pass
+
+
+def test_a_run_of_another_machine_is_followed_by_its_own_job_or_when_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
+    assert not abandoned(tmp_path)
+    assert "held by ada on node7 (process 4242, job 17)" in refusal(tmp_path)
+    assert "pass --take-over" in refusal(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with Lock(tmp_path):
+        assert "an earlier start of this job; taken over" in capsys.readouterr().err
+    write(tmp_path, job=None)
+    with Lock(tmp_path, take_over=True):
+        assert "as --take-over asks; taken over" in capsys.readouterr().err
+
+
+def test_the_same_host_after_a_restart_is_another_machine(tmp_path: Path) -> None:
+    """Process ids of another boot, or of another container, say nothing."""
+    write(tmp_path, host=socket.gethostname(), machine=f"{socket.gethostname()} boot", pid=2**22)
+    assert "--take-over" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"", b'{"nonce": "aaaa", "us', b"\x00" * 300, b"[1, 2]", b"\xff\xfe"])
+def test_a_damaged_lock_is_left_to_the_user(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / lock.NAME).write_bytes(text)
+    os.utime(tmp_path / lock.NAME, (1000, 1000))
+    assert holder(tmp_path) is None
+    assert not abandoned(tmp_path)
+    assert "an unknown run (lock.json is damaged)" in refusal(tmp_path)
+    with Lock(tmp_path, take_over=True) as held:
+        held.check()
+
+
+def test_a_lock_that_is_just_being_written_is_no_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / lock.NAME).write_bytes(b"")
+    here = {"host": socket.gethostname(), "machine": machine(), "pid": os.getpid()}
+    writer = threading.Timer(0.3, write, (tmp_path,), {**here, "process_start": process_start(os.getpid())})
+    writer.start()
+    assert "still running" in refusal(tmp_path)
+    writer.join()
+
+
+def test_a_run_learns_that_it_lost_its_lock(tmp_path: Path) -> None:
+    with Lock(tmp_path) as old:
+        write(tmp_path)
+        with pytest.raises(InputError, match=r"another run took over .*node7.*; this run stops without saving"):
+            old.check()
+    assert holder(tmp_path) is not None, "the lock of the other run stays"
+    (tmp_path / lock.NAME).unlink()
+    with pytest.raises(InputError, match=r"lock of this run was removed"):
+        old.check()
+
+
+def test_of_many_processes_one_gets_the_lock_of_a_dead_one(tmp_path: Path) -> None:
+    """All start at once; the one that holds it waits until the others have been refused."""
+    for n in range(10):
+        out, refused = tmp_path / str(n), tmp_path / f"refused{n}"
+        out.mkdir()
+        refused.mkdir()
+        write(out, host=socket.gethostname(), machine=machine(), pid=2**22, process_start="1")
+        children = []
+        for k in range(6):
+            if not (child := os.fork()):
+                code = 1
+                try:
+                    with Lock(out) as held:
+                        while len(list(refused.iterdir())) < 5:
+                            held.check()
+                            time.sleep(0.01)
+                        code = 0
+                except InputError:
+                    (refused / str(k)).touch()
+                    code = 3
+                finally:
+                    os._exit(code)
+            children.append(child)
+        codes = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+        assert codes == [0, 3, 3, 3, 3, 3]
+        assert list(out.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_to_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be written to" in refusal(tmp_path / "file" / "run")
