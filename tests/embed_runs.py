@@ -127,7 +127,10 @@ def stage(out: Path) -> str:
         parts = json.loads((work / "plan.json").read_text())["parts"]
     except OSError:
         return "planning"
-    done = sum(1 for _ in (work / "parts").glob("*.json"))
+    try:
+        done = sum(1 for _ in (work / "parts").glob("*.json"))
+    except FileNotFoundError:  # it is removed at this moment
+        return stage(out)
     if done < parts:
         return "computing" if done else "planned"
     return "writing" if any(out.parent.glob(".tmp-*")) else "written" if out.exists() else "computed"

@@ -107,7 +107,19 @@ def _a_few(work: Path) -> None:
 
 def _finetune(context: Context, work: Path, name: str, run: Path, more: list[str]) -> None:
     recipe = shipped("data") / "starter" / f"{name}.yaml"
-    command = [sys.executable, "-m", "esmshard", "finetune", str(recipe), f"out={run}", *more, "--nproc", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "esmshard",
+        "finetune",
+        str(recipe),
+        f"out={run}",
+        *more,
+        "--nproc",
+        "1",
+        "--env",
+        "STARTER",
+    ]
     if context.rehearsal:
         command += [f"data.test={work / 'valid_chains.fasta'}"]
     print(f"  starter: {name} {' '.join(more)}", file=sys.stderr, flush=True)

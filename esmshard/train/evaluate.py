@@ -19,7 +19,7 @@ from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
-from esmshard.files import is_hub_name, replace_json, replace_text, replacing, shared_place
+from esmshard.files import found_place, is_hub_name, replace_json, replace_text, replacing, shared_place
 from esmshard.launch.process_group import World
 from esmshard.model.config import SHIPPED
 from esmshard.model.weights import hub, open_weights
@@ -296,6 +296,7 @@ def report(
     """
     found = load_finetuned(model, device)
     base, why = None, ""
+    shown_name = model if model in SHIPPED else Path(model).name  # without the directory, since results are shared
     # Without `tracks` the data are a split of the model's own recipe, with the tracks of the recipe.
     left_out = [] if data.tracks and tracks is None else without_tracks(model, tracks or ())
     recipe = Recipe.model_validate(found.about["recipe"])
@@ -304,23 +305,23 @@ def report(
     if not name.is_absolute() and len(name.parts) > 1 and not on_hub:
         # The weights come from where their publisher has them, and not from a file of that name on this machine. What a
         # stranger's file names is not downloaded.
-        why = f"{model} comes without the model that it was fine-tuned from"
+        why = f"{shown_name} comes without the model that it was fine-tuned from"
     else:
         try:
             base = load_base(recipe, found.task, device)
         except InputError as error:
-            why = f"the model that {model} was fine-tuned from cannot be read ({error})"
+            why = f"the model that {shown_name} was fine-tuned from cannot be read ({error})"
     if why and found.task.of_base:
         left_out.append(f"baselines left out of the table: {listed(found.task.of_base)}, because {why}")
     known = read_baselines(open_weights.place(model) / BASELINES)
     trained = known.pop(TRAINED_ON, None)
     if not (open_weights.place(model) / BASELINES).is_file():
         left_out.append(
-            f"baselines left out of the table: all that learn from training records; no {model}/{BASELINES}"
+            f"baselines left out of the table: all that learn from training records; no {shown_name}/{BASELINES}"
         )
     known_before = list[str]()
     if not leakage:
-        known_before, seen = seen_before(model, found.about, trained, data)
+        known_before, seen = seen_before(shown_name, found.about, trained, data)
     for sentence in [*left_out, *known_before]:
         warn(sentence)
     table = {MAIN: score(found.model, found.task, data), **score_baselines(found.task, data, known, base)}
@@ -353,7 +354,10 @@ def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -
         data: the split.
         out: the directory of the evaluation.
     """
-    facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256", "recipe")}
+    facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
+    base = about["recipe"]["model"]
+    name = shared_place(found_place(base["name"], open_weights.directory(model)), out)
+    facts["recipe"] = about["recipe"] | {"model": base | {"name": name}}
     return facts | {"model": _place(open_weights.place(model), out), "tokens_sha256": data.digest}
 
 

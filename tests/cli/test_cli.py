@@ -86,7 +86,7 @@ def test_a_run_says_how_it_goes_and_ends_with_a_table(
 ) -> None:
     directory, done = finished
     assert "step 6/6  loss " in done.stderr
-    for word in ("residues/s", "MiB", "left", "valid long P@L"):
+    for word in ("residues/s", "MiB", "valid long P@L"):
         assert word in done.stderr
     ended = next(line for line in done.stderr.splitlines() if line.startswith("goodput "))
     lines = goodput.parse((directory / "run" / "metrics.jsonl").read_text())
@@ -101,7 +101,7 @@ def test_a_run_says_how_it_goes_and_ends_with_a_table(
     ]
     evaluation = json.loads((directory / "run" / "evaluation.json").read_text())
     assert table[-1] == evaluation["verdict"]
-    assert re.match(r"Fine-tuning (beat|was not clearly apart from|was worse than) the best baseline, ", table[-1])
+    assert re.match(r"Fine-tuning (beat|was [a-z ]+) the best baseline, ", table[-1])
     interval = evaluation["metrics"]["fine-tuned"]["long P@L"]
     assert (interval["low"], interval["high"]) == (None, None), "of fewer than ten chains"
     assert f"{interval['value']:.3f} " in table[1]

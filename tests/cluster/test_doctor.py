@@ -71,8 +71,15 @@ def test_a_machine_without_gpus_and_a_recipe_that_runs(
     ],
 )
 def test_a_recipe_that_cannot_run_here(
-    place: Path, tiny_recipe: Path, capsys: pytest.CaptureFixture[str], changes: list[str], check: str, found: str
+    place: Path,
+    tiny_recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: list[str],
+    check: str,
+    found: str,
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     if check == "usage":
         with pytest.raises(UsageError, match=found):
             doctor.run(str(tiny_recipe), changes)

@@ -162,7 +162,7 @@ def test_structures_of_complexes_train_score_and_predict(tmp_path: Path) -> None
     ran("evaluate", model, structures, "--complexes", tmp_path / "pairs.txt", "-o", scores)
     rows = list(csv.DictReader((scores / "per_protein.csv").read_text().splitlines()))
     assert [row["id"] for row in rows] == ["1abc_B:A", "2abc_A:B"]
-    assert json.loads((scores / "evaluation.json").read_text())["complexes"] == str(tmp_path / "pairs.txt")
+    assert json.loads((scores / "evaluation.json").read_text())["complexes"] == "../pairs.txt"
     ran("predict", model, structures, "--complexes", "all", "-o", tmp_path / "maps.npz")
     with np.load(tmp_path / "maps.npz") as maps:
         assert {name: len(maps[name]) for name in maps.files} == {"0abc_A:B": 26, "1abc_A:B": 24, "2abc_A:B": 24}
