@@ -55,7 +55,6 @@ KEPT_AFTER_INTERRUPT = {
     "embed": "the parts that were finished are kept",
     "ingest": "the pieces that were finished are kept",
     "download": "the files that were complete are kept",
-    "bundle": "the files that were complete are kept",
 }
 """What remains of an interrupted command. The others write nothing before the end."""
 
