@@ -325,7 +325,7 @@ def fed(recipe: Recipe) -> list[str]:
     """Trackers that a run feeds."""
     found: list[str] = []
 
-    def begin(tracking: tracked.Tracking, done: int) -> None:
+    def begin(tracking: tracked.Tracking, done: int, lost: int) -> None:
         found.extend(tracking._names)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -155,6 +155,24 @@ def test_of_many_processes_one_gets_the_lock_of_a_dead_one(tmp_path: Path) -> No
         assert list(out.iterdir()) == []
 
 
+def test_a_lock_that_another_run_took_meanwhile_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at a dead run's lock and its removal another run has taken it over."""
+    here = {"host": socket.gethostname(), "machine": machine()}
+    write(tmp_path, **here, pid=2**22, process_start="1")
+    rename = Path.rename
+
+    def late(path: Path, target: Path) -> Path:
+        write(tmp_path, **here, nonce="b" * 32, pid=os.getpid(), process_start=process_start(os.getpid()))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    assert "still running" in refusal(tmp_path)
+    found = holder(tmp_path)
+    assert found is not None
+    assert found.nonce == "b" * 32
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+
+
 def test_a_directory_that_cannot_be_written_to_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "cannot be written to" in refusal(tmp_path / "file" / "run")

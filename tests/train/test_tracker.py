@@ -126,6 +126,16 @@ def test_wandb_has_every_step(tracked: Path) -> None:
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"{path} holds the key"
 
 
+def test_what_is_done_again_is_shown_once(tracked: Path) -> None:
+    """Back to step 4. TensorBoard hides steps 5 and 6 and has the new times of them; W&B keeps the first ones."""
+    out = tracked / "run"
+    before, known = steps(out), shown(out)
+    run(tracked / "tiny.yaml", BOTH, resume=str(out / "checkpoints" / "step_000004"))
+    assert steps(out)[5]["step_s"] != before[5]["step_s"]
+    check_tensorboard(out)
+    assert shown(out) == known
+
+
 def at_step(patch: pytest.MonkeyPatch, number: int, act: Any) -> None:
     """Before a step, while the run goes on as it is."""
     real, calls = loop.train_step, []

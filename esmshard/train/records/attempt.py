@@ -89,7 +89,7 @@ class Attempt:
         )
         replace_text(path, "".join(json.dumps(line) + "\n" for line in [*kept, begun]))
         self._step, self._number = done, begun["attempt"]
-        self._tracking.begin(done)
+        self._tracking.begin(done, lost)
         self.report("running", "training")
 
     def write(self, **line: Any) -> None:

@@ -43,11 +43,14 @@ class Tracking:
     def __init__(self, out: Path, names: Sequence[str]) -> None:
         self._out, self._names = out, names
         self._trackers: dict[str, Any] = {}
+        self._repeated = range(0)
+        """The steps that are taken again. Weights & Biases has them, and cannot replace them."""
 
-    def begin(self, done: int) -> None:
-        """Open the trackers after `done` steps. The steps after these are taken again: TensorBoard then hides their
-        earlier values, and Weights & Biases ignores a step that it has.
+    def begin(self, done: int, lost: int = 0) -> None:
+        """Open the trackers after `done` steps. The `lost` steps after these are taken again: TensorBoard hides their
+        earlier values, and Weights & Biases keeps them.
         """
+        self._repeated = range(done + 1, done + lost + 1)
         if not self._names:
             return
         from accelerate import PartialState
@@ -83,7 +86,8 @@ class Tracking:
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
         for name, tracker in list(self._trackers.items()):
-            self._call(name, tracker.log, numbers, step=step)
+            if name != "wandb" or step not in self._repeated:
+                self._call(name, tracker.log, numbers, step=step)
 
     def _call(self, name: str, act: Any, *arguments: Any, **options: Any) -> None:
         try:
