@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor, Shard
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.saver import Saver
 from esmshard.files import sha256
-from esmshard.launch.process_group import World, world
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
-from esmshard.sharding.shard import local
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import local
 
 STATES = ("model", "exp_avg", "exp_avg_sq")
 

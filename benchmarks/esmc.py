@@ -22,7 +22,7 @@ from esmshard.model.families.esmc.esmc_config import EsmcConfig
 from esmshard.model.families.esmc.esmc_layouts import pieces, transformers_config
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights
-from esmshard.sharding.layout import Layout
+from esmshard.parallel.layout import Layout
 
 CPU = torch.device("cpu")
 CONFIG = EsmcConfig(n_layers=6, dim=960, n_heads=15)

@@ -14,7 +14,7 @@ from peers import Variant, flops, in_file_order, protein_lengths, sequences
 from random_models import SHORT
 
 from esmshard.model.families.family_registry import SIZES
-from esmshard.sharding.layout import Layout
+from esmshard.parallel.layout import Layout
 from esmshard.tasks.variants.variant_head import Pool
 from esmshard.vocab import encode
 

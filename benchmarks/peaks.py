@@ -19,16 +19,16 @@ from pathlib import Path
 import torch
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.launch.process_group import World, world
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import ModelConfig, Quantization
 from esmshard.model.families.family_registry import FAMILIES, SIZES, build
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import shard, trainable
 from esmshard.planner import memory_model
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import shard, trainable
 from esmshard.tasks.contact.contact_settings import ContactSettings
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.registry import new_task

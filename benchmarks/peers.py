@@ -23,7 +23,6 @@ import torch.nn.functional as F
 
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.data.batching.packing import by_length
-from esmshard.launch.process_group import World
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
@@ -32,9 +31,10 @@ from esmshard.model.families.esm_layouts import to_transformers, transformers_co
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.weights import export, open_weights
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.process_group import World
+from esmshard.parallel.shard import shard
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.shard import shard
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.variants.variant_head import Pool, VariantHead
 from esmshard.vocab import MASK, PAD, STANDARD, TOKENS

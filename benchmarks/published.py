@@ -6,10 +6,10 @@ implementation differ. The passes are counted in the source code, and not fitted
 
 from dataclasses import dataclass
 
+from esmshard.parallel.layout import Layout
 from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import GPUS, Machines
 from esmshard.planner.memory_model import ModelNumbers
-from esmshard.sharding.layout import Layout
 
 FUSED_PASSES = 22
 """Megatron, TransformerEngine: LayerNorm 2 twice, rotation in one kernel 4, attention 4, bias with sum 3 twice, and the

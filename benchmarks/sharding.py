@@ -25,19 +25,19 @@ import torch
 from published import RUNS, esm2
 from random_models import SHORT
 
-from esmshard.launch.process_group import World, world
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.export import write_transformers
+from esmshard.parallel.layout import STRATEGIES, Layout, layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import groups, local, shard
 from esmshard.planner import memory_model
 from esmshard.planner.cost import Work, cost, exchanged
 from esmshard.planner.machines import parse
 from esmshard.recipe.sections import OptimSettings, ParallelSettings
-from esmshard.sharding.layout import STRATEGIES, Layout, layout
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import groups, local, shard
 from esmshard.tasks.registry import new_task
 from esmshard.train.optimizer import adamw, set_learning_rate
 from esmshard.train.step import train_step

@@ -14,11 +14,11 @@ _WHERE = {
     "FAMILIES": "esmshard.model.families.family_registry",
     "finetune": "esmshard.api.runs",
     "InputError": "esmshard.errors",
-    "Layout": "esmshard.sharding.layout",
+    "Layout": "esmshard.parallel.layout",
     "load": "esmshard.api.model",
     "load_checkpoint": "esmshard.checkpoint.sharded:load",
     "load_model": "esmshard.model.weights.open_weights",
-    "materialise": "esmshard.sharding.load",
+    "materialise": "esmshard.parallel.load",
     "Model": "esmshard.api.model",
     "ModelConfig": "esmshard.model.config",
     "newest_checkpoint": "esmshard.checkpoint.sharded:newest",
@@ -30,7 +30,7 @@ _WHERE = {
     "Run": "esmshard.api.runs",
     "RunFailed": "esmshard.api.start_run",
     "SequenceEmbedder": "esmshard.api.sequence_embedder",
-    "shard": "esmshard.sharding.shard",
+    "shard": "esmshard.parallel.shard",
     "SIZES": "esmshard.model.families.family_registry",
     "state_tensors": "esmshard.train.optimizer",
     "step_of": "esmshard.checkpoint.manifest",
@@ -38,8 +38,8 @@ _WHERE = {
     "Trunk": "esmshard.model.trunk",
     "UsageError": "esmshard.errors",
     "Weights": "esmshard.model.weights.open_weights",
-    "World": "esmshard.launch.process_group",
-    "world": "esmshard.launch.process_group",
+    "World": "esmshard.parallel.process_group",
+    "world": "esmshard.parallel.process_group",
     "write_checkpoint": "esmshard.checkpoint.sharded:write",
     "write_transformers": "esmshard.model.weights.export",
 }
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from esmshard.data.fasta.fasta_reader import read_fasta
     from esmshard.embed.store.embedding_store import EmbeddingStore as open
     from esmshard.errors import InputError, UsageError
-    from esmshard.launch.process_group import World, world
     from esmshard.model.config import ModelConfig
     from esmshard.model.contacts import predict_contacts
     from esmshard.model.families.family_registry import FAMILIES, SIZES, build
@@ -67,9 +66,10 @@ if TYPE_CHECKING:
     from esmshard.model.weights.export import write_transformers
     from esmshard.model.weights.open_weights import Weights, load_model
     from esmshard.model.weights.open_weights import read as read_weights
-    from esmshard.sharding.layout import Layout
-    from esmshard.sharding.load import materialise
-    from esmshard.sharding.shard import shard
+    from esmshard.parallel.layout import Layout
+    from esmshard.parallel.load import materialise
+    from esmshard.parallel.process_group import World, world
+    from esmshard.parallel.shard import shard
     from esmshard.train.optimizer import state_tensors
     from esmshard.vocab import encode
 

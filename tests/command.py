@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from forks import IMPORTED, forks
 
-from esmshard.launch.process_environment import LAUNCHER
+from esmshard.parallel.process_environment import LAUNCHER
 
 
 def esmshard(
@@ -54,7 +54,7 @@ def python(
 
 
 def _run(command: list[str], cwd: str, environment: Mapping[str, str], out: str, err: str) -> None:
-    from esmshard.launch import local_processes
+    from esmshard.parallel import local_processes
 
     subprocess.Popen = local_processes.Popen = Forked  # type: ignore[assignment,misc]
     for number, path in ((1, out), (2, err)):

@@ -54,7 +54,7 @@ LENGTHY = {
     "ingest_fuzz": "thousands of generated FASTA files",
 }
 """Files that need no process of their own, and take longer than `make check` has time for. The reason stands beside."""
-STARTERS = {"subprocess", "multiprocessing", "esmshard.launch.local_processes", "nbclient"}
+STARTERS = {"subprocess", "multiprocessing", "esmshard.parallel.local_processes", "nbclient"}
 """Modules by which a test starts a process."""
 TESTS = Path(__file__).parent
 

@@ -28,7 +28,7 @@ def stand_still(event, arguments):
         done = file.read().count('"lr"')
     while (steps := wanted()) is not None and done >= steps:
         leave(f"reached-{steps}")
-        preemption = sys.modules["esmshard.launch.preemption"]
+        preemption = sys.modules["esmshard.parallel.preemption"]
         if any(one._asked for one in preemption._installed):
             leave("asked")
         time.sleep(0.02)

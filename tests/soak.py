@@ -37,7 +37,7 @@ from ranks import free_port
 
 from esmshard.checkpoint import manifest
 from esmshard.errors import InputError
-from esmshard.launch.preemption import Preempted
+from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune
 from esmshard.train.records import goodput, status

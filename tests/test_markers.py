@@ -11,12 +11,12 @@ from conftest import LENGTHY, LONG, TESTS, starts_processes
     [
         ("import subprocess", True),
         ("import os\nos.fork()", True),
-        ("from esmshard.launch import local_processes", True),
+        ("from esmshard.parallel import local_processes", True),
         ("def test() -> None:\n    from multiprocessing import get_context", True),
         ("from nbclient import NotebookClient", True),
         ("from ranks import run_ranks", True),  # a helper that imports multiprocessing
         ("import embed_runs", True),  # a helper that imports such a helper
-        ("import os\nimport model_files\nfrom esmshard.launch import process_group", False),
+        ("import os\nimport model_files\nfrom esmshard.parallel import process_group", False),
     ],
 )
 def test_a_file_starts_processes_by_what_it_imports(tmp_path: Path, text: str, expected: bool) -> None:

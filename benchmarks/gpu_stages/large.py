@@ -20,8 +20,8 @@ from esmshard.model.attention import inverse_frequencies
 from esmshard.model.families.esm_layouts import TIED, to_transformers, transformers_config
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights.open_weights import shapes
+from esmshard.parallel.layout import Layout
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
 from esmshard.vocab import decode
 from gpu_stages import training
 from gpu_stages.stage import GIB, Context, FailedError, Figure, Found, Part, Stage, table

@@ -14,7 +14,7 @@ from esmshard.batch import pack
 from esmshard.data.batching.packing import by_length
 from esmshard.model.families.family_registry import SIZES
 from esmshard.monitor.communication import length
-from esmshard.sharding.layout import Layout
+from esmshard.parallel.layout import Layout
 from gpu_stages import training
 from gpu_stages.stage import Context, Figure, Found, Part, Stage, table
 

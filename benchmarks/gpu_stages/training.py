@@ -13,19 +13,19 @@ import random_models
 import torch
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.launch.process_group import World, world
 from esmshard.model.attention import inverse_frequencies, kernel_name
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import DTYPES, shard
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.planner.recipe_plan import head_bytes
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import DTYPES, shard
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.mlm_settings import MlmSettings
 from esmshard.tasks.registry import new_task

@@ -22,7 +22,7 @@ from esmshard.api.run_options import RunOptions
 from esmshard.api.start_run import RunFailed, last_word
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replace_json, replace_text, replacing
-from esmshard.launch import preemption, process_environment
+from esmshard.parallel import preemption, process_environment
 from esmshard.progress import say
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.sections import Recipe
@@ -91,7 +91,7 @@ class _Sweep:
         import torch
 
         from esmshard.data.splits.variant_records import FOLDS
-        from esmshard.launch.process_group import is_launched, own_device
+        from esmshard.parallel.process_group import is_launched, own_device
         from esmshard.train.resume import notices
         from esmshard.train.run_inputs import describe, prepare
 
@@ -223,7 +223,7 @@ class _Sweep:
         """
         import optuna
 
-        from esmshard.launch.local_processes import TO_END, run_local
+        from esmshard.parallel.local_processes import TO_END, run_local
 
         if self.grid is None:  # every trial draws from a seed of its own: otherwise all workers would draw alike
             seed = int(np.random.SeedSequence([self.settings.seed, trial.number]).generate_state(1)[0])
@@ -290,7 +290,7 @@ class _Sweep:
 
     def conclude(self, study: "Study") -> None:
         """Train the best settings with several seeds, test each model once, and write the results."""
-        from esmshard.launch.local_processes import run_local
+        from esmshard.parallel.local_processes import run_local
 
         found = self.write(study)
         if found["best"] is None:

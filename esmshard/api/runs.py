@@ -18,7 +18,7 @@ from esmshard.api import start_run
 from esmshard.api.run_options import RunOptions
 from esmshard.errors import InputError, UsageError
 from esmshard.files import parse_json, read_json
-from esmshard.launch.preemption import Preempted
+from esmshard.parallel.preemption import Preempted
 from esmshard.recipe.yaml_keys import parse_yaml
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from esmshard.api.run_options import RunOptions
 from esmshard.errors import InputError, UsageError
-from esmshard.launch import launchers, preemption, process_environment
+from esmshard.parallel import launchers, preemption, process_environment
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -59,7 +59,7 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
             resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
             recipe_file.check_companions(recipe_file.resolve(recipe), resolved, overrides)
 
-            from esmshard.launch.process_group import is_launched
+            from esmshard.parallel.process_group import is_launched
 
             if is_launched():
                 _run_here(resolved, _as_rank(resolved, options))
@@ -148,7 +148,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     from esmshard.data.splits.recipe_splits import in_tokens
     from esmshard.data.splits.variant_records import FOLDS
     from esmshard.devices import chosen_device
-    from esmshard.launch.process_group import own_device, processes_of
+    from esmshard.parallel.process_group import own_device, processes_of
     from esmshard.train.experiments import repeats as joint
     from esmshard.train.experiments.cross_validation import curve_runs
     from esmshard.train.experiments.repeats import is_done, repeats
@@ -208,7 +208,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
     Raises:
         RunFailed: if a process has failed.
     """
-    from esmshard.launch.local_processes import run_local
+    from esmshard.parallel.local_processes import run_local
     from esmshard.train.resume import NOTICES_PRINTED
 
     flags = options.flags(report=options.report and not runs.of_table)

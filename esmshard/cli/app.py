@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _main() -> None:
-    from esmshard.launch import preemption, process_environment
+    from esmshard.parallel import preemption, process_environment
 
     try:
         _refuse_former_options(sys.argv[1:])

@@ -127,7 +127,7 @@ def doctor(
 ) -> None:
     """Check this machine (versions, GPUs, disks, collectives) and a recipe on it, and print problems with fixes."""
     from esmshard.cluster import doctor as checks
-    from esmshard.launch import launchers
+    from esmshard.parallel import launchers
 
     if nproc is None:
         launchers.join()

@@ -88,7 +88,7 @@ def finetune(
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
     from esmshard.api import start_run
     from esmshard.api.run_options import RunOptions
-    from esmshard.launch import launchers
+    from esmshard.parallel import launchers
 
     launchers.join()
     try:

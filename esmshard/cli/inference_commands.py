@@ -145,7 +145,7 @@ def embed(
         print(embed_plan.dry_run(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
         return
     if shard and nproc is None:
-        from esmshard.launch import launchers
+        from esmshard.parallel import launchers
 
         launchers.join()
     report = embed_job.embed(

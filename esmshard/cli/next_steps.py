@@ -22,7 +22,7 @@ def with_next_step(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**values)
         except KeyboardInterrupt:
-            from esmshard.launch.process_environment import LAUNCHER
+            from esmshard.parallel.process_environment import LAUNCHER
 
             if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # else the launcher prints it
                 say(f"interrupted: {_after_interrupt(command.__name__, values)}")

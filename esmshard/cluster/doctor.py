@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 from esmshard import __version__
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory, is_hub_name, memory_text, size_text
-from esmshard.launch import cpu_limits
+from esmshard.parallel import cpu_limits
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 
@@ -94,8 +94,8 @@ def run(
     """
     import torch
 
-    from esmshard.launch.local_processes import run_local
-    from esmshard.launch.process_group import is_launched, processes_per_machine
+    from esmshard.parallel.local_processes import run_local
+    from esmshard.parallel.process_group import is_launched, processes_per_machine
 
     if recipe is None and overrides:
         raise UsageError(f"{overrides[0]}: name the recipe whose key this is")
@@ -290,9 +290,9 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     from huggingface_hub import constants
 
     from esmshard.data.splits.variant_records import FOLDS
-    from esmshard.launch.process_group import own_device, processes_per_machine
     from esmshard.model.families.family_registry import RELEASED
     from esmshard.model.weights import hub, open_weights
+    from esmshard.parallel.process_group import own_device, processes_per_machine
     from esmshard.planner.machines import GPUS, Machines, data_sheet
     from esmshard.planner.plan_text import keys
     from esmshard.planner.recipe_plan import plan
@@ -350,7 +350,7 @@ def _together(own: Sequence[Finding], as_json: bool) -> list[Finding] | None:
     import torch
     import torch.distributed as dist  # noqa: TID251  # a measurement of its own, outside of a run
 
-    from esmshard.launch.process_group import world
+    from esmshard.parallel.process_group import world
 
     def give_up(why: str) -> list[Finding]:
         fix = "mend the errors above first; then check MASTER_ADDR, the network, and firewalls between the machines"

@@ -219,7 +219,7 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(dim, dim, bias=bias)
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.out_proj = nn.Linear(dim, dim, bias=bias)
-        # Where ranks share the heads or the tokens of a layer, `esmshard.sharding` sets other functions.
+        # Where ranks share the heads or the tokens of a layer, `esmshard.parallel` sets other functions.
         self.attend: Callable[..., torch.Tensor] | None = None
         """Computes the attention of queries to keys and values in the place of `attend`."""
         self.norm_of_width: Callable[..., torch.Tensor] = _norm_of_width

@@ -37,7 +37,7 @@ class TrunkOutput(NamedTuple):
 class Trunk(nn.Module, ABC):
     """A language model with its LM head and its contact regression. A family has a subclass.
 
-    `layers` is a ModuleList of blocks `block(x_TD, batch, layer, on_attention) -> x_TD`, on which `esmshard.sharding`
+    `layers` is a ModuleList of blocks `block(x_TD, batch, layer, on_attention) -> x_TD`, on which `esmshard.parallel`
     relies. Under `torch.device("meta")` the model has shapes and takes no memory;
     `esmshard.model.weights.open_weights` fills it.
     """
@@ -83,7 +83,7 @@ class Trunk(nn.Module, ABC):
         return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
 
     def before_blocks(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return what the first block gets of the embedding. `esmshard.sharding` sets another function where ranks
+        """Return what the first block gets of the embedding. `esmshard.parallel` sets another function where ranks
         share the tokens of a pack.
         """
         return x_TD

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from esmshard.errors import UsageError
-from esmshard.launch.process_group import World
+from esmshard.parallel.process_group import World
 
 WARM_UP = 2
 """Steps before the first recorded step. They contain the start of the profiler and of the allocator."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from esmshard.errors import InputError
-from esmshard.launch.process_group import World
+from esmshard.parallel.process_group import World
 
 
 def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) -> None:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from esmshard.errors import InputError, LostProcess
-from esmshard.launch.preemption import Preempted
-from esmshard.launch.process_group import World
+from esmshard.parallel.preemption import Preempted
+from esmshard.parallel.process_group import World
 
 T = TypeVar("T")
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from esmshard.launch.process_group import World
 from esmshard.monitor.communication import CommunicationClock, time_collectives
 from esmshard.monitor.profiler import reading
 from esmshard.monitor.start_up_checks import FULL, slow_ranks
 from esmshard.monitor.stuck_ranks import Control
+from esmshard.parallel.process_group import World
 from esmshard.planner.machines import data_sheet
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ nothing. Only the shares below were fitted. They are the same for every model an
 
 from dataclasses import dataclass, replace
 
+from esmshard.parallel.layout import BYTES, Layout
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import ModelNumbers
-from esmshard.sharding.layout import BYTES, Layout
 
 MATMUL_SHARE = 0.68
 """The share of the data sheet's FLOP/s that large matrix products reach, with launch gaps and lower clocks included."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from esmshard.launch import cpu_limits
 from esmshard.model.config import Quantization
-from esmshard.sharding.layout import BYTES, Layout
+from esmshard.parallel import cpu_limits
+from esmshard.parallel.layout import BYTES, Layout
 
 if TYPE_CHECKING:
     import torch

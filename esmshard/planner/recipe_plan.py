@@ -18,6 +18,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES, family_of, released_name, transformers_config
+from esmshard.parallel.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
 from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import Machines
 from esmshard.planner.memory_model import Device, Memory, ModelNumbers, largest_micro_batch, memory, scoring_memory
@@ -26,7 +27,6 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.recipe_file import sample
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
-from esmshard.sharding.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
 
 RESERVE = 0.1
 """The share of a GPU's memory that a plan leaves free, for gaps of the allocator and errors of the estimate."""

@@ -56,14 +56,14 @@ class FineTuner(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers that `esmshard.sharding` shards."""
+        """The layers that `esmshard.parallel` shards."""
         return self.trunk.layers
 
     def forward(self, batch: TokenBatch, instead: Callable[[], Any] | None = None) -> Any:
         """Return N outputs in fp32, whatever the precision of the arithmetic.
 
         `instead` is called in place of the model, with the parameters that the model computes with: where ranks share
-        a model, these exist only during this call (`esmshard.sharding.shared_calls`).
+        a model, these exist only during this call (`esmshard.parallel.shared_calls`).
         """
         if instead is not None:
             return instead()

@@ -20,9 +20,9 @@ from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.files import found_place, is_hub_name, replace_json, replace_text, replacing, shared_place
-from esmshard.launch.process_group import World
 from esmshard.model.config import SHIPPED
 from esmshard.model.weights import hub, open_weights
+from esmshard.parallel.process_group import World
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed
@@ -236,7 +236,7 @@ def score_baselines(
 
 
 def _shared_calls(model: FineTuner, ranks: World) -> AbstractContextManager[None]:
-    from esmshard.sharding.shared_calls import shared_calls  # torch.distributed, which a process alone may lack
+    from esmshard.parallel.shared_calls import shared_calls  # torch.distributed, which a process alone may lack
 
     return shared_calls(model, ranks)
 

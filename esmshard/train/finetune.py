@@ -10,16 +10,16 @@ from esmshard.checkpoint.consolidate import consolidate
 from esmshard.data.batching.loader import SEEN
 from esmshard.devices import DeviceName
 from esmshard.errors import LostProcess
-from esmshard.launch import process_environment
-from esmshard.launch.preemption import Preempted, Preemption, reason
-from esmshard.launch.process_group import World, processes_per_machine, world
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.weight_reader import read_json
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
+from esmshard.parallel import process_environment
+from esmshard.parallel.cuda_allocator import expandable_segments
+from esmshard.parallel.preemption import Preempted, Preemption, reason
+from esmshard.parallel.process_group import World, processes_per_machine, world
+from esmshard.parallel.shared_calls import free_layers, refill
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding.cuda_allocator import expandable_segments
-from esmshard.sharding.shared_calls import free_layers, refill
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.tasks.registry import new_task

@@ -22,23 +22,23 @@ from esmshard.checkpoint import manifest, sharded
 from esmshard.checkpoint.saver import Saver
 from esmshard.data.batching.loader import Examples, digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
-from esmshard.launch import process_environment
-from esmshard.launch.preemption import Preempted, Preemption, reason
-from esmshard.launch.process_group import World, processes_per_machine
 from esmshard.model.families import family_registry
 from esmshard.model.weights import origin, recorded
 from esmshard.monitor import start_up_checks
 from esmshard.monitor.profiler import Profile
 from esmshard.monitor.stuck_ranks import Control
 from esmshard.monitor.watch import Watch, peak_flops
+from esmshard.parallel import process_environment
+from esmshard.parallel.load import materialise
+from esmshard.parallel.preemption import Preempted, Preemption, reason
+from esmshard.parallel.process_group import World, processes_per_machine
+from esmshard.parallel.shard import shard
+from esmshard.parallel.tied_weights import check_optimizer
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import shard
-from esmshard.sharding.tied_weights import check_optimizer
 from esmshard.tasks.base import Task, collate
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.train import evaluate

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from esmshard.parallel.shard import reshard, trainable
 from esmshard.recipe.sections import OptimSettings
-from esmshard.sharding.shard import reshard, trainable
 
 
 def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:

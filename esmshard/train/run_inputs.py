@@ -17,13 +17,13 @@ from esmshard.data.splits.pair_overlap import pair_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError, UsageError
-from esmshard.launch.process_group import precision_on
 from esmshard.model import quantized
 from esmshard.model.families import family_registry
 from esmshard.model.weights import recorded
 from esmshard.model.weights.open_weights import Weights
+from esmshard.parallel.layout import Layout, check_tensor, layout
+from esmshard.parallel.process_group import precision_on
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding.layout import Layout, check_tensor, layout
 from esmshard.tasks.base import Task
 from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task

@@ -9,14 +9,14 @@ import torch
 
 from esmshard.checkpoint import manifest
 from esmshard.errors import InputError
-from esmshard.launch.process_group import Precision, World
 from esmshard.model.attention import kernel_name
 from esmshard.monitor.out_of_memory import is_out_of_memory
+from esmshard.parallel.process_group import Precision, World
+from esmshard.parallel.shard import DTYPES
 from esmshard.planner import memory_model
 from esmshard.planner.recipe_plan import MicroBatches
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding.shard import DTYPES
 from esmshard.train.run_inputs import RunInputs
 
 RESERVED = 0.9

@@ -26,7 +26,7 @@ from ruamel.yaml import YAML
 import esmshard
 from esmshard.api.runs import Run, finetune, keys
 from esmshard.errors import InputError, UsageError
-from esmshard.launch import local_processes
+from esmshard.parallel import local_processes
 from esmshard.recipe.recipe_file import load
 from esmshard.train import loop
 
@@ -224,7 +224,7 @@ def test_a_signal_saves_and_is_reported(tiny_recipe: Path, tmp_path: Path, nproc
     long = {"train": {"steps": 40, "eval_every": 40}, "checkpoint": {"every": 40}}
     script = textwrap.dedent(f"""
         import esmshard, signal, sys
-        from esmshard.launch.preemption import Preempted
+        from esmshard.parallel.preemption import Preempted
         try:
             esmshard.finetune({str(tiny_recipe)!r}, nproc={nproc}, report=False, **{long})
         except Preempted as stop:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.sharding.layout import Layout
+from esmshard.parallel.layout import Layout
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

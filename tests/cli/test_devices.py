@@ -11,8 +11,8 @@ from command import esmshard as command
 import esmshard
 from esmshard.devices import chosen_device
 from esmshard.errors import InputError, UsageError
-from esmshard.launch.process_group import own_device, processes_of, world
 from esmshard.model.weights import open_weights
+from esmshard.parallel.process_group import own_device, processes_of, world
 from esmshard.train import loop
 from esmshard.train.resume import kinds_of_device
 

@@ -9,8 +9,8 @@ import pytest
 
 from esmshard.cli import app, finetune_commands
 from esmshard.errors import UsageError
-from esmshard.launch import local_processes, preemption
-from esmshard.launch.preemption import Preempted
+from esmshard.parallel import local_processes, preemption
+from esmshard.parallel.preemption import Preempted
 from esmshard.train import finetune as training
 from esmshard.train.records import status
 

@@ -19,20 +19,20 @@ from esmshard.batch import TokenBatch
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
-from esmshard.launch.process_group import World, world
 from esmshard.model import attention
 from esmshard.model.config import ModelConfig
 from esmshard.model.families import family_registry
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.weights import open_weights
+from esmshard.parallel import shared_tokens, tensor_parallel
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import groups, next_micro_batch, shard, trainable
 from esmshard.planner.cost import exchanged
 from esmshard.planner.machines import parse
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding import shared_tokens, tensor_parallel
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import groups, next_micro_batch, shard, trainable
 from esmshard.tasks.base import LossSum, Task, collate
 from esmshard.tasks.contact.contact_task import ContactTask
 from esmshard.tasks.finetuner import FineTuner, tracks_of

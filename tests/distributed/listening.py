@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from esmshard.launch.process_group import world
+from esmshard.parallel.process_group import world
 
 
 def listening(pid: int) -> list[str]:

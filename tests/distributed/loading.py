@@ -10,15 +10,15 @@ import work
 from torch import nn
 
 from esmshard.errors import InputError
-from esmshard.launch.process_group import World, world
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.weights import open_weights
+from esmshard.parallel.layout import STRATEGIES, layout
+from esmshard.parallel.load import RowsOf, materialise, own_part
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import groups, local, shard, trainable
+from esmshard.parallel.tied_weights import check_buffers, check_optimizer
 from esmshard.recipe.sections import ParallelSettings
-from esmshard.sharding.layout import STRATEGIES, layout
-from esmshard.sharding.load import RowsOf, materialise, own_part
-from esmshard.sharding.shard import groups, local, shard, trainable
-from esmshard.sharding.tied_weights import check_buffers, check_optimizer
 
 
 def trunk(ranks: World, rows_of: RowsOf, **settings: Any) -> nn.Module:

@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from esmshard.launch.process_environment import attempt
-from esmshard.launch.process_group import world
+from esmshard.parallel.process_environment import attempt
+from esmshard.parallel.process_group import world
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from esmshard.checkpoint import manifest, sharded
 from esmshard.checkpoint.saver import Saver
 from esmshard.errors import InputError
-from esmshard.launch.preemption import Preempted, Preemption
-from esmshard.launch.process_group import World, world
+from esmshard.parallel.preemption import Preempted, Preemption
+from esmshard.parallel.process_group import World, world
 from esmshard.train import finetune, loop
 from esmshard.train.step import StepResult
 

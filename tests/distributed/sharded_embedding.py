@@ -16,8 +16,8 @@ from esmshard.embed.workers.sharded_worker import Lockstep, joined, sharded
 from esmshard.errors import InputError
 from esmshard.joined_chains import Chains
 from esmshard.model.weights import open_weights
+from esmshard.parallel.shard import groups, local
 from esmshard.progress import Progress
-from esmshard.sharding.shard import groups, local
 from esmshard.vocab import encode
 
 

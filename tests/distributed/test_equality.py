@@ -16,7 +16,7 @@ from conftest import RECIPE, write_subset
 from ranks import run_ranks
 
 from esmshard.model.families.family_registry import FAMILIES
-from esmshard.sharding.layout import STRATEGIES
+from esmshard.parallel.layout import STRATEGIES
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "contact_losses.txt"
 

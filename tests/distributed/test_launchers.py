@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from esmshard.errors import UsageError
-from esmshard.launch import launchers, process_group
+from esmshard.parallel import launchers, process_group
 
 STEP = {
     "SLURM_JOB_ID": "812",

@@ -16,11 +16,10 @@ import work
 
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.launch import process_group
-from esmshard.launch.process_group import World, own_device, world
 from esmshard.model.attention import TrunkBlock
-from esmshard.sharding import load, shard
-from esmshard.sharding.layout import Layout
+from esmshard.parallel import load, process_group, shard
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.process_group import World, own_device, world
 from esmshard.tasks.base import collate
 from esmshard.train import finetune, loop
 from esmshard.train.evaluate import validate

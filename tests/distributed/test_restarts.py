@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.launch.address import loopback
+from esmshard.parallel.address import loopback
 
 RESTARTING = Path(__file__).parent / "restarting.py"
 LAUNCH = """\
 import sys
-from esmshard.launch.local_processes import run_local
+from esmshard.parallel.local_processes import run_local
 sys.exit(run_local(sys.argv[2:], int(sys.argv[1]), max_restarts=2))
 """
 

@@ -28,13 +28,13 @@ from ranks import free_port
 from torch import nn
 
 from esmshard.errors import InputError
-from esmshard.launch.process_group import World, world
 from esmshard.monitor import stuck_ranks
 from esmshard.monitor.profiler import Profile
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
 from esmshard.monitor.watch import Numbers, Watch
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.shard import shard
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import shard
 
 WIDTH = 64
 LAYOUTS = {

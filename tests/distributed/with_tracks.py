@@ -10,14 +10,14 @@ import work
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.launch.process_group import World, world
 from esmshard.model.families import family_registry
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import groups, shard
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import groups, shard
 from esmshard.tasks.base import LossSum
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.train.optimizer import adamw, set_learning_rate

@@ -12,15 +12,15 @@ from esmshard.checkpoint import sharded
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.launch.process_group import World, world
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
+from esmshard.parallel.layout import Layout, layout
+from esmshard.parallel.load import RowsOf, materialise
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import shard
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import OptimSettings, ParallelSettings, Recipe
-from esmshard.sharding.layout import Layout, layout
-from esmshard.sharding.load import RowsOf, materialise
-from esmshard.sharding.shard import shard
 from esmshard.tasks.base import Task, collate
 from esmshard.tasks.contact.contact_task import ContactTask
 from esmshard.tasks.finetuner import FineTuner, new_head

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.launch.process_group import World
 from esmshard.model import weight_reader
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm_layouts import TIED, to_transformers, transformers_config
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
+from esmshard.parallel.process_group import World
 from esmshard.vocab import MASK, STANDARD, encode
 
 T = TypeVar("T")

@@ -8,10 +8,10 @@ from shared import alone, apart, distance, masked_pack, random_weights, size
 from esmshard.model.config import Quantization
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.shard import shard, trainable
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import shard, trainable
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 
 CONFIG = size(EsmConfig(n_layers=6, dim=320, n_heads=20), EsmConfig(n_layers=2, dim=32, n_heads=4))

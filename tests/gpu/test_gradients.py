@@ -13,8 +13,8 @@ from small_model import FULL, built
 from training import set_up
 
 from esmshard.model.convolutions import exact_convolutions
+from esmshard.parallel.layout import Layout
 from esmshard.recipe.sections import AdaptSettings, Recipe
-from esmshard.sharding.layout import Layout
 from esmshard.tasks.mlm import MlmTask
 from esmshard.tasks.mlm_settings import MlmSettings
 from esmshard.tasks.registry import TASKS

@@ -8,8 +8,8 @@ import torch
 from small_model import CONFIG, FULL, LORA, built, check, computed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from esmshard.parallel.layout import Layout
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
 
 pytestmark = pytest.mark.gpu
 

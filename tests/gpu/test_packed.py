@@ -8,8 +8,8 @@ from shared import apart, distance, size
 from small_model import CONFIG, LORA, OF_GRADIENTS, OF_LOGITS, built, computed
 
 from esmshard.model.quantized import PackedMatrix, check_quantization
+from esmshard.parallel.layout import Layout
 from esmshard.planner.parameter_counts import numbers_of
-from esmshard.sharding.layout import Layout
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.gpu

@@ -15,10 +15,10 @@ from training import Training, set_up
 
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.saver import Saver
-from esmshard.launch.process_group import World, world
 from esmshard.model.dropout import RecordDropout
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.shard import local
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import local
 from esmshard.train.optimizer import state_tensors
 
 pytestmark = pytest.mark.gpu

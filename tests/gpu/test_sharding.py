@@ -12,13 +12,13 @@ from shared import apart, size
 from torch.distributed.tensor import DTensor
 from training import Training, set_up
 
-from esmshard.launch.process_group import World, world
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.monitor.communication import CommunicationClock, time_collectives
 from esmshard.monitor.watch import Watch
+from esmshard.parallel.layout import STRATEGIES, Layout, layout
+from esmshard.parallel.process_group import World, world
+from esmshard.parallel.shard import groups, local, trainable
 from esmshard.recipe.sections import ParallelSettings, Recipe
-from esmshard.sharding.layout import STRATEGIES, Layout, layout
-from esmshard.sharding.shard import groups, local, trainable
 from esmshard.train.optimizer import state_tensors
 
 pytestmark = pytest.mark.gpu

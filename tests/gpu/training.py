@@ -9,11 +9,11 @@ from shared import alone
 
 from esmshard.batch import TokenBatch
 from esmshard.data.batching.packing import StepPlan, assign
-from esmshard.launch.process_group import World
 from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.parallel.load import materialise
+from esmshard.parallel.process_group import World
+from esmshard.parallel.shard import local, shard, trainable
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import local, shard, trainable
 from esmshard.tasks.base import collate
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.train.evaluate import validate

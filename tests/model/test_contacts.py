@@ -12,7 +12,6 @@ from model_files import fair_esm, ours, tokenise
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esmshard.launch.process_group import World
 from esmshard.model import attention
 from esmshard.model import contacts as contacts_module
 from esmshard.model.attention import attention_map
@@ -20,8 +19,9 @@ from esmshard.model.contacts import ContactAccumulator, corrected_maps, predict_
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.weights import open_weights
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.shard import shard
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.process_group import World
+from esmshard.parallel.shard import shard
 from esmshard.vocab import STANDARD
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
@@ -133,7 +133,7 @@ def test_contacts_train_the_trunk_as_stacked_maps_do(model: ESM2) -> None:
 
 
 def checkpointed(model: ESM2, mode: str) -> ESM2:
-    """A copy whose layers are run again in the backward pass, as `esmshard.sharding.shard` has them."""
+    """A copy whose layers are run again in the backward pass, as `esmshard.parallel.shard` has them."""
     model = copy.deepcopy(model)
     shard(model, Layout(activation_checkpointing=mode), World(0, 1, torch.device("cpu"), None))  # type: ignore[arg-type]
     return model

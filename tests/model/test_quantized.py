@@ -14,7 +14,6 @@ from packed_weights import packed, unpacked
 
 from esmshard.batch import pack
 from esmshard.errors import UsageError
-from esmshard.launch.process_group import World
 from esmshard.model import quantized
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import Family
@@ -22,11 +21,12 @@ from esmshard.model.families.family_registry import FAMILIES, SIZES, build
 from esmshard.model.lora import LoraLinear
 from esmshard.model.quantized import PackedMatrix, QuantizedLinear, frozen_product, packed_of
 from esmshard.model.weights import open_weights
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.process_group import World
+from esmshard.parallel.shard import shard
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import shard
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.vocab import encode
 

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import watching
 
 from esmshard.errors import UsageError
-from esmshard.launch.process_group import World
 from esmshard.monitor.profiler import Interval, Profile, Shares, intervals_of, shares, table
+from esmshard.parallel.process_group import World
 
 ONE = World(0, 1, torch.device("cpu"), None)
 

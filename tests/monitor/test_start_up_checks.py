@@ -10,8 +10,8 @@ import torch
 from esmshard.data.batching.loader import Example, digests
 from esmshard.data.batching.packing import MicroBatch
 from esmshard.errors import InputError
-from esmshard.launch.process_group import World
 from esmshard.monitor import start_up_checks
+from esmshard.parallel.process_group import World
 
 
 class Data:

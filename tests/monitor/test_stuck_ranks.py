@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import watching
 
 from esmshard.errors import InputError
-from esmshard.launch.process_group import World
 from esmshard.monitor import stuck_ranks
 from esmshard.monitor.stuck_ranks import Control, Stuck
+from esmshard.parallel.process_group import World
 
 CPU = torch.device("cpu")
 HERE = r" \(host [^ )]+\)"

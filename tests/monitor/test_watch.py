@@ -13,10 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import watching
 
-from esmshard.launch.process_group import World
 from esmshard.monitor import watch as module
 from esmshard.monitor.communication import CommunicationClock, length
 from esmshard.monitor.watch import Numbers, Watch, spread
+from esmshard.parallel.process_group import World
 
 CPU = torch.device("cpu")
 

@@ -22,10 +22,10 @@ from esmshard.model.families.esm3.esm3_family import FAMILY
 from esmshard.model.families.esm3.esm3_geometry import GeometricAttention
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.trunk import Trunk
+from esmshard.parallel.layout import Layout
 from esmshard.planner.memory_model import layer_bytes
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.vocab import encode
 

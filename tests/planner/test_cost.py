@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from esmshard.parallel.layout import Layout
 from esmshard.planner import cost as costs
 from esmshard.planner.cost import Cost, Work, cost, traffic, training_flops
 from esmshard.planner.machines import GPU, GPUS, Machines
 from esmshard.planner.memory_model import ModelNumbers
-from esmshard.sharding.layout import Layout
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from published import LLAMA3_8B, RUNS, Run, esm2

@@ -13,10 +13,10 @@ from esmshard.batch import pack
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.lora import add_lora
+from esmshard.parallel.layout import Layout
 from esmshard.planner import memory_model
 from esmshard.planner.memory_model import KINDS, Memory, largest_micro_batch, layer_bytes, memory
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
 from esmshard.vocab import encode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -16,6 +16,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import hub
+from esmshard.parallel.layout import Layout
 from esmshard.planner import recipe_plan
 from esmshard.planner.cost import Work, cost
 from esmshard.planner.machines import parse
@@ -24,7 +25,6 @@ from esmshard.planner.plan_text import as_json, as_text, keys
 from esmshard.planner.recipe_plan import Option, RecipePlan, head_bytes
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
 from esmshard.tasks.contact.contact_settings import ContactSettings
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.mlm_settings import MlmSettings

@@ -22,9 +22,9 @@ from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.lora import LoraLinear
 from esmshard.model.weights import open_weights
+from esmshard.parallel.layout import Layout
 from esmshard.recipe.recipe_file import load
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding.layout import Layout
 from esmshard.tasks.base import Task, collate
 from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
 from esmshard.tasks.registry import new_task, registered

@@ -11,16 +11,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.launch.process_group import World
 from esmshard.model import weight_reader
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.process_group import World
+from esmshard.parallel.shard import shard
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.shard import shard
 from esmshard.tasks.contact import contact_heads
 from esmshard.tasks.contact.contact_heads import (
     PRIOR,

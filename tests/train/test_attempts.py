@@ -17,7 +17,7 @@ from held_runs import Hold
 
 from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError
-from esmshard.launch.preemption import Preempted
+from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune
 from esmshard.train.records import goodput

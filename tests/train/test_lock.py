@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from esmshard.errors import InputError
-from esmshard.launch.liveness import machine, process_start
+from esmshard.parallel.liveness import machine, process_start
 from esmshard.train.records import lock
 from esmshard.train.records.lock import Lock, abandoned, holder
 

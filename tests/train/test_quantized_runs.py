@@ -18,9 +18,9 @@ from esmshard.model import quantized
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.lora import merged
 from esmshard.model.weights import open_weights
+from esmshard.parallel.load import materialise
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding.load import materialise
 from esmshard.tasks.finetuner import FineTuner, initial_weights
 from esmshard.train import finetune, loop
 

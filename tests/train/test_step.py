@@ -16,10 +16,10 @@ import work
 
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.launch.process_group import world
 from esmshard.monitor.watch import peak_flops
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.process_group import world
 from esmshard.recipe import recipe_file
-from esmshard.sharding.layout import Layout
 from esmshard.tasks.base import collate
 from esmshard.train import finetune
 from esmshard.train import step as steps

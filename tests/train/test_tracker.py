@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb_files import offline
 
 from esmshard.errors import UsageError
-from esmshard.launch.preemption import Preempted
+from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune, loop
 from esmshard.train.records import goodput, tracking
@@ -191,7 +191,7 @@ def test_a_tracker_that_fails_does_not_touch_the_run(
 
 def test_a_new_start_is_a_new_run(tmp_path: Path) -> None:
     """`--overwrite` removes what trackers left; a start that had no checkpoint yet goes on with the same run."""
-    from esmshard.launch.process_group import own_device
+    from esmshard.parallel.process_group import own_device
     from esmshard.train.resume import starting_point
     from esmshard.train.run_inputs import prepare
 

@@ -12,10 +12,10 @@ from esmshard.cluster.scripts.scheduler_job import SchedulerJob
 from esmshard.cluster.scripts.site import Site, time_limit
 from esmshard.data.tracks.track_files import named_tracks
 from esmshard.errors import UsageError
+from esmshard.parallel.layout import layout
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.data_section import INSIDE
 from esmshard.recipe.sections import Recipe
-from esmshard.sharding.layout import layout
 
 Target = Literal["slurm", "kubernetes"]
 

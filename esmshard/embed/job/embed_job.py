@@ -30,10 +30,10 @@ from esmshard.embed.workers.local_workers import run_local
 from esmshard.embed.workers.remote_claims import worker_of
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory, check_replaced
-from esmshard.launch.process_group import is_launched, own_device, processes_of, processes_per_machine
 from esmshard.model.weights import recorded
+from esmshard.parallel.layout import check_tensor
+from esmshard.parallel.process_group import is_launched, own_device, processes_of, processes_per_machine
 from esmshard.progress import Progress, rate, say
-from esmshard.sharding.layout import check_tensor
 
 SHARED_PART = 1 << 16
 """Tokens of a part where GPUs share a model. This is four packs, since ranks without a part wait for the others."""

@@ -29,7 +29,7 @@ from esmshard.embed.store.parts import DONE
 from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.store.row_index import STDIN, RowIndex, read_input
 from esmshard.errors import InputError, UsageError
-from esmshard.launch.process_group import processes_of
+from esmshard.parallel.process_group import processes_of
 from esmshard.progress import duration
 
 _AT_ONCE = 1 << 16

@@ -17,11 +17,11 @@ from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
 from esmshard.files import check_replaced
 from esmshard.joined_chains import join_option
-from esmshard.launch.process_group import precision_on
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.model.weights.origin import model_hash
+from esmshard.parallel.process_group import precision_on
 from esmshard.tasks.finetuner import without_tracks
 
 PARTS = "parts"

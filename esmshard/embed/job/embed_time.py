@@ -30,7 +30,7 @@ from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.embed.workers.claims import Worker
 from esmshard.embed.workers.embed_worker import compute_part, make_embedder, with_ends
-from esmshard.launch import cpu_limits
+from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 
 WRITTEN, WRITTEN_BYTES = 2048, 1 << 26

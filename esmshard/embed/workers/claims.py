@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from esmshard.files import read_json
-from esmshard.launch.liveness import machine, process_lives, process_start
+from esmshard.parallel.liveness import machine, process_lives, process_start
 
 BEAT = 5.0
 """Seconds between two beats. With each beat a process increases its count."""

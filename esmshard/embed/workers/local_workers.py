@@ -10,7 +10,7 @@ from pathlib import Path
 
 from esmshard.embed.workers.claims import workers
 from esmshard.errors import InputError
-from esmshard.launch import cpu_limits
+from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 
 BEAT = 1.0

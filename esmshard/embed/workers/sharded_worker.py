@@ -29,19 +29,19 @@ from esmshard.embed.store.part_plan import Spec, read_plan
 from esmshard.embed.workers.claims import Worker
 from esmshard.embed.workers.embed_worker import checked_model, work
 from esmshard.errors import InputError, LostProcess, UsageError
-from esmshard.launch.preemption import Preempted
-from esmshard.launch.process_environment import follow_launcher
-from esmshard.launch.process_group import World, own_device, world
 from esmshard.model.contacts import ContactRegression
 from esmshard.model.families import family_registry
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights.open_weights import Weights
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.monitor.stuck_ranks import is_lost
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.load import materialise
+from esmshard.parallel.preemption import Preempted
+from esmshard.parallel.process_environment import follow_launcher
+from esmshard.parallel.process_group import World, own_device, world
+from esmshard.parallel.shard import shard
 from esmshard.progress import Progress, rate, say
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.load import materialise
-from esmshard.sharding.shard import shard
 from esmshard.vocab import encode
 
 DUMMY = encode("A")
@@ -224,7 +224,7 @@ def run_sharded(
     Raises:
         InputError: if a rank has ended; its own message is on stderr. `Preempted` after SIGTERM.
     """
-    from esmshard.launch.local_processes import run_local
+    from esmshard.parallel.local_processes import run_local
 
     named = None if device is None else str(device)
     options = json.dumps({"directory": str(directory), "tokens": tokens, "device": named, "tensor": tensor})

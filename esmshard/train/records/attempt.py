@@ -11,7 +11,7 @@ from typing import Any
 from esmshard.checkpoint import manifest
 from esmshard.errors import InputError, UsageError
 from esmshard.files import replace_text
-from esmshard.launch.preemption import Preempted
+from esmshard.parallel.preemption import Preempted
 from esmshard.train.records import goodput, status
 from esmshard.train.records.lock import Lock
 from esmshard.train.records.tracking import Tracking

@@ -18,7 +18,7 @@ from types import TracebackType
 from pydantic import BaseModel
 
 from esmshard.errors import InputError
-from esmshard.launch.liveness import machine, process_lives, process_start
+from esmshard.parallel.liveness import machine, process_lives, process_start
 from esmshard.progress import say
 
 NAME = "lock.json"

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict, Unpack  # pydantic does not read that o
 
 from esmshard.errors import InputError
 from esmshard.files import read_json, replace_json
-from esmshard.launch import process_environment
+from esmshard.parallel import process_environment
 from esmshard.train.records.lock import abandoned, job_id
 
 NAME = "status.json"

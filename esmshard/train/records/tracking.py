@@ -10,7 +10,7 @@ from typing import Any
 
 from esmshard.errors import UsageError
 from esmshard.files import read_json, replace_text
-from esmshard.launch.process_environment import environment
+from esmshard.parallel.process_environment import environment
 from esmshard.progress import say
 
 WANDB_ID = "wandb-id"

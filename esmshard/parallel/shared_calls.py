@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from esmshard.batch import pack
-from esmshard.launch.process_group import World
-from esmshard.sharding.load import RowsOf, fill
-from esmshard.sharding.shard import groups, reshard
-from esmshard.sharding.shared_tokens import trunk_of
-from esmshard.sharding.tied_weights import ties
+from esmshard.parallel.load import RowsOf, fill
+from esmshard.parallel.process_group import World
+from esmshard.parallel.shard import groups, reshard
+from esmshard.parallel.shared_tokens import trunk_of
+from esmshard.parallel.tied_weights import ties
 from esmshard.vocab import encode
 
 IDLE = encode("G" * 62)

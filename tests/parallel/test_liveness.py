@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from esmshard.launch import liveness
-from esmshard.launch.liveness import process_lives, process_start
+from esmshard.parallel import liveness
+from esmshard.parallel.liveness import process_lives, process_start
 
 
 def test_processes_are_distinguished_by_their_start() -> None:

@@ -24,12 +24,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from esmshard.errors import UsageError
-from esmshard.launch.process_group import World
 from esmshard.model.trunk import Trunk
-from esmshard.sharding import context_parallel, shared_tokens, tensor_parallel
-from esmshard.sharding.layout import Layout, kept_products
-from esmshard.sharding.tensor_parallel import Wrapper
-from esmshard.sharding.tied_weights import check_ties, ties
+from esmshard.parallel import context_parallel, shared_tokens, tensor_parallel
+from esmshard.parallel.layout import Layout, kept_products
+from esmshard.parallel.process_group import World
+from esmshard.parallel.tensor_parallel import Wrapper
+from esmshard.parallel.tied_weights import check_ties, ties
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from esmshard.errors import UsageError
-from esmshard.launch.process_group import precision_on
+from esmshard.parallel.layout import STRATEGIES, Layout, layout
+from esmshard.parallel.process_group import precision_on
 from esmshard.recipe.sections import ParallelSettings
-from esmshard.sharding.layout import STRATEGIES, Layout, layout
 
 
 def laid(world_size: int, per_machine: int = 4, **settings: Any) -> Layout:

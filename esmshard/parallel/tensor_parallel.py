@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from esmshard.model.attention import SelfAttention, TrunkBlock
 from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
-from esmshard.sharding.shared_tokens import Rows, divide_tokens, trunk_of
+from esmshard.parallel.shared_tokens import Rows, divide_tokens, trunk_of
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 """The type of a function that takes a `forward` and returns another one."""

@@ -21,9 +21,9 @@ from subprocess import Popen, TimeoutExpired
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from esmshard.errors import LostProcess
-from esmshard.launch import address, cpu_limits
-from esmshard.launch.preemption import Preempted
-from esmshard.launch.process_environment import CRASHED, LAUNCH, LAUNCHER
+from esmshard.parallel import address, cpu_limits
+from esmshard.parallel.preemption import Preempted
+from esmshard.parallel.process_environment import CRASHED, LAUNCH, LAUNCHER
 from esmshard.progress import say
 
 STOP_TIMEOUT = 600.0

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from esmshard.launch import local_processes
-from esmshard.launch.liveness import process_start
-from esmshard.launch.process_environment import LAUNCH, LAUNCHER
+from esmshard.parallel import local_processes
+from esmshard.parallel.liveness import process_start
+from esmshard.parallel.process_environment import LAUNCH, LAUNCHER
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_preemption import ACTING, alive, wait_for, wait_until

@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from esmshard.errors import UsageError
-from esmshard.launch import process_environment
+from esmshard.parallel import process_environment
 
 STOP_AT = "ESMSHARD_STOP_AT"
 """The environment variable with the time to stop, in seconds since 1970. Processes that are started again keep it."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, LostProcess, UsageError
-from esmshard.launch import address, launchers, process_environment
+from esmshard.parallel import address, launchers, process_environment
 from esmshard.progress import say
 
 if TYPE_CHECKING:  # torch may be built without this module, and a single process does not need it

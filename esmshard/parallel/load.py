@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from esmshard.launch.process_group import World
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.shard import local
-from esmshard.sharding.tensor_parallel import DIMENSION
-from esmshard.sharding.tied_weights import check_buffers, check_same_weights, check_ties, ties
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.process_group import World
+from esmshard.parallel.shard import local
+from esmshard.parallel.tensor_parallel import DIMENSION
+from esmshard.parallel.tied_weights import check_buffers, check_same_weights, check_ties, ties
 
 RowsOf = Callable[[str, slice], torch.Tensor]
 """The rows of a tensor by name. All ranks must get the same values."""

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from esmshard.model.families.family_registry import SIZES
-from esmshard.sharding import shard
-from esmshard.sharding.layout import kept_products
+from esmshard.parallel import shard
+from esmshard.parallel.layout import kept_products
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from esmshard.errors import InputError, LostProcess
-from esmshard.launch import preemption, process_environment
+from esmshard.parallel import preemption, process_environment
 from esmshard.progress import say
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from esmshard.errors import InputError, LostProcess, UsageError
-from esmshard.launch import preemption, process_environment
-from esmshard.launch.liveness import process_start
-from esmshard.launch.preemption import Preempted, Preemption
+from esmshard.parallel import preemption, process_environment
+from esmshard.parallel.liveness import process_start
+from esmshard.parallel.preemption import Preempted, Preemption
 
 ACTING = Path(__file__).parent / "acting.py"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

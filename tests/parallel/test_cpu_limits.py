@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from esmshard.launch import cpu_limits
+from esmshard.parallel import cpu_limits
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from esmshard.errors import InputError
-from esmshard.launch.process_group import World
+from esmshard.parallel.process_group import World
 
 
 def ties(model: nn.Module) -> list[list[str]]:

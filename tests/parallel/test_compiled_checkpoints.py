@@ -7,14 +7,14 @@ import torch
 from torch._dynamo.utils import counters
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.launch.process_group import World
 from esmshard.model import attention
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.esm_blocks import TransformerLayer
 from esmshard.model.weights import open_weights
-from esmshard.sharding.layout import Layout
-from esmshard.sharding.shard import shard
+from esmshard.parallel.layout import Layout
+from esmshard.parallel.process_group import World
+from esmshard.parallel.shard import shard
 from esmshard.vocab import encode
 
 ALONE = World(0, 1, torch.device("cpu"), None)

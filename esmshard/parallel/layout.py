@@ -67,11 +67,11 @@ class Layout:
     """A name in STRATEGIES."""
     world_size: int = 1
     tensor: int = 1
-    """The number of neighbouring ranks that compute each layer together (`esmshard.sharding.tensor_parallel`). They see
+    """The number of neighbouring ranks that compute each layer together (`esmshard.parallel.tensor_parallel`). They see
     the same records.
     """
     context: int = 1
-    """The number of neighbouring ranks that divide the tokens of each pack (`esmshard.sharding.context_parallel`). They
+    """The number of neighbouring ranks that divide the tokens of each pack (`esmshard.parallel.context_parallel`). They
     see the same records, too.
     """
     group: int = 0

@@ -1,1 +1,0 @@
-"""The processes of a run: their start, their connection, their limits, and requests to stop."""

@@ -1,1 +1,0 @@
-"""The layout of a one-device model over the ranks of a run, and the loading of its shards."""
